@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jsonargparse import ArgumentParser
@@ -25,9 +25,13 @@ from perada.deploy.site.client import Client, image_split, remember
 from perada.deploy.site.file import Approved, SiteFile, read_site
 from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import Book, Progress, RunState, read_progress, read_runs
+from perada.deploy.sums.vector import check_installed
 from perada.privacy.accounting import Ledger
 from perada.results.export import PeftFolders
 from perada.results.report import epsilon_text, table
+
+if TYPE_CHECKING:
+    from perada.deploy.sums.party import Party
 
 SITE = "File of the site, such as site.yaml."
 
@@ -154,7 +158,22 @@ def worker_of(given: SiteFile) -> SiteWorker:
             if sides.changed:
                 log.warning("the site's images: %s", sides.changed)
             remember(given.state, sides)
-    return SiteWorker(book, clients, given.may_send, log)
+    try:
+        return SiteWorker(book, clients, given.may_send, log, party_of(given))
+    except (ValueError, OSError, ImportError):
+        book.close()
+        raise
+
+
+def party_of(given: SiteFile) -> "Party | None":
+    """The site among those that its file says it hides among; None if it says nobody."""
+    if (hiding := given.secure_sums) is None:
+        return None
+    check_installed()
+    from perada.deploy.sums.identity import read_identity, read_sites
+    from perada.deploy.sums.party import Party
+
+    return Party(given.name, read_identity(hiding.identity), read_sites(hiding.sites, hiding.authority))
 
 
 class Tried(NamedTuple):

@@ -74,7 +74,11 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
         )
     options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
     served = FederatedDataModule(data, **options, seed=said.get("seed", cli.config["data"].seed))
-    return Recipe(text, cli.model, cli.loop, cli.trainer, served)
+    if cli.loop.secure_sums is None or not cli.loop.algorithm.distills:
+        return Recipe(text, cli.model, cli.loop, cli.trainer, served)
+    whole_recipe = _parsed(content, given.accelerator).datamodule  # for its public images, whose logits are added up
+    public = whole_recipe.division.public and whole_recipe.division.public_images(whole_recipe.division.dataset, [])
+    return Recipe(text, cli.model, cli.loop, cli.trainer, served, public, whole_recipe.prepare)
 
 
 def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
@@ -100,7 +104,7 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
     multilabel = bool(getattr(division.dataset, "multilabel", False))
     loggers = [] if folder is None else _loggers(content, folder)
     parsed = cli.model, cli.loop, cli.trainer, cli.datamodule
-    return ServerRecipe(text, *parsed, public, classes, multilabel, named, loggers)
+    return ServerRecipe(text, *parsed, public, None, classes, multilabel, named, loggers)
 
 
 def _loggers(content: dict[str, Any], folder: Path) -> list[Logger]:

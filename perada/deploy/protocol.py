@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from perada.core.states import State
 
-Kind = Literal["join", "train", "tune", "evaluate"]
-"""Say who you are; train a round; fine-tune after the last one; score the models."""
+Kind = Literal["join", "train", "tune", "evaluate", "keys", "shares", "mask", "confirm", "reveal"]
+"""Say who you are; train a round; fine-tune after the last one; score the models; the five steps of a secure sum."""
 Code = Literal[
     "ok",
     "unapproved",  # the recipe's digest is not on the site's list
@@ -144,6 +144,8 @@ class Order(Header):
     plain: bool = False  # are the tensors laid out row by row, or else as the network's? last bits depend on it
     models: int = 0  # of the ensemble that is sent to be scored, as "members"; 0 if none is
     rank: int = 0  # of the site's LoRA, to which what travels in a round is cut; 0 for that of the adapter
+    attempt: int = 0  # at the secure sum of the round
+    sums: dict[str, Any] = field(default_factory=dict)  # what other sites say in a step of it
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(Kind))
@@ -151,7 +153,13 @@ class Order(Header):
         _check_hexadecimal("recipe", self.recipe, 64)
         if not isinstance(self.lengths, list) or len(self.lengths) > 16:
             raise ValueError(f"lengths={self.lengths!r} are not a list of a few")
-        for name, most in (("round", ROUNDS), ("clients", CLIENTS), ("models", MODELS), ("rank", RANKS)):
+        for name, most in (
+            ("round", ROUNDS),
+            ("clients", CLIENTS),
+            ("models", MODELS),
+            ("rank", RANKS),
+            ("attempt", ROUNDS),
+        ):
             check_whole(name, getattr(self, name), 0, most=most)
         for length in self.lengths:
             check_whole("a length", length, 0, most=STEPS)
@@ -159,6 +167,7 @@ class Order(Header):
         check_whole("all lengths", sum(self.lengths), 0, most=STEPS)
         check_number("factor", self.factor, least=0, most=1e6)
         check_choice("plain", self.plain, (True, False))
+        _check_dictionary("sums", self.sums)
 
 
 @dataclass(frozen=True)
@@ -171,15 +180,18 @@ class Answer(Header):
         facts: What the site allows: ``size`` (training images), ``tests`` (test images), ``labels`` (a digest of the
             classes), ``losses`` by role, ``counts`` (right predictions and all) and ``scores`` (by metric) of the
             ``personal`` and the ``global`` model, and ``epsilon`` by ledger.
+        sums: What the site says in a step of a secure sum.
     """
 
     code: Code
     answers: str
     facts: dict[str, Any] = field(default_factory=dict)
+    sums: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choice("code", self.code, get_args(Code))
         _check_hexadecimal("answers", self.answers, 64)
+        _check_dictionary("sums", self.sums)
         for name, value in self.facts.items():
             if name in ("size", "tests"):
                 check_whole(name, value, 0, most=IMAGES)
@@ -202,6 +214,11 @@ class Answer(Header):
 def _check_hexadecimal(name: str, value: object, digits: int) -> None:
     if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
         raise ValueError(f"{name}={value!r} has not {digits} hexadecimal digits")
+
+
+def _check_dictionary(name: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value!r} is no dictionary")
 
 
 def _check_numbers(values: Mapping[str, object], optional: bool) -> None:
@@ -281,6 +298,8 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise Refused(f"it is not a safetensors file ({error})") from None
     for name, value in state.items():
+        if expected[name][0] == "U64":  # numbers under masks, which may be any
+            continue
         least, most = (-MAGNITUDE, MAGNITUDE) if value.is_floating_point() else (0, COUNT)
         # Of NaN, least and largest are NaN.
         if value.numel() and not least <= float(value.min()) <= float(value.max()) <= most:

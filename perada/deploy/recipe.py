@@ -3,7 +3,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,16 +12,23 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import Logger
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.algorithms import Broadcast, Stacks
 from perada.core.checks import check_whole
-from perada.core.states import State
+from perada.core.rounds import batch_indices
+from perada.core.states import State, send
 from perada.data import FederatedDataModule
+from perada.data.batches.samples import make_store
+from perada.data.batches.transforms import Preparation
+from perada.deploy.sums.vector import Contents
 from perada.federation.settings import Settings, Storage
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import check_trainer
+from perada.server import Distillation
+from perada.server.distill import PUBLIC_BATCH
 
 REFUSED = {
     "precision='16-mixed'": "loss scales belong to all clients; give 'bf16-mixed'",
@@ -46,6 +53,8 @@ class Recipe:
     loop: FederatedLoop  # how rounds go
     trainer: pl.Trainer  # number of rounds, device, precision, how often models are scored
     data: FederatedDataModule  # a site's, of its one client; of the server's only options and public set are looked at
+    public: Dataset[Any] | None = None  # public images, for algorithms that distil; of a site in secure sums
+    prepare: Preparation | None = None  # of the public images; None for that of the data
 
     def __post_init__(self) -> None:
         self.module.trainer = trainer = self.trainer
@@ -98,6 +107,30 @@ class Recipe:
         sending = state if self.loop.algorithm.compares else received
         return Template(state, sending, opened, sent)
 
+    def public_images(self) -> "PublicImages":
+        """The public images as the network wants them, which is built."""
+        assert self.module.adapted is not None
+        prepare = self.prepare or self.data.prepare
+        return PublicImages(
+            self.public, replace(prepare, image=self.module.adapted.backbone.image, seed=self.loop.seed)
+        )
+
+    def contents(self, round: int, images: "PublicImages") -> "Contents":
+        """What a site adds to the secure sum of a round."""
+        loop = self.loop
+        assert loop.secure_sums is not None
+        shown = loop.privacy is None and loop.client_privacy is None
+        used = len(images.used(loop.distillation, round)) if self.distils(round) else 0
+        logits = (used, self.module.num_classes or 0) if used else (0, 0)
+        return Contents(
+            loop.secure_sums, self.sent(round), logits, tuple(sorted(self.template.opened)) if shown else ()
+        )
+
+    def distils(self, round: int) -> bool:
+        """Whether the server distils after a round, for which sites in secure sums add up logits."""
+        loop = self.loop
+        return loop.algorithm.distills and loop.client_privacy is None and loop.distillation.active(round)
+
     def sent(self, round: int) -> State:
         """An example of what a client sends in a round. Odd rounds may have other names than even ones."""
         return self._round(self.template.initial, round)[2]
@@ -119,11 +152,48 @@ class Recipe:
 class ServerRecipe(Recipe):
     """A recipe as a server has it: no client's image is read."""
 
-    public: Dataset[Any] | None = None  # public images, for algorithms that distil
     num_classes: int = 0
     multilabel: bool = False  # whether images have several labels
     classes: Sequence[str] | None = None  # their names; None lets the first site that joins say them
     loggers: Sequence[Logger] = ()  # get the metrics of each round, beside metrics.csv in the run's folder
+
+
+class PublicImages:
+    """The images that a server without clients' data has: ``public`` ones, whose labels are never read, or none."""
+
+    def __init__(self, public: Dataset[object] | None, preparation: Preparation) -> None:
+        self._preparation = preparation
+        shown = [] if public is None else [public]
+        self._public = make_store(shown, labelled=False, size=preparation.image_size)
+        self.public_size = sum(self._public.sizes)
+
+    def public_indices(self, round: int, steps: int, batch_size: int | str) -> Tensor:
+        """Positions (steps, B) in the public set, as :meth:`perada.data.FederatedDataModule.public_indices`."""
+        return batch_indices(self.public_size, batch_size, steps, self._preparation.seed, "public", round)  # type: ignore[arg-type]  # "full" is the only text
+
+    def used(self, options: Distillation, round: int) -> Tensor:
+        """Positions (N,) of the images that a round uses, in ascending order."""
+        positions: Tensor = self.public_indices(round, options.steps, options.batch_size).unique()
+        return positions
+
+    def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
+        """Public images, prepared for the model, on ``device``."""
+        return self._preparation(send(self._taken(indices), device))
+
+    def digest(self, indices: Tensor) -> str:
+        """SHA-256 of public images before they are prepared, in hexadecimal digits."""
+        found = hashlib.sha256()
+        for part in indices.split(PUBLIC_BATCH):
+            found.update(self._taken(part).contiguous().numpy().tobytes())
+        return found.hexdigest()
+
+    def _taken(self, indices: Tensor) -> Tensor:
+        images: Tensor = self._public.take(torch.zeros_like(indices), indices, (self._preparation.seed, -2))[0]
+        return images
+
+    def validation_batches(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Nothing: labelled images of a server's own are not read."""
+        yield from ()
 
 
 @dataclass(frozen=True)

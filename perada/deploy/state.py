@@ -101,6 +101,11 @@ class RunState:
     scores: bytes = b""  # what was answered to it
     transport: str = ""  # what the transport called the run last, such as Flower's id
     rank: int = 0  # of the site's LoRA; 0 for that of the adapter
+    update: State = field(default_factory=dict)  # for the secure sum of the round; empty where there is none
+    shown: State = field(default_factory=dict)  # what the server sent for it
+    losses: dict[str, float] = field(default_factory=dict)  # of the round, by role, for the sum
+    received: str = ""  # digest of what was sent to be trained
+    summed: int = -1  # the last round whose update left under masks
 
 
 class Book:
@@ -220,6 +225,7 @@ class Record:
     round: int  # counted from 0
     asked: list[str] = field(default_factory=list)
     answered: list[str] = field(default_factory=list)  # of whom the answer counted
+    summed: list[str] = field(default_factory=list)  # who is in the secure sum
     failed: dict[str, str] = field(default_factory=dict)  # code of each other site
     far: dict[str, float] = field(default_factory=dict)  # whose change was so many times as long as the median
     outside: dict[str, str] = field(default_factory=dict)  # why sites that were connected have not joined

@@ -106,13 +106,15 @@ class Server:
         data: ServerData,
         report: RoundReport,
         progress: Progress = iter,
+        summed: Tensor | None = None,
     ) -> tuple[Updates, State | None] | None:
         """Make the next global state of what a plan's clients at the places ``good`` sent; all ranks do alike.
 
         With privacy of whole clients, of which ``level`` is the account, all count. Without, those that are far are
         named, and left out where that was asked for. The ``sizes`` of all clients' training sets are for weights.
         ``data`` are public images and the server's validation set. What is measured, and what went wrong, is written
-        into the ``report``.
+        into the ``report``. Where sites made a secure sum, every row of the ``updates`` is their mean, and ``summed``
+        the sum of their logits, empty in a round that is not distilled.
 
         Returns:
             What counted, and what was distilled into as it was before, or None; nothing if none are good.
@@ -120,8 +122,9 @@ class Server:
         settings, round, secure = self.settings, plan.round, self.settings.secure_sums
         shares = [1.0 if settings.weighting == "uniform" else float(sizes[client]) for client in plan.clients]
         if secure is not None:
-            good = secure.summable(updates, shares, good)
-            good = good if len(good) >= secure.least(len(plan.clients)) else []
+            if summed is None:
+                good = secure.summable(updates, shares, good)
+                good = good if len(good) >= secure.least(len(plan.clients)) else []
         elif level is not None:  # all are counted, since who broke depends on their images
             updates = self.privatized(level, updates, received.own, plan)
             good = list(range(len(plan.clients)))
@@ -135,7 +138,7 @@ class Server:
             good = [place for place in good if plan.clients[place] not in report.far]
         updates, clients = updates.part(good), tuple(plan.clients[place] for place in good)
         hidden = None if secure is None else (secure, updates)
-        if secure is not None:  # nothing after this gets to see a row
+        if secure is not None and summed is None:  # nothing after this gets to see a row
             updates = secure.rows(updates, [shares[place] for place in good])
         distiller = Distiller(
             self.engine,
@@ -149,6 +152,7 @@ class Server:
             self.scales,
             progress,
             hidden,
+            summed,
         )
         step = ServerStep(
             round,
@@ -158,7 +162,7 @@ class Server:
             settings.seed,
             self.global_state,
             updates,
-            client_weights(settings.weighting, [sizes[client] for client in clients]),
+            client_weights("uniform" if secure else settings.weighting, [sizes[client] for client in clients]),
             dict(self.server_state),
             settings.rule,
             distiller,

@@ -22,6 +22,8 @@ from perada.server.sums import SecureSums
 ServerOptimizer = Literal["adam", "sgd"]
 ONLY = slice(0, 1)
 """The student among the states that are scaled."""
+PUBLIC_BATCH = 256
+"""Public images in a pass of the teachers."""
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
@@ -143,6 +145,8 @@ class Distiller:
         progress: Wraps the steps in a progress bar.
         secure: How the teachers' logits are added up where the server sees sums alone, and who they are: the clients,
             whatever states it is called with.
+        summed: The sum (N, K) of the clients' logits on the N public images that the round uses, in whole numbers,
+            where they added it up themselves.
         student: What was last distilled into, as it was before.
         diverged: Whether a result became NaN or infinite, and the student was returned instead.
     """
@@ -158,6 +162,7 @@ class Distiller:
     scales: KeptScales = field(default_factory=lambda: KeptScales(None))
     progress: Callable[[Tensor], Iterable[Tensor]] = iter
     secure: tuple[SecureSums, Updates] | None = None
+    summed: Tensor | None = None
     student: State | None = None
     diverged: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
@@ -197,12 +202,15 @@ class Distiller:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Images (B, ...) and the teachers' mean logits (B, K), a pair a step; where ``divided``, this rank's rows."""
         used, positions = torch.unique(indices, return_inverse=True)
-        parts = [self._own_sum(sent, student, self.data.public_images(part, device)) for part in used.split(256)]
-        total = torch.cat([part for part, _ in parts])
-        self.ranks.sum_([total])
+        total, dtype = self.summed, next(iter(student.values())).dtype
+        if total is None:
+            batches = (self.data.public_images(part, device) for part in used.split(PUBLIC_BATCH))
+            parts = [self._own_sum(sent, student, x) for x in batches]
+            total, dtype = torch.cat([part for part, _ in parts]), parts[0][1] if self.secure is None else dtype
+            self.ranks.sum_([total])
         if self.secure is not None:
             total = self.secure[0].real(total)
-        logits = (total / sent.clients).to(parts[0][1])
+        logits = (total / sent.clients).to(device, dtype)
         own = slice(self.ranks.rank, None, self.ranks.size) if divided else slice(None)
         for step, rows in enumerate(self.progress(indices)):
             yield self.data.public_images(rows[own], device), logits[send(positions[step, own], device)]

@@ -4,9 +4,11 @@
 import json
 import time
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 import pytorch_lightning as pl
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.algorithms import make_algorithm
 from perada.data import FederatedDataModule
@@ -17,6 +19,7 @@ from perada.deploy.site.client import Client, only
 from perada.deploy.site.file import Limits
 from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import Book
+from perada.deploy.sums.party import Party
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.server import Distillation
@@ -63,12 +66,25 @@ class Parties:
     def recipe(self, place=None, **of_server):
         data = self.whole if place is None else only(self.whole, place)
         kind = ServerRecipe if of_server else Recipe
-        return kind(TEXT, self.module(), self.loop(), self.trainer(), self.data(data), **of_server)
+        given = {"public": self.whole.public} | of_server
+        return kind(TEXT, self.module(), self.loop(), self.trainer(), self.data(data), **given)
 
     def worker(self, place, may_send=("sizes", "counts", "scores", "losses"), **limits):
         client = Client(self.recipe(place), Limits(**limits))
-        book = Book(self.folder / self.names[place])
-        return SiteWorker(book, {client.recipe.digest: client}, may_send)
+        book, party = Book(self.folder / self.names[place]), None
+        if client.settings.secure_sums is not None:
+            party = Party(self.names[place], self.identities[place], self.sites)
+        return SiteWorker(book, {client.recipe.digest: client}, may_send, party=party)
+
+    @cached_property
+    def identities(self):
+        """The sites' keys."""
+        return [Ed25519PrivateKey.generate() for _ in self.names]
+
+    @property
+    def sites(self):
+        """Their public keys by name."""
+        return {name: key.public_key() for name, key in zip(self.names, self.identities, strict=True)}
 
     def workers(self, **given):
         return {name: self.worker(place, **given) for place, name in enumerate(self.names)}

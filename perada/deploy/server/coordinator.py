@@ -5,7 +5,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import torch
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State, narrowed, widened
-from perada.deploy.protocol import Answer, Kind, Order, Terms, Transport, largest, pack, spec_of
+from perada.deploy.protocol import Answer, Kind, Order, Refused, Terms, Transport, largest, pack, spec_of
 from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
 from perada.deploy.server.rounds import (
     PASSING,
     Roster,
-    ServerImages,
     ask,
     close_round,
     log_each,
@@ -27,10 +25,13 @@ from perada.deploy.server.rounds import (
     mean_scores,
 )
 from perada.deploy.state import SERVER_STATE, Progress, Record, read_progress, write_progress
+from perada.deploy.sums.vector import Summed, check_installed
 from perada.federation.cohort import Site
+from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import Server
 from perada.federation.settings import check_factors, check_merging, check_server_images
 from perada.privacy.rehearsal import check_client_level
+from perada.server.sums import SecureSums
 
 PAUSE = 0.5
 """Seconds between two attempts."""
@@ -52,12 +53,10 @@ class Coordinator:
         self.recipe, self.transport, self.folder, self.terms = recipe, transport, folder, terms
         classes, multilabel = recipe.classes, recipe.multilabel
         recipe.build(recipe.num_classes, multilabel)
-        module, loop = recipe.module, recipe.loop
+        module = recipe.module
         self.settings = recipe.settings()
         self.sample = terms.sample or self.settings.clients_per_round
-        assert module.adapted is not None
-        prepare = replace(recipe.data.prepare, image=module.adapted.backbone.image, seed=loop.seed)
-        self.images = ServerImages(recipe.public, prepare)
+        self.images = recipe.public_images()
         self._check()
         self.server = Server(Site(module.engine, module.slot, self.settings), module.initial_state)
         if not terms.resume and (folder / SERVER_STATE).exists():
@@ -74,6 +73,8 @@ class Coordinator:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
             self.progress.labels = "" if classes is None else labels_digest(recipe.num_classes, multilabel, classes)
         transport.most = max(largest(recipe.sent(round)) for round in range(2))
+        if self.settings.secure_sums is not None:
+            transport.most = largest({}) + 8 * max(recipe.contents(round, self.images).size for round in range(2))
         self.loggers = list(recipe.loggers)
         for row in self.progress.history:  # each start logs the whole run
             log_round(self.loggers, row)
@@ -97,12 +98,23 @@ class Coordinator:
         if settings.privacy is not None and settings.weighting == "samples":
             raise ValueError("privacy: weighting='samples' shows the sites' numbers of images; choose 'uniform'")
         if settings.secure_sums is not None:
-            raise ValueError(
-                "secure_sums: a deployed server still reads single updates; leave secure_sums out, and deploy only "
-                "where it may read them (docs/secure_sums.md)"
-            )
+            self._check_sums(settings.secure_sums)
         if settings.client_privacy is not None:
             check_client_level(algorithm, settings.rule, settings.weighting, bool(settings.distillation.steps))
+
+    def _check_sums(self, options: SecureSums) -> None:
+        check_installed()
+        if self.settings.client_privacy is not None:
+            raise ValueError("client_privacy cannot be deployed with secure_sums yet; choose privacy, of single images")
+        if self.terms.min_sites < options.min_sites:
+            raise ValueError(
+                f"min_sites={self.terms.min_sites} is less than the {options.min_sites} of the recipe's secure_sums; "
+                "give as many, or more"
+            )
+        if self.terms.late == "skip":
+            raise ValueError("late='skip' cannot be used with secure_sums, whose steps wait for all; give 'wait'")
+        sites, module = self.sample or max(self.terms.min_sites, options.min_sites), self.recipe.module
+        check_secure_sums(self.settings, module.slot, self.recipe.template.initial, sites)
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -180,7 +192,8 @@ class Coordinator:
         """Whether the whole numbers that travel beside the model, such as a mode's, can be meant."""
         modes = self.settings.algorithm.modes
         beside = (value for key, value in state.items() if key not in self.recipe.module.slot.keys)
-        return all(value.is_floating_point() or int(value.max()) < modes for value in beside)
+        free = torch.uint64  # numbers under masks
+        return all(value.is_floating_point() or value.dtype == free or int(value.max()) < modes for value in beside)
 
     def _everyone(self, kind: Kind, tensors: State, **given: Any) -> dict[str, Answer]:
         """Ask all sites that are there, within the deadline."""
@@ -259,6 +272,8 @@ class Coordinator:
         asked, spare = list(progress.asked), [name for name in names if name not in progress.asked]
         least = terms.min_sites if skip else None  # to say "broken" is quick, and takes nobody's place
         given = lambda name: self._narrowed(whole, numbers[name]), end, record, least, spare
+        secure = self.settings.secure_sums is not None
+        given = (lambda _: {}, *given[1:]) if secure else given
         got = self._ask(asked, lambda name: self._message(numbers[name]), *given)
         for name in list(got)[terms.min_sites :] if skip else []:  # the first k count
             del got[name]
@@ -272,11 +287,51 @@ class Coordinator:
             numbers[name]: (answer, {key: widened(value, whole[key].shape) for key, value in state.items()})
             for name, (answer, state) in got.items()
         }
-        close_round(self.recipe, self.server, self.roster, self.images, record, by_number)
+        summed = self._summed(record, got) if secure else None
+        if secure:
+            by_number = {numbers[name]: (got[name][0], summed.mean) for name in record.summed} if summed else {}
+        logits = None if summed is None else torch.empty(0) if summed.logits is None else summed.logits
+        close_round(self.recipe, self.server, self.roster, self.images, record, by_number, logits)
+        if summed is not None:
+            progress.history[-1] |= {f"train/{role}_loss": loss for role, loss in summed.losses.items()}
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
         self._save()
         log_round(self.loggers, progress.history[-1])
+
+    def _summed(self, record: Record, got: Sequence[str] | Mapping[str, Any]) -> Summed | None:
+        """The secure sum over those that have trained, who are written into the record; None if there is none."""
+        from perada.deploy.server.summing import MASKED, secure_sum
+        from perada.deploy.sums.keys import Terms as SumTerms
+
+        options, progress, numbers = self.settings.secure_sums, self.progress, self.roster.numbers
+        assert options is not None
+        contents = self.recipe.contents(record.round, self.images)
+
+        def ask_step(
+            kind: Kind, attempt: int, said: Mapping[str, dict[str, Any]], size: int
+        ) -> dict[str, tuple[Answer, State]]:
+            def message(name: str) -> bytes:
+                return pack(self._order(kind, numbers[name], attempt=attempt, sums=said[name]))
+
+            expected = {MASKED: torch.zeros(size, dtype=torch.uint64)} if size else {}
+            own, end = Record(record.round), time.monotonic() + self.terms.deadline / 5  # it has five steps
+            found = self._ask(list(said), message, lambda _: expected, end, own)
+            record.failed |= own.failed
+            record.up, record.down = record.up + own.up, record.down + own.down
+            return found
+
+        def terms(attempt: int) -> SumTerms:
+            return SumTerms(progress.run, record.round, progress.recipe, options, attempt)
+
+        try:
+            record.summed, total = secure_sum(ask_step, terms, list(got), contents.size)
+        except Refused as refusal:
+            record.void = str(refusal)
+            return None
+        for name in record.summed:
+            record.failed.pop(name, None)
+        return contents.opened(total)
 
     def _message(self, client: int) -> bytes:
         """What a site is sent in a round: a function of the states and of whom was asked first."""

@@ -3,18 +3,15 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from pytorch_lightning.loggers import Logger
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from perada.core.rounds import RoundPlan, batch_indices, make_plan
-from perada.core.states import State, send, stack, to_device
-from perada.data.batches.samples import make_store
-from perada.data.batches.transforms import Preparation
+from perada.core.rounds import RoundPlan, make_plan
+from perada.core.states import State, stack, to_device
 from perada.deploy.protocol import STEPS, Answer, Failure, Refused, Spec, Terms, Transport, digest, header_of, unpack
 from perada.deploy.recipe import Recipe
 from perada.deploy.state import Member, Progress, Record
@@ -93,7 +90,7 @@ class Roster:
         if labels is None or self.progress.labels not in ("", labels):
             return "it has other classes than the recipe, or the sites before it"
         if size is None:
-            weighted = self.settings.weighting == "samples"
+            weighted = self.settings.weighting == "samples" and self.settings.secure_sums is None
             return "weighting='samples' needs its size, which it does not send" if weighted else ""
         steps = sum(make_plan(0, [0], [size], self.settings.phases, self.batch_size).lengths) if size else 0
         return "" if 0 < steps <= STEPS else f"it says that it has {size} images, which cannot be"
@@ -174,8 +171,19 @@ def ask(
     return answers, failed
 
 
-def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerData, record: Record, got: Got) -> None:
-    """Make the next global state of what sites sent, and write the round into the progress."""
+def close_round(
+    recipe: Recipe,
+    server: Server,
+    roster: Roster,
+    images: ServerData,
+    record: Record,
+    got: Got,
+    summed: Tensor | None = None,
+) -> None:
+    """Make the next global state of what sites sent, and write the round into the progress.
+
+    After a secure sum the states in ``got`` are its mean, and ``summed`` is as of :meth:`.Server.close`.
+    """
     progress, level, metrics, report = roster.progress, roster.level, dict[str, float](), RoundReport([])
     broken = [number for name, number in roster.numbers.items() if record.failed.get(name) == "broken"]
     counted = [*got, *broken] if level is not None else list(got)  # who broke depends on images
@@ -188,12 +196,13 @@ def close_round(recipe: Recipe, server: Server, roster: Roster, images: ServerDa
             level.spend(level.cost(plan))
         with recipe.context():
             both = Updates(sent, everyone, len(everyone)), Updates(received, everyone, len(everyone))
-            server.close(plan, *both, everyone, level, sizes, images, report)
+            server.close(plan, *both, everyone, level, sizes, images, report, summed=summed)
         if level is not None:
             metrics |= level.metrics()
             progress.level = level.state_dict()
         record.far = {progress.roster[client].name: times for client, times in report.far.items()}
-    record.void = "all broke" if not counted else "the new state was not finite" if report.broken_server else ""
+    nothing = record.void or "all broke"
+    record.void = nothing if not counted else "the new state was not finite" if report.broken_server else ""
     answers = {client: answer for client, (answer, _) in got.items()}
     roster.note(record, answers)
     ranks = server.ranks_of(list(got))
@@ -264,29 +273,6 @@ def _own_score(facts: Facts, metric: Metric) -> float:
         if value is not None:
             return float(value)
     return math.nan
-
-
-class ServerImages:
-    """The images that a server without clients' data has: ``public`` ones, whose labels are never read, or none."""
-
-    def __init__(self, public: Dataset[object] | None, preparation: Preparation) -> None:
-        self._preparation = preparation
-        shown = [] if public is None else [public]
-        self._public = make_store(shown, labelled=False, size=preparation.image_size)
-        self.public_size = sum(self._public.sizes)
-
-    def public_indices(self, round: int, steps: int, batch_size: int | str) -> Tensor:
-        """Positions (steps, B) in the public set, as :meth:`perada.data.FederatedDataModule.public_indices`."""
-        return batch_indices(self.public_size, batch_size, steps, self._preparation.seed, "public", round)  # type: ignore[arg-type]  # "full" is the only text
-
-    def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
-        """Public images, prepared for the model, on ``device``."""
-        images, _ = self._public.take(torch.zeros_like(indices), indices, (self._preparation.seed, -2))
-        return self._preparation(send(images, device))
-
-    def validation_batches(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """Nothing: labelled images of a server's own are not read."""
-        yield from ()
 
 
 def log_each(loggers: list[Logger], method: str, *given: object, **named: object) -> None:

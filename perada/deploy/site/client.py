@@ -23,10 +23,11 @@ from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
 from perada.data.partitions.division import identities_of
 from perada.data.sets.manifest import OwnImages
-from perada.deploy.protocol import Order
+from perada.deploy.protocol import Order, Refused
 from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
 from perada.deploy.site.file import Limits
 from perada.deploy.state import RunState
+from perada.deploy.sums.vector import Whole
 from perada.engine.engine import compare, ensemble
 from perada.federation.cohort import Cohort, Site, Trained
 from perada.federation.metrics import Scores
@@ -37,6 +38,8 @@ from perada.privacy.account import Row
 from perada.privacy.accounting import ROUNDING, History, Ledger, Ledgers, history_epsilon
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
+from perada.server.aggregate import double
+from perada.server.distill import PUBLIC_BATCH
 
 
 class Client:
@@ -81,6 +84,7 @@ class Client:
             check_private(parts)
             check_first(parts, self.data.trial_batch([0]), fits=True)
         self._site = Site(self.module.engine, self.module.slot, self.settings, protection)
+        self.images = recipe.public_images()
         self.planned = self._planned()
 
     def _planned(self) -> Counter[tuple[float, float]]:
@@ -196,6 +200,29 @@ class Client:
         losses = {role: float(loss[0]) for role, loss in cohort.mean_losses().items()} if shown else {}
         finite = {role: loss for role, loss in losses.items() if math.isfinite(loss)}
         return trained, finite, next(iter(cohort.failed.values()), "")
+
+    def part_of_sum(self, state: RunState, sites: int) -> tuple[Whole, str]:
+        """The site's vector for the sum of its round over so many sites, and a digest of the public images it used.
+
+        Raises:
+            Refused: If a number is too large for the sum.
+        """
+        recipe, round, loop = self.recipe, state.round, self.recipe.loop
+        logits, digest = None, ""
+        if recipe.distils(round):
+            if not self.images.public_size:
+                raise Refused("the recipe distils, and has no public images here", "other")
+            used = self.images.used(loop.distillation, round)
+            whole = expand(to_device(recipe.template.initial | state.shown | state.update, recipe.device), 1)
+            with torch.no_grad(), recipe.context():
+                batches = (self.images.public_images(part, recipe.device) for part in used.split(PUBLIC_BATCH))
+                logits = torch.cat([double(self.module.engine.shared_logits(whole, x))[0] for x in batches])
+            digest = self.images.digest(used)
+        weight = 1.0 if loop.weighting == "uniform" else float(self.size)
+        try:
+            return recipe.contents(round, self.images).vector(state.update, weight, logits, state.losses, sites), digest
+        except ValueError as error:
+            raise Refused(str(error), "broken") from None
 
     def score(self, order: Order, shared: State, members: State, state: RunState) -> dict[str, Scores]:
         """The ``personal`` model, where there is one, and the ``global`` one on the site's test images."""

@@ -35,6 +35,15 @@ class Limits:
         check_whole("max_runs", self.max_runs)
 
 
+@dataclass(frozen=True)
+class Hiding:
+    """Among whom a site hides in secure sums; paths are absolute."""
+
+    identity: Path  # its key, which no other process must read
+    sites: Path  # list of the sites' public keys
+    authority: str | None = None  # public key of who must have signed the list; None for a list of the site's own
+
+
 class Approved(NamedTuple):
     """What a site wrote down of a recipe; empty where it did not."""
 
@@ -58,6 +67,7 @@ class SiteFile:
     may_send: tuple[str, ...] = ()  # what may leave beside updates
     limits: Limits = field(default_factory=Limits)
     accelerator: str = "auto"
+    secure_sums: Hiding | None = None  # None where it hides among nobody
 
 
 def read_site(path: Path) -> SiteFile:
@@ -103,7 +113,22 @@ def _site(home: Path, content: dict[str, Any]) -> SiteFile:
         tuple(may_send),
         Limits(**{key: _number(value) for key, value in limits.items()}),
         str(content.get("accelerator") or "auto"),
+        _hiding(home, content.get("secure_sums")),
     )
+
+
+def _hiding(home: Path, given: object) -> Hiding | None:
+    if given is None:
+        return None
+    check_options("secure_sums", given, "{identity: st-marys.id, sites: sites.txt}")
+    assert isinstance(given, dict)
+    for key in given:
+        check_choice("secure_sums", key, [each.name for each in fields(Hiding)])
+    for key in ("identity", "sites"):
+        if not isinstance(given.get(key), str):
+            raise ValueError(f"secure_sums: {key} is not said; give a path, such as {{{key}: …}}")
+    authority = given.get("authority")
+    return Hiding(home / given["identity"], home / given["sites"], None if authority is None else str(authority))
 
 
 def _recipe(home: Path, entry: object) -> tuple[Path, Approved]:

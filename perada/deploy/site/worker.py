@@ -6,7 +6,10 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from perada.core.states import narrowed, widened
 from perada.core.text import printable
@@ -30,6 +33,9 @@ from perada.deploy.state import Book, RunState
 from perada.federation.metrics import Scores
 from perada.privacy.protection import Protection
 
+if TYPE_CHECKING:
+    from perada.deploy.sums.party import Party
+
 
 class SiteWorker:
     """Answers messages, one at a time.
@@ -39,6 +45,10 @@ class SiteWorker:
         clients: The recipes that the site approves, by digest, with its data.
         may_send: What of :data:`perada.deploy.protocol.SENDABLE` may leave the site beside updates.
         log: Where reasons go; they never leave the site.
+        party: The site among those that it hides among, for recipes with secure sums.
+
+    Raises:
+        ValueError: If a recipe has secure sums and there is no ``party``.
     """
 
     def __init__(
@@ -47,7 +57,15 @@ class SiteWorker:
         clients: Mapping[str, Client],
         may_send: Sequence[str] = (),
         log: logging.Logger | None = None,
+        party: "Party | None" = None,
     ) -> None:
+        for client in clients.values():
+            if client.settings.secure_sums is not None and party is None:
+                raise ValueError(
+                    "the recipe has secure_sums, and the site's file does not say among whom; give it a section "
+                    "secure_sums with identity and sites (docs/secure_sums.md)"
+                )
+        self.party = party
         self.book, self.clients, self.may_send = book, dict(clients), set(may_send)
         self.log = log or logging.getLogger("perada.site")
         self._turn = threading.Lock()
@@ -100,6 +118,8 @@ class SiteWorker:
         refuse(untuned, "the recipe has no fine-tuning then", "other")
         refuse(order.round < state.round, f"round {order.round} after round {state.round}", "past")
         state.client, state.recipe, state.transport, state.rank = order.client, order.recipe, run, order.rank
+        if order.kind not in ("train", "tune", "evaluate"):
+            return self._sum(client, order, answers, state)
         if order.kind == "evaluate":  # not untrained: or a server makes runs of its own, to have any model scored
             refuse(not state.trained, f"nothing was trained in run {order.run}, and models are to be scored", "other")
             return self._evaluate(client, message, order, answers, state)
@@ -146,6 +166,12 @@ class SiteWorker:
             outcome = f"{failed or 'the training became NaN or infinite'}; the personal state stays"
         sent = {} if tune else {key: value[0] for key, value in trained.sent.items()}
         sent = narrowed(sent, factors, order.rank)
+        if client.settings.secure_sums is not None:
+            facts.pop("losses", None)
+            state.update, state.losses, state.shown = sent, losses, given
+            # Of all sites it must be the same, or what one of them makes of it can be told from the sum.
+            state.received = digest(pack(replace(order, client=0), given))
+            sent = {}
         reply = pack(Answer("ok", answers, facts), sent)
         try:
             unpack(reply, spec_of(sent))  # as the server will
@@ -156,6 +182,30 @@ class SiteWorker:
         reply = reply if counts else _reply("broken", answers)
         state.round, state.trained, state.message, state.reply = order.round, state.trained + 1, answers, reply
         book.commit(state, total, book.rounds + 1, sampling)
+        return reply
+
+    def _sum(self, client: Client, order: Order, answers: str, state: RunState) -> bytes:
+        """Take a step of the secure sum of the round that was trained last."""
+        secure, party = client.settings.secure_sums, self.party
+        if secure is None or party is None:
+            raise Refused("the recipe has no secure sums", "other")
+        untrained = order.round != state.round or not state.update
+        refuse(untrained, f"secure sum of round {order.round}, and round {state.round} was trained last", "other")
+        from perada.deploy.sums.keys import Terms
+
+        terms = Terms(order.run, order.round, order.recipe, secure, order.attempt)
+        if (reply := party.replied(terms, answers)) is not None:
+            return reply
+        # A vector leaves once: of two sums with other sites in them the difference would be a single site's.
+        gone = order.kind in ("keys", "mask") and state.summed >= order.round
+        refuse(gone, f"secure sum: the update of round {order.round} has left under masks before", "other")
+        said, masked = party.step(order, terms, lambda sites: client.part_of_sum(state, sites), state.received)
+        if masked is not None:
+            state.summed = order.round
+            self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
+        tensors = {} if masked is None else {"masked": torch.from_numpy(masked)}
+        reply = pack(Answer("ok", answers, sums=said), tensors)
+        party.keep(answers, reply)
         return reply
 
     def _check_limits(self, limits: Limits, state: RunState, protection: Protection) -> str | None:

@@ -21,12 +21,10 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from numpy.typing import NDArray
 
+from perada.deploy.sums.vector import Whole
 from perada.server.sums import SecureSums
 
-Whole = NDArray[np.uint64]
-"""A vector of numbers modulo 2⁶⁴."""
 SECRET = 16
 """Bytes of a secret that is shared: Shamir's sharing is over a field of 2¹²⁸ elements."""
 _LABEL = b"perada sums 1 "
@@ -121,12 +119,14 @@ class Terms:
         round: Counted from 0.
         recipe: Digest of the recipe.
         options: Those of the recipe.
+        attempt: Counted from 0, within the round.
     """
 
     run: str
     round: int
     recipe: str
     options: SecureSums
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,11 @@ class Advert:
     masks: str
     own: str
     signature: str = ""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, str):
+                raise ValueError(f"{name}={value!r} of a site's keys is no text")
 
     def statement(self) -> dict[str, str]:
         """What is signed."""

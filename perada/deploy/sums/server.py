@@ -10,7 +10,6 @@ from perada.deploy.protocol import Refused
 from perada.deploy.sums.keys import (
     Advert,
     Terms,
-    Whole,
     combined,
     digest,
     exchange_key,
@@ -20,6 +19,7 @@ from perada.deploy.sums.keys import (
     stream,
 )
 from perada.deploy.sums.site import Revealed
+from perada.deploy.sums.vector import Whole
 
 
 class ServerRound:

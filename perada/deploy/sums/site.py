@@ -14,7 +14,6 @@ from perada.deploy.sums.keys import (
     SECRET,
     Advert,
     Terms,
-    Whole,
     agreed,
     digest,
     exchange_key,
@@ -28,6 +27,7 @@ from perada.deploy.sums.keys import (
     stream,
     unseal,
 )
+from perada.deploy.sums.vector import Whole
 
 Revealed = dict[str, dict[str, bytes]]
 """Shares by the name of the site: ``own`` of the own masks of those in the sum, ``gone`` of the keys of the others."""
@@ -63,6 +63,11 @@ class SiteRound:
         """Refuse a step that is not the next one; what was begun is not begun again, whatever comes of it."""
         refuse(not self._steps or self._steps[0] != step, f"secure sum: {step} is not what comes next", "other")
         self._steps.pop(0)
+
+    @property
+    def sites(self) -> int:
+        """How many sites the round has keys of."""
+        return len(self._order)
 
     @property
     def _least(self) -> int:

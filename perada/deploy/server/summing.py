@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's steps of a secure sum over a transport: who answers them, and what the sum is."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from perada.core.states import State
+from perada.deploy.protocol import Answer, Kind, Refused
+from perada.deploy.sums.keys import SECRET, Advert, Terms
+from perada.deploy.sums.party import in_bytes, in_text
+from perada.deploy.sums.server import ServerRound
+from perada.deploy.sums.site import Revealed
+from perada.deploy.sums.vector import Whole
+
+ATTEMPTS = 3
+"""How often a sum is begun in a round; after numbers under masks were sent, never again."""
+MASKED = "masked"
+"""Name of the tensor of numbers under masks."""
+ReadT = TypeVar("ReadT")
+
+log = logging.getLogger("perada.deploy")
+
+
+class Asking(Protocol):
+    """Asks sites for a step; see :meth:`.Coordinator.step_of_sum`."""
+
+    def __call__(
+        self, kind: Kind, attempt: int, said: Mapping[str, dict[str, Any]], numbers: int, /
+    ) -> dict[str, tuple[Answer, State]]:
+        """What came of the sites in ``said``; with ``numbers`` a tensor of so many is expected."""
+
+
+def secure_sum(
+    ask: Asking, terms: Callable[[int], Terms], names: Sequence[str], numbers: int
+) -> tuple[list[str], Whole]:
+    """Who is in the sum of the sites' vectors, each of so many numbers, and the sum.
+
+    Args:
+        ask: Asks sites.
+        terms: Of an attempt.
+        names: Of the sites, which have trained the round.
+        numbers: Of a vector.
+
+    Raises:
+        Refused: If too few are there at a step. Nothing can be read then.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            server, masks = _begun(ask, terms(attempt), names)
+            break
+        except Refused as refusal:
+            log.warning("%s (attempt %d of %d)", refusal, attempt + 1, ATTEMPTS)
+            if attempt + 1 == ATTEMPTS:
+                raise
+    taken = ask("mask", attempt, {name: {"sealed": in_text(box)} for name, box in masks.items()}, numbers)
+    masked = {name: tensors[MASKED].numpy() for name, (_, tensors) in taken.items()}
+    alive = server.take(masked)
+    signed = _read(ask("confirm", attempt, {name: {"alive": alive} for name in alive}, 0), _signature)
+    revealed = _read(ask("reveal", attempt, {name: {"signatures": signed} for name in signed}, 0), _revealed)
+    return alive, server.total(revealed)
+
+
+def _begun(ask: Asking, terms: Terms, names: Sequence[str]) -> tuple[ServerRound, dict[str, dict[str, bytes]]]:
+    """The round after keys and shares were exchanged, and what each site is to be given of the shares."""
+    adverts = _read(ask("keys", terms.attempt, {name: {} for name in names}, 0), _advert)
+    server = ServerRound(terms, [*adverts.values()])
+    listed = [vars(adverts[name]) for name in server.order]
+    sealed = _read(ask("shares", terms.attempt, {name: {"adverts": listed} for name in adverts}, 0), _sealed)
+    return server, server.deliver(sealed)
+
+
+def _read(found: Mapping[str, tuple[Answer, State]], read: Callable[[str, dict[str, Any]], ReadT]) -> dict[str, ReadT]:
+    """What sites said, in the order of their names; without those who said something else."""
+    good = {}
+    for name in sorted(found):
+        try:
+            good[name] = read(name, found[name][0].sums)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            log.warning("site %s: malformed in a secure sum: %s (%s)", name, error, type(error).__name__)
+    return good
+
+
+def _advert(name: str, said: dict[str, Any]) -> Advert:
+    advert = Advert(**said["advert"])
+    if advert.name != name:
+        raise ValueError(f"it calls itself {advert.name[:80]!r}; its name must be that of its key at the SuperLink")
+    return advert
+
+
+def _sealed(_: str, said: dict[str, Any]) -> dict[str, bytes]:
+    return in_bytes(said["sealed"])
+
+
+def _signature(_: str, said: dict[str, Any]) -> str:
+    signature = said["signature"]
+    if not isinstance(signature, str):
+        raise TypeError(f"a signature {type(signature).__name__}")
+    return signature
+
+
+def _revealed(_: str, said: dict[str, Any]) -> Revealed:
+    revealed = {kind: in_bytes(said[kind]) for kind in ("own", "gone")}
+    if any(len(share) != SECRET for shares in revealed.values() for share in shares.values()):
+        raise ValueError("a share of another length")
+    return revealed

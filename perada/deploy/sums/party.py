@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a site's worker in secure sums: it answers the orders of a sum's steps."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from perada.deploy.protocol import Order, Refused, refuse
+from perada.deploy.sums.keys import Advert, Terms, digest
+from perada.deploy.sums.site import SiteRound
+from perada.deploy.sums.vector import Whole
+
+STEPS = ("keys", "shares", "mask", "confirm", "reveal")
+"""Kinds of the orders, in their order."""
+
+
+class Party:
+    """A site among those that it agrees to hide among. It is in one sum at a time, whose keys are in memory alone.
+
+    Args:
+        name: Of the site, by which the others know it.
+        identity: Its key.
+        peers: The other sites' keys by name.
+
+    Raises:
+        ValueError: If the list has another key under the site's own name.
+    """
+
+    def __init__(self, name: str, identity: Ed25519PrivateKey, peers: Mapping[str, Ed25519PublicKey]) -> None:
+        own = identity.public_key()
+        listed = peers.get(name, own)
+        if listed.public_bytes_raw() != own.public_bytes_raw():
+            raise ValueError(f"the list of sites has another key under the name {name!r}, which is this site's own")
+        self.name, self._identity = name, identity
+        self._peers = {other: key for other, key in peers.items() if other != name}
+        self._terms: Terms | None = None
+        self._round: SiteRound
+        self._replies: dict[str, bytes] = {}
+
+    def replied(self, terms: Terms, message: str) -> bytes | None:
+        """What was answered to a message of this sum before, if it was."""
+        return self._replies.get(message) if terms == self._terms else None
+
+    def keep(self, message: str, reply: bytes) -> None:
+        """Remember what is answered to a message, by its digest."""
+        self._replies[message] = reply
+
+    def step(
+        self, order: Order, terms: Terms, vector: Callable[[int], tuple[Whole, str]], received: str
+    ) -> tuple[dict[str, Any], Whole | None]:
+        """Take the step of a sum that an order asks for.
+
+        Args:
+            order: What is asked.
+            terms: Of the sum, as this site knows them.
+            vector: Makes the vector for a sum over so many sites, and a digest of the public images it is made with.
+            received: Digest of what the server sent to be trained.
+
+        Returns:
+            What the site says, and numbers under masks.
+
+        Raises:
+            Refused: If it is not the step that comes next, or the server asks for what it must not be told.
+        """
+        if order.kind == "keys":
+            before = self._terms
+            same = before is not None and (before.run, before.round) == (terms.run, terms.round)
+            refuse(
+                same and before is not None and terms.attempt <= before.attempt,
+                f"secure sum: keys for attempt {terms.attempt} again, or after a later one",
+                "other",
+            )
+            self._terms, self._replies = terms, {}
+            self._round = SiteRound(self.name, self._identity, self._peers, terms)
+            return {"advert": vars(self._round.advertise())}, None
+        refuse(
+            terms != self._terms, "secure sum: this site has no keys for it, which are gone with its process", "other"
+        )
+        try:
+            return self._later(order, vector, received)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, Refused):
+                raise
+            raise Refused(f"secure sum: {order.kind}: {type(error).__name__}: {error}") from None
+
+    def _later(
+        self, order: Order, vector: Callable[[int], tuple[Whole, str]], received: str
+    ) -> tuple[dict[str, Any], Whole | None]:
+        given = order.sums
+        match order.kind:
+            case "shares":
+                sealed = self._round.share([Advert(**entry) for entry in given["adverts"]])
+                return {"sealed": in_text(sealed)}, None
+            case "mask":
+                whole, images = vector(self._round.sites)
+                return {}, self._round.mask(in_bytes(given["sealed"]), whole, digest([received, images]))
+            case "confirm":
+                return {"signature": self._round.confirm(given["alive"])}, None
+            case _:
+                revealed = self._round.reveal(given["signatures"])
+                return {kind: in_text(shares) for kind, shares in revealed.items()}, None
+
+
+def in_text(found: Mapping[str, bytes]) -> dict[str, str]:
+    """Bytes by name as hexadecimal digits."""
+    return {name: value.hex() for name, value in found.items()}
+
+
+def in_bytes(found: Mapping[str, str]) -> dict[str, bytes]:
+    """What :func:`in_text` wrote; a ValueError, TypeError or AttributeError if it is something else."""
+    return {name: bytes.fromhex(value) for name, value in found.items()}

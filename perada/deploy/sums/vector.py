@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a site adds to a secure sum, as one vector of whole numbers, and what its server reads from the total."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perada.core.states import State
+from perada.server.aggregate import double
+from perada.server.sums import SecureSums
+
+Whole = NDArray[np.uint64]
+"""A vector of numbers modulo 2⁶⁴."""
+
+
+def check_installed() -> None:
+    """Refuse, by an ImportError, to go without the packages that keys and shares need."""
+    missing = [
+        name for module, name in (("cryptography", "cryptography"), ("Crypto", "pycryptodome")) if not find_spec(module)
+    ]
+    if missing:
+        raise ImportError(f"secure_sums needs {' and '.join(missing)} here; pip install 'perada[flower]'")
+
+
+class Summed(NamedTuple):
+    """What a sum over sites says: nothing of any of them."""
+
+    mean: State  # weighted mean of what they sent
+    logits: Tensor | None  # sum (images, classes) of their logits on the public images, in whole numbers
+    losses: dict[str, float]  # mean training loss by role, of the sites that have one
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The parts of the vectors of a round, in their order: the same at all sites and at the server.
+
+    Args:
+        options: Of the recipe.
+        example: What a site sends (no client axis).
+        logits: Public images and classes, (0, 0) in a round that is not distilled.
+        roles: Those whose training losses are added up.
+    """
+
+    options: SecureSums
+    example: State
+    logits: tuple[int, int] = (0, 0)
+    roles: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Numbers of a vector: the state's, logits, the weight, and for each role its loss and whether it has one."""
+        return sum(value.numel() for value in self.example.values()) + math.prod(self.logits) + 1 + 2 * len(self.roles)
+
+    def vector(
+        self, sent: State, weight: float, logits: Tensor | None, losses: Mapping[str, float], sites: int
+    ) -> Whole:
+        """A site's part: weight · state, logits (images, classes), weight, losses by role.
+
+        Raises:
+            ValueError: If a number is not finite, or too large for the sum over so many ``sites``.
+        """
+        parts = [double(sent[key]) * weight for key in self.example]
+        parts += [] if logits is None else [double(logits)]
+        told = [losses[role] if role in losses else 0.0 for role in self.roles]
+        rest = [weight, *told, *(float(role in losses) for role in self.roles)]
+        parts.append(torch.tensor(rest, dtype=torch.float64))
+        whole = torch.cat([self.options.whole(part.detach().cpu().flatten(), sites) for part in parts])
+        if len(whole) != self.size:
+            raise ValueError(f"a site's vector has {len(whole)} numbers, and {self.size} are to be added up")
+        return whole.numpy().view(np.uint64)
+
+    def opened(self, total: Whole) -> Summed:
+        """What a total says; integer tensors are means that were rounded."""
+        whole = torch.from_numpy(total.view(np.int64).copy())
+        images = math.prod(self.logits)
+        sizes = [value.numel() for value in self.example.values()]
+        *states, logits, rest = whole.split([*sizes, images, 1 + 2 * len(self.roles)])
+        weight, *told = self.options.real(rest).tolist()
+        mean = {}
+        for (key, example), part in zip(self.example.items(), states, strict=True):
+            value = (self.options.real(part) / weight).view(example.shape)
+            mean[key] = (value if example.is_floating_point() else value.round()).to(example.dtype)
+        losses, counts = told[: len(self.roles)], told[len(self.roles) :]
+        means = {role: loss / count for role, loss, count in zip(self.roles, losses, counts, strict=True) if count}
+        return Summed(mean, logits.view(self.logits) if images else None, means)
