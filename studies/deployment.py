@@ -168,13 +168,15 @@ def free_port() -> int:
 class Demo(Loopback):
     """Three sites that have the images of the clients of one recipe, and their server."""
 
-    def begin(self, rounds: int, recipe_digest: Callable[[str], str]) -> None:
+    def begin(self, rounds: int, recipe_digest: Callable[[str], str], secure_sums: bool = False) -> None:
         """Write recipe, app and keys, and start all that runs before a run is started."""
         self.recipe, self.app = self.folder / "recipe.yaml", self.folder / "federation" / "app"
-        self.recipe.write_text(demo_recipe(rounds), encoding="utf-8")
+        self.recipe.write_text(demo_recipe(rounds, secure_sums), encoding="utf-8")
         self.digest = recipe_digest(str(self.recipe))
         write_app(self.app.parent, "demo", self.recipe.read_text(encoding="utf-8"), self.digest, "localhost")
         self.write_keys()
+        if secure_sums:
+            write_sites(self.folder / "keys")
         self.start_link()
         for site in SITES:
             self.work(site)
@@ -191,7 +193,17 @@ class Demo(Loopback):
         self.start(f"worker-{site}", [sys.executable, "-c", PROGRAM, "deploy", "site", file])
 
 
-def demo_recipe(rounds: int) -> str:
+def write_sites(folder: Path) -> None:
+    """Write an identity for each site, and the list of all."""
+    from perada.deploy.sums.identity import write_identity
+
+    for site in SITES:
+        write_identity(folder, site)
+    lines = [(folder / f"{site}.id.pub").read_text(encoding="utf-8") for site in SITES]
+    (folder / "sites.txt").write_text("".join(lines), encoding="utf-8")
+
+
+def demo_recipe(rounds: int, secure_sums: bool = False) -> str:
     """The quickstart for three clients, scored after each of a few short rounds."""
     recipe: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
     recipe["trainer"] |= {"max_epochs": rounds, "check_val_every_n_epoch": 1}
@@ -199,6 +211,8 @@ def demo_recipe(rounds: int) -> str:
     recipe["data"]["partition"]["init_args"] |= {"num_clients": len(SITES)}
     recipe["federated"] |= {"clients_per_round": None, "local_epochs": 1}
     recipe["federated"]["distillation"] |= {"steps": 10}
+    if secure_sums:
+        recipe["federated"]["secure_sums"] = {"fraction_bits": 24}
     return "# The quickstart with three clients.\n" + yaml.safe_dump(recipe, sort_keys=False)
 
 
@@ -214,12 +228,16 @@ def site_file(folder: Path, place: int, recipe: Path, digest: str) -> Path:
         "recipes": [{"recipe": str(recipe), "sha256": hashlib.sha256(text).hexdigest(), "digest": digest}],
         "may_send": ["sizes", "counts", "scores"],
     }
+    if (folder / "keys" / "sites.txt").exists():
+        content["secure_sums"] = {"identity": f"keys/{site}.id", "sites": "keys/sites.txt"}
     path = folder / f"{site}.yaml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     return path
 
 
-def run_demo(rounds: int, recipe_digest: Callable[[str], str], keep: Path | None = None) -> int:
+def run_demo(
+    rounds: int, recipe_digest: Callable[[str], str], keep: Path | None = None, secure_sums: bool = False
+) -> int:
     """Run the demonstration, print its rounds and scores, end all processes and remove all files but those to ``keep``.
 
     Returns:
@@ -229,7 +247,7 @@ def run_demo(rounds: int, recipe_digest: Callable[[str], str], keep: Path | None
     began = time.monotonic()
     temporary = tempfile.TemporaryDirectory(prefix="pd")
     with _unwound(), temporary as folder, Demo(Path(folder), SITES, ENVIRONMENT) as running:
-        running.begin(rounds, recipe_digest)
+        running.begin(rounds, recipe_digest, secure_sums)
         link = Link(f"127.0.0.1:{running.port}", running.folder / "keys" / "ca.crt")
         code = run_app(running.app, link, Terms(len(SITES), state=str(keep or running.folder / "server")))
     print(f"All processes have ended, and nothing is left; {time.monotonic() - began:.0f} s")

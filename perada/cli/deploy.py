@@ -71,6 +71,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             f"sends {max(megabytes(client.recipe.sent(round)) for round in range(2)):.3f} MB a round, and "
             f"{', '.join(given.may_send) or 'nothing'} beside",
             "private training: " + (shown_privacy(client) if private else "no"),
+            "secure sums: " + shown_sums(client, party_of(given)),
         ]
         print("\n  ".join(lines))
 
@@ -211,6 +212,20 @@ def shown_memory(tried: Tried) -> str:
     return here if tried.device_memory is None else f"{here}, and {tried.device_memory:.2f} GB on the GPU"
 
 
+def shown_sums(client: Client, party: "Party | None") -> str:
+    """Among whom a site's updates are hidden."""
+    secure = client.settings.secure_sums
+    if secure is None:
+        return "no: the server reads the site's updates"
+    if party is None:
+        return "asked for, and the site's file does not say among whom: add its section secure_sums"
+    size = client.recipe.contents(0, client.images).size
+    return (
+        f"{size:,} numbers, hidden among at least {secure.min_sites - 1} of {len(party.peers)} others: "
+        f"{', '.join(sorted(party.peers))}"
+    )
+
+
 def shown_privacy(client: Client) -> str:
     """What a whole run spends at the site, if it takes part in every round, and the site's limit."""
     limits, rounds = client.limits, client.recipe.rounds
@@ -275,7 +290,7 @@ def _run_status(progress: Progress) -> str:
 
 def shown_rounds(progress: Progress) -> str:
     """The rounds of a deployed run as a table."""
-    rows = []
+    rows, summed = [], any(record.summed for record in progress.records)
     for record, row in zip(progress.records, progress.history, strict=True):
         missing, outside = (
             ", ".join(f"{name} ({why})" for name, why in found.items()) or "–"
@@ -284,7 +299,8 @@ def shown_rounds(progress: Progress) -> str:
         score = row.get("personal/local_test", float("nan"))
         answered, traffic = f"{len(record.answered)}/{len(record.asked)}", f"{record.up + record.down:.2f}"
         shown = "–" if score != score else f"{100 * score:.1f}"
-        rows.append(
-            [str(record.round), answered, missing, outside, record.void or "–", f"{record.seconds:.1f}", traffic, shown]
-        )
-    return table(["round", "answered", "missing", "outside", "void", "s", "MB", "personal %"], rows)
+        inside = [", ".join(record.summed) or "–"] if summed else []
+        told = [missing, outside, record.void or "–", f"{record.seconds:.1f}", traffic, shown]
+        rows.append([str(record.round), answered, *inside, *told])
+    sums = ["in the sum"] if summed else []
+    return table(["round", "answered", *sums, "missing", "outside", "void", "s", "MB", "personal %"], rows)

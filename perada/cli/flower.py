@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from perada.cli.messages import one_line, quiet_lightning
 from perada.cli.recipes import whole
 from perada.core.checks import check_whole
 from perada.deploy.flower.app import check_target, write_app
-from perada.deploy.flower.keys import check_hosts, write_server_keys, write_site_keys
+from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
 from perada.deploy.protocol import Terms, Transport
 
@@ -66,12 +66,46 @@ def keys_server(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def keys_site(parser: ArgumentParser, words: list[str]) -> None:
-    """Write a site's keys."""
-    parser.add_argument("folder", type=Path, help="Folder for them; made if it is not there.")
-    parser.add_argument("--name", type=str, required=True, help="Name of the site, such as st-marys.")
-    given = parser.parse_args(words)
+    """Write a site's keys: one that the server registers, and one by which other sites know it in secure sums."""
+    given = _folder_and_name(parser, words, "Name of the site, such as st-marys.")
     write_site_keys(given.folder, given.name)
-    print(f"Wrote {given.folder}: send {given.name}.pub to the server; {given.name}.key stays here")
+    from perada.deploy.sums.identity import write_identity
+
+    write_identity(given.folder, given.name)
+    name = given.name
+    print(
+        f"Wrote {given.folder}: send {name}.pub to the server, and {name}.id.pub to the other sites if the recipe has "
+        f"secure_sums; {name}.key and {name}.id stay here"
+    )
+
+
+def keys_identity(parser: ArgumentParser, words: list[str]) -> None:
+    """Write a key for secure sums alone: of a site that has its other key, or of who signs lists of sites."""
+    given = _folder_and_name(parser, words, "Name of the site, or of the authority.")
+    from perada.deploy.sums.identity import write_identity
+
+    check_site_name(given.name)
+    write_identity(given.folder, given.name)
+    print(f"Wrote {given.folder}: send {given.name}.id.pub to the sites; {given.name}.id stays here")
+
+
+def _folder_and_name(parser: ArgumentParser, words: list[str], about: str) -> Namespace:
+    from perada.deploy.sums.vector import check_installed
+
+    check_installed()
+    parser.add_argument("folder", type=Path, help="Folder for them; made if it is not there.")
+    parser.add_argument("--name", type=str, required=True, help=about)
+    return parser.parse_args(words)
+
+
+def keys_sign(parser: ArgumentParser, words: list[str]) -> None:
+    """Sign a list of sites as its authority, for sites that name the authority's key in their files."""
+    parser.add_argument("list", type=Path, help="The sites' lines, one after another, as in their NAME.id.pub.")
+    parser.add_argument("--identity", type=Path, required=True, help="The authority's key, such as NAME.id.")
+    given = parser.parse_args(words)
+    from perada.deploy.sums.identity import sign_sites
+
+    print(f"Wrote {sign_sites(given.list, given.identity)}: send it with {given.list} to the sites")
 
 
 def run(parser: ArgumentParser, words: list[str]) -> None:
@@ -125,8 +159,9 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path) -> None:
 def demo(parser: ArgumentParser, words: list[str]) -> None:
     """Run a federation of three sites on this machine, with TLS and authentication, and leave nothing."""
     parser.add_argument("--rounds", type=int, default=3, help="Rounds.")
+    parser.add_argument("--secure-sums", action="store_true", help="Let the server see sums over the sites alone.")
     given = parser.parse_args(words)
     check_whole("rounds", given.rounds)
     from perada.studies.deployment import run_demo
 
-    sys.exit(run_demo(given.rounds, recipe_digest))
+    sys.exit(run_demo(given.rounds, recipe_digest, secure_sums=given.secure_sums))

@@ -210,7 +210,7 @@ def test_the_commands_of_the_page_are_read_by_the_program(monkeypatch):
     seen = []
     for name in ("write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest"):
         monkeypatch.setattr(f"perada.cli.flower.{name}", lambda *given, name=name: seen.append(name))
-    monkeypatch.setattr("perada.studies.deployment.run_demo", lambda rounds, _: seen.append(rounds))
+    monkeypatch.setattr("perada.studies.deployment.run_demo", lambda rounds, _, secure_sums: seen.append(rounds))
     for line in lines:
         with contextlib.suppress(SystemExit):
             main(shlex.split(line))

@@ -57,6 +57,7 @@ def secure_sum(
     masked = {name: tensors[MASKED].numpy() for name, (_, tensors) in taken.items()}
     alive = server.take(masked)
     signed = _read(ask("confirm", attempt, {name: {"alive": alive} for name in alive}, 0), _signature)
+    server.enough(signed, "signed who is in the sum")
     revealed = _read(ask("reveal", attempt, {name: {"signatures": signed} for name in signed}, 0), _revealed)
     return alive, server.total(revealed)
 

@@ -204,6 +204,8 @@ class SiteWorker:
             state.summed = order.round
             self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
         tensors = {} if masked is None else {"masked": torch.from_numpy(masked)}
+        if order.kind == "reveal":
+            self.log.info("round %d: in the sum are %s", order.round, ", ".join(party.alive))
         reply = pack(Answer("ok", answers, sums=said), tensors)
         party.keep(answers, reply)
         return reply

@@ -21,7 +21,7 @@ class Party:
     Args:
         name: Of the site, by which the others know it.
         identity: Its key.
-        peers: The other sites' keys by name.
+        peers: The other sites' keys by name; the site itself may be among them.
 
     Raises:
         ValueError: If the list has another key under the site's own name.
@@ -33,10 +33,15 @@ class Party:
         if listed.public_bytes_raw() != own.public_bytes_raw():
             raise ValueError(f"the list of sites has another key under the name {name!r}, which is this site's own")
         self.name, self._identity = name, identity
-        self._peers = {other: key for other, key in peers.items() if other != name}
+        self.peers = {other: key for other, key in peers.items() if other != name}
         self._terms: Terms | None = None
         self._round: SiteRound
         self._replies: dict[str, bytes] = {}
+
+    @property
+    def alive(self) -> list[str]:
+        """The sites of the current sum, this one among them, once the server has said who."""
+        return self._round.alive
 
     def replied(self, terms: Terms, message: str) -> bytes | None:
         """What was answered to a message of this sum before, if it was."""
@@ -72,7 +77,7 @@ class Party:
                 "other",
             )
             self._terms, self._replies = terms, {}
-            self._round = SiteRound(self.name, self._identity, self._peers, terms)
+            self._round = SiteRound(self.name, self._identity, self.peers, terms)
             return {"advert": vars(self._round.advertise())}, None
         refuse(
             terms != self._terms, "secure sum: this site has no keys for it, which are gone with its process", "other"

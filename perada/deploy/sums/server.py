@@ -40,15 +40,16 @@ class ServerRound:
         self.least = terms.options.least(len(self.order))
         self._sealed: dict[str, Mapping[str, bytes]] = {}
         self._masked: dict[str, Whole] = {}
-        self._enough(self.order, "sent their keys")
+        self.enough(self.order, "sent their keys")
 
-    def _enough(self, names: Sequence[str] | Mapping[str, object], did: str) -> None:
+    def enough(self, names: Sequence[str] | Mapping[str, object], did: str) -> None:
+        """Refuse to continue without enough sites that ``did`` something."""
         if len(names) < self.least:
             raise Refused(f"secure sum: {len(names)} of {len(self.order)} sites {did}, and {self.least} must", "other")
 
     def deliver(self, sealed: Mapping[str, Mapping[str, bytes]]) -> dict[str, dict[str, bytes]]:
         """What each site is to be given of what all sites sealed, by sender."""
-        self._enough(sealed, "sent shares")
+        self.enough(sealed, "sent shares")
         self._sealed = dict(sealed)
         return {
             name: {sender: texts[name] for sender, texts in sealed.items() if sender != name and name in texts}
@@ -57,13 +58,13 @@ class ServerRound:
 
     def take(self, masked: Mapping[str, Whole]) -> list[str]:
         """Take the masked vectors; the sites that are in the sum."""
-        self._enough(masked, "sent their part")
+        self.enough(masked, "sent their part")
         self._masked = dict(masked)
         return sorted(masked)
 
     def total(self, revealed: Mapping[str, Revealed]) -> Whole:
         """The sum of the vectors of the sites that are in it."""
-        self._enough(revealed, "revealed shares")
+        self.enough(revealed, "revealed shares")
         names = self._masked
         found = np.add.reduce([*names.values()])
         for name in names:

@@ -2,14 +2,18 @@
 """Deployed runs whose server sees sums alone."""
 
 import pytest
+import torch
 
 from perada.algorithms import ALGORITHMS, FFALoRA, PerAda
+from perada.deploy.protocol import Failure, LocalTransport, header_of
+from perada.deploy.state import read_state
 from perada.server.rules import FedAdam
 from perada.server.sums import SecureSums
 from tests.algorithms.problems import ADAPTER_OF, MERGING, OF_LORA
 
 from ..parties import Parties
 from ..test_parity import assert_equal, normalized, vit
+from ..test_rounds import Troubled, equal, state
 
 NONE = {"fedbe", "fedbe_no_kd", "fed_ensemble", "standalone", "het_lora", "flexlora", "lora_fair", *MERGING}
 OF_TRANSFORMERS = {"fedalt_adapter", "fedsim_adapter"}
@@ -42,3 +46,146 @@ def test_a_deployed_run_equals_its_simulation(case, tiny, tmp_path):
 def test_also_with_those_that_were_drawn(algorithm, tiny, tmp_path):
     given = {"loop": {"clients_per_round": 3, "seed": 5}, "sizes": (9, 5, 14, 7)}
     assert_equal(parties(tiny, tmp_path, algorithm, **given), min_sites=3)
+
+
+FOUR = (9, 5, 14, 7)
+STEPS = ("keys", "shares", "mask", "confirm", "reveal")
+
+
+def asks(message, kind, attempt=None):
+    header = header_of(message)
+    return header["kind"] == kind and attempt in (None, header["attempt"])
+
+
+def updates(workers):
+    """What the sites trained last, from their disks."""
+    return {name: read_state(worker.book.folder / "state.safetensors")[0].update for name, worker in workers.items()}
+
+
+def mean_of(updates, names):
+    """By a plain loop, in multiples of 2^-24."""
+    found = {}
+    for key in updates[names[0]]:
+        total = sum((updates[name][key].double() * 2**24).round() for name in names)
+        found[key] = (total / 2**24 / len(names)).float()
+    return found
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_who_goes_at_a_step_is_in_the_sum_or_not_and_the_sum_is_right(step, tiny, tmp_path):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = made.workers()
+    gone = lambda name, message, _: Failure("malformed") if name == "site1" and asks(message, step) else None  # noqa: E731
+    coordinator = made.coordinator(Troubled(workers, gone), min_sites=3)
+    (record,) = coordinator.run().records
+    there = [name for name in made.names if name != "site1" or step in ("confirm", "reveal")]
+    assert (record.summed, record.void) == (there, "")
+    assert record.failed == ({} if step in ("confirm", "reveal") else {"site1": "malformed"})
+    expected = mean_of(updates(workers), there)
+    for key, value in coordinator.server.global_state.items():
+        assert torch.equal(value, expected[key]), key
+    assert len(record.answered) == 4  # all have trained
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_with_too_few_at_a_step_the_round_is_void_and_the_run_continues(step, tiny, tmp_path):
+    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+
+    def gone(name, message, _):
+        lost = name in ("site1", "site2") and asks(message, step) and header_of(message)["round"] == 0
+        return Failure("malformed") if lost else None
+
+    coordinator = made.coordinator(Troubled(made.workers(), gone), min_sites=3)
+    first, second = coordinator.run().records
+    assert first.summed == [] and first.void.startswith("secure sum: 2 of ")
+    assert second.summed == made.names and not second.void
+
+
+@pytest.mark.parametrize("step", ["keys", "shares"])
+def test_a_sum_is_begun_again_where_nothing_was_masked(step, tiny, tmp_path):
+    """Of three sites all are needed; one of them restarts in between."""
+    made = parties(tiny, tmp_path, "perada", rounds=1)
+    workers = made.workers()
+
+    def restarted(name, message, _):
+        if name == "site1" and asks(message, step, attempt=0):
+            workers[name].book.close()
+            transport.workers[name] = workers[name] = made.worker(1)
+
+    transport = Troubled(workers, restarted)
+    coordinator = made.coordinator(transport)
+    coordinator.run()
+    assert coordinator.progress.records[0].summed == made.names
+    plain = parties(tiny, tmp_path / "plain", "perada", rounds=1).deployed()[0]
+    assert equal(state(coordinator), state(plain))
+
+
+@pytest.mark.parametrize("step", ["mask", "confirm", "reveal"])
+def test_a_worker_that_died_over_its_masks_is_out_of_the_sum(step, tiny, tmp_path):
+    """Its keys are gone with it. Before its part was sent it does not count; after, the others take its mask away."""
+    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    workers, died = made.workers(), []
+
+    def dies(name, message, _):
+        if name == "site1" and not died and asks(message, step):
+            died.append(name)
+            workers[name].book.close()
+            transport.workers[name] = workers[name] = made.worker(1)
+
+    transport = Troubled(workers, dies)
+    coordinator = made.coordinator(transport, min_sites=3)
+    first, second = coordinator.run().records
+    assert ("site1" in first.summed) == (step != "mask")
+    assert first.void == second.void == "" and second.summed == made.names
+
+
+class Stopped(Exception):
+    """The server's process ends."""
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.every(3)
+def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after, tiny, tmp_path):
+    made = parties(tiny, tmp_path, "perada", sizes=FOUR)
+    workers = made.workers()
+
+    class Ends(LocalTransport):
+        def exchange(self, messages, enough, deadline):
+            stops = any(asks(message, kind) and header_of(message)["round"] == 1 for message in messages.values())
+            if stops and not after:
+                raise Stopped
+            found = super().exchange(messages, enough, deadline)
+            if stops:
+                raise Stopped
+            return found
+
+    coordinator = made.coordinator(Ends(workers))
+    with pytest.raises(Stopped):
+        coordinator.run()
+    coordinator.close()
+    again = made.coordinator(LocalTransport(workers), resume=True)
+    again.run()
+    assert [record.void for record in again.progress.records] == ["", ""]
+    plain = parties(tiny, tmp_path / "plain", "perada", sizes=FOUR).deployed()[0]
+    assert equal(state(again), state(plain))
+
+
+def test_a_server_that_was_stopped_with_all_workers_has_a_void_round(tiny, tmp_path):
+    """Their keys are gone, and what was masked once is not masked again."""
+    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    workers = made.workers()
+
+    def stop(name, message, _):
+        if asks(message, "confirm"):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        made.coordinator(Troubled(workers, stop)).run()
+    for worker in workers.values():
+        worker.book.close()
+    workers = made.workers()
+    again = made.coordinator(LocalTransport(workers), resume=True)
+    first, second = again.run().records
+    assert first.void.startswith("secure sum: 0 of") or "sites sent their keys" in first.void
+    assert second.summed == made.names
