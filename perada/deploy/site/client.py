@@ -84,7 +84,7 @@ class Client:
             check_private(parts)
             check_first(parts, self.data.trial_batch([0]), fits=True)
         self._site = Site(self.module.engine, self.module.slot, self.settings, protection)
-        self.images = recipe.public_images()
+        self.images, self._public = recipe.public_images(), (-1, "")
         self.planned = self._planned()
 
     def _planned(self) -> Counter[tuple[float, float]]:
@@ -201,26 +201,33 @@ class Client:
         finite = {role: loss for role, loss in losses.items() if math.isfinite(loss)}
         return trained, finite, next(iter(cohort.failed.values()), "")
 
-    def part_of_sum(self, state: RunState, sites: int) -> tuple[Whole, str]:
-        """The site's vector for the sum of its round over so many sites, and a digest of the public images it used.
+    def digest_of_public(self, round: int) -> str:
+        """A digest of the public images that the sum of a round has logits of; "" if it has none."""
+        recipe, images = self.recipe, self.images
+        if not recipe.distils(round):
+            return ""
+        if not images.public_size:
+            raise Refused("the recipe distils, and has no public images here", "other")
+        if self._public[0] != round:
+            self._public = round, images.digest(images.used(recipe.loop.distillation, round))
+        return self._public[1]
+
+    def part_of_sum(self, state: RunState, sites: int) -> Whole:
+        """The site's vector for the sum of its round over so many sites.
 
         Raises:
             Refused: If a number is too large for the sum.
         """
-        recipe, round, loop = self.recipe, state.round, self.recipe.loop
-        logits, digest = None, ""
+        recipe, round, loop, logits = self.recipe, state.round, self.recipe.loop, None
         if recipe.distils(round):
-            if not self.images.public_size:
-                raise Refused("the recipe distils, and has no public images here", "other")
             used = self.images.used(loop.distillation, round)
             whole = expand(to_device(recipe.template.initial | state.shown | state.update, recipe.device), 1)
             with torch.no_grad(), recipe.context():
                 batches = (self.images.public_images(part, recipe.device) for part in used.split(PUBLIC_BATCH))
                 logits = torch.cat([double(self.module.engine.shared_logits(whole, x))[0] for x in batches])
-            digest = self.images.digest(used)
         weight = 1.0 if loop.weighting == "uniform" else float(self.size)
         try:
-            return recipe.contents(round, self.images).vector(state.update, weight, logits, state.losses, sites), digest
+            return recipe.contents(round, self.images).vector(state.update, weight, logits, state.losses, sites)
         except ValueError as error:
             raise Refused(str(error), "broken") from None
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The resident worker of a site: it answers the server's messages from its own data, and says no more than it may."""
 
+import json
 import logging
 import math
 import threading
@@ -169,9 +170,8 @@ class SiteWorker:
         if client.settings.secure_sums is not None:
             facts.pop("losses", None)
             state.update, state.losses, state.shown = sent, losses, given
-            # Of all sites it must be the same, or what one of them makes of it can be told from the sum.
             state.received = digest(pack(replace(order, client=0), given))
-            sent = {}
+            sent = {}  # it leaves under masks alone
         reply = pack(Answer("ok", answers, facts), sent)
         try:
             unpack(reply, spec_of(sent))  # as the server will
@@ -193,13 +193,14 @@ class SiteWorker:
         refuse(untrained, f"secure sum of round {order.round}, and round {state.round} was trained last", "other")
         from perada.deploy.sums.keys import Terms
 
-        terms = Terms(order.run, order.round, order.recipe, secure, order.attempt)
+        given = digest(json.dumps([state.received, client.digest_of_public(order.round)]).encode())
+        terms = Terms(order.run, order.round, order.recipe, secure, order.attempt, given)
         if (reply := party.replied(terms, answers)) is not None:
             return reply
         # A vector leaves once: of two sums with other sites in them the difference would be a single site's.
         gone = order.kind in ("keys", "mask") and state.summed >= order.round
         refuse(gone, f"secure sum: the update of round {order.round} has left under masks before", "other")
-        said, masked = party.step(order, terms, lambda sites: client.part_of_sum(state, sites), state.received)
+        said, masked = party.step(order, terms, lambda sites: client.part_of_sum(state, sites))
         if masked is not None:
             state.summed = order.round
             self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)

@@ -120,6 +120,9 @@ class Terms:
         recipe: Digest of the recipe.
         options: Those of the recipe.
         attempt: Counted from 0, within the round.
+        given: Digest of what the server had to say for the round: the model to be trained, the rates, the public
+            images. Of two sites that were told different things, one might send back what the server knows, and the
+            sum would be the other's update. The server's own terms do not say it.
     """
 
     run: str
@@ -127,6 +130,7 @@ class Terms:
     recipe: str
     options: SecureSums
     attempt: int = 0
+    given: str = ""
 
 
 @dataclass(frozen=True)

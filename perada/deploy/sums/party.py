@@ -7,7 +7,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from perada.deploy.protocol import Order, Refused, refuse
-from perada.deploy.sums.keys import Advert, Terms, digest
+from perada.deploy.sums.keys import Advert, Terms
 from perada.deploy.sums.site import SiteRound
 from perada.deploy.sums.vector import Whole
 
@@ -51,16 +51,13 @@ class Party:
         """Remember what is answered to a message, by its digest."""
         self._replies[message] = reply
 
-    def step(
-        self, order: Order, terms: Terms, vector: Callable[[int], tuple[Whole, str]], received: str
-    ) -> tuple[dict[str, Any], Whole | None]:
+    def step(self, order: Order, terms: Terms, vector: Callable[[int], Whole]) -> tuple[dict[str, Any], Whole | None]:
         """Take the step of a sum that an order asks for.
 
         Args:
             order: What is asked.
             terms: Of the sum, as this site knows them.
-            vector: Makes the vector for a sum over so many sites, and a digest of the public images it is made with.
-            received: Digest of what the server sent to be trained.
+            vector: Makes the vector for a sum over so many sites.
 
         Returns:
             What the site says, and numbers under masks.
@@ -83,23 +80,20 @@ class Party:
             terms != self._terms, "secure sum: this site has no keys for it, which are gone with its process", "other"
         )
         try:
-            return self._later(order, vector, received)
+            return self._later(order, vector)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, Refused):
                 raise
             raise Refused(f"secure sum: {order.kind}: {type(error).__name__}: {error}") from None
 
-    def _later(
-        self, order: Order, vector: Callable[[int], tuple[Whole, str]], received: str
-    ) -> tuple[dict[str, Any], Whole | None]:
+    def _later(self, order: Order, vector: Callable[[int], Whole]) -> tuple[dict[str, Any], Whole | None]:
         given = order.sums
         match order.kind:
             case "shares":
                 sealed = self._round.share([Advert(**entry) for entry in given["adverts"]])
                 return {"sealed": in_text(sealed)}, None
             case "mask":
-                whole, images = vector(self._round.sites)
-                return {}, self._round.mask(in_bytes(given["sealed"]), whole, digest([received, images]))
+                return {}, self._round.mask(in_bytes(given["sealed"]), vector(self._round.sites))
             case "confirm":
                 return {"signature": self._round.confirm(given["alive"])}, None
             case _:

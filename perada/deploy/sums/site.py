@@ -127,13 +127,12 @@ class SiteRound:
         """The key of what one site seals for another."""
         return agreed(self._keys["shares"], self._adverts[peer].shares, "shares", [self._about, *direction])
 
-    def mask(self, sealed: Mapping[str, bytes], vector: Whole, received: str) -> Whole:
+    def mask(self, sealed: Mapping[str, bytes], vector: Whole) -> Whole:
         """The vector under masks, which cancel in the sum of all who sent shares.
 
         Args:
             sealed: What the other sites sealed for this one, by name; those are in the sum with it.
             vector: Its numbers modulo 2⁶⁴.
-            received: Digest of what the server sent to be trained, which must be the same for all sites.
         """
         self._turn("mask")
         self._hold(sealed)
@@ -142,7 +141,7 @@ class SiteRound:
             key = pair_key(self._keys["masks"], self._adverts[name].masks, self._about, (self.name, name))
             found = found + stream(key, len(vector)) if self.name < name else found - stream(key, len(vector))
         there = sorted(self._held)
-        self._statement = {"about": self._about, "there": there, "received": received, "numbers": len(vector)}
+        self._statement = {"about": self._about, "there": there, "numbers": len(vector)}
         return np.asarray(found, np.uint64)
 
     def _hold(self, sealed: Mapping[str, bytes]) -> None:

@@ -22,7 +22,6 @@ from perada.server.sums import SecureSums
 NAMES = [f"site{number}" for number in range(7)]
 TERMS = Terms("a" * 32, 4, "b" * 64, SecureSums())
 IDENTITIES = {name: Ed25519PrivateKey.generate() for name in [*NAMES, "stranger"]}
-RECEIVED = "c" * 64
 
 
 def peers(name, known=NAMES):
@@ -56,7 +55,7 @@ class Round:
         self.server = ServerRound(self.terms, self.adverts)
         self.boxes = self.server.deliver({name: party.share(self.adverts) for name, party in there.items()})
         there = rows(there, *mask)
-        masked = {name: party.mask(self.boxes[name], self.given[name], RECEIVED) for name, party in there.items()}
+        masked = {name: party.mask(self.boxes[name], self.given[name]) for name, party in there.items()}
         self.seen.append(masked)
         alive = self.server.take(masked)
         there = rows(there, *confirm)
@@ -125,6 +124,50 @@ def test_what_the_server_receives_is_uniform_whatever_is_sent():
         assert abs(np.bincount(part.view(np.uint8), minlength=256).std() - np.sqrt(20_000 * 8 / 256)) < 6
 
 
+def view(given, monkeypatch, shifts=None, late=()):
+    """All that the server receives, by made-up random numbers; streams of some keys are shifted by vectors."""
+    random = np.random.default_rng(5)
+    monkeypatch.setattr(site.secrets, "token_bytes", random.bytes)
+    monkeypatch.setattr("Crypto.Protocol.SecretSharing.rng", random.bytes)
+    used = []
+
+    def shifted(key, count):
+        used.append(key)
+        return keys.stream(key, count) + (shifts or {}).get(key, np.uint64(0))
+
+    monkeypatch.setattr(site, "stream", shifted)
+    parties = sites()
+    adverts = [party.advertise() for party in parties.values()]
+    server = ServerRound(TERMS, adverts)
+    sealed = {name: party.share(adverts) for name, party in parties.items()}
+    boxes = server.deliver(sealed)
+    masked = {name: party.mask(boxes[name], given[name]) for name, party in parties.items()}
+    alive = server.take(rows(masked, *late))
+    signatures = {name: parties[name].confirm(alive) for name in alive}
+    revealed = {name: parties[name].reveal(signatures) for name in alive}
+    monkeypatch.undo()
+    seen = adverts, sealed, {name: vector.tobytes() for name, vector in masked.items()}, signatures, revealed
+    return seen, server.total(revealed), parties
+
+
+def test_other_vectors_with_the_same_sum_look_the_same_to_the_server(monkeypatch):
+    """To each choice of keys belongs another one with which the server receives the same bytes, so that both vectors
+    are as likely. It has all shares that were revealed, and what a site sent that came too late for the sum."""
+    given, late, random = vectors(), "site3", np.random.default_rng(11)
+    there = [name for name in NAMES if name != late]
+    moves = {name: random.integers(0, 2**64, 50, np.uint64) for name in NAMES}
+    moves[there[0]] = np.uint64(0) - np.add.reduce([moves[name] for name in there[1:]])
+    seen, total, parties = view(given, monkeypatch, late=[late])
+    first = parties[there[0]]
+    shifts = {keys.own_key(parties[late]._seeds["own"]): np.uint64(0) - moves[late]}
+    for name in there[1:]:  # the first adds the mask that it has in common with each, who subtracts it
+        key = keys.pair_key(first._keys["masks"], first._adverts[name].masks, first._about, (first.name, name))
+        shifts[key] = moves[name]
+    other, same, _ = view({name: vector + moves[name] for name, vector in given.items()}, monkeypatch, shifts, [late])
+    assert np.array_equal(total, same) and np.array_equal(total, plain(given, late))
+    assert seen == other
+
+
 def test_masks_are_taken_away_by_nothing_but_the_sum():
     """With the keys revealed for a sum, the vector of one site of it stays under the masks with the others."""
     given = vectors()
@@ -174,15 +217,15 @@ def test_shares_of_others_or_of_another_round_are_refused():
     ):
         parties, boxes = shared()
         with pytest.raises(Refused, match=message):
-            parties["site0"].mask(change(boxes["site0"]), vectors()["site0"], RECEIVED)
+            parties["site0"].mask(change(boxes["site0"]), vectors()["site0"])
         with pytest.raises(Refused, match="is not what comes next"):  # nor with what it should have been
-            parties["site0"].mask(boxes["site0"], vectors()["site0"], RECEIVED)
+            parties["site0"].mask(boxes["site0"], vectors()["site0"])
 
 
-def masked(received=None):
+def masked():
     parties, boxes = shared()
     for name, party in parties.items():
-        party.mask(boxes[name], vectors()[name], (received or {}).get(name, RECEIVED))
+        party.mask(boxes[name], vectors()[name])
     return parties
 
 
@@ -227,12 +270,14 @@ def test_signatures_count_once_and_by_those_in_the_sum():
         parties["site0"].reveal({name: mine for name in NAMES})
 
 
-def test_sites_that_were_sent_different_models_reveal_nothing():
-    parties = masked({"site0": "d" * 64, "site1": "d" * 64, "site2": "d" * 64})
-    signatures = {name: party.confirm(NAMES) for name, party in parties.items()}
-    for party in parties.values():
-        with pytest.raises(Refused, match=r"[34] sites signed the same list"):
-            party.reveal(signatures)
+def test_sites_that_were_told_different_things_are_in_no_sum_together():
+    """However few of them: if one alone were told something else, the others' parts might be known to the server."""
+    parties = sites() | sites(["site6"], replace(TERMS, given="d" * 64))
+    adverts = [party.advertise() for party in parties.values()]
+    for name, party in parties.items():
+        other = "'site0'" if name == "site6" else "'site6'"
+        with pytest.raises(Refused, match=f"the keys of {other} are for another sum"):
+            party.share(adverts)
 
 
 def test_shares_that_somebody_changed_are_seen():
@@ -242,7 +287,7 @@ def test_shares_that_somebody_changed_are_seen():
     one.server = ServerRound(TERMS, one.adverts)
     boxes = one.server.deliver({name: party.share(one.adverts) for name, party in parties.items()})
     there = rows(parties, "site6")
-    alive = one.server.take({name: party.mask(boxes[name], one.given[name], RECEIVED) for name, party in there.items()})
+    alive = one.server.take({name: party.mask(boxes[name], one.given[name]) for name, party in there.items()})
     signatures = {name: party.confirm(alive) for name, party in there.items()}
     revealed = {name: party.reveal(signatures) for name, party in there.items()}
     for kind, name in (("own", "site3"), ("gone", "site6")):
@@ -251,3 +296,15 @@ def test_shares_that_somebody_changed_are_seen():
             one.server.total(wrong)
     total = one.server.total(revealed)
     assert np.array_equal(total, plain(one.given, "site6"))
+
+
+def test_fewer_shares_than_the_threshold_say_nothing():
+    """Four of the seven shares of a secret that five are needed of give another one."""
+    parties, boxes = shared()
+    for name, party in parties.items():
+        party.mask(boxes[name], vectors()[name])
+    secret = parties["site3"]._seeds["own"]
+    held = {place: parties[name]._held["site3"][0] for place, name in enumerate(NAMES)}
+    for size in range(2, 8):
+        some = dict([*held.items()][:size])
+        assert (keys.combined(some, size) == secret) == (size >= 5)

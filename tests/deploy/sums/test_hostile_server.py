@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that lies to sites in secure sums: what it is refused, and that it learns no update."""
+
+import hashlib
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from perada.deploy.protocol import Answer, LocalTransport, Order, header_of, pack, unpack
+from perada.deploy.state import read_state
+from perada.server.sums import SecureSums
+
+from .test_deployed_sums import FOUR, asks, parties
+
+
+class Liar(LocalTransport):
+    """Passes on what ``lie(name, message)`` makes of a message, and keeps all replies."""
+
+    def __init__(self, workers, lie=lambda name, message: message):
+        super().__init__(workers)
+        self.lie, self.seen = lie, []
+
+    def exchange(self, messages, enough, deadline):
+        found = super().exchange({name: self.lie(name, one) for name, one in messages.items()}, enough, deadline)
+        self.seen += [(name, header_of(messages[name])["kind"], reply) for name, reply in found.items()]
+        changed = {name for name in messages if self.lie(name, messages[name]) != messages[name]}
+        for name in changed & found.keys():  # or the coordinator, which is honest, would not take the answer
+            answer = Answer.read(header_of(found[name]))
+            if answer.code == "ok":
+                found[name] = pack(replace(answer, answers=hashlib.sha256(messages[name]).hexdigest()))
+        return found
+
+
+def changed(message, tensors=None, **header):
+    """A message with other tensors or another header."""
+    order = Order.read(header_of(message))
+    from safetensors.torch import load
+
+    given = load(message)
+    return pack(replace(order, **header), tensors(given) if tensors else given)
+
+
+def run(made, lie, **given):
+    transport = Liar(made.workers(**given), lie)
+    coordinator = made.coordinator(transport)
+    return coordinator.run(), transport
+
+
+def assert_void(progress, caplog, reason):
+    assert [record.summed for record in progress.records] == [[]] * len(progress.records)
+    assert all(record.void.startswith("secure sum: ") for record in progress.records)
+    assert reason in caplog.text
+
+
+def shifted(state):
+    return {key: value + 1.0 if value.is_floating_point() else value for key, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tensors": shifted},  # a model of its own
+        {"factor": 0.0},  # a learning rate at which the site returns what it was sent
+        {"lengths": [9]},
+        {"plain": False},
+        {"clients": 9},
+    ],
+    ids=["model", "rate", "steps", "layout", "sites"],
+)
+@pytest.mark.parametrize("told", [["site1"], ["site0", "site2", "site3"]], ids=["to one", "to all but one"])
+def test_sites_that_are_told_different_things_mask_nothing(change, told, tiny, tmp_path, caplog):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    lie = lambda name, message: changed(message, **change) if name in told and asks(message, "train") else message  # noqa: E731
+    progress, transport = run(made, lie)
+    assert_void(progress, caplog, "are for another sum")
+    assert not any(kind == "mask" for _, kind, _ in transport.seen)
+
+
+def test_public_images_of_the_servers_choice_are_noticed(tiny, tmp_path, caplog):
+    """A site with other public images has another digest of them; its logits would show its update."""
+    made = parties(tiny, tmp_path, "perada", rounds=1)
+    workers = made.workers()
+    (client,) = workers["site1"].clients.values()
+    images = client.images._public.images
+    client.images._public.images = images + 0.01
+    progress = made.coordinator(LocalTransport(workers)).run()
+    assert_void(progress, caplog, "are for another sum")
+
+
+def test_a_round_is_summed_once(tiny, tmp_path, caplog):
+    """Of a second sum without one of the sites the difference would be its update."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = made.workers()
+    transport = Liar(workers)
+    coordinator = made.coordinator(transport)
+    coordinator.run()
+    progress = coordinator.progress
+    for attempt in (0, 1, 5):
+        for kind in ("keys", "mask"):
+            order = Order(kind, progress.run, progress.recipe, 0, 0, 4, attempt=attempt, plain=not attempt)
+            if (kind, attempt) == ("keys", 0):  # what was answered before, and nothing new
+                (before,) = (reply for name, asked, reply in transport.seen if (name, asked) == ("site0", "keys"))
+                assert workers["site0"].answer(pack(order), "liar") == before
+                continue
+            assert header_of(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
+    assert "has left under masks before" in caplog.text
+
+
+@pytest.mark.parametrize("revealed", [False, True])
+def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = made.workers()
+
+    def stop(name, message):
+        if not revealed and asks(message, "confirm"):
+            raise InterruptedError
+        return message
+
+    coordinator = made.coordinator(Liar(workers, stop))
+    try:
+        coordinator.run()
+    except InterruptedError:
+        assert not revealed
+    workers["site0"].book.close()
+    worker = made.worker(0)
+    order = Order("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 0, 4, attempt=1)
+    assert header_of(worker.answer(pack(order), "liar"))["code"] == "other"
+    assert "has left under masks before" in caplog.text
+
+
+def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
+    """Two lists of one attempt would give two sets of masks; the same question gets the same answer."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, orders = made.workers(), []
+
+    def keep(name, message):
+        if asks(message, "shares") and name == "site0" and not orders:
+            header = header_of(message)
+            orders.extend(
+                Order.read(header | {"kind": "keys", "sums": {}, "clients": clients, "attempt": attempt})
+                for clients, attempt in ((4, 0), (5, 0), (4, 2), (4, 1))
+            )
+            codes.extend(header_of(workers["site0"].answer(pack(order), "liar"))["code"] for order in orders)
+        return message
+
+    codes = []
+    made.coordinator(Liar(workers, keep)).run()
+    assert codes == ["ok", "other", "ok", "other"]
+    assert "keys for attempt 0 again" in caplog.text
+
+
+def test_losses_leave_in_the_sum_alone(tiny, tmp_path):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1)
+    progress, transport = run(made, lambda name, message: message)
+    for _, kind, reply in transport.seen:
+        if kind != "evaluate":
+            assert not header_of(reply)["facts"].keys() - {"size", "tests", "labels"}
+    losses = [read_state(made.folder / name / "state.safetensors")[0].losses["local"] for name in made.names]
+    assert progress.history[0]["train/local_loss"] == pytest.approx(sum(losses) / 3, abs=1e-6)
+
+
+def test_an_old_round_and_one_that_was_not_trained_are_refused(tiny, tmp_path, caplog):
+    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    coordinator, workers = made.deployed()
+    for round in (0, 2):
+        order = Order("keys", coordinator.progress.run, coordinator.progress.recipe, round, 0, 4)
+        assert header_of(workers["site0"].answer(pack(order), "liar"))["code"] in ("other", "past")
+    fresh = Order("keys", "f" * 32, coordinator.progress.recipe, 0, 0, 4)
+    assert header_of(workers["site0"].answer(pack(fresh), "liar"))["code"] == "other"
+
+
+def test_a_message_of_an_old_sum_is_answered_by_nothing_new(tiny, tmp_path):
+    """All messages of the first round come again in the second: replies of the first, or none."""
+    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
+    workers, kept = made.workers(), {}
+
+    def keep(name, message):
+        kept.setdefault((name, header_of(message)["kind"], header_of(message)["round"]), message)
+        return message
+
+    made.coordinator(Liar(workers, keep)).run()
+    for (name, kind, round), message in kept.items():
+        if kind in ("keys", "shares", "mask", "confirm", "reveal") and round == 0:
+            assert header_of(workers[name].answer(message, "liar"))["code"] == "past"
+
+
+def invented(made):
+    """The list of sites' keys with one more, of the server's own."""
+    from perada.deploy.sums.keys import Terms
+    from perada.deploy.sums.site import SiteRound
+
+    def lie(name, message):
+        if not asks(message, "shares"):
+            return message
+        order = Order.read(header_of(message))
+        terms = Terms(order.run, order.round, order.recipe, SecureSums())
+        advert = SiteRound("invented", Ed25519PrivateKey.generate(), {}, terms).advertise()
+        return changed(message, sums={"adverts": [*order.sums["adverts"], vars(advert)]})
+
+    return lie
+
+
+def without(*gone):
+    def lie(name, message):
+        if not asks(message, "shares"):
+            return message
+        order = Order.read(header_of(message))
+        return changed(message, sums={"adverts": [one for one in order.sums["adverts"] if one["name"] not in gone]})
+
+    return lie
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (invented, "'invented' is not among the sites of site.yaml"),
+        (lambda made: without("site2", "site3"), "2 sites are too few to hide among"),
+        (lambda made: without("site0"), "the list has other keys of this site, or none"),
+    ],
+    ids=["invented", "two", "without"],
+)
+def test_lists_that_the_server_made_up_are_refused_and_logged(lie, reason, tiny, tmp_path, caplog):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    with caplog.at_level(logging.WARNING):
+        progress, _ = run(made, lie(made))
+    assert reason in caplog.text
+    if progress.records[0].summed:
+        assert len(progress.records[0].summed) >= 3 and "site0" not in progress.records[0].summed
+    else:
+        assert_void(progress, caplog, reason)
+
+
+@pytest.mark.parametrize("step", ["shares", "mask", "confirm", "reveal"])
+@pytest.mark.parametrize(
+    "sums",
+    [{}, {"adverts": 1}, {"sealed": {"site1": 3}}, {"alive": [1, {}]}, {"signatures": []}],
+    ids=lambda sums: "".join(sums),
+)
+@pytest.mark.every(3)
+def test_what_makes_no_sense_is_refused_and_the_worker_lives(step, sums, tiny, tmp_path):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    lie = lambda name, message: changed(message, sums=sums) if name == "site0" and asks(message, step) else message  # noqa: E731
+    progress, transport = run(made, lie)
+    codes = {header_of(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site0", step)}
+    assert codes <= {"malformed", "other"}
+    assert progress.records[0].summed
+
+
+def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(tiny, tmp_path):
+    """Bytes of what the server receives: no update, no part of one, no logits; nor after a look at the sites' disks."""
+    made = parties(tiny, tmp_path, "perada", rounds=1)
+    workers = made.workers(may_send=())
+    transport = Liar(workers)
+    made.coordinator(transport).run()
+    masked = [reply for _, kind, reply in transport.seen if kind == "mask"]
+    others = b"".join(reply for _, kind, reply in transport.seen if kind != "mask")
+    (client,) = workers["site0"].clients.values()
+    size = client.recipe.contents(0, client.images).size
+    for worker in workers.values():
+        update = read_state(worker.book.folder / "state.safetensors")[0].update
+        for value in update.values():
+            for row in value.flatten().split(4):  # of 16 bytes
+                assert row.numpy().tobytes() not in others
+    vectors = [unpack(reply, {"masked": ("U64", (size,))})[1]["masked"] for reply in masked]
+    assert len(vectors) == 3
+    for vector in vectors:
+        counts = torch.bincount(vector.view(torch.uint8).int(), minlength=256).double()
+        chi = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+        assert 140 < chi < 390  # 255 ± 6 standard deviations
+    facts = [header_of(reply)["facts"] for _, kind, reply in transport.seen if kind == "train"]
+    assert facts == [{}] * 3
