@@ -145,6 +145,7 @@ class Order(Header):
     models: int = 0  # of the ensemble that is sent to be scored, as "members"; 0 if none is
     rank: int = 0  # of the site's LoRA, to which what travels in a round is cut; 0 for that of the adapter
     attempt: int = 0  # at the secure sum of the round
+    of: Literal["update", "scores"] = "update"  # what is added up
     sums: dict[str, Any] = field(default_factory=dict)  # what other sites say in a step of it
 
     def __post_init__(self) -> None:
@@ -167,6 +168,7 @@ class Order(Header):
         check_whole("all lengths", sum(self.lengths), 0, most=STEPS)
         check_number("factor", self.factor, least=0, most=1e6)
         check_choice("plain", self.plain, (True, False))
+        check_choice("of", self.of, ("update", "scores"))
         _check_dictionary("sums", self.sums)
 
 

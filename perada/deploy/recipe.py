@@ -126,6 +126,13 @@ class Recipe:
             loop.secure_sums, self.sent(round), logits, tuple(sorted(self.template.opened)) if shown else ()
         )
 
+    def contents_of_scores(self) -> Contents:
+        """What a site adds to a secure sum of scores: by metric its own score and the square, and counts."""
+        assert self.loop.secure_sums is not None
+        own = [f"{kind}/{metric.name}" for metric in self.module.metrics for kind in ("own", "square")]
+        counts = [f"{model}/{what}" for model in ("own", "global") for what in ("right", "all")]
+        return Contents(self.loop.secure_sums, {}, numbers=(*own, *counts))
+
     def distils(self, round: int) -> bool:
         """Whether the server distils after a round, for which sites in secure sums add up logits."""
         loop = self.loop

@@ -106,6 +106,9 @@ class RunState:
     losses: dict[str, float] = field(default_factory=dict)  # of the round, by role, for the sum
     received: str = ""  # digest of what was sent to be trained
     summed: int = -1  # the last round whose update left under masks
+    numbers: dict[str, float] = field(default_factory=dict)  # scores for a secure sum; empty where they stay
+    asked: str = ""  # digest of the models that were scored
+    counted: int = -1  # the last round after which scores left under masks
 
 
 class Book:

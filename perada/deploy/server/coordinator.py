@@ -15,6 +15,7 @@ from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State, narrowed, widened
 from perada.deploy.protocol import Answer, Kind, Order, Refused, Terms, Transport, largest, pack, spec_of
 from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
+from perada.deploy.scores import mean_scores, summed_scores
 from perada.deploy.server.rounds import (
     PASSING,
     Roster,
@@ -22,10 +23,9 @@ from perada.deploy.server.rounds import (
     close_round,
     log_each,
     log_round,
-    mean_scores,
 )
 from perada.deploy.state import SERVER_STATE, Progress, Record, read_progress, write_progress
-from perada.deploy.sums.vector import Summed, check_installed
+from perada.deploy.sums.vector import Contents, Summed, check_installed
 from perada.federation.cohort import Site
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import Server
@@ -287,32 +287,39 @@ class Coordinator:
             numbers[name]: (answer, {key: widened(value, whole[key].shape) for key, value in state.items()})
             for name, (answer, state) in got.items()
         }
-        summed = self._summed(record, got) if secure else None
+        summed = None
         if secure:
+            try:
+                contents = self.recipe.contents(record.round, self.images)
+                record.summed, summed = self._sum("update", record, list(got), contents)
+            except Refused as refusal:
+                record.void = str(refusal)
             by_number = {numbers[name]: (got[name][0], summed.mean) for name in record.summed} if summed else {}
         logits = None if summed is None else torch.empty(0) if summed.logits is None else summed.logits
         close_round(self.recipe, self.server, self.roster, self.images, record, by_number, logits)
         if summed is not None:
-            progress.history[-1] |= {f"train/{role}_loss": loss for role, loss in summed.losses.items()}
+            progress.history[-1] |= {f"train/{role}_loss": loss for role, loss in summed.numbers.items()}
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
         self._save()
         log_round(self.loggers, progress.history[-1])
 
-    def _summed(self, record: Record, got: Sequence[str] | Mapping[str, Any]) -> Summed | None:
-        """The secure sum over those that have trained, who are written into the record; None if there is none."""
+    def _sum(self, of: str, record: Record, names: list[str], contents: Contents) -> tuple[list[str], Summed]:
+        """Who of the sites is in a secure sum, and what it says; the record gets the codes of those that failed.
+
+        Raises:
+            Refused: If too few were there at a step.
+        """
         from perada.deploy.server.summing import MASKED, secure_sum
         from perada.deploy.sums.keys import Terms as SumTerms
 
-        options, progress, numbers = self.settings.secure_sums, self.progress, self.roster.numbers
-        assert options is not None
-        contents = self.recipe.contents(record.round, self.images)
+        options, progress, numbers = contents.options, self.progress, self.roster.numbers
 
         def ask_step(
             kind: Kind, attempt: int, said: Mapping[str, dict[str, Any]], size: int
         ) -> dict[str, tuple[Answer, State]]:
             def message(name: str) -> bytes:
-                return pack(self._order(kind, numbers[name], attempt=attempt, sums=said[name]))
+                return pack(self._order(kind, numbers[name], attempt=attempt, of=of, sums=said[name]))
 
             expected = {MASKED: torch.zeros(size, dtype=torch.uint64)} if size else {}
             own, end = Record(record.round), time.monotonic() + self.terms.deadline / 5  # it has five steps
@@ -322,16 +329,12 @@ class Coordinator:
             return found
 
         def terms(attempt: int) -> SumTerms:
-            return SumTerms(progress.run, record.round, progress.recipe, options, attempt)
+            return SumTerms(progress.run, progress.done, progress.recipe, options, attempt)
 
-        try:
-            record.summed, total = secure_sum(ask_step, terms, list(got), contents.size)
-        except Refused as refusal:
-            record.void = str(refusal)
-            return None
-        for name in record.summed:
+        there, total = secure_sum(ask_step, terms, names, contents.size)
+        for name in there:
             record.failed.pop(name, None)
-        return contents.opened(total)
+        return there, contents.opened(total)
 
     def _message(self, client: int) -> bytes:
         """What a site is sent in a round: a function of the states and of whom was asked first."""
@@ -358,7 +361,16 @@ class Coordinator:
             tensors |= {f"members/{key}": value for key, value in members.items()}
             models = len(next(iter(members.values())))
         answers = self._everyone("evaluate", tensors, models=models)
-        found = mean_scores(self.recipe.module.metrics, [answer.facts for answer in answers.values()])
+        metrics = self.recipe.module.metrics
+        found = mean_scores(metrics, [answer.facts for answer in answers.values()])
+        if self.settings.secure_sums is not None:
+            try:
+                contents = self.recipe.contents_of_scores()
+                adds = [name for name, answer in answers.items() if answer.sums.get("adds")]
+                summed = self._sum("scores", Record(self.progress.done), adds, contents)[1]
+                found = summed_scores(metrics, summed.numbers)
+            except Refused as refusal:
+                log.warning("no scores after round %d: %s", self.progress.done - 1, refusal)
         self.progress.history[-1] |= found
         self.progress.scored = self.progress.done
         self._save()

@@ -15,7 +15,6 @@ from perada.core.states import State, stack, to_device
 from perada.deploy.protocol import STEPS, Answer, Failure, Refused, Spec, Terms, Transport, digest, header_of, unpack
 from perada.deploy.recipe import Recipe
 from perada.deploy.state import Member, Progress, Record
-from perada.federation.metrics import Metric, spread
 from perada.federation.server import RoundReport, Server, parameter_counts
 from perada.federation.settings import lora_ranks
 from perada.privacy.client_level import ClientLevel
@@ -244,35 +243,6 @@ def measured(
             found[f"privacy/{name}_epsilon_mean"] = float(values.mean())
             found[f"privacy/{name}_epsilon_max"] = float(values.max())
     return found
-
-
-def mean_scores(metrics: Sequence[Metric], facts: Sequence[Facts]) -> dict[str, float]:
-    """Mean scores of the sites' models on their own images, and the global model's accuracy on the images of all."""
-    found: dict[str, float] = {}
-    counts = [fact.get("counts", {}) for fact in facts]
-    sizes = [own.get("personal", own.get("global", [0, 0]))[1] for own in counts]
-    weights = torch.tensor(sizes, dtype=torch.float64) if facts and all(sizes) else None
-    for place, metric in enumerate(metrics):
-        ending = f"_{metric.name}" if place else ""
-        own = [_own_score(fact, metric) for fact in facts]
-        if any(map(math.isfinite, own)):
-            found |= spread(f"personal/local_test{ending}", torch.tensor(own), metric.falls, weights)
-        shared = [one["global"] for one in counts if "global" in one and one["global"][1]]
-        if metric.compute is None and shared:
-            found[f"global/global_test{ending}"] = sum(right for right, _ in shared) / sum(total for _, total in shared)
-    return found
-
-
-def _own_score(facts: Facts, metric: Metric) -> float:
-    """A site's score of the model that it predicts with; NaN where it says none."""
-    for model in ("personal", "global"):
-        if metric.compute is None and model in facts.get("counts", {}):
-            right, total = facts["counts"][model]
-            return right / total if total else math.nan
-        value = facts.get("scores", {}).get(model, {}).get(metric.name)
-        if value is not None:
-            return float(value)
-    return math.nan
 
 
 def log_each(loggers: list[Logger], method: str, *given: object, **named: object) -> None:

@@ -45,6 +45,9 @@ def secure_sum(
     Raises:
         Refused: If too few are there at a step. Nothing can be read then.
     """
+    least = terms(0).options.min_sites
+    if len(names) < least:
+        raise Refused(f"secure sum: {len(names)} sites may take part, and {least} must", "other")
     for attempt in range(ATTEMPTS):
         try:
             server, masks = _begun(ask, terms(attempt), names)

@@ -231,6 +231,10 @@ class Client:
         except ValueError as error:
             raise Refused(str(error), "broken") from None
 
+    def scores_of_sum(self, state: RunState, sites: int) -> Whole:
+        """The site's vector for a sum of scores over so many sites."""
+        return self.recipe.contents_of_scores().vector({}, 1.0, None, state.numbers, sites)
+
     def score(self, order: Order, shared: State, members: State, state: RunState) -> dict[str, Scores]:
         """The ``personal`` model, where there is one, and the ``global`` one on the site's test images."""
         settings, module = self.settings, self.module

@@ -28,6 +28,7 @@ from perada.deploy.protocol import (
     spec_of,
     unpack,
 )
+from perada.deploy.scores import numbers_of
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
 from perada.deploy.state import Book, RunState
@@ -189,20 +190,28 @@ class SiteWorker:
         secure, party = client.settings.secure_sums, self.party
         if secure is None or party is None:
             raise Refused("the recipe has no secure sums", "other")
-        untrained = order.round != state.round or not state.update
-        refuse(untrained, f"secure sum of round {order.round}, and round {state.round} was trained last", "other")
+        scores = order.of == "scores"
+        there = state.numbers if scores else state.update
+        last, left = (state.scored, state.counted) if scores else (state.round, state.summed)
+        other = order.round != last or not there
+        refuse(other, f"secure sum: nothing of round {order.round} may be added up; the last one was {last}", "other")
         from perada.deploy.sums.keys import Terms
 
-        given = digest(json.dumps([state.received, client.digest_of_public(order.round)]).encode())
-        terms = Terms(order.run, order.round, order.recipe, secure, order.attempt, given)
+        shown = [state.asked] if scores else [state.received, client.digest_of_public(order.round)]
+        given = digest(json.dumps(shown).encode())
+        terms = Terms(order.run, order.round, order.recipe, secure, order.attempt, given, order.of)
         if (reply := party.replied(terms, answers)) is not None:
             return reply
         # A vector leaves once: of two sums with other sites in them the difference would be a single site's.
-        gone = order.kind in ("keys", "mask") and state.summed >= order.round
-        refuse(gone, f"secure sum: the update of round {order.round} has left under masks before", "other")
-        said, masked = party.step(order, terms, lambda sites: client.part_of_sum(state, sites))
+        gone = order.kind in ("keys", "mask") and left >= order.round
+        refuse(gone, f"secure sum: what round {order.round} made has left under masks before", "other")
+        part = client.scores_of_sum if scores else client.part_of_sum
+        said, masked = party.step(order, terms, lambda sites: part(state, sites))
         if masked is not None:
-            state.summed = order.round
+            if scores:
+                state.counted = order.round
+            else:
+                state.summed = order.round
             self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
         tensors = {} if masked is None else {"masked": torch.from_numpy(masked)}
         if order.kind == "reveal":
@@ -239,15 +248,20 @@ class SiteWorker:
         _, given = unpack(message, expected)
         shared = {key[7:]: value for key, value in given.items() if key.startswith("shared/")}
         members = {key[8:]: value for key, value in given.items() if key.startswith("members/")}
-        facts: dict[str, Any] = {}
+        facts, state.numbers = dict[str, Any](), {}
         if self.may_send & {"counts", "scores"}:
             scores = client.score(order, shared, members, state)
             counts = {name: found.counts[:, 0, 0].tolist() for name, found in scores.items() if found.counts.any()}
             values = {name: _values(found) for name, found in scores.items() if found}
             facts = self._allowed(counts={"counts": counts}, scores={"scores": values})
+        if client.settings.secure_sums is not None:
+            state.numbers, facts = numbers_of(client.module.metrics, facts), {}
+            state.asked = digest(pack(replace(order, client=0), given))
         if order.round == client.recipe.rounds:
             state.shared = shared
-        state.scored, state.score, state.scores = order.round, answers, _reply("ok", answers, facts)
+        sums = {"adds": True} if state.numbers else {}
+        reply = pack(Answer("ok", answers, facts, sums))
+        state.scored, state.score, state.scores = order.round, answers, reply
         self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
         return state.scores
 

@@ -123,6 +123,7 @@ class Terms:
         given: Digest of what the server had to say for the round: the model to be trained, the rates, the public
             images. Of two sites that were told different things, one might send back what the server knows, and the
             sum would be the other's update. The server's own terms do not say it.
+        of: What is added up: updates, or scores.
     """
 
     run: str
@@ -131,6 +132,7 @@ class Terms:
     options: SecureSums
     attempt: int = 0
     given: str = ""
+    of: str = "update"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 """The part of a site's worker in secure sums: it answers the orders of a sum's steps."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -67,7 +68,7 @@ class Party:
         """
         if order.kind == "keys":
             before = self._terms
-            same = before is not None and (before.run, before.round) == (terms.run, terms.round)
+            same = before is not None and replace(before, attempt=terms.attempt) == terms
             refuse(
                 same and before is not None and terms.attempt <= before.attempt,
                 f"secure sum: keys for attempt {terms.attempt} again, or after a later one",

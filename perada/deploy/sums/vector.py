@@ -34,7 +34,7 @@ class Summed(NamedTuple):
 
     mean: State  # weighted mean of what they sent
     logits: Tensor | None  # sum (images, classes) of their logits on the public images, in whole numbers
-    losses: dict[str, float]  # mean training loss by role, of the sites that have one
+    numbers: dict[str, float]  # means over the sites that have them
 
 
 @dataclass(frozen=True)
@@ -45,31 +45,33 @@ class Contents:
         options: Of the recipe.
         example: What a site sends (no client axis).
         logits: Public images and classes, (0, 0) in a round that is not distilled.
-        roles: Those whose training losses are added up.
+        numbers: Names of others, such as training losses, each of which a site has or not.
     """
 
     options: SecureSums
     example: State
     logits: tuple[int, int] = (0, 0)
-    roles: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
-        """Numbers of a vector: the state's, logits, the weight, and for each role its loss and whether it has one."""
-        return sum(value.numel() for value in self.example.values()) + math.prod(self.logits) + 1 + 2 * len(self.roles)
+        """How long a vector is: the state, logits, the weight, the other numbers, and which of them a site has."""
+        return (
+            sum(value.numel() for value in self.example.values()) + math.prod(self.logits) + 1 + 2 * len(self.numbers)
+        )
 
     def vector(
-        self, sent: State, weight: float, logits: Tensor | None, losses: Mapping[str, float], sites: int
+        self, sent: State, weight: float, logits: Tensor | None, numbers: Mapping[str, float], sites: int
     ) -> Whole:
-        """A site's part: weight · state, logits (images, classes), weight, losses by role.
+        """A site's part: weight · state, logits (images, classes), weight, other numbers.
 
         Raises:
             ValueError: If a number is not finite, or too large for the sum over so many ``sites``.
         """
         parts = [double(sent[key]) * weight for key in self.example]
         parts += [] if logits is None else [double(logits)]
-        told = [losses[role] if role in losses else 0.0 for role in self.roles]
-        rest = [weight, *told, *(float(role in losses) for role in self.roles)]
+        told = [numbers.get(name, 0.0) for name in self.numbers]
+        rest = [weight, *told, *(float(name in numbers) for name in self.numbers)]
         parts.append(torch.tensor(rest, dtype=torch.float64))
         whole = torch.cat([self.options.whole(part.detach().cpu().flatten(), sites) for part in parts])
         if len(whole) != self.size:
@@ -81,12 +83,12 @@ class Contents:
         whole = torch.from_numpy(total.view(np.int64).copy())
         images = math.prod(self.logits)
         sizes = [value.numel() for value in self.example.values()]
-        *states, logits, rest = whole.split([*sizes, images, 1 + 2 * len(self.roles)])
+        *states, logits, rest = whole.split([*sizes, images, 1 + 2 * len(self.numbers)])
         weight, *told = self.options.real(rest).tolist()
         mean = {}
         for (key, example), part in zip(self.example.items(), states, strict=True):
             value = (self.options.real(part) / weight).view(example.shape)
             mean[key] = (value if example.is_floating_point() else value.round()).to(example.dtype)
-        losses, counts = told[: len(self.roles)], told[len(self.roles) :]
-        means = {role: loss / count for role, loss, count in zip(self.roles, losses, counts, strict=True) if count}
+        totals, counts = told[: len(self.numbers)], told[len(self.numbers) :]
+        means = {name: total / count for name, total, count in zip(self.numbers, totals, counts, strict=True) if count}
         return Summed(mean, logits.view(self.logits) if images else None, means)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deployed runs whose server sees sums alone."""
 
+import hashlib
+from dataclasses import replace
+
 import pytest
 import torch
 
 from perada.algorithms import ALGORITHMS, FFALoRA, PerAda
-from perada.deploy.protocol import Failure, LocalTransport, header_of
+from perada.deploy.protocol import Answer, Failure, LocalTransport, header_of, pack
 from perada.deploy.state import read_state
 from perada.server.rules import FedAdam
 from perada.server.sums import SecureSums
@@ -14,6 +17,25 @@ from tests.algorithms.problems import ADAPTER_OF, MERGING, OF_LORA
 from ..parties import Parties
 from ..test_parity import assert_equal, normalized, vit
 from ..test_rounds import Troubled, equal, state
+
+
+class Liar(LocalTransport):
+    """Passes on what ``lie(name, message)`` makes of a message, and keeps all replies."""
+
+    def __init__(self, workers, lie=lambda name, message: message):
+        super().__init__(workers)
+        self.lie, self.seen = lie, []
+
+    def exchange(self, messages, enough, deadline):
+        found = super().exchange({name: self.lie(name, one) for name, one in messages.items()}, enough, deadline)
+        self.seen += [(name, header_of(messages[name])["kind"], reply) for name, reply in found.items()]
+        changed = {name for name in messages if self.lie(name, messages[name]) != messages[name]}
+        for name in changed & found.keys():  # or the coordinator, which is honest, would not take the answer
+            answer = Answer.read(header_of(found[name]))
+            if answer.code == "ok":
+                found[name] = pack(replace(answer, answers=hashlib.sha256(messages[name]).hexdigest()))
+        return found
+
 
 NONE = {"fedbe", "fedbe_no_kd", "fed_ensemble", "standalone", "het_lora", "flexlora", "lora_fair", *MERGING}
 OF_TRANSFORMERS = {"fedalt_adapter", "fedsim_adapter"}
@@ -189,3 +211,34 @@ def test_a_server_that_was_stopped_with_all_workers_has_a_void_round(tiny, tmp_p
     first, second = again.run().records
     assert first.void.startswith("secure sum: 0 of") or "sites sent their keys" in first.void
     assert second.summed == made.names
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "perada"])
+def test_scores_are_those_of_the_simulation_and_no_site_tells_its_own(algorithm, tiny, tmp_path):
+    made = parties(tiny, tmp_path, algorithm, module={"metric": ["accuracy", "auroc"]})
+    loop, _ = made.simulated()
+    coordinator = made.coordinator(Liar(made.workers()))
+    coordinator.run()
+    found = coordinator.progress.history[-1]
+    names = [name for name in found if name.startswith(("personal/", "global/"))]
+    assert {"personal/local_test", "personal/local_test_std", "global/global_test"} <= set(names)
+    for name in names:
+        assert found[name] == pytest.approx(loop.history[-1][name], abs=1e-5), name
+    for _, kind, reply in coordinator.transport.seen:
+        assert header_of(reply)["facts"].keys() <= ({"size", "tests", "labels"} if kind == "join" else set()), kind
+
+
+@pytest.mark.parametrize(("silent", "scored"), [(1, True), (2, False)])
+def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored, tiny, tmp_path, caplog):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = {
+        name: made.worker(place, may_send=() if place < silent else ("counts",))
+        for place, name in enumerate(made.names)
+    }
+    (row,) = made.coordinator(LocalTransport(workers)).run().history
+    assert ("global/global_test" in row) == scored
+    assert ("no scores after round 0" in caplog.text) != scored
+    if scored:
+        counts = [read_state(workers[name].book.folder / "state.safetensors")[0].numbers for name in made.names[1:]]
+        right, total = (sum(one[f"global/{what}"] for one in counts) for what in ("right", "all"))
+        assert row["global/global_test"] == pytest.approx(right / total, abs=1e-6)
