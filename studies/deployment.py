@@ -24,8 +24,8 @@ from perada.deploy.protocol import Terms
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 SITES = ("alpha", "beta", "gamma")
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-"""One thread each: their batches are small, and there are many processes."""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
+"""One thread each: their batches are small, and there are many processes. Flower looks for a message every second."""
 PROGRAM = "from perada.cli import entry_point; entry_point()"
 LINK = "perada-loopback"
 """Name of the SuperLink in Flower's configuration."""
@@ -204,9 +204,9 @@ def write_sites(folder: Path) -> None:
 
 
 def demo_recipe(rounds: int, secure_sums: bool = False) -> str:
-    """The quickstart for three clients, scored after each of a few short rounds."""
+    """The quickstart for three clients and a few short rounds: scored after each, or after the last if by a sum."""
     recipe: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
-    recipe["trainer"] |= {"max_epochs": rounds, "check_val_every_n_epoch": 1}
+    recipe["trainer"] |= {"max_epochs": rounds, "check_val_every_n_epoch": rounds if secure_sums else 1}
     recipe["model"] |= {"engine": "loop", "cache_features": False}
     recipe["data"]["partition"]["init_args"] |= {"num_clients": len(SITES)}
     recipe["federated"] |= {"clients_per_round": None, "local_epochs": 1}

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["join", "train", "tune", "evaluate", "keys", "shares", "mask", "confirm", "reveal"]
 """Say who you are; train a round; fine-tune after the last one; score the models; the five steps of a secure sum."""
+SUMS = ("keys", "shares", "mask", "confirm", "reveal")
+"""Kinds of the steps of a secure sum, in their order."""
 Code = Literal[
     "ok",
     "unapproved",  # the recipe's digest is not on the site's list
@@ -170,6 +172,10 @@ class Order(Header):
         check_choice("plain", self.plain, (True, False))
         check_choice("of", self.of, ("update", "scores"))
         _check_dictionary("sums", self.sums)
+
+    def __str__(self) -> str:
+        sums = f" ({self.of}, attempt {self.attempt + 1})" if self.kind in SUMS else ""
+        return f"{self.kind}{sums}, round {self.round}"
 
 
 @dataclass(frozen=True)

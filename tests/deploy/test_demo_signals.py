@@ -17,7 +17,7 @@ from pathlib import Path
 from perada.studies import deployment as flower
 from perada.deploy.flower import running
 
-def begin(self, rounds, _):
+def begin(self, rounds, *_):
     self.app = self.folder
     self.write_keys()
     words = ["sh", "-c", "sleep 300 & wait"]

@@ -24,7 +24,10 @@ from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import write_server_keys
 from perada.deploy.flower.running import Link, run_app, write_connection
 from perada.deploy.protocol import Terms
+from perada.deploy.site.file import read_site
+from perada.deploy.sums.identity import read_identity, read_sites, write_identity
 
+UNITS = ("perada-site.service", "perada-supernode.service")
 AUTHORITY = """\
 -----BEGIN CERTIFICATE-----
 MIIBfjCCASWgAwIBAgIUNxmDd5zs/40u6tHDZ6VOgcBYyB4wCgYIKoZIzj0EAwIw
@@ -89,6 +92,42 @@ def test_the_units_agree_on_the_socket_and_its_owner(app):
     assert f'socket="{listening["ListenStream"]}"' in node["ExecStart"]
     assert "--superlink link.example.org:8000" in node["ExecStart"]
     assert "--enable-supernode-auth" in units["perada-superlink.service"]["Service"]["ExecStart"]
+
+
+def test_a_sites_identity_is_for_its_worker_alone(tmp_path):
+    """By what is written for a recipe with secure sums, and the page's lines that install it."""
+    pytest.importorskip("cryptography")
+    for text, hides in (("seed_everything: 3\n", False), ("federated: {secure_sums: {min_sites: 3}}\n", True)):
+        folder = tmp_path / str(hides)
+        write_app(folder, "sums", text, "ab" * 32, "localhost")
+        file = folder / "site" / "site.yaml"
+        assert ("secure_sums" in yaml.safe_load(file.read_text())) == hides
+    write_identity(folder, "st-marys")
+    (folder / "st-marys.id").rename(file.with_name("site.id"))
+    (folder / "st-marys.id.pub").rename(file.with_name("sites.txt"))
+    file.write_text(file.read_text().replace("CHANGE-ME", "st-marys"))
+    hiding = read_site(file).secure_sums
+    key = read_identity(hiding.identity).public_key()
+    assert read_sites(hiding.sites)["st-marys"].public_bytes_raw() == key.public_bytes_raw()
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    (mode, owner), *more = re.findall(r"^install -m (\d+) -o (\S+) keys/st-marys\.id /etc/perada/site\.id$", page, re.M)
+    users = {name: re.search(r"^User=(.*)$", (folder / "site" / name).read_text(), re.M)[1] for name in UNITS}
+    assert not more and mode == "0400" and owner == users["perada-site.service"] != users["perada-supernode.service"]
+    worker = (folder / "site" / "perada-site.service").read_text()
+    assert "deploy site /etc/perada/site.yaml\n" in worker and hiding.identity.parent == file.parent
+
+
+def test_an_identity_that_others_may_read_is_refused(tmp_path):
+    pytest.importorskip("cryptography")
+    write_identity(tmp_path, "st-marys")
+    file = tmp_path / "st-marys.id"
+    for mode in (0o600, 0o400):
+        file.chmod(mode)
+        read_identity(file)
+    for mode in (0o440, 0o404, 0o620):
+        file.chmod(mode)
+        with pytest.raises(ValueError, match=rf"\.id' may be read by others \(mode {mode:04o}\); chmod 0400"):
+            read_identity(file)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
@@ -202,8 +241,9 @@ def test_the_connection_to_an_address_is_flowers_own_while_it_is_used(tmp_path):
         assert environment["FLWR_TELEMETRY_ENABLED"] == "0"
 
 
-def test_the_commands_of_the_page_are_read_by_the_program(monkeypatch):
-    """Each with the parser that it has; what it would do then is left out."""
+def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch):
+    """Each with the parser that it has; what it would do then is left out, but for identities."""
+    monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     lines = re.findall(r"^perada (deploy .*)$", page.replace("\\\n", " "), re.MULTILINE)
     assert len(lines) >= 4

@@ -59,6 +59,7 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
     check_target(folder, name)
     sha256 = hashlib.sha256(recipe.encode()).hexdigest()
     values = {"name": name, "sha256": sha256, "digest": digest, "host": host}
+    values["hides"] = "" if re.search(r"^[^#\n]*secure_sums", recipe, re.MULTILINE) else "# "
     values["config"] = "\n".join(f"{key} = {json.dumps(value)}" for key, value in vars(Terms()).items())  # in TOML
     for template in sorted(path for path in FILES.rglob("*") if path.is_file()):
         target = folder / template.relative_to(FILES).with_suffix("")  # NAME.tmpl
@@ -171,8 +172,8 @@ class FlowerTransport:
 
         What is under way at the end expires with the deadline, so that no site trains it later.
         """
-        begin = checked = time.monotonic()
-        end, nodes = begin + deadline, self._nodes()
+        checked, nodes = time.monotonic(), self._nodes()
+        end = checked + deadline
         digests = {site: digest(message) for site, message in messages.items()}
         results: dict[str, bytes | Failure] = {}
         while True:
@@ -192,11 +193,7 @@ class FlowerTransport:
                     results[site] = Failure("unreachable")
             self._arrived.wait(min(self._poll, max(0.0, end - time.monotonic())))
             self._arrived.clear()
-        results = {site: results.get(site, Failure("late")) for site in messages}
-        others = [f"{site} {reply.code}" for site, reply in results.items() if isinstance(reply, Failure)]
-        said = ", ".join([f"{replies} of {len(messages)} sites replied", *others])
-        log.info("%s in %.1f s", said, time.monotonic() - begin)
-        return results
+        return {site: results.get(site, Failure("late")) for site in messages}
 
     def _nodes(self) -> dict[str, tuple[int, str]]:
         """Connected SuperNodes by registered name. A name that two keys have is nobody's."""

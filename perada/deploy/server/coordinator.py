@@ -291,7 +291,7 @@ class Coordinator:
         if secure:
             try:
                 contents = self.recipe.contents(record.round, self.images)
-                record.summed, summed = self._sum("update", record, list(got), contents)
+                record.summed, summed = self._sum("update", record, got, contents)
             except Refused as refusal:
                 record.void = str(refusal)
             by_number = {numbers[name]: (got[name][0], summed.mean) for name in record.summed} if summed else {}
@@ -304,8 +304,10 @@ class Coordinator:
         self._save()
         log_round(self.loggers, progress.history[-1])
 
-    def _sum(self, of: str, record: Record, names: list[str], contents: Contents) -> tuple[list[str], Summed]:
-        """Who of the sites is in a secure sum, and what it says; the record gets the codes of those that failed.
+    def _sum(
+        self, of: str, record: Record, trained: Mapping[str, tuple[Answer, State]], contents: Contents
+    ) -> tuple[list[str], Summed]:
+        """Who of those that ``trained`` is in a secure sum, and what it says; the record gets the codes of the others.
 
         Raises:
             Refused: If too few were there at a step.
@@ -331,7 +333,7 @@ class Coordinator:
         def terms(attempt: int) -> SumTerms:
             return SumTerms(progress.run, progress.done, progress.recipe, options, attempt)
 
-        there, total = secure_sum(ask_step, terms, names, contents.size)
+        there, total = secure_sum(ask_step, terms, trained, contents.size)
         for name in there:
             record.failed.pop(name, None)
         return there, contents.opened(total)
@@ -366,7 +368,11 @@ class Coordinator:
         if self.settings.secure_sums is not None:
             try:
                 contents = self.recipe.contents_of_scores()
-                adds = [name for name, answer in answers.items() if answer.sums.get("adds")]
+                adds = {
+                    name: (answer, dict[str, torch.Tensor]())
+                    for name, answer in answers.items()
+                    if answer.sums.get("adds")
+                }
                 summed = self._sum("scores", Record(self.progress.done), adds, contents)[1]
                 found = summed_scores(metrics, summed.numbers)
             except Refused as refusal:

@@ -3,6 +3,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,19 @@ from torch import Tensor
 
 from perada.core.rounds import RoundPlan, make_plan
 from perada.core.states import State, stack, to_device
-from perada.deploy.protocol import STEPS, Answer, Failure, Refused, Spec, Terms, Transport, digest, header_of, unpack
+from perada.deploy.protocol import (
+    STEPS,
+    Answer,
+    Failure,
+    Order,
+    Refused,
+    Spec,
+    Terms,
+    Transport,
+    digest,
+    header_of,
+    unpack,
+)
 from perada.deploy.recipe import Recipe
 from perada.deploy.state import Member, Progress, Record
 from perada.federation.server import RoundReport, Server, parameter_counts
@@ -147,7 +160,9 @@ def ask(
     """
     answers: dict[str, tuple[Answer, State]] = {}
     record.down += sum(map(len, messages.values())) / 1e6
+    begin = time.monotonic()
     found = transport.exchange(messages, enough, max(0.001, seconds))
+    log.info("%s in %.1f s", _said(messages, found), time.monotonic() - begin)
     failed = {name: "late" for name in messages if name not in found}
     for name, reply in found.items():
         if isinstance(reply, Failure):
@@ -168,6 +183,14 @@ def ask(
         else:
             failed[name] = answer.code
     return answers, failed
+
+
+def _said(messages: Mapping[str, bytes], found: Mapping[str, bytes | Failure]) -> str:
+    """What was asked, and who replied."""
+    order = Order.read(header_of(next(iter(messages.values()))))
+    others = [f"{name} {reply.code}" for name, reply in found.items() if isinstance(reply, Failure)]
+    replied = f"{len(found) - len(others)} of {len(messages)} sites replied"
+    return f"{order}: {', '.join([replied, *others])}"
 
 
 def close_round(

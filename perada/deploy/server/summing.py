@@ -2,7 +2,7 @@
 """The server's steps of a secure sum over a transport: who answers them, and what the sum is."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from perada.core.states import State
@@ -32,25 +32,25 @@ class Asking(Protocol):
 
 
 def secure_sum(
-    ask: Asking, terms: Callable[[int], Terms], names: Sequence[str], numbers: int
+    ask: Asking, terms: Callable[[int], Terms], trained: Mapping[str, tuple[Answer, State]], numbers: int
 ) -> tuple[list[str], Whole]:
     """Who is in the sum of the sites' vectors, each of so many numbers, and the sum.
 
     Args:
         ask: Asks sites.
         terms: Of an attempt.
-        names: Of the sites, which have trained the round.
+        trained: Answers of the sites that may take part, with their keys for the first attempt.
         numbers: Of a vector.
 
     Raises:
         Refused: If too few are there at a step. Nothing can be read then.
     """
     least = terms(0).options.min_sites
-    if len(names) < least:
-        raise Refused(f"secure sum: {len(names)} sites may take part, and {least} must", "other")
+    if len(trained) < least:
+        raise Refused(f"secure sum: {len(trained)} sites may take part, and {least} must", "other")
     for attempt in range(ATTEMPTS):
         try:
-            server, masks = _begun(ask, terms(attempt), names)
+            server, masks = _begun(ask, terms(attempt), trained)
             break
         except Refused as refusal:
             log.warning("%s (attempt %d of %d)", refusal, attempt + 1, ATTEMPTS)
@@ -65,9 +65,13 @@ def secure_sum(
     return alive, server.total(revealed)
 
 
-def _begun(ask: Asking, terms: Terms, names: Sequence[str]) -> tuple[ServerRound, dict[str, dict[str, bytes]]]:
+def _begun(
+    ask: Asking, terms: Terms, trained: Mapping[str, tuple[Answer, State]]
+) -> tuple[ServerRound, dict[str, dict[str, bytes]]]:
     """The round after keys and shares were exchanged, and what each site is to be given of the shares."""
-    adverts = _read(ask("keys", terms.attempt, {name: {} for name in names}, 0), _advert)
+    adverts = _read(
+        ask("keys", terms.attempt, {name: {} for name in trained}, 0) if terms.attempt else trained, _advert
+    )
     server = ServerRound(terms, [*adverts.values()])
     listed = [vars(adverts[name]) for name in server.order]
     sealed = _read(ask("shares", terms.attempt, {name: {"adverts": listed} for name in adverts}, 0), _sealed)

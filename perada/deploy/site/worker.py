@@ -16,6 +16,7 @@ from perada.core.states import narrowed, widened
 from perada.core.text import printable
 from perada.deploy.protocol import (
     MODELS,
+    SUMS,
     Answer,
     Code,
     Order,
@@ -36,6 +37,7 @@ from perada.federation.metrics import Scores
 from perada.privacy.protection import Protection
 
 if TYPE_CHECKING:
+    from perada.deploy.sums.keys import Terms
     from perada.deploy.sums.party import Party
 
 
@@ -106,7 +108,7 @@ class SiteWorker:
         client = self.clients.get(order.recipe)
         if client is None:
             raise Refused(f"the recipe with the digest {order.recipe} is not among the approved ones", "unapproved")
-        self.log.info("run %s (perada's %s): %s, round %d", run, order.run, order.kind, order.round)
+        self.log.info("run %s (perada's %s): %s", run, order.run, order)
         if order.kind == "join":
             unpack(message, {})
             sizes = self._allowed(sizes={"size": client.size, "tests": client.tests})
@@ -120,17 +122,19 @@ class SiteWorker:
         refuse(untuned, "the recipe has no fine-tuning then", "other")
         refuse(order.round < state.round, f"round {order.round} after round {state.round}", "past")
         state.client, state.recipe, state.transport, state.rank = order.client, order.recipe, run, order.rank
-        if order.kind not in ("train", "tune", "evaluate"):
+        if order.kind in SUMS:
             return self._sum(client, order, answers, state)
         if order.kind == "evaluate":  # not untrained: or a server makes runs of its own, to have any model scored
             refuse(not state.trained, f"nothing was trained in run {order.run}, and models are to be scored", "other")
-            return self._evaluate(client, message, order, answers, state)
+            self._evaluate(client, message, order, answers, state)
+            return self._with_keys(client, replace(order, of="scores", attempt=0), state, state.scores)
         if order.round == state.round:
             refuse(answers != state.message, f"round {order.round} was trained for another message", "other")
-            return state.reply
-        return self._train(client, message, order, answers, state)
+        else:
+            self._train(client, message, order, answers, state)
+        return self._with_keys(client, replace(order, of="update", attempt=0), state, state.reply)
 
-    def _train(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:
+    def _train(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> None:
         """Train, and commit what is kept, what it cost and the reply together."""
         book, template, tune = self.book, client.recipe.template, order.kind == "tune"
         factors = client.module.slot.factors if order.rank else ()
@@ -183,23 +187,42 @@ class SiteWorker:
         reply = reply if counts else _reply("broken", answers)
         state.round, state.trained, state.message, state.reply = order.round, state.trained + 1, answers, reply
         book.commit(state, total, book.rounds + 1, sampling)
-        return reply
+
+    def _with_keys(self, client: Client, order: Order, state: RunState, reply: bytes) -> bytes:
+        """A reply with the keys for the first attempt at the sum of what was made; they are never on the disk."""
+        there, left = self._left(order, state)
+        if self.party is None or client.settings.secure_sums is None or not there:
+            return reply
+        answer = Answer.read(header_of(reply))
+        if answer.code != "ok":
+            return reply
+        offered = self.party.offered(self._terms(client, order, state), begin=left < order.round)
+        return pack(replace(answer, sums=answer.sums | offered))
+
+    def _left(self, order: Order, state: RunState) -> tuple[Mapping[str, Any], int]:
+        """What there is to add up of the last round, and the last round of which it left under masks."""
+        return (state.numbers, state.counted) if order.of == "scores" else (state.update, state.summed)
+
+    def _terms(self, client: Client, order: Order, state: RunState) -> "Terms":
+        """Those of the sum that an order is about, as the site knows them."""
+        from perada.deploy.sums.keys import Terms
+
+        secure = client.settings.secure_sums
+        assert secure is not None
+        shown = [state.asked] if order.of == "scores" else [state.received, client.digest_of_public(order.round)]
+        given = digest(json.dumps(shown).encode())
+        return Terms(order.run, order.round, order.recipe, secure, order.attempt, given, order.of)
 
     def _sum(self, client: Client, order: Order, answers: str, state: RunState) -> bytes:
         """Take a step of the secure sum of the round that was trained last."""
-        secure, party = client.settings.secure_sums, self.party
-        if secure is None or party is None:
+        party, scores = self.party, order.of == "scores"
+        if client.settings.secure_sums is None or party is None:
             raise Refused("the recipe has no secure sums", "other")
-        scores = order.of == "scores"
-        there = state.numbers if scores else state.update
-        last, left = (state.scored, state.counted) if scores else (state.round, state.summed)
+        there, left = self._left(order, state)
+        last = state.scored if order.of == "scores" else state.round
         other = order.round != last or not there
         refuse(other, f"secure sum: nothing of round {order.round} may be added up; the last one was {last}", "other")
-        from perada.deploy.sums.keys import Terms
-
-        shown = [state.asked] if scores else [state.received, client.digest_of_public(order.round)]
-        given = digest(json.dumps(shown).encode())
-        terms = Terms(order.run, order.round, order.recipe, secure, order.attempt, given, order.of)
+        terms = self._terms(client, order, state)
         if (reply := party.replied(terms, answers)) is not None:
             return reply
         # A vector leaves once: of two sums with other sites in them the difference would be a single site's.
@@ -234,13 +257,13 @@ class SiteWorker:
             sampling = drawn
         return sampling
 
-    def _evaluate(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> bytes:
+    def _evaluate(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> None:
         """Score the models, once a round, and remember the global one that the last round made."""
         last = state.scored
         refuse(order.round < last, f"scores after round {order.round}, and those after {last} were sent", "past")
         if order.round == last:  # not others: or the server tries models of its own making on the site's images
             refuse(answers != state.score, f"other models were scored after round {order.round}", "other")
-            return state.scores
+            return
         template = client.recipe.template
         expected = {f"shared/{key}": entry for key, entry in spec_of(template.initial).items()}
         for key, (kind, shape) in spec_of(template.initial).items() if order.models else ():
@@ -263,7 +286,6 @@ class SiteWorker:
         reply = pack(Answer("ok", answers, facts, sums))
         state.scored, state.score, state.scores = order.round, answers, reply
         self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
-        return state.scores
 
     def _allowed(self, **facts: dict[str, Any]) -> dict[str, Any]:
         """Those of the facts, by what they are, that may leave the site."""

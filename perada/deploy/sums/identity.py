@@ -47,7 +47,14 @@ def line_of(key: Ed25519PublicKey) -> str:
 
 
 def read_identity(file: Path) -> Ed25519PrivateKey:
-    """The key in a file; a ValueError if it holds none, a FileNotFoundError if it is not there."""
+    """The key in a file; a FileNotFoundError if it is not there.
+
+    A ValueError if it holds none, or others than its owner may read it: an app that the server ships, say.
+    """
+    if (mode := file.stat().st_mode) & 0o077:
+        raise ValueError(
+            f"{str(file)!r} may be read by others (mode {mode & 0o777:04o}); chmod 0400, for its owner alone"
+        )
     try:
         key = load_ssh_private_key(file.read_bytes(), None)
     except (ValueError, UnsupportedAlgorithm) as error:

@@ -12,9 +12,6 @@ from perada.deploy.sums.keys import Advert, Terms
 from perada.deploy.sums.site import SiteRound
 from perada.deploy.sums.vector import Whole
 
-STEPS = ("keys", "shares", "mask", "confirm", "reveal")
-"""Kinds of the orders, in their order."""
-
 
 class Party:
     """A site among those that it agrees to hide among. It is in one sum at a time, whose keys are in memory alone.
@@ -52,6 +49,20 @@ class Party:
         """Remember what is answered to a message, by its digest."""
         self._replies[message] = reply
 
+    def offered(self, terms: Terms, begin: bool) -> dict[str, Any]:
+        """The keys for the first attempt at a sum, the same whenever asked.
+
+        Nothing if a later attempt was begun, or, unless it may ``begin``, if there are none yet.
+        """
+        if self._terms is not None and replace(self._terms, attempt=terms.attempt) == terms:
+            return {"advert": vars(self._round.advert)} if self._terms == terms else {}
+        return self._begun(terms) if begin else {}
+
+    def _begun(self, terms: Terms) -> dict[str, Any]:
+        self._terms, self._replies = terms, {}
+        self._round = SiteRound(self.name, self._identity, self.peers, terms)
+        return {"advert": vars(self._round.advertise())}
+
     def step(self, order: Order, terms: Terms, vector: Callable[[int], Whole]) -> tuple[dict[str, Any], Whole | None]:
         """Take the step of a sum that an order asks for.
 
@@ -74,9 +85,7 @@ class Party:
                 f"secure sum: keys for attempt {terms.attempt} again, or after a later one",
                 "other",
             )
-            self._terms, self._replies = terms, {}
-            self._round = SiteRound(self.name, self._identity, self.peers, terms)
-            return {"advert": vars(self._round.advertise())}, None
+            return self._begun(terms), None
         refuse(
             terms != self._terms, "secure sum: this site has no keys for it, which are gone with its process", "other"
         )

@@ -65,6 +65,11 @@ class SiteRound:
         self._steps.pop(0)
 
     @property
+    def advert(self) -> Advert:
+        """The public keys that were advertised."""
+        return self._adverts[self.name]
+
+    @property
     def alive(self) -> list[str]:
         """Who is in the sum, once it was confirmed."""
         return [str(name) for name in self._statement.get("alive", [])]  # type: ignore[attr-defined]  # a list of names

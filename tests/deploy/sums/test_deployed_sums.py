@@ -71,7 +71,8 @@ def test_also_with_those_that_were_drawn(algorithm, tiny, tmp_path):
 
 
 FOUR = (9, 5, 14, 7)
-STEPS = ("keys", "shares", "mask", "confirm", "reveal")
+STEPS = ("shares", "mask", "confirm", "reveal")
+"""What a sum asks at its first attempt; keys for it come with the training."""
 
 
 def asks(message, kind, attempt=None):
@@ -123,14 +124,14 @@ def test_with_too_few_at_a_step_the_round_is_void_and_the_run_continues(step, ti
     assert second.summed == made.names and not second.void
 
 
-@pytest.mark.parametrize("step", ["keys", "shares"])
-def test_a_sum_is_begun_again_where_nothing_was_masked(step, tiny, tmp_path):
-    """Of three sites all are needed; one of them restarts in between."""
+@pytest.mark.parametrize(("step", "attempt"), [("shares", 0), ("keys", 1)])
+def test_a_sum_is_begun_again_where_nothing_was_masked(step, attempt, tiny, tmp_path):
+    """Of three sites all are needed; one of them restarts in between, once or twice."""
     made = parties(tiny, tmp_path, "perada", rounds=1)
     workers = made.workers()
 
     def restarted(name, message, _):
-        if name == "site1" and asks(message, step, attempt=0):
+        if name == "site1" and (asks(message, "shares", attempt=0) or asks(message, step, attempt)):
             workers[name].book.close()
             transport.workers[name] = workers[name] = made.worker(1)
 
@@ -140,6 +141,29 @@ def test_a_sum_is_begun_again_where_nothing_was_masked(step, tiny, tmp_path):
     assert coordinator.progress.records[0].summed == made.names
     plain = parties(tiny, tmp_path / "plain", "perada", rounds=1).deployed()[0]
     assert equal(state(coordinator), state(plain))
+
+
+def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_sum(tiny, tmp_path):
+    """Its answer that is on the disk has none: the answer that comes again has those of the new process."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, lost = made.workers(), []
+
+    class Loses(LocalTransport):
+        def exchange(self, messages, enough, deadline):
+            found = super().exchange(messages, enough, deadline)
+            if not lost and any(asks(message, "train") for message in messages.values()):
+                lost.append(found["site1"])
+                found["site1"] = Failure("crashed")
+                workers["site1"].book.close()
+                self.workers["site1"] = workers["site1"] = made.worker(1)
+            return found
+
+    transport = Loses(workers)
+    coordinator = made.coordinator(transport)
+    (record,) = coordinator.run().records
+    assert record.summed == made.names and record.failed == {}
+    kept = read_state(workers["site1"].book.folder / "state.safetensors")[0].reply
+    assert b"advert" in lost[0] and b"advert" not in kept
 
 
 @pytest.mark.parametrize("step", ["mask", "confirm", "reveal"])
@@ -165,7 +189,7 @@ class Stopped(Exception):
     """The server's process ends."""
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", ["train", *STEPS])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.every(3)
 def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after, tiny, tmp_path):

@@ -74,18 +74,17 @@ def test_public_images_of_the_servers_choice_are_noticed(tiny, tmp_path, caplog)
 def test_a_round_is_summed_once(tiny, tmp_path, caplog):
     """Of a second sum without one of the sites the difference would be its update."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers = made.workers(may_send=())
-    transport = Liar(workers)
+    workers, asked = made.workers(may_send=()), []
+    transport = Liar(workers, lambda name, message: asked.append((name, message)) or message)
     coordinator = made.coordinator(transport)
     coordinator.run()
     progress = coordinator.progress
+    trained = next(message for name, message in asked if name == "site0" and asks(message, "train"))
+    before = next(reply for name, kind, reply in transport.seen if (name, kind) == ("site0", "train"))
+    assert workers["site0"].answer(trained, "liar") == before  # the same keys, whose steps were all taken
     for attempt in (0, 1, 5):
         for kind in ("keys", "mask"):
             order = Order(kind, progress.run, progress.recipe, 0, 0, 4, attempt=attempt, plain=not attempt)
-            if (kind, attempt) == ("keys", 0):  # what was answered before, and nothing new
-                before = next(reply for name, asked, reply in transport.seen if (name, asked) == ("site0", "keys"))
-                assert workers["site0"].answer(pack(order), "liar") == before
-                continue
             assert header_of(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
     assert "has left under masks before" in caplog.text
 
@@ -93,9 +92,11 @@ def test_a_round_is_summed_once(tiny, tmp_path, caplog):
 @pytest.mark.parametrize("revealed", [False, True])
 def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers = made.workers()
+    workers, trained = made.workers(), []
 
     def stop(name, message):
+        if name == "site0" and asks(message, "train"):
+            trained.append(message)
         if not revealed and asks(message, "confirm"):
             raise InterruptedError
         return message
@@ -107,13 +108,14 @@ def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
         assert not revealed
     workers["site0"].book.close()
     worker = made.worker(0)
+    assert header_of(worker.answer(trained[0], "liar"))["sums"] == {}  # no keys for another
     order = Order("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 0, 4, attempt=1)
     assert header_of(worker.answer(pack(order), "liar"))["code"] == "other"
     assert "has left under masks before" in caplog.text
 
 
 def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
-    """Two lists of one attempt would give two sets of masks; the same question gets the same answer."""
+    """Two lists of one attempt would give two sets of masks; the answer to the training has the same keys always."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     workers, orders = made.workers(), []
 
@@ -124,12 +126,20 @@ def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
                 Order.read(header | {"kind": "keys", "sums": {}, "clients": clients, "attempt": attempt})
                 for clients, attempt in ((4, 0), (5, 0), (4, 2), (4, 1))
             )
+            adverts.extend(sums_of(workers["site0"].answer(trained[0], "liar")) for _ in range(2))
             codes.extend(header_of(workers["site0"].answer(pack(order), "liar"))["code"] for order in orders)
+            adverts.append(sums_of(workers["site0"].answer(trained[0], "liar")))
+        if asks(message, "train") and name == "site0":
+            trained.append(message)
         return message
 
-    codes = []
+    def sums_of(reply):
+        return header_of(reply)["sums"].get("advert")
+
+    codes, trained, adverts = [], [], []
     made.coordinator(Liar(workers, keep)).run()
-    assert codes == ["ok", "other", "ok", "other"]
+    assert codes == ["other", "other", "ok", "other"]
+    assert adverts[0] == adverts[1] is not None and adverts[2] is None  # not beside those of a later attempt
     assert "keys for attempt 0 again" in caplog.text
 
 
