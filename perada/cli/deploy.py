@@ -68,8 +68,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             f"{client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
             f"{tried.seconds:.2f} s, and a round has {tried.steps}",
             f"memory: {shown_memory(tried)}",
-            f"sends {max(megabytes(client.recipe.sent(round)) for round in range(2)):.3f} MB a round, and "
-            f"{', '.join(given.may_send) or 'nothing'} beside",
+            f"sends {shown_sent(client, given.may_send)}",
             "private training: " + (shown_privacy(client) if private else "no"),
             "secure sums: " + shown_sums(client, party_of(given)),
         ]
@@ -212,6 +211,20 @@ def shown_memory(tried: Tried) -> str:
     return here if tried.device_memory is None else f"{here}, and {tried.device_memory:.2f} GB on the GPU"
 
 
+def shown_sent(client: Client, may_send: Sequence[str]) -> str:
+    """What leaves a site in a round, in words."""
+    recipe = client.recipe
+    if client.settings.secure_sums is None:
+        size = max(megabytes(recipe.sent(round)) for round in range(2))
+        return f"{size:.3f} MB a round, and {', '.join(may_send) or 'nothing'} beside"
+    numbers = max(recipe.contents(round, client.images).size for round in range(2))
+    summed = [one for one in may_send if one in ("counts", "scores", "losses")]
+    added = ", ".join(summed) or "no scores"
+    beside = ", ".join(one for one in may_send if one not in summed) or "nothing"
+    size = f"{numbers:,} numbers ({8 * numbers / 1e6:.3f} MB) a round"
+    return f"{size} and {added}, all under masks, and {beside} beside"
+
+
 def shown_sums(client: Client, party: "Party | None") -> str:
     """Among whom a site's updates are hidden."""
     secure = client.settings.secure_sums
@@ -219,11 +232,9 @@ def shown_sums(client: Client, party: "Party | None") -> str:
         return "no: the server reads the site's updates"
     if party is None:
         return "asked for, and the site's file does not say among whom: add its section secure_sums"
-    size = client.recipe.contents(0, client.images).size
-    return (
-        f"{size:,} numbers, hidden among at least {secure.min_sites - 1} of {len(party.peers)} others: "
-        f"{', '.join(sorted(party.peers))}"
-    )
+    others = f"{secure.min_sites - 1} of {len(party.peers)} others: {', '.join(sorted(party.peers))}"
+    few = "" if len(party.peers) + 1 >= secure.min_sites else "; too few, and no sum will be made"
+    return f"yes: hidden among at least {others}{few}"
 
 
 def shown_privacy(client: Client) -> str:
@@ -262,9 +273,12 @@ def _site_status(given: SiteFile) -> str:
     states, all_runs = read_runs(given.state)
     if not states:
         return f"Site {given.name} has trained nothing yet."
+    titles = ["run", "transport's id", "recipe", "rounds trained", "last round"]
     rows = [[one.run, one.transport or "–", one.recipe[:8], str(one.trained), str(one.round)] for one in states]
-    text = f"Site {given.name}, the current run first:\n\n"
-    text += table(["run", "transport's id", "recipe", "rounds trained", "last round"], rows)
+    if any(one.summed >= 0 for one in states):
+        titles.append("last under masks")
+        rows = [[*row, str(one.summed) if one.summed >= 0 else "–"] for row, one in zip(rows, states, strict=True)]
+    text = f"Site {given.name}, the current run first:\n\n{table(titles, rows)}"
     total, limits = Ledger(), given.limits
     total.load_state_dict(all_runs["total"])
     if not total.history(0):

@@ -173,8 +173,8 @@ class SiteWorker:
         sent = {} if tune else {key: value[0] for key, value in trained.sent.items()}
         sent = narrowed(sent, factors, order.rank)
         if client.settings.secure_sums is not None:
-            facts.pop("losses", None)
-            state.update, state.losses, state.shown = sent, losses, given
+            state.losses = facts.pop("losses", {})  # they, too, leave in the sum alone, and only if they may
+            state.update, state.shown = sent, given
             state.received = digest(pack(replace(order, client=0), given))
             sent = {}  # it leaves under masks alone
         reply = pack(Answer("ok", answers, facts), sent)

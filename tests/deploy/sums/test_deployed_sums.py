@@ -86,11 +86,12 @@ def updates(workers):
 
 
 def mean_of(updates, names):
-    """By a plain loop, in multiples of 2^-24."""
+    """By a plain loop, in multiples of 2^-24; counters are whole."""
     found = {}
     for key in updates[names[0]]:
         total = sum((updates[name][key].double() * 2**24).round() for name in names)
-        found[key] = (total / 2**24 / len(names)).float()
+        mean, kind = total / 2**24 / len(names), updates[names[0]][key].dtype
+        found[key] = (mean if kind.is_floating_point else mean.round()).to(kind)
     return found
 
 

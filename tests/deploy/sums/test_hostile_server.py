@@ -152,6 +152,16 @@ def test_losses_leave_in_the_sum_alone(tiny, tmp_path):
     assert progress.history[0]["train/local_loss"] == pytest.approx(sum(losses) / 3, abs=1e-6)
 
 
+def test_losses_leave_in_the_sum_only_if_they_may(tiny, tmp_path):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = {name: made.worker(place, may_send=("losses",) if place else ()) for place, name in enumerate(made.names)}
+    progress = made.coordinator(LocalTransport(workers)).run()
+    losses = [read_state(workers[name].book.folder / "state.safetensors")[0].losses for name in made.names]
+    assert losses[0] == {} and all(losses[1:])
+    expected = sum(one["local"] for one in losses[1:]) / 3
+    assert progress.history[0]["train/local_loss"] == pytest.approx(expected, abs=1e-6)
+
+
 def test_an_old_round_and_one_that_was_not_trained_are_refused(tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     coordinator, workers = made.deployed()

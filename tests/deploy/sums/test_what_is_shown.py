@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What persons at the server and at a site are shown of secure sums."""
+
+import yaml
+
+from perada.cli import main
+from perada.cli.deploy import shown_sent, shown_sums
+from perada.deploy.protocol import Failure, header_of
+from perada.deploy.sums.party import Party
+
+from ..test_rounds import Troubled
+from .test_deployed_sums import FOUR, Liar, asks, parties
+
+
+def cells(said):
+    """The cells of each line of a table, by its first."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_a_site_is_told_what_leaves_it_and_among_whom_it_hides(tiny, tmp_path):
+    made = parties(tiny, tmp_path, rounds=1)
+    workers = made.workers()
+    transport = Liar(workers)
+    made.coordinator(transport).run()
+    masked = next(reply for name, kind, reply in transport.seen if kind == "mask")
+    size = len(masked) - 8 - int.from_bytes(masked[:8], "little")
+    (client,) = workers["site0"].clients.values()
+    left = f"{size // 8:,} numbers ({size / 1e6:.3f} MB) a round and"
+    assert shown_sent(client, ("sizes", "counts")) == f"{left} counts, all under masks, and sizes beside"
+    assert shown_sent(client, ()) == f"{left} no scores, all under masks, and nothing beside"
+    assert shown_sums(client, workers["site0"].party) == "yes: hidden among at least 2 of 2 others: site1, site2"
+    alone = Party("site0", made.identities[0], {"site1": made.identities[1].public_key()})
+    assert shown_sums(client, alone).endswith("2 of 1 others: site1; too few, and no sum will be made")
+
+
+def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsys):
+    made = parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR)
+
+    def gone(name, message, _):
+        there = {0: made.names, 1: made.names[1:], 2: made.names[2:]}[min(2, header_of(message)["round"])]
+        return Failure("malformed") if name not in there and asks(message, "mask") else None
+
+    made.coordinator(Troubled(made.workers(), gone), min_sites=3).run()
+    capsys.readouterr()
+    main(["deploy", "status", str(tmp_path / "server")])
+    shown = cells(capsys.readouterr().out)
+    place = shown["round"].index("in the sum")
+    assert [shown[number][place] for number in "012"] == [", ".join(made.names), "site1, site2, site3", "–"]
+    void = [shown[number][shown["round"].index("void")] for number in "012"]
+    assert void == ["–", "–", "secure sum: 2 of 4 sites sent their part, and 3 must"]
+
+    (tmp_path / "recipe.yaml").write_text("")
+    site = {"name": "site0", "data": {"root": "."}, "state": "site0", "recipes": [{"recipe": "recipe.yaml"}]}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
+    main(["deploy", "status", str(tmp_path / "site.yaml")])
+    shown = cells(capsys.readouterr().out)
+    (row,) = [row for name, row in shown.items() if name not in ("run",) and not name.startswith("-")]
+    assert row[shown["run"].index("last round")] == "2" and row[shown["run"].index("last under masks")] == "0"
