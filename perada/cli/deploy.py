@@ -221,8 +221,8 @@ def shown_sent(client: Client, may_send: Sequence[str]) -> str:
     summed = [one for one in may_send if one in ("counts", "scores", "losses")]
     added = ", ".join(summed) or "no scores"
     beside = ", ".join(one for one in may_send if one not in summed) or "nothing"
-    size = f"{numbers:,} numbers ({8 * numbers / 1e6:.3f} MB) a round"
-    return f"{size} and {added}, all under masks, and {beside} beside"
+    vector = f"{numbers:,} numbers ({8 * numbers / 1e6:.3f} MB) a round"
+    return f"{vector} and {added}, all under masks, and {beside} beside"
 
 
 def shown_sums(client: Client, party: "Party | None") -> str:
