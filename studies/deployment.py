@@ -132,7 +132,10 @@ class Loopback:
         for process in self.processes.values():
             process.terminate()
         end = time.monotonic() + 10
-        while time.monotonic() < end and (self.alive() or any(p.poll() is None for p in self.processes.values())):
+        while time.monotonic() < end:
+            # All are waited for: Flower's processes end when they see that their parent is there no more.
+            if all([process.poll() is not None for process in self.processes.values()]) and not self.alive():
+                break
             time.sleep(0.2)
         for pid in self.alive():
             with suppress(ProcessLookupError):
