@@ -123,7 +123,11 @@ class Recipe:
         used = len(images.used(loop.distillation, round)) if self.distils(round) else 0
         logits = (used, self.module.num_classes or 0) if used else (0, 0)
         return Contents(
-            loop.secure_sums, self.sent(round), logits, tuple(sorted(self.template.opened)) if shown else ()
+            loop.secure_sums,
+            self.sent(round),
+            logits,
+            tuple(sorted(self.template.opened)) if shown else (),
+            loop.weighting == "uniform",
         )
 
     def contents_of_scores(self) -> Contents:

@@ -60,13 +60,19 @@ def numbers_of(metrics: Sequence[Metric], facts: Facts) -> dict[str, float]:
 def summed_scores(metrics: Sequence[Metric], numbers: Mapping[str, float]) -> dict[str, float]:
     """Those of :func:`mean_scores` that follow from means over the sites: not the worst ones."""
     found: dict[str, float] = {}
+    ratio = {
+        model: numbers[f"{model}/right"] / numbers[f"{model}/all"]
+        for model in ("own", "global")
+        if f"{model}/right" in numbers and numbers.get(f"{model}/all")
+    }
     for place, metric in enumerate(metrics):
-        ending, mean = f"_{metric.name}" if place else "", numbers.get(f"own/{metric.name}", math.nan)
-        if math.isfinite(mean):
-            name, square = f"personal/local_test{ending}", numbers[f"square/{metric.name}"]
+        ending, whole = f"_{metric.name}" if place else "", metric.compute is None
+        name, mean = f"personal/local_test{ending}", numbers.get(f"own/{metric.name}", math.nan)
+        square = numbers.get(f"square/{metric.name}", math.nan)  # a site that lies can make one of them go
+        if math.isfinite(mean) and math.isfinite(square):
             found |= {name: mean, f"{name}_std": math.sqrt(max(0.0, square - mean**2))}
-            if metric.compute is None and numbers.get("own/all"):
-                found[f"{name}_weighted"] = numbers["own/right"] / numbers["own/all"]
-        if metric.compute is None and numbers.get("global/all"):
-            found[f"global/global_test{ending}"] = numbers["global/right"] / numbers["global/all"]
+            if whole and "own" in ratio:
+                found[f"{name}_weighted"] = ratio["own"]
+        if whole and "global" in ratio:
+            found[f"global/global_test{ending}"] = ratio["global"]
     return found

@@ -336,7 +336,7 @@ class Coordinator:
         there, total = secure_sum(ask_step, terms, trained, contents.size)
         for name in there:
             record.failed.pop(name, None)
-        return there, contents.opened(total)
+        return there, contents.opened(total, len(there))
 
     def _message(self, client: int) -> bytes:
         """What a site is sent in a round: a function of the states and of whom was asked first."""

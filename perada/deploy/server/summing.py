@@ -2,12 +2,13 @@
 """The server's steps of a secure sum over a transport: who answers them, and what the sum is."""
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from perada.core.states import State
 from perada.deploy.protocol import Answer, Kind, Refused
-from perada.deploy.sums.keys import SECRET, Advert, Terms
+from perada.deploy.sums.keys import SEALED, SECRET, Advert, Terms, check_usable
 from perada.deploy.sums.party import in_bytes, in_text
 from perada.deploy.sums.server import ServerRound
 from perada.deploy.sums.site import Revealed
@@ -74,7 +75,8 @@ def _begun(
     )
     server = ServerRound(terms, [*adverts.values()])
     listed = [vars(adverts[name]) for name in server.order]
-    sealed = _read(ask("shares", terms.attempt, {name: {"adverts": listed} for name in adverts}, 0), _sealed)
+    shared = ask("shares", terms.attempt, {name: {"adverts": listed} for name in adverts}, 0)
+    sealed = _read(shared, lambda name, said: _sealed(name, said, server.order))
     return server, server.deliver(sealed)
 
 
@@ -93,18 +95,22 @@ def _advert(name: str, said: dict[str, Any]) -> Advert:
     advert = Advert(**said["advert"])
     if advert.name != name:
         raise ValueError(f"it calls itself {advert.name[:80]!r}; its name must be that of its key at the SuperLink")
+    check_usable(advert)
     return advert
 
 
-def _sealed(_: str, said: dict[str, Any]) -> dict[str, bytes]:
-    return in_bytes(said["sealed"])
+def _sealed(name: str, said: dict[str, Any], order: Sequence[str]) -> dict[str, bytes]:
+    sealed = in_bytes(said["sealed"])
+    if {*sealed} != {*order} - {name} or any(len(text) != SEALED for text in sealed.values()):
+        raise ValueError("it has not sealed its shares for all others; the masks of some would not cancel")
+    return sealed
 
 
 def _signature(_: str, said: dict[str, Any]) -> str:
     signature = said["signature"]
-    if not isinstance(signature, str):
-        raise TypeError(f"a signature {type(signature).__name__}")
-    return signature
+    if not re.fullmatch("[0-9a-f]{128}", signature):
+        raise ValueError("a signature of another form")
+    return str(signature)
 
 
 def _revealed(_: str, said: dict[str, Any]) -> Revealed:

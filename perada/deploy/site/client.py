@@ -4,7 +4,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -212,8 +212,8 @@ class Client:
             self._public = round, images.digest(images.used(recipe.loop.distillation, round))
         return self._public[1]
 
-    def part_of_sum(self, state: RunState, sites: int) -> Whole:
-        """The site's vector for the sum of its round over so many sites.
+    def part_of_sum(self, state: RunState, sites: int, told: Collection[str]) -> Whole:
+        """The site's vector for the sum of its round over so many sites, with those of its losses that are ``told``.
 
         Raises:
             Refused: If a number is too large for the sum.
@@ -227,13 +227,15 @@ class Client:
                 logits = torch.cat([double(self.module.engine.shared_logits(whole, x))[0] for x in batches])
         weight = 1.0 if loop.weighting == "uniform" else float(self.size)
         try:
-            return recipe.contents(round, self.images).vector(state.update, weight, logits, state.losses, sites)
+            losses = {role: loss for role, loss in state.losses.items() if role in told}
+            return recipe.contents(round, self.images).vector(state.update, weight, logits, losses, sites)
         except ValueError as error:
             raise Refused(str(error), "broken") from None
 
-    def scores_of_sum(self, state: RunState, sites: int) -> Whole:
-        """The site's vector for a sum of scores over so many sites."""
-        return self.recipe.contents_of_scores().vector({}, 1.0, None, state.numbers, sites)
+    def scores_of_sum(self, state: RunState, sites: int, told: Collection[str]) -> Whole:
+        """The site's vector for a sum of scores over so many sites, with those that are ``told``."""
+        numbers = {name: number for name, number in state.numbers.items() if name in told}
+        return self.recipe.contents_of_scores().vector({}, 1.0, None, numbers, sites)
 
     def score(self, order: Order, shared: State, members: State, state: RunState) -> dict[str, Scores]:
         """The ``personal`` model, where there is one, and the ``global`` one on the site's test images."""

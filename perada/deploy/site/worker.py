@@ -196,7 +196,8 @@ class SiteWorker:
         answer = Answer.read(header_of(reply))
         if answer.code != "ok":
             return reply
-        offered = self.party.offered(self._terms(client, order, state), begin=left < order.round)
+        numbers = state.numbers if order.of == "scores" else state.losses
+        offered = self.party.offered(self._terms(client, order, state), numbers, begin=left < order.round)
         return pack(replace(answer, sums=answer.sums | offered))
 
     def _left(self, order: Order, state: RunState) -> tuple[Mapping[str, Any], int]:
@@ -228,8 +229,8 @@ class SiteWorker:
         # A vector leaves once: of two sums with other sites in them the difference would be a single site's.
         gone = order.kind in ("keys", "mask") and left >= order.round
         refuse(gone, f"secure sum: what round {order.round} made has left under masks before", "other")
-        part = client.scores_of_sum if scores else client.part_of_sum
-        said, masked = party.step(order, terms, lambda sites: part(state, sites))
+        part, numbers = (client.scores_of_sum, state.numbers) if scores else (client.part_of_sum, state.losses)
+        said, masked = party.step(order, terms, numbers, lambda sites, told: part(state, sites, told))
         if masked is not None:
             if scores:
                 state.counted = order.round

@@ -7,6 +7,7 @@ PyCryptodome (Shamir's sharing of 128 bits).
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +28,8 @@ from perada.server.sums import SecureSums
 
 SECRET = 16
 """Bytes of a secret that is shared: Shamir's sharing is over a field of 2¹²⁸ elements."""
+SEALED = 2 * SECRET + 16
+"""Bytes of two shares that are sealed: ChaCha20-Poly1305 adds 16."""
 _LABEL = b"perada sums 1 "
 _BLOCK = 2**20
 
@@ -145,7 +148,11 @@ class Advert:
         shares: Public key by which shares are sealed for it, in hexadecimal digits.
         masks: Public key of its masks towards other sites.
         own: SHA-256 of the secret of its own mask, by which it is recognised when it is put together.
+        numbers: Names of what it adds beside the model, such as a training loss, with spaces between.
         signature: Of all of these.
+
+    Raises:
+        ValueError: If one is not of its form, of which there is one for each value.
     """
 
     name: str
@@ -153,16 +160,24 @@ class Advert:
     shares: str
     masks: str
     own: str
+    numbers: str = ""
     signature: str = ""
 
     def __post_init__(self) -> None:
+        digits, forms = "[0-9a-f]{64}", {"name": r"\S{1,64}", "numbers": ".{0,4096}", "signature": "([0-9a-f]{128})?"}
         for name, value in vars(self).items():
-            if not isinstance(value, str):
-                raise ValueError(f"{name}={value!r} of a site's keys is no text")
+            if not isinstance(value, str) or not re.fullmatch(forms.get(name, digits), value):
+                raise ValueError(f"{name}={str(value)[:80]!r} of a site's keys is not of its form")
 
     def statement(self) -> dict[str, str]:
         """What is signed."""
         return {name: value for name, value in asdict(self).items() if name != "signature"}
+
+
+def check_usable(advert: Advert) -> None:
+    """Refuse, by a ValueError, public keys with which there is nothing in common: no other site could use the list."""
+    for public in (advert.shares, advert.masks):
+        agreed(X25519PrivateKey.generate(), public, "trial", None)
 
 
 def order_of(adverts: Sequence[Advert]) -> list[str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a site's worker in secure sums: it answers the orders of a sum's steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ class Party:
         peers: The other sites' keys by name; the site itself may be among them.
 
     Raises:
-        ValueError: If the list has another key under the site's own name.
+        ValueError: If the list has another key under the site's own name, or its key under another name.
     """
 
     def __init__(self, name: str, identity: Ed25519PrivateKey, peers: Mapping[str, Ed25519PublicKey]) -> None:
@@ -32,6 +32,9 @@ class Party:
             raise ValueError(f"the list of sites has another key under the name {name!r}, which is this site's own")
         self.name, self._identity = name, identity
         self.peers = {other: key for other, key in peers.items() if other != name}
+        same = [other for other, key in self.peers.items() if key.public_bytes_raw() == own.public_bytes_raw()]
+        if same:
+            raise ValueError(f"the list of sites has this site's key, of {name!r}, under the name {same[0]!r}")
         self._terms: Terms | None = None
         self._round: SiteRound
         self._replies: dict[str, bytes] = {}
@@ -49,27 +52,34 @@ class Party:
         """Remember what is answered to a message, by its digest."""
         self._replies[message] = reply
 
-    def offered(self, terms: Terms, begin: bool) -> dict[str, Any]:
-        """The keys for the first attempt at a sum, the same whenever asked.
+    def offered(self, terms: Terms, numbers: Collection[str], begin: bool) -> dict[str, Any]:
+        """The keys for the first attempt at a sum, the same whenever asked; ``numbers`` as of :meth:`step`.
 
         Nothing if a later attempt was begun, or, unless it may ``begin``, if there are none yet.
         """
         if self._terms is not None and replace(self._terms, attempt=terms.attempt) == terms:
             return {"advert": vars(self._round.advert)} if self._terms == terms else {}
-        return self._begun(terms) if begin else {}
+        return self._begun(terms, numbers) if begin else {}
 
-    def _begun(self, terms: Terms) -> dict[str, Any]:
+    def _begun(self, terms: Terms, numbers: Collection[str]) -> dict[str, Any]:
         self._terms, self._replies = terms, {}
-        self._round = SiteRound(self.name, self._identity, self.peers, terms)
+        self._round = SiteRound(self.name, self._identity, self.peers, terms, numbers)
         return {"advert": vars(self._round.advertise())}
 
-    def step(self, order: Order, terms: Terms, vector: Callable[[int], Whole]) -> tuple[dict[str, Any], Whole | None]:
+    def step(
+        self,
+        order: Order,
+        terms: Terms,
+        numbers: Collection[str],
+        vector: Callable[[int, Collection[str]], Whole],
+    ) -> tuple[dict[str, Any], Whole | None]:
         """Take the step of a sum that an order asks for.
 
         Args:
             order: What is asked.
             terms: Of the sum, as this site knows them.
-            vector: Makes the vector for a sum over so many sites.
+            numbers: Names of what the site has beside the model.
+            vector: Makes the vector for a sum over so many sites, with those of the numbers that may be in it.
 
         Returns:
             What the site says, and numbers under masks.
@@ -85,7 +95,7 @@ class Party:
                 f"secure sum: keys for attempt {terms.attempt} again, or after a later one",
                 "other",
             )
-            return self._begun(terms), None
+            return self._begun(terms, numbers), None
         refuse(
             terms != self._terms, "secure sum: this site has no keys for it, which are gone with its process", "other"
         )
@@ -96,14 +106,17 @@ class Party:
                 raise
             raise Refused(f"secure sum: {order.kind}: {type(error).__name__}: {error}") from None
 
-    def _later(self, order: Order, vector: Callable[[int], Whole]) -> tuple[dict[str, Any], Whole | None]:
+    def _later(
+        self, order: Order, vector: Callable[[int, Collection[str]], Whole]
+    ) -> tuple[dict[str, Any], Whole | None]:
         given = order.sums
         match order.kind:
             case "shares":
                 sealed = self._round.share([Advert(**entry) for entry in given["adverts"]])
                 return {"sealed": in_text(sealed)}, None
             case "mask":
-                return {}, self._round.mask(in_bytes(given["sealed"]), vector(self._round.sites))
+                self._round.check_turn("mask")
+                return {}, self._round.mask(in_bytes(given["sealed"]), vector(self._round.sites, self._round.told))
             case "confirm":
                 return {"signature": self._round.confirm(given["alive"])}, None
             case _:

@@ -3,7 +3,8 @@
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -44,12 +45,18 @@ class SiteRound:
         identity: Its key.
         peers: The keys of the other sites that it agrees to hide among, by name.
         terms: Of the sum.
+        numbers: Names of what it has beside the model.
     """
 
     def __init__(
-        self, name: str, identity: Ed25519PrivateKey, peers: Mapping[str, Ed25519PublicKey], terms: Terms
+        self,
+        name: str,
+        identity: Ed25519PrivateKey,
+        peers: Mapping[str, Ed25519PublicKey],
+        terms: Terms,
+        numbers: Collection[str] = (),
     ) -> None:
-        self.name, self.terms, self._identity = name, terms, identity
+        self.name, self.terms, self._identity, self._numbers = name, terms, identity, " ".join(sorted(numbers))
         self._known = {**peers, name: identity.public_key()}
         self._steps = ["advertise", "share", "mask", "confirm", "reveal"]
         self._seeds = {purpose: secrets.token_bytes(SECRET) for purpose in ("shares", "masks", "own")}
@@ -59,9 +66,13 @@ class SiteRound:
         self._held: dict[str, tuple[bytes, bytes]] = {}  # shares of each site's own mask and of its key
         self._statement: dict[str, object] = {}
 
-    def _turn(self, step: str) -> None:
-        """Refuse a step that is not the next one; what was begun is not begun again, whatever comes of it."""
+    def check_turn(self, step: str) -> None:
+        """Refuse a step that is not the next one."""
         refuse(not self._steps or self._steps[0] != step, f"secure sum: {step} is not what comes next", "other")
+
+    def _turn(self, step: str) -> None:
+        """Begin a step; it is not begun again, whatever comes of it."""
+        self.check_turn(step)
         self._steps.pop(0)
 
     @property
@@ -80,6 +91,16 @@ class SiteRound:
         return len(self._order)
 
     @property
+    def told(self) -> set[str]:
+        """Names of the numbers that so many sites have that, whoever goes, ``min_sites`` of them are in the sum.
+
+        Of others the sum could be a single site's: the others may not say theirs, or have none.
+        """
+        have = Counter(name for advert in self._adverts.values() for name in {*advert.numbers.split()})
+        gone = len(self._order) - self._least
+        return {name for name, sites in have.items() if sites - gone >= self.terms.options.min_sites}
+
+    @property
     def _least(self) -> int:
         return self.terms.options.least(len(self._order))
 
@@ -88,7 +109,7 @@ class SiteRound:
         self._turn("advertise")
         public = {purpose: key.public_key().public_bytes_raw().hex() for purpose, key in self._keys.items()}
         own = hashlib.sha256(self._seeds["own"]).hexdigest()
-        made = Advert(self.name, digest(asdict(self.terms)), **public, own=own)
+        made = Advert(self.name, digest(asdict(self.terms)), **public, own=own, numbers=self._numbers)
         made = replace(made, signature=sign(self._identity, "advert", made.statement()))
         self._adverts = {self.name: made}
         return made

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perada.core.states import State
+from perada.deploy.protocol import COUNT, MAGNITUDE, refuse
 from perada.server.aggregate import double
 from perada.server.sums import SecureSums
 
 Whole = NDArray[np.uint64]
 """A vector of numbers modulo 2⁶⁴."""
+_SPOILED = "secure sum: a site spoiled it, or more:"
 
 
 def check_installed() -> None:
@@ -46,12 +48,14 @@ class Contents:
         example: What a site sends (no client axis).
         logits: Public images and classes, (0, 0) in a round that is not distilled.
         numbers: Names of others, such as training losses, each of which a site has or not.
+        equal: Whether each site's weight is one, and not a number of images.
     """
 
     options: SecureSums
     example: State
     logits: tuple[int, int] = (0, 0)
     numbers: tuple[str, ...] = ()
+    equal: bool = True
 
     @property
     def size(self) -> int:
@@ -78,17 +82,29 @@ class Contents:
             raise ValueError(f"a site's vector has {len(whole)} numbers, and {self.size} are to be added up")
         return whole.numpy().view(np.uint64)
 
-    def opened(self, total: Whole) -> Summed:
-        """What a total says; integer tensors are means that were rounded."""
+    def opened(self, total: Whole, sites: int) -> Summed:
+        """What a total over so many sites says; integer tensors are means that were rounded.
+
+        Raises:
+            Refused: If it cannot be: a site added other numbers than it should, or masks that did not cancel.
+        """
         whole = torch.from_numpy(total.view(np.int64).copy())
         images = math.prod(self.logits)
         sizes = [value.numel() for value in self.example.values()]
         *states, logits, rest = whole.split([*sizes, images, 1 + 2 * len(self.numbers)])
         weight, *told = self.options.real(rest).tolist()
+        refuse(weight != (sites if self.equal else max(sites, weight // 1)), f"{_SPOILED} is {weight:g}", "other")
         mean = {}
         for (key, example), part in zip(self.example.items(), states, strict=True):
             value = (self.options.real(part) / weight).view(example.shape)
+            least, most = (-MAGNITUDE, MAGNITUDE) if example.is_floating_point() else (0, COUNT)
+            low, high = (float(value.min()), float(value.max())) if value.numel() else (0.0, 0.0)
+            refuse(not least <= low <= high <= most, f"{_SPOILED} has {key!r} from {low:g} to {high:g}", "other")
             mean[key] = (value if example.is_floating_point() else value.round()).to(example.dtype)
         totals, counts = told[: len(self.numbers)], told[len(self.numbers) :]
-        means = {name: total / count for name, total, count in zip(self.numbers, totals, counts, strict=True) if count}
+        means = {
+            name: total / count
+            for name, total, count in zip(self.numbers, totals, counts, strict=True)
+            if count in range(1, sites + 1)
+        }
         return Summed(mean, logits.view(self.logits) if images else None, means)

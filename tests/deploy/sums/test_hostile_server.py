@@ -152,14 +152,44 @@ def test_losses_leave_in_the_sum_alone(tiny, tmp_path):
     assert progress.history[0]["train/local_loss"] == pytest.approx(sum(losses) / 3, abs=1e-6)
 
 
-def test_losses_leave_in_the_sum_only_if_they_may(tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
-    workers = {name: made.worker(place, may_send=("losses",) if place else ()) for place, name in enumerate(made.names)}
-    progress = made.coordinator(LocalTransport(workers)).run()
+@pytest.mark.parametrize(("silent", "shown"), [(0, True), (1, True), (2, False), (4, False)])
+def test_losses_leave_in_the_sum_only_if_they_may_and_others_do(silent, shown, tiny, tmp_path):
+    """Of five sites one may go: four must say their loss, or the sum could be of two sites, or of one."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(*FOUR, 20))
+    may = lambda place: () if place < silent else ("losses",)  # noqa: E731
+    workers = {name: made.worker(place, may_send=may(place)) for place, name in enumerate(made.names)}
+    (row,) = made.coordinator(LocalTransport(workers)).run().history
     losses = [read_state(workers[name].book.folder / "state.safetensors")[0].losses for name in made.names]
-    assert losses[0] == {} and all(losses[1:])
-    expected = sum(one["local"] for one in losses[1:]) / 3
-    assert progress.history[0]["train/local_loss"] == pytest.approx(expected, abs=1e-6)
+    assert [bool(one) for one in losses] == [False] * silent + [True] * (5 - silent)
+    assert ("train/local_loss" in row) == shown
+    if shown:
+        expected = sum(one["local"] for one in losses[silent:]) / (5 - silent)
+        assert row["train/local_loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_score_that_one_site_has_is_in_no_sum(tiny, tmp_path):
+    """The others say counts alone: the sum of AUROCs would be that of the one."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR, module={"metric": ["accuracy", "auroc"]})
+    may = lambda place: ("counts",) if place else ("counts", "scores")  # noqa: E731
+    workers = {name: made.worker(place, may_send=may(place)) for place, name in enumerate(made.names)}
+    (row,) = made.coordinator(LocalTransport(workers)).run().history
+    assert "own/auroc" in read_state(workers["site0"].book.folder / "state.safetensors")[0].numbers
+    assert "personal/local_test" in row and "personal/local_test_auroc" not in row
+
+
+def test_a_step_out_of_its_turn_is_refused_before_anything_is_computed(tiny, tmp_path, caplog):
+    made = parties(tiny, tmp_path, "perada", rounds=1)
+    workers, codes = made.workers(), []
+
+    def early(name, message):
+        if asks(message, "shares") and not codes:
+            mask = changed(message, kind="mask", sums={"sealed": {}})
+            codes.append(header_of(workers[name].answer(mask, "liar"))["code"])
+        return message
+
+    progress = made.coordinator(Liar(workers, early)).run()
+    assert codes == ["other"] and "mask is not what comes next" in caplog.text
+    assert progress.records[0].summed == made.names
 
 
 def test_an_old_round_and_one_that_was_not_trained_are_refused(tiny, tmp_path, caplog):

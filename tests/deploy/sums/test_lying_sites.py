@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sites that lie in secure sums: they spoil a sum or void a round, and neither stop nor steer the run."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from perada.deploy.protocol import LocalTransport, header_of, pack
+from perada.deploy.sums.keys import sign
+from perada.deploy.sums.party import Party
+
+from .test_deployed_sums import FOUR, asks, mean_of, parties, updates
+
+ONE = 1 << 24
+"""One, in the whole numbers of a vector."""
+
+
+class Lies(LocalTransport):
+    """The answers of ``site0`` to one kind of message say what ``lie`` makes of what it says."""
+
+    def __init__(self, workers, kind, lie):
+        super().__init__(workers)
+        self.kind, self.lie = kind, lie
+
+    def exchange(self, messages, enough, deadline):
+        found = super().exchange(messages, enough, deadline)
+        if "site0" in found and asks(messages["site0"], self.kind):
+            header = header_of(found["site0"])
+            if header["code"] == "ok":
+                found["site0"] = pack(header | {"sums": self.lie(header["sums"])})
+        return found
+
+
+def adds(worker, change, of="part_of_sum"):
+    """Have a site add what ``change`` makes of its vector and of what it is to hold, in its first sum."""
+    (client,) = worker.clients.values()
+    make, contents = getattr(client, of), client.recipe.contents_of_scores()
+    if of == "part_of_sum":
+        contents = client.recipe.contents(0, client.images)
+    honest = []
+
+    def made(*given):
+        vector = make(*given)
+        if not honest:
+            honest.append(vector.copy())
+            change(vector, contents)
+        return vector
+
+    setattr(client, of, made)
+
+
+def number(value):
+    return np.uint64(int(value * ONE) % 2**64)
+
+
+def place_of(contents, name=""):
+    """Where a vector has the count of a number, or the weight."""
+    start = contents.size - 1 - 2 * len(contents.numbers)
+    return start + (1 + len(contents.numbers) + contents.numbers.index(name) if name else 0)
+
+
+def huge(vector, contents):
+    vector[: place_of(contents)] = number(2.0**36)
+
+
+def weight(value):
+    def change(vector, contents):
+        vector[place_of(contents)] = number(value)
+
+    return change
+
+
+def noise(vector, _):
+    vector[:] = np.random.default_rng(0).integers(0, 2**64, len(vector), np.uint64)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+@pytest.mark.parametrize(
+    "change", [huge, weight(-34), weight(-50), weight(0.5), noise], ids=["huge", "none", "negative", "half", "noise"]
+)
+def test_a_sum_that_cannot_be_is_void_and_the_run_goes_on(change, weighting, tiny, tmp_path):
+    """Else the next model is one that no site takes, or a random one."""
+    made = parties(tiny, tmp_path, "fedavg", sizes=FOUR, loop={"weighting": weighting})
+    workers = made.workers()
+    adds(workers["site0"], change)
+    coordinator = made.coordinator(LocalTransport(workers))
+    first = coordinator.server.global_state
+    before = {key: value.clone() for key, value in first.items()}
+    coordinator._round()
+    for key, value in coordinator.server.global_state.items():
+        assert torch.equal(value, before[key])
+    one, two = coordinator.run().records
+    assert one.void.startswith("secure sum: ") and one.summed == []
+    assert not two.void and two.summed == made.names
+
+
+@pytest.mark.parametrize("name", ["own/accuracy", "square/accuracy", "own/right", "own/all", "global/right"])
+def test_counts_of_scores_that_add_up_to_none_stop_nothing(name, tiny, tmp_path):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = made.workers()
+
+    def none(vector, contents):
+        vector[place_of(contents, name)] = number(-3)
+
+    adds(workers["site0"], none, "scores_of_sum")
+    (row,) = made.coordinator(LocalTransport(workers)).run().history
+    score = "global/global_test" if name == "global/right" else "personal/local_test"
+    assert score not in row or "own/accuracy" not in name
+    assert len([key for key in row if key.startswith(("personal", "global"))]) >= 1
+
+
+def advert(change):
+    """Other keys, which the site has signed."""
+
+    def lie(identity, sums):
+        from perada.deploy.sums.keys import Advert
+
+        made = replace(Advert(**sums["advert"]), **change)
+        return {"advert": vars(replace(made, signature=sign(identity, "advert", made.statement())))}
+
+    return lie
+
+
+LOW = "00" * 32
+"""A point of X25519 with which every exchange gives zero."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"masks": LOW}, {"shares": LOW}, {"shares": "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"}],
+)
+def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, tiny, tmp_path, caplog):
+    """With them in the list no other site could mask: one site would void each round."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = made.workers()
+    transport = Lies(workers, "train", lambda sums: advert(change)(made.identities[0], sums))
+    (record,) = made.coordinator(transport).run().records
+    assert record.summed == made.names[1:] and not record.void
+    assert "site site0: malformed in a secure sum: a public key cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize("change", [str.upper, lambda key: f" {key}", lambda key: key[:-2]])
+def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+
+    def lie(sums):
+        return {"advert": sums["advert"] | {"masks": change(sums["advert"]["masks"])}}
+
+    (record,) = made.coordinator(Lies(made.workers(), "train", lie)).run().records
+    assert record.summed == made.names[1:] and "is not of its form" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda sealed: {name: text for name, text in sealed.items() if name != "site3"},
+        lambda sealed: dict.fromkeys(sealed, "00"),
+        lambda sealed: dict.fromkeys(sealed, "00" * 10**6),
+        lambda sealed: sealed | {str(place): "" for place in range(10**4)},
+    ],
+    ids=["not for all", "short", "long", "for strangers"],
+)
+def test_shares_that_are_not_for_all_others_put_the_site_alone_out_of_the_round(lie, tiny, tmp_path):
+    """A site without a share adds no mask of the pair, and the other one's stays in the sum."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = made.workers()
+    transport = Lies(workers, "shares", lambda sums: {"sealed": lie(sums["sealed"])})
+    coordinator = made.coordinator(transport)
+    (record,) = coordinator.run().records
+    assert record.summed == made.names[1:] and not record.void
+    expected = mean_of(updates(workers), made.names[1:])
+    for key, value in coordinator.server.global_state.items():
+        assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("signature", ["00" * 10**6, "00" * 64, None, 3, ["00"]])
+def test_a_signature_that_is_none_stops_nobody(signature, tiny, tmp_path):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    transport = Lies(made.workers(), "confirm", lambda _: {"signature": signature})
+    (record,) = made.coordinator(transport).run().records
+    assert record.summed == made.names and not record.void
+
+
+def test_a_site_does_not_hide_behind_itself(tiny, tmp_path):
+    made = parties(tiny, tmp_path)
+    with pytest.raises(ValueError, match="this site's key, of 'site0', under the name 'another'"):
+        Party("site0", made.identities[0], made.sites | {"another": made.identities[0].public_key()})
