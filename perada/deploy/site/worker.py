@@ -184,7 +184,8 @@ class SiteWorker:
             outcome, counts = f"what came of the training cannot be sent: {error}", False
         if outcome:
             self.log.warning("round %d: %s", order.round, outcome)
-        reply = reply if counts else _reply("broken", answers)
+        if not counts:  # nothing to add up: perhaps what the server sent, which it knows
+            reply, state.update = _reply("broken", answers), {}
         state.round, state.trained, state.message, state.reply = order.round, state.trained + 1, answers, reply
         book.commit(state, total, book.rounds + 1, sampling)
 

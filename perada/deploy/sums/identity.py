@@ -5,6 +5,7 @@ A public key is a line as OpenSSH writes it, ``ssh-ed25519 AAAA… NAME``; a lis
 """
 
 import os
+import re
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -95,13 +96,13 @@ def read_sites(file: Path, authority: str | None = None) -> dict[str, Ed25519Pub
         if not is_signed(public_key(authority), signature, _LIST, content.hex()):
             raise ValueError(f"{str(file)!r} is not signed by the authority that the site names; ask for its list")
     found: dict[str, Ed25519PublicKey] = {}
-    for text in content.decode().splitlines():
+    for text in content.decode().split("\n"):  # no other end of a line, which an editor may not show
         words = text.split()
         if not words or text.lstrip().startswith("#"):
             continue
-        if len(words) != 3 or words[2] in found:
+        if len(words) != 3 or words[2] in found or not re.fullmatch(r"[\w.-]{1,64}", words[2]):
             raise ValueError(f"{str(file)!r}: {text[:120]!r} is no line of a key and a name of its own")
-        found[words[2]] = public_key(text)
+        found[words[2]] = public_key(" ".join(words[:2]))
     if len({line_of(key) for key in found.values()}) < len(found):
         raise ValueError(f"{str(file)!r} has one key under two names; one site would count as two")
     return found

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server that lies to sites in secure sums: what it is refused, and that it learns no update."""
 
+import base64
 import logging
+import secrets
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.deploy.protocol import LocalTransport, Order, header_of, pack, unpack
 from perada.deploy.state import read_state
+from perada.deploy.sums import keys, site
 from perada.server.sums import SecureSums
 
 from .test_deployed_sums import FOUR, Liar, asks, parties
@@ -192,6 +196,25 @@ def test_a_step_out_of_its_turn_is_refused_before_anything_is_computed(tiny, tmp
     assert progress.records[0].summed == made.names
 
 
+def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
+    """Where no image could be read its update is what the server sent: beside two such sites the third has no cover."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers = made.workers()
+    (client,) = workers["site1"].clients.values()
+    train = client.train
+
+    def reads_nothing(*given):
+        trained, losses, _ = train(*given)
+        return trained._replace(counts=torch.tensor([False])), losses, "no image can be read"
+
+    client.train = reads_nothing
+    coordinator = made.coordinator(LocalTransport(workers))
+    (record,) = coordinator.run().records
+    assert record.failed == {"site1": "broken"} and record.summed == ["site0", "site2", "site3"]
+    order = Order("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 1, 4, attempt=1)
+    assert header_of(workers["site1"].answer(pack(order), "liar"))["code"] == "other"
+
+
 def test_an_old_round_and_one_that_was_not_trained_are_refused(tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     coordinator, workers = made.deployed()
@@ -302,3 +325,35 @@ def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(t
         assert 140 < chi < 390  # 255 ± 6 standard deviations
     facts = [header_of(reply)["facts"] for _, kind, reply in transport.seen if kind == "train"]
     assert facts == [{}] * 3
+
+
+def test_no_secret_of_a_round_is_in_a_file_a_log_or_a_reply(tiny, tmp_path, monkeypatch, caplog):
+    """Seeds, and all keys that are derived from them or agreed on; also of a site that is killed on the way."""
+    made, found = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR), []
+
+    def noted(make):
+        def noting(*given):
+            found.append(make(*given))
+            return found[-1]
+
+        return noting
+
+    monkeypatch.setattr(site, "secrets", SimpleNamespace(token_bytes=noted(secrets.token_bytes)))
+    monkeypatch.setattr(keys, "derived", noted(keys.derived))
+    workers = made.workers()
+
+    def killed(name, message):
+        if name == "site3" and asks(message, "confirm") and transport.workers[name] is workers[name]:
+            workers[name].book.close()
+            transport.workers[name] = made.worker(3)
+        return message
+
+    with caplog.at_level(logging.DEBUG):
+        transport = Liar(workers, killed)
+        assert made.coordinator(transport, min_sites=3).run().records[0].summed == made.names
+    told = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    told = b"".join([*told, *(reply for _, _, reply in transport.seen), caplog.text.encode()])
+    assert len(found) > 4 * 3 + 4 * 3 * 2 and b"advert" in told  # three seeds a site, and keys for each pair
+    for secret in found:
+        for shown in (secret, secret.hex().encode(), base64.b64encode(secret), repr(secret).encode()):
+            assert shown not in told
