@@ -105,6 +105,7 @@ class RunState:
     shown: State = field(default_factory=dict)  # what the server sent for it
     losses: dict[str, float] = field(default_factory=dict)  # of the round, by role, for the sum
     received: str = ""  # digest of what was sent to be trained
+    heard: dict[str, str] = field(default_factory=dict)  # that of each round
     summed: int = -1  # the last round whose update left under masks
     numbers: dict[str, float] = field(default_factory=dict)  # scores for a secure sum; empty where they stay
     asked: str = ""  # digest of the models that were scored

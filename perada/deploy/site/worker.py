@@ -37,7 +37,7 @@ from perada.federation.metrics import Scores
 from perada.privacy.protection import Protection
 
 if TYPE_CHECKING:
-    from perada.deploy.sums.keys import Terms
+    from perada.deploy.sums.keys import Own, Terms
     from perada.deploy.sums.party import Party
 
 
@@ -176,6 +176,7 @@ class SiteWorker:
             state.losses = facts.pop("losses", {})  # they, too, leave in the sum alone, and only if they may
             state.update, state.shown = sent, given
             state.received = digest(pack(replace(order, client=0), given))
+            state.heard[str(order.round)] = state.received
             sent = {}  # it leaves under masks alone
         reply = pack(Answer("ok", answers, facts), sent)
         try:
@@ -197,13 +198,19 @@ class SiteWorker:
         answer = Answer.read(header_of(reply))
         if answer.code != "ok":
             return reply
-        numbers = state.numbers if order.of == "scores" else state.losses
-        offered = self.party.offered(self._terms(client, order, state), numbers, begin=left < order.round)
+        own = self._own(order, state)
+        offered = self.party.offered(self._terms(client, order, state), own, begin=left < order.round)
         return pack(replace(answer, sums=answer.sums | offered))
 
     def _left(self, order: Order, state: RunState) -> tuple[Mapping[str, Any], int]:
         """What there is to add up of the last round, and the last round of which it left under masks."""
         return (state.numbers, state.counted) if order.of == "scores" else (state.update, state.summed)
+
+    def _own(self, order: Order, state: RunState) -> "Own":
+        """What the site says of itself in a sum."""
+        from perada.deploy.sums.keys import Own
+
+        return Own([*(state.numbers if order.of == "scores" else state.losses)], state.heard)
 
     def _terms(self, client: Client, order: Order, state: RunState) -> "Terms":
         """Those of the sum that an order is about, as the site knows them."""
@@ -230,8 +237,9 @@ class SiteWorker:
         # A vector leaves once: of two sums with other sites in them the difference would be a single site's.
         gone = order.kind in ("keys", "mask") and left >= order.round
         refuse(gone, f"secure sum: what round {order.round} made has left under masks before", "other")
-        part, numbers = (client.scores_of_sum, state.numbers) if scores else (client.part_of_sum, state.losses)
-        said, masked = party.step(order, terms, numbers, lambda sites, told: part(state, sites, told))
+        part = client.scores_of_sum if scores else client.part_of_sum
+        own = self._own(order, state)
+        said, masked = party.step(order, terms, own, lambda sites, told: part(state, sites, told))
         if masked is not None:
             if scores:
                 state.counted = order.round

@@ -8,9 +8,9 @@ PyCryptodome (Shamir's sharing of 128 bits).
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
@@ -30,6 +30,8 @@ SECRET = 16
 """Bytes of a secret that is shared: Shamir's sharing is over a field of 2¹²⁸ elements."""
 SEALED = 2 * SECRET + 16
 """Bytes of two shares that are sealed: ChaCha20-Poly1305 adds 16."""
+HEARD = 256
+"""Rounds of which a site says what it was told."""
 _LABEL = b"perada sums 1 "
 _BLOCK = 2**20
 
@@ -149,6 +151,7 @@ class Advert:
         masks: Public key of its masks towards other sites.
         own: SHA-256 of the secret of its own mask, by which it is recognised when it is put together.
         numbers: Names of what it adds beside the model, such as a training loss, with spaces between.
+        heard: The last rounds in which it trained and digests of what it was told, as :class:`Own` writes them.
         signature: Of all of these.
 
     Raises:
@@ -161,10 +164,12 @@ class Advert:
     masks: str
     own: str
     numbers: str = ""
+    heard: str = ""
     signature: str = ""
 
     def __post_init__(self) -> None:
         digits, forms = "[0-9a-f]{64}", {"name": r"\S{1,64}", "numbers": ".{0,4096}", "signature": "([0-9a-f]{128})?"}
+        forms["heard"] = f"([0-9]{{1,7}}:[0-9a-f]{{32}} ){{0,{HEARD}}}"
         for name, value in vars(self).items():
             if not isinstance(value, str) or not re.fullmatch(forms.get(name, digits), value):
                 raise ValueError(f"{name}={str(value)[:80]!r} of a site's keys is not of its form")
@@ -178,6 +183,29 @@ def check_usable(advert: Advert) -> None:
     """Refuse, by a ValueError, public keys with which there is nothing in common: no other site could use the list."""
     for public in (advert.shares, advert.masks):
         agreed(X25519PrivateKey.generate(), public, "trial", None)
+
+
+class Own(NamedTuple):
+    """What a site says of itself beside its keys.
+
+    Two sites that were told different things in a round are in no later sum together either: by what it keeps of such
+    a round, such as statistics of its images, a site might send back what the server knows.
+    """
+
+    numbers: Collection[str] = ()  # names of what it adds beside the model
+    heard: Mapping[str, str] = {}  # digest of what it was told, by round
+
+    def texts(self) -> dict[str, str]:
+        """As an advert has them."""
+        last = sorted(self.heard, key=int)[-HEARD:]
+        heard = "".join(f"{round}:{self.heard[round][:32]} " for round in last)
+        return {"numbers": " ".join(sorted(self.numbers)), "heard": heard}
+
+
+def differing(one: Advert, other: Advert) -> list[str]:
+    """The rounds in which two sites were told different things."""
+    ours, theirs = (dict(entry.split(":") for entry in advert.heard.split()) for advert in (one, other))
+    return [round for round, told in ours.items() if theirs.get(round, told) != told]
 
 
 def order_of(adverts: Sequence[Advert]) -> list[str]:

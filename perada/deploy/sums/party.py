@@ -8,7 +8,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from perada.deploy.protocol import Order, Refused, refuse
-from perada.deploy.sums.keys import Advert, Terms
+from perada.deploy.sums.keys import Advert, Own, Terms
 from perada.deploy.sums.site import SiteRound
 from perada.deploy.sums.vector import Whole
 
@@ -52,25 +52,25 @@ class Party:
         """Remember what is answered to a message, by its digest."""
         self._replies[message] = reply
 
-    def offered(self, terms: Terms, numbers: Collection[str], begin: bool) -> dict[str, Any]:
-        """The keys for the first attempt at a sum, the same whenever asked; ``numbers`` as of :meth:`step`.
+    def offered(self, terms: Terms, own: Own, begin: bool) -> dict[str, Any]:
+        """The keys for the first attempt at a sum, the same whenever asked; ``own`` as of :meth:`step`.
 
         Nothing if a later attempt was begun, or, unless it may ``begin``, if there are none yet.
         """
         if self._terms is not None and replace(self._terms, attempt=terms.attempt) == terms:
             return {"advert": vars(self._round.advert)} if self._terms == terms else {}
-        return self._begun(terms, numbers) if begin else {}
+        return self._begun(terms, own) if begin else {}
 
-    def _begun(self, terms: Terms, numbers: Collection[str]) -> dict[str, Any]:
+    def _begun(self, terms: Terms, own: Own) -> dict[str, Any]:
         self._terms, self._replies = terms, {}
-        self._round = SiteRound(self.name, self._identity, self.peers, terms, numbers)
+        self._round = SiteRound(self.name, self._identity, self.peers, terms, own)
         return {"advert": vars(self._round.advertise())}
 
     def step(
         self,
         order: Order,
         terms: Terms,
-        numbers: Collection[str],
+        own: Own,
         vector: Callable[[int, Collection[str]], Whole],
     ) -> tuple[dict[str, Any], Whole | None]:
         """Take the step of a sum that an order asks for.
@@ -78,8 +78,8 @@ class Party:
         Args:
             order: What is asked.
             terms: Of the sum, as this site knows them.
-            numbers: Names of what the site has beside the model.
-            vector: Makes the vector for a sum over so many sites, with those of the numbers that may be in it.
+            own: What the site says of itself.
+            vector: Makes the vector for a sum over so many sites, with those of its numbers that may be in it.
 
         Returns:
             What the site says, and numbers under masks.
@@ -95,7 +95,7 @@ class Party:
                 f"secure sum: keys for attempt {terms.attempt} again, or after a later one",
                 "other",
             )
-            return self._begun(terms, numbers), None
+            return self._begun(terms, own), None
         refuse(
             terms != self._terms, "secure sum: this site has no keys for it, which are gone with its process", "other"
         )

@@ -4,7 +4,7 @@
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -14,8 +14,10 @@ from perada.deploy.protocol import refuse
 from perada.deploy.sums.keys import (
     SECRET,
     Advert,
+    Own,
     Terms,
     agreed,
+    differing,
     digest,
     exchange_key,
     is_signed,
@@ -45,7 +47,7 @@ class SiteRound:
         identity: Its key.
         peers: The keys of the other sites that it agrees to hide among, by name.
         terms: Of the sum.
-        numbers: Names of what it has beside the model.
+        own: What it says of itself.
     """
 
     def __init__(
@@ -54,9 +56,9 @@ class SiteRound:
         identity: Ed25519PrivateKey,
         peers: Mapping[str, Ed25519PublicKey],
         terms: Terms,
-        numbers: Collection[str] = (),
+        own: Own | None = None,
     ) -> None:
-        self.name, self.terms, self._identity, self._numbers = name, terms, identity, " ".join(sorted(numbers))
+        self.name, self.terms, self._identity, self._own = name, terms, identity, own or Own()
         self._known = {**peers, name: identity.public_key()}
         self._steps = ["advertise", "share", "mask", "confirm", "reveal"]
         self._seeds = {purpose: secrets.token_bytes(SECRET) for purpose in ("shares", "masks", "own")}
@@ -109,7 +111,7 @@ class SiteRound:
         self._turn("advertise")
         public = {purpose: key.public_key().public_bytes_raw().hex() for purpose, key in self._keys.items()}
         own = hashlib.sha256(self._seeds["own"]).hexdigest()
-        made = Advert(self.name, digest(asdict(self.terms)), **public, own=own, numbers=self._numbers)
+        made = Advert(self.name, digest(asdict(self.terms)), **public, own=own, **self._own.texts())
         made = replace(made, signature=sign(self._identity, "advert", made.statement()))
         self._adverts = {self.name: made}
         return made
@@ -136,6 +138,8 @@ class SiteRound:
             signed = is_signed(key, advert.signature, "advert", advert.statement())
             refuse(not signed, f"secure sum: the keys of {advert.name!r} are not signed by it", "other")
             refuse(advert.terms != mine.terms, f"secure sum: the keys of {advert.name!r} are for another sum", "other")
+            rounds = ", ".join(differing(mine, advert))
+            refuse(bool(rounds), f"secure sum: {advert.name!r} was told other things in round {rounds}", "other")
         self._adverts, self._order = {advert.name: advert for advert in adverts}, order
         parts = [split(self._seeds[purpose], self._least, len(order)) for purpose in ("own", "masks")]
         held = dict(zip(order, zip(*parts, strict=True), strict=True))

@@ -12,11 +12,18 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.deploy.protocol import LocalTransport, Order, header_of, pack, unpack
+from perada.deploy.server import coordinator
 from perada.deploy.state import read_state
 from perada.deploy.sums import keys, site
 from perada.server.sums import SecureSums
 
-from .test_deployed_sums import FOUR, Liar, asks, parties
+from ..test_parity import normalized
+from .test_deployed_sums import FOUR, Liar, asks, parties, updates
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch):
+    monkeypatch.setattr(coordinator, "PAUSE", 0.01)
 
 
 def changed(message, tensors=None, **header):
@@ -61,6 +68,38 @@ def test_sites_that_are_told_different_things_mask_nothing(change, told, tiny, t
     lie = lambda name, message: changed(message, **change) if name in told and asks(message, "train") else message  # noqa: E731
     progress, transport = run(made, lie)
     assert_void(progress, caplog, "are for another sum")
+    assert not any(kind == "mask" for _, kind, _ in transport.seen)
+
+
+def dead(state):
+    """A model whose normalization, of which a site keeps its own, learns to let nothing pass, at a high rate."""
+    found = {key: value.clone() for key, value in state.items()}
+    found["0.weight"] *= 1e-5
+    found["0.bias"].zero_()
+    found["4.weight"] = torch.tensor([[5.0], [0.0], [0.0]]).expand(3, 36).contiguous()
+    found["4.bias"] = torch.tensor([10.0, 0.0, 0.0])
+    return found
+
+
+def test_sites_that_were_told_different_things_once_are_in_no_later_sum(tiny, tmp_path, caplog):
+    """By what they keep of that round all but one send back what they are sent, and the sum would be the one's update.
+
+    In the first round nothing is summed; in the second all are told the same.
+    """
+    made = parties(tiny, tmp_path, "fedbn", sizes=FOUR, net=normalized)
+
+    def lie(name, message):
+        poisoned = asks(message, "train") and header_of(message)["round"] == 0 and name != "site3"
+        return changed(message, tensors=dead, factor=1e3) if poisoned else message
+
+    workers = made.workers(may_send=())
+    transport = Liar(workers, lie)
+    coordinator = made.coordinator(transport)
+    assert_void(coordinator.run(), caplog, "'site3' was told other things in round 0")
+    sent = updates(workers)
+    start = coordinator.server.global_state
+    moved = [float((one["0.weight"] - start["0.weight"]).abs().max()) for one in sent.values()]
+    assert moved[:3] == [0.0] * 3 and moved[3] > 0.01  # the attack would have worked
     assert not any(kind == "mask" for _, kind, _ in transport.seen)
 
 

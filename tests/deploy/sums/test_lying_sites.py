@@ -77,6 +77,7 @@ def noise(vector, _):
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "change", [huge, weight(-34), weight(-50), weight(0.5), noise], ids=["huge", "none", "negative", "half", "noise"]
 )

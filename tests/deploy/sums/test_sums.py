@@ -308,3 +308,32 @@ def test_fewer_shares_than_the_threshold_say_nothing():
     for size in range(2, 8):
         some = dict([*held.items()][:size])
         assert (keys.combined(some, size) == secret) == (size >= 5)
+
+
+@pytest.mark.parametrize(
+    ("others", "rounds"),
+    [
+        ({}, ""),
+        ({"0": "a"}, ""),
+        ({"3": "c", "7": "d"}, ""),
+        ({"1": "b", "0": "c"}, "0"),
+        ({"299": "d", "1": "c"}, "299"),
+    ],
+)
+def test_two_sites_compare_the_rounds_in_which_both_were(others, rounds):
+    """Of 300 rounds a site says the last 256."""
+    heard = {str(number): "b" * 64 for number in range(1, 300)} | {"0": "a" * 64}
+    heard = {number: told for number, told in heard.items() if number != "7"}
+    one = {"0": "a" * 64, "1": "b" * 64} if "299" not in others else heard
+    own = [keys.Own((), one), keys.Own((), {number: told * 64 for number, told in others.items()}), keys.Own()]
+    parties = [
+        SiteRound(name, IDENTITIES[name], peers(name), TERMS, own) for name, own in zip(NAMES, own, strict=False)
+    ]
+    adverts = [party.advertise() for party in parties]
+    if not rounds:
+        assert parties[0].share(adverts).keys() == {"site1", "site2"}
+        return
+    for place, other in ((0, "site1"), (1, "site0")):
+        with pytest.raises(Refused, match=f"'{other}' was told other things in round {rounds}$"):
+            parties[place].share(adverts)
+    assert parties[2].share(adverts)
