@@ -3,12 +3,13 @@
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from perada.core.states import State
 from perada.deploy.protocol import Answer, Kind, Refused
-from perada.deploy.sums.keys import SEALED, SECRET, Advert, Terms, check_usable
+from perada.deploy.sums.keys import SEALED, SECRET, Advert, Terms, check_usable, told_in
 from perada.deploy.sums.party import in_bytes, in_text
 from perada.deploy.sums.server import ServerRound
 from perada.deploy.sums.site import Revealed
@@ -73,11 +74,28 @@ def _begun(
     adverts = _read(
         ask("keys", terms.attempt, {name: {} for name in trained}, 0) if terms.attempt else trained, _advert
     )
+    adverts = agreeing(adverts)
     server = ServerRound(terms, [*adverts.values()])
     listed = [vars(adverts[name]) for name in server.order]
     shared = ask("shares", terms.attempt, {name: {"adverts": listed} for name in adverts}, 0)
     sealed = _read(shared, lambda name, said: _sealed(name, said, server.order))
     return server, server.deliver(sealed)
+
+
+def agreeing(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
+    """The keys of those that say of this sum, and of each round before, what most say.
+
+    Sites refuse a list in which one says something else, as a site that lies does, or has other public images.
+    """
+    said = {name: {"": advert.terms, **told_in(advert)} for name, advert in adverts.items()}
+    most = {
+        about: Counter(one[about] for one in said.values() if about in one).most_common(1)[0][0]
+        for about in {about for one in said.values() for about in one}
+    }
+    alone = [name for name, one in said.items() if any(most[about] != told for about, told in one.items())]
+    if alone:
+        log.warning("secure sum: without %s, who were told other things than most, or say so", ", ".join(alone))
+    return {name: advert for name, advert in adverts.items() if name not in alone}
 
 
 def _read(found: Mapping[str, tuple[Answer, State]], read: Callable[[str, dict[str, Any]], ReadT]) -> dict[str, ReadT]:

@@ -202,9 +202,14 @@ class Own(NamedTuple):
         return {"numbers": " ".join(sorted(self.numbers)), "heard": heard}
 
 
+def told_in(advert: Advert) -> dict[str, str]:
+    """What a site says that it was told, by round."""
+    return {round: told for round, _, told in (entry.partition(":") for entry in advert.heard.split())}
+
+
 def differing(one: Advert, other: Advert) -> list[str]:
     """The rounds in which two sites were told different things."""
-    ours, theirs = (dict(entry.split(":") for entry in advert.heard.split()) for advert in (one, other))
+    ours, theirs = told_in(one), told_in(other)
     return [round for round, told in ours.items() if theirs.get(round, told) != told]
 
 

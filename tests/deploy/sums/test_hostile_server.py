@@ -12,7 +12,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.deploy.protocol import LocalTransport, Order, header_of, pack, unpack
-from perada.deploy.server import coordinator
+from perada.deploy.server import coordinator, summing
 from perada.deploy.state import read_state
 from perada.deploy.sums import keys, site
 from perada.server.sums import SecureSums
@@ -24,6 +24,12 @@ from .test_deployed_sums import FOUR, Liar, asks, parties, updates
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch):
     monkeypatch.setattr(coordinator, "PAUSE", 0.01)
+
+
+@pytest.fixture
+def _believes(monkeypatch):
+    """A server that lies leaves nobody out."""
+    monkeypatch.setattr(summing, "agreeing", dict)
 
 
 def changed(message, tensors=None, **header):
@@ -63,6 +69,7 @@ def shifted(state):
     ids=["model", "rate", "steps", "layout", "sites"],
 )
 @pytest.mark.parametrize("told", [["site1"], ["site0", "site2", "site3"]], ids=["to one", "to all but one"])
+@pytest.mark.usefixtures("_believes")
 def test_sites_that_are_told_different_things_mask_nothing(change, told, tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lie = lambda name, message: changed(message, **change) if name in told and asks(message, "train") else message  # noqa: E731
@@ -81,6 +88,7 @@ def dead(state):
     return found
 
 
+@pytest.mark.usefixtures("_believes")
 def test_sites_that_were_told_different_things_once_are_in_no_later_sum(tiny, tmp_path, caplog):
     """By what they keep of that round all but one send back what they are sent, and the sum would be the one's update.
 
@@ -103,6 +111,7 @@ def test_sites_that_were_told_different_things_once_are_in_no_later_sum(tiny, tm
     assert not any(kind == "mask" for _, kind, _ in transport.seen)
 
 
+@pytest.mark.usefixtures("_believes")
 def test_public_images_of_the_servers_choice_are_noticed(tiny, tmp_path, caplog):
     """A site with other public images has another digest of them; its logits would show its update."""
     made = parties(tiny, tmp_path, "perada", rounds=1)
@@ -184,40 +193,6 @@ def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
     assert codes == ["other", "other", "ok", "other"]
     assert adverts[0] == adverts[1] is not None and adverts[2] is None  # not beside those of a later attempt
     assert "keys for attempt 0 again" in caplog.text
-
-
-def test_losses_leave_in_the_sum_alone(tiny, tmp_path):
-    made = parties(tiny, tmp_path, "fedavg", rounds=1)
-    progress, transport = run(made, lambda name, message: message)
-    for _, _, reply in transport.seen:
-        assert not header_of(reply)["facts"].keys() - {"size", "tests", "labels"}
-    losses = [read_state(made.folder / name / "state.safetensors")[0].losses["local"] for name in made.names]
-    assert progress.history[0]["train/local_loss"] == pytest.approx(sum(losses) / 3, abs=1e-6)
-
-
-@pytest.mark.parametrize(("silent", "shown"), [(0, True), (1, True), (2, False), (4, False)])
-def test_losses_leave_in_the_sum_only_if_they_may_and_others_do(silent, shown, tiny, tmp_path):
-    """Of five sites one may go: four must say their loss, or the sum could be of two sites, or of one."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(*FOUR, 20))
-    may = lambda place: () if place < silent else ("losses",)  # noqa: E731
-    workers = {name: made.worker(place, may_send=may(place)) for place, name in enumerate(made.names)}
-    (row,) = made.coordinator(LocalTransport(workers)).run().history
-    losses = [read_state(workers[name].book.folder / "state.safetensors")[0].losses for name in made.names]
-    assert [bool(one) for one in losses] == [False] * silent + [True] * (5 - silent)
-    assert ("train/local_loss" in row) == shown
-    if shown:
-        expected = sum(one["local"] for one in losses[silent:]) / (5 - silent)
-        assert row["train/local_loss"] == pytest.approx(expected, abs=1e-6)
-
-
-def test_a_score_that_one_site_has_is_in_no_sum(tiny, tmp_path):
-    """The others say counts alone: the sum of AUROCs would be that of the one."""
-    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR, module={"metric": ["accuracy", "auroc"]})
-    may = lambda place: ("counts",) if place else ("counts", "scores")  # noqa: E731
-    workers = {name: made.worker(place, may_send=may(place)) for place, name in enumerate(made.names)}
-    (row,) = made.coordinator(LocalTransport(workers)).run().history
-    assert "own/auroc" in read_state(workers["site0"].book.folder / "state.safetensors")[0].numbers
-    assert "personal/local_test" in row and "personal/local_test_auroc" not in row
 
 
 def test_a_step_out_of_its_turn_is_refused_before_anything_is_computed(tiny, tmp_path, caplog):

@@ -142,6 +142,25 @@ def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, ti
     assert "site site0: malformed in a secure sum: a public key cannot be used" in caplog.text
 
 
+@pytest.mark.parametrize("change", [{"terms": "0" * 64}, {"heard": f"0:{'0' * 32} "}], ids="".join)
+def test_a_site_that_says_it_was_told_other_things_is_alone(change, tiny, tmp_path, caplog):
+    """With its keys in the list each site would refuse it, in all rounds."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    transport = Lies(made.workers(), "train", lambda sums: advert(change)(made.identities[0], sums))
+    (record,) = made.coordinator(transport).run().records
+    assert record.summed == made.names[1:] and not record.void
+    assert "without site0, who were told other things than most" in caplog.text
+
+
+def test_a_site_with_other_public_images_is_alone(tiny, tmp_path, caplog):
+    made = parties(tiny, tmp_path, "perada", rounds=1, sizes=FOUR)
+    workers = made.workers()
+    (client,) = workers["site1"].clients.values()
+    client.images._public.images = client.images._public.images + 0.01
+    (record,) = made.coordinator(LocalTransport(workers)).run().records
+    assert record.summed == ["site0", "site2", "site3"] and "without site1" in caplog.text
+
+
 @pytest.mark.parametrize("change", [str.upper, lambda key: f" {key}", lambda key: key[:-2]])
 def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

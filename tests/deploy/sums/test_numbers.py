@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses and scores in secure sums: of no site alone."""
+
+import pytest
+
+from perada.deploy.protocol import LocalTransport, header_of
+from perada.deploy.state import read_state
+
+from .test_deployed_sums import FOUR, Liar, parties
+
+
+def test_losses_leave_in_the_sum_alone(tiny, tmp_path):
+    made = parties(tiny, tmp_path, "fedavg", rounds=1)
+    transport = Liar(made.workers(may_send=("losses",)))
+    progress = made.coordinator(transport).run()
+    for _, _, reply in transport.seen:
+        assert not header_of(reply)["facts"].keys() - {"size", "tests", "labels"}
+    losses = [read_state(made.folder / name / "state.safetensors")[0].losses["local"] for name in made.names]
+    assert progress.history[0]["train/local_loss"] == pytest.approx(sum(losses) / 3, abs=1e-6)
+
+
+@pytest.mark.parametrize(("silent", "shown"), [(0, True), (1, True), (2, False), (4, False)])
+def test_losses_leave_in_the_sum_only_if_they_may_and_others_do(silent, shown, tiny, tmp_path):
+    """Of five sites one may go: four must say their loss, or the sum could be of two sites, or of one."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(*FOUR, 20))
+    may = lambda place: () if place < silent else ("losses",)  # noqa: E731
+    workers = {name: made.worker(place, may_send=may(place)) for place, name in enumerate(made.names)}
+    (row,) = made.coordinator(LocalTransport(workers)).run().history
+    losses = [read_state(workers[name].book.folder / "state.safetensors")[0].losses for name in made.names]
+    assert [bool(one) for one in losses] == [False] * silent + [True] * (5 - silent)
+    assert ("train/local_loss" in row) == shown
+    if shown:
+        expected = sum(one["local"] for one in losses[silent:]) / (5 - silent)
+        assert row["train/local_loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_score_that_one_site_has_is_in_no_sum(tiny, tmp_path):
+    """The others say counts alone: the sum of AUROCs would be that of the one."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR, module={"metric": ["accuracy", "auroc"]})
+    may = lambda place: ("counts",) if place else ("counts", "scores")  # noqa: E731
+    workers = {name: made.worker(place, may_send=may(place)) for place, name in enumerate(made.names)}
+    (row,) = made.coordinator(LocalTransport(workers)).run().history
+    assert "own/auroc" in read_state(workers["site0"].book.folder / "state.safetensors")[0].numbers
+    assert "personal/local_test" in row and "personal/local_test_auroc" not in row
