@@ -21,7 +21,8 @@ class SecureSums:
 
     Args:
         min_sites: Clients in a sum at least; a round with fewer is void. Of a sum of two, each knows the other's part.
-        threshold: Share of a round's clients of which more must be there until its end.
+        threshold: Share of a round's clients of which more must be there until its end; 2/3 or more. Then up to half of
+            ``min_sites`` may work with the server: it is told two lists of a sum only if 2 :meth:`least` − n of n do.
         fraction_bits: Bits behind the point. A mean is off by at most 2^−(``fraction_bits`` + 1). What does not fit in
             the bits before the point counts as broken; nothing is clipped.
 
@@ -35,8 +36,8 @@ class SecureSums:
 
     def __post_init__(self) -> None:
         check_whole("secure_sums: min_sites", self.min_sites, 3, hint="of a sum of two, each knows the other's part")
-        hint = "two halves of the sites could else be told different things"
-        check_number("secure_sums: threshold", self.threshold, least=0.5, below=1, hint=hint)
+        hint = "with less, two parts of the sites could be told different things with one site's help"
+        check_number("secure_sums: threshold", self.threshold, least=2 / 3, below=1, hint=hint)
         check_whole("secure_sums: fraction_bits", self.fraction_bits, 8, most=40)
 
     def least(self, sites: int) -> int:

@@ -13,7 +13,7 @@ from perada.server.sums import SecureSums
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"threshold": 0.4}, "threshold=0.4"),
+        ({"threshold": 0.66}, r"threshold=0\.66"),
         ({"threshold": 1.0}, r"threshold=1\.0"),
         ({"min_sites": 2}, "min_sites=2 .*each knows the other's part"),
         ({"fraction_bits": 41}, "fraction_bits=41"),
@@ -51,3 +51,18 @@ def test_the_largest_numbers_do_not_wrap_around():
     near = math.nextafter(sums.limit(5), 0)
     total = sum(sums.whole(torch.tensor([near, -near], dtype=torch.float64), 5) for _ in range(5))
     assert sums.real(total).tolist() == pytest.approx([5 * near, -5 * near], rel=1e-12)
+
+
+@pytest.mark.parametrize("min_sites", range(3, 12))
+def test_up_to_half_of_min_sites_may_work_with_the_server(min_sites):
+    """Counted over all ways in which a server can divide the honest sites of a round, of whatever size."""
+    secure, reads = SecureSums(min_sites), set()
+    for sites in range(min_sites, 60):
+        least = secure.least(sites)
+        for helpers in range(sites):
+            honest = sites - helpers
+            two_lists = any(helpers + part >= least and helpers + honest - part >= least for part in range(honest + 1))
+            alone = helpers + 1 >= least  # all others in a sum
+            if two_lists or alone:
+                reads.add(helpers)
+    assert min(reads) == min_sites // 2 + 1
