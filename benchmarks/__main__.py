@@ -27,6 +27,7 @@ from benchmarks.privacy_trials import privacy_trials
 from benchmarks.private_step import private_memory, private_step
 from benchmarks.ranks import ranks
 from benchmarks.round import round_last_stage, round_lite0, round_profile, round_resnet, round_vit
+from benchmarks.secure_sums import secure_sums
 from benchmarks.server import distillation, evaluation
 from benchmarks.small_maps import small_maps
 from perada.results.report import table
@@ -54,6 +55,7 @@ BENCHMARKS = {
     "growth": growth,
     "attacks": attacks,
     "deploy": deploy,
+    "secure_sums": secure_sums,
 }
 """Each takes the device, how often the ways take turns, and whether a glance is enough; it yields rows of a table."""
 

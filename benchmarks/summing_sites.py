@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sites in this process that add up vectors, in a secure sum or in the clear: what they send, and what it takes."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from perada.core.states import State
+from perada.deploy.protocol import Answer, Kind, Order, digest, header_of, pack, spec_of, unpack
+from perada.deploy.server.summing import MASKED, secure_sum
+from perada.deploy.sums.keys import HEARD, Own, Terms
+from perada.deploy.sums.party import Party
+from perada.deploy.sums.vector import Contents, Whole
+from perada.server.sums import SecureSums
+
+RUN, RECIPE, OPTIONS = "a" * 32, "b" * 64, SecureSums()
+ROUND = HEARD
+"""A round so late that a site says as much of former ones as it ever does."""
+
+
+@dataclass
+class Costs:
+    """What a round took: megabytes of all sites together, and seconds by step, at the server and at each site."""
+
+    up: float = 0.0
+    down: float = 0.0
+    server: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sites: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _last: float = 0.0
+
+    def lap(self, step: str | None = None, site: bool = False) -> None:
+        """Count the time since the last call as that of a step at the server or at a ``site``, or nowhere."""
+        now = time.perf_counter()
+        if step and site:
+            self.sites[step].append(now - self._last)
+        elif step:
+            self.server[step] += now - self._last
+        self._last = time.perf_counter()
+
+    def apart(self, step: str, began: float, ended: float) -> None:
+        """Count a part of a site's step as another one, and what has come after it nowhere."""
+        self.sites[step].append(ended - began)
+        self._last += time.perf_counter() - began
+
+    def at_site(self) -> dict[str, float]:
+        """Seconds of each step at one site, in the median."""
+        return {step: statistics.median(seconds) for step, seconds in self.sites.items()}
+
+
+class Federation:
+    """So many sites that agree to hide among one another."""
+
+    def __init__(self, sites: int) -> None:
+        self.names = [f"site{place:03}" for place in range(sites)]
+        self.identities = {name: Ed25519PrivateKey.generate() for name in self.names}
+        self.public = {name: identity.public_key() for name, identity in self.identities.items()}
+
+    def plain(self, numbers: int, sending: int) -> Costs:
+        """A round in which sites send float32, of which ``sending`` do, and whose mean the server takes as they come.
+
+        The state of the first stands for those of the others.
+        """
+        costs, total, first = Costs(), torch.zeros(numbers, dtype=torch.float64), b""
+        for place, name in enumerate(self.names):
+            state = state_of(place, numbers)
+            costs.lap()
+            message = pack(self.order("train", name), state)
+            costs.lap("model")
+            if place < sending:
+                unpack(message, spec_of(state))
+                answers = digest(message)
+                costs.lap("model", site=True)
+                reply = pack(Answer("ok", answers), state)
+                costs.lap("send", site=True)
+                first = first or reply
+            else:
+                reply = first
+            costs.lap()
+            found = unpack(reply, spec_of(state))[1]
+            costs.lap("receive")
+            total += found["w"]
+            costs.lap("mean")
+            costs.up, costs.down = costs.up + len(reply) / 1e6, costs.down + len(message) / 1e6
+        costs.lap()
+        (total / len(self.names)).float()
+        costs.lap("mean")
+        return costs
+
+    def secure(self, numbers: int, masking: int, gone: int) -> Costs:
+        """A round of a secure sum of the states, of which ``masking`` are masked, without the last ``gone`` ones.
+
+        Raises:
+            RuntimeError: If all vectors were masked and the sum is not that of the vectors.
+        """
+        made = _Round(self, numbers, masking, self.names[len(self.names) - gone :])
+        return made.run()
+
+    def order(self, kind: Kind, name: str, **given: Any) -> Order:
+        """What the server asks of a site."""
+        return Order(kind, RUN, RECIPE, ROUND, self.names.index(name), len(self.names), **given)
+
+
+class _Round:
+    """A secure sum among sites, by the messages and functions of a deployment."""
+
+    def __init__(self, federation: Federation, numbers: int, masking: int, gone: list[str]) -> None:
+        self.federation, self.masking, self.gone, self.costs = federation, masking, gone, Costs()
+        self.contents = Contents(OPTIONS, state_of(0, numbers))
+        identities, public = federation.identities, federation.public
+        self.parties = {name: Party(name, identities[name], public) for name in federation.names}
+        self.own = Own(heard={str(round): digest(str(round).encode()) for round in range(HEARD)})
+        self.expected, self.step = np.zeros(self.contents.size, np.uint64), "keys"
+        self.first: tuple[int, tuple[Answer, State]] | None = None  # bytes of the first masked vector, and itself
+
+    def run(self) -> Costs:
+        """Train nothing, and add up."""
+        costs, federation, example = self.costs, self.federation, self.contents.example
+        trained = {}
+        for name, party in self.parties.items():
+            costs.lap()
+            message = pack(federation.order("train", name), example)
+            costs.lap("model")
+            unpack(message, spec_of(example))
+            answers = digest(message)
+            costs.lap("model", site=True)
+            reply = pack(Answer("ok", answers, sums=party.offered(terms("c" * 64), self.own, begin=True)))
+            costs.lap("keys", site=True)
+            trained[name] = Answer.read(header_of(reply)), dict[str, torch.Tensor]()
+            costs.lap("keys")
+            costs.up, costs.down = costs.up + len(reply) / 1e6, costs.down + len(message) / 1e6
+        there, total = secure_sum(self._ask, lambda attempt: terms("", attempt), trained, self.contents.size)
+        costs.lap("unmask")
+        self.contents.opened(total, len(there))
+        costs.lap("mean")
+        if self.masking == len(federation.names) and not np.array_equal(total, self.expected):
+            raise RuntimeError("the secure sum is not the sum of the vectors")
+        return costs
+
+    def _ask(
+        self, kind: Kind, attempt: int, said: Mapping[str, dict[str, Any]], numbers: int, /
+    ) -> dict[str, tuple[Answer, State]]:
+        """As :class:`.Asking`."""
+        costs, found = self.costs, {}
+        spec = spec_of({MASKED: torch.empty(numbers, dtype=torch.uint64)} if numbers else {})
+        costs.lap(self.step)
+        for place, (name, sums) in enumerate(said.items()):
+            costs.lap()
+            message = pack(self.federation.order(kind, name, attempt=attempt, sums=sums))
+            costs.lap(kind)
+            costs.down += len(message) / 1e6
+            if kind == "mask" and name in self.gone:
+                continue
+            if kind == "mask" and place >= self.masking and self.first:
+                size, found[name] = self.first
+            else:
+                reply = self._answer(name, message, place)
+                size = len(reply)
+                header, tensors = unpack(reply, spec)
+                found[name] = Answer.read(header), tensors
+                costs.lap("receive" if kind == "mask" else kind)
+                if kind == "mask" and place == 0:
+                    self.first = size, found[name]
+            costs.up += size / 1e6
+        costs.lap()
+        self.step = "unmask" if kind == "reveal" else kind
+        return found
+
+    def _answer(self, name: str, message: bytes, place: int) -> bytes:
+        """A step of a site, as its worker takes it."""
+        costs, order = self.costs, Order.read(header_of(message))
+        state = state_of(place, self.contents.size - 1) if order.kind == "mask" else {}
+
+        def vector(sites: int, _: Collection[str]) -> Whole:
+            began = time.perf_counter()
+            made = self.contents.vector(state, 1.0, None, {}, sites)
+            ended = time.perf_counter()
+            self.expected += made
+            costs.apart("fixed point", began, ended)
+            return made
+
+        costs.lap()
+        order = Order.read(header_of(message))
+        said, masked = self.parties[name].step(order, terms("c" * 64), self.own, vector)
+        answer = Answer("ok", digest(message), sums=said)
+        if masked is None:
+            reply = pack(answer)
+            costs.lap(order.kind, site=True)
+        else:
+            costs.lap(order.kind, site=True)
+            reply = pack(answer, {MASKED: torch.from_numpy(masked)})
+            costs.lap("send", site=True)
+        return reply
+
+
+def terms(given: str, attempt: int = 0) -> Terms:
+    """Of the sum, as a site knows them that was ``given`` something, or as the server does."""
+    return Terms(RUN, ROUND, RECIPE, OPTIONS, attempt, given)
+
+
+def state_of(place: int, numbers: int) -> State:
+    """What a site sends."""
+    return {"w": torch.randn(numbers, generator=torch.Generator().manual_seed(place))}
