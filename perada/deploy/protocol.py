@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from perada.core.states import State
 
+PROTOCOL = 1
+"""Version of the messages, which each of them names. A change that the other side would not understand raises it."""
 Kind = Literal["join", "train", "tune", "evaluate", "keys", "shares", "mask", "confirm", "reveal"]
 """Say who you are; train a round; fine-tune after the last one; score the models; the five steps of a secure sum."""
 SUMS = ("keys", "shares", "mask", "confirm", "reveal")
@@ -37,6 +39,7 @@ Code = Literal[
     "other",  # another message came for this round before, or the site has another number in this run
     "broken",  # its training became NaN or infinite, or a sample could not be read
     "malformed",  # the message is not what the recipe asks for
+    "protocol",  # the message is of another version of the protocol
     "failed",  # anything else; the site's log says what
 ]
 CODES = ("unreachable", "late", "crashed", "refused", "malformed")
@@ -119,12 +122,22 @@ class Terms:
         return cls(**{each.name: config[each.name] for each in fields(cls) if each.name in config})
 
 
+@dataclass(frozen=True)
 class Header:
-    """What a message says beside its tensors: a dataclass whose fields are checked when it is made."""
+    """What a message says beside its tensors; the fields are checked when it is made."""
+
+    protocol: int = field(default=PROTOCOL, kw_only=True)
 
     @classmethod
     def read(cls, header: Mapping[str, Any]) -> Self:
-        """The one that a header was made of; Refused if there is none."""
+        """The one that a header was made of; Refused if there is none, or first if its protocol is another."""
+        found = header.get("protocol")
+        refuse(
+            type(found) is not int or found != PROTOCOL,
+            f"the message is of protocol {found}, and this side speaks protocol {PROTOCOL}; install the same release "
+            "of perada at the server and at its sites",
+            "protocol",
+        )
         try:
             return cls(**header)
         except (TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -122,6 +122,20 @@ def test_what_a_hostile_site_sends_is_refused_by_name_and_changes_nothing(what, 
     assert equal(state(coordinator), state(honest))
 
 
+def test_a_site_of_another_protocol_is_named_with_both_versions(tiny, tmp_path, caplog):
+    """Whatever it answers, with whatever tensors."""
+    parties = Parties(tiny, tmp_path, rounds=1)
+
+    def later(name, message, _):
+        header = vars(Answer("ok", digest(message))) | {"protocol": 2, "code": "later"}
+        return pack(header, {"later": torch.zeros(3)}) if name == "site2" and trains(message) else None
+
+    record = parties.coordinator(Troubled(parties.workers(), later), min_sites=2).run().records[0]
+    assert record.failed == {"site2": "protocol"}
+    said = "site site2: protocol: the message is of protocol 2, and this side speaks protocol 1; install the same"
+    assert [line for line in caplog.messages if line.startswith(said)]
+
+
 def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch):
     """Stopped after sites have answered a round and before it is saved: they answer it again without training."""
     plain = Parties(tiny, tmp_path / "plain", "perada", rounds=3, every=3).deployed()[0]

@@ -123,6 +123,18 @@ def test_hostile_messages_are_refused_and_nothing_changes(site):
     assert state_bytes(site) is None
 
 
+@pytest.mark.parametrize("named", [2, 0, None, "1", True, 1.0])
+def test_another_protocol_is_refused_before_anything_else_is_read(site, caplog, named):
+    """By its code, whatever else a later version may have in its messages."""
+    order = vars(Order("train", RUN, only_client(site).recipe.digest)) | {"protocol": named, "kind": "later", "new": 1}
+    message = pack({key: value for key, value in order.items() if key != "protocol" or value is not None})
+    assert code(site.answer(message, ""), message) == "protocol"
+    (said,) = (record.getMessage() for record in caplog.records if record.name.startswith("perada"))
+    assert f"is of protocol {named}, and this side speaks protocol 1; install the same release" in said
+    assert state_bytes(site) is None
+    assert header_of(site.answer(train(site), ""))["protocol"] == 1
+
+
 def test_what_the_server_sends_cannot_write_lines_into_the_sites_log(site, caplog):
     forged = "\x1b[2J\nround 1: all is well"
     client = only_client(site)

@@ -170,13 +170,13 @@ def ask(
             continue
         record.up += len(reply) / 1e6
         try:
-            header, state = unpack(reply, expected[name] if header_of(reply).get("code") == "ok" else {})
-            answer = Answer.read(header)
+            answer = Answer.read(header_of(reply))  # first of all its protocol
+            _, state = unpack(reply, expected[name] if answer.code == "ok" else {})
             if answer.answers != digest(messages[name]):
                 raise Refused("it answers another message")
         except Refused as error:
-            log.warning("site %s: malformed: %s", name, error)
-            failed[name] = "malformed"
+            log.warning("site %s: %s: %s", name, error.code, error)
+            failed[name] = error.code
             continue
         if answer.code == "ok":
             answers[name] = answer, state
