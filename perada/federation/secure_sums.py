@@ -32,8 +32,6 @@ def check_secure_sums(settings: Settings, slot: Slot, initial: State, clients: i
         f"{name}: it compares models on the clients' images, and their losses are no sums; choose PerAda, {instead}": (
             algorithm.compares
         ),
-        "client_privacy: it clips and adds noise where single updates are seen; choose privacy, of single images, "
-        f"{instead}": settings.client_privacy is not None,
         f"refuse_far=True: it compares single updates; leave it out, {instead}": settings.refuse_far,
         f"clients_per_round={drawn}: more than {secure.threshold:g} of them, and at least {secure.min_sites}, must be "
         f"there to the end; take more, {instead}": drawn < secure.min_sites,

@@ -17,6 +17,7 @@ from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import State, clone, expand, is_finite, partition, rank_axes, to_device
 from perada.federation.cohort import Site
 from perada.privacy.client_level import ClientLevel, floor_variances
+from perada.privacy.client_sums import VOTE
 from perada.server import Updates, client_weights
 from perada.server.aggregate import double
 from perada.server.distill import Distiller, ServerData
@@ -88,11 +89,25 @@ class Server:
         """The global models (K, ...) whose outputs are averaged; usually one."""
         return self.settings.algorithm.members(self.global_state, self.server_state)
 
-    def privatized(self, level: ClientLevel, updates: Updates, received: State, plan: RoundPlan) -> Updates:
-        """What the server gets to see with privacy of whole clients: their noisy mean in every row."""
-        noisy = level.privatized(updates, received, plan.round, plan.clients)
-        # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
-        mean = Updates(noisy, updates.places, updates.clients, self.ranks).mean(client_weights("uniform", plan.clients))
+    def privatized(
+        self, level: ClientLevel, updates: Updates, received: Updates, plan: RoundPlan, summed: bool = False
+    ) -> Updates:
+        """What the server gets to see with privacy of whole clients: their noisy mean in every row.
+
+        Where sites ``summed`` their noisy changes, every row of the updates is the mean of these.
+        """
+        places, clients, weights = updates.places, updates.clients, client_weights("uniform", plan.clients)
+        if level.sums is None:
+            noisy = level.privatized(updates, received.own, plan.round, plan.clients)
+            # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
+            mean = Updates(noisy, places, clients, self.ranks).mean(weights)
+        else:
+            if summed:
+                change = {key: value[0] for key, value in updates.own.items() if value.is_floating_point()}
+            else:
+                change = level.summed(updates, received.own, plan.round, plan.clients)
+            base = {key: received.own[key] for key in updates.own if key != VOTE}
+            mean = level.moved(Updates(base, places, clients, self.ranks).mean(weights), change, clients)
         return Updates(expand(mean, len(updates.places)), updates.places, updates.clients, self.ranks)
 
     def close(
@@ -113,21 +128,24 @@ class Server:
         With privacy of whole clients, of which ``level`` is the account, all count. Without, those that are far are
         named, and left out where that was asked for. The ``sizes`` of all clients' training sets are for weights.
         ``data`` are public images and the server's validation set. What is measured, and what went wrong, is written
-        into the ``report``. Where sites made a secure sum, every row of the ``updates`` is their mean, and ``summed``
-        the sum of their logits, empty in a round that is not distilled.
+        into the ``report``. Where sites made a secure sum, every row of the ``updates`` is their mean, or that of their
+        noisy changes with a ``level``, and ``summed`` the sum of their logits, empty in a round that is not distilled.
 
         Returns:
             What counted, and what was distilled into as it was before, or None; nothing if none are good.
         """
         settings, round, secure = self.settings, plan.round, self.settings.secure_sums
         shares = [1.0 if settings.weighting == "uniform" else float(sizes[client]) for client in plan.clients]
-        if secure is not None:
+        if level is not None:  # all are counted, since who broke depends on their images
+            good = list(range(len(plan.clients)))
+            enough = secure is None or summed is not None or len(good) >= secure.least(len(good))
+            if not enough:
+                return None
+            updates = self.privatized(level, updates, received, plan, summed is not None)
+        elif secure is not None:
             if summed is None:
                 good = secure.summable(updates, shares, good)
                 good = good if len(good) >= secure.least(len(plan.clients)) else []
-        elif level is not None:  # all are counted, since who broke depends on their images
-            updates = self.privatized(level, updates, received.own, plan)
-            good = list(range(len(plan.clients)))
         elif good:
             given = self.slot.parameters, updates.part(good), received.part(good).own, plan, good
             report.far, found = look_at(*given, "update_norms" in settings.diagnostics)
@@ -138,7 +156,7 @@ class Server:
             good = [place for place in good if plan.clients[place] not in report.far]
         updates, clients = updates.part(good), tuple(plan.clients[place] for place in good)
         hidden = None if secure is None else (secure, updates)
-        if secure is not None and summed is None:  # nothing after this gets to see a row
+        if secure is not None and level is None and summed is None:  # nothing after this gets to see a row
             updates = secure.rows(updates, [shares[place] for place in good])
         distiller = Distiller(
             self.engine,

@@ -146,6 +146,7 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
         "local_training": repr(settings.phases),
         "algorithm": repr(settings.algorithm),
         "server_rule": repr(settings.rule),
+        "secure_sums": repr(settings.secure_sums),
         **{f"distillation.{name}": value for name, value in asdict(settings.distillation).items()},
     }
     return {"belongs": belongs, "options": options}

@@ -250,5 +250,5 @@ def protect(parts: Parts, rounds: int | None) -> Protection:
     if settings.client_privacy is not None:
         most = max(planned(0)) if settings.client_privacy.target_epsilon is not None else 0
         together = settings.clients_per_round or clients
-        level = ClientLevel(settings.client_privacy, settings.seed, together, most, planned)
+        level = ClientLevel(settings.client_privacy, settings.seed, together, most, planned, settings.secure_sums)
     return Protection(images, level)

@@ -8,7 +8,7 @@ amplification is claimed: the sample rate is 1.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,10 +19,11 @@ from perada.core.seeding import generator
 from perada.core.states import State
 from perada.privacy.account import Budget, Cost, Planned
 from perada.privacy.accounting import calibrate
+from perada.privacy.client_sums import VOTE, change_of, check_grid, clipped, whole_noise
 from perada.privacy.clipping import check_bound, check_precision, noisy_mean, with_noise
 from perada.privacy.options import ClientPrivacy
-from perada.server import Updates
-from perada.server.aggregate import double_dtype
+from perada.server import SecureSums, Updates
+from perada.server.aggregate import double, double_dtype
 
 
 def clip_updates(updates: State, received: State, max_norm: float) -> tuple[State, Tensor]:
@@ -110,26 +111,37 @@ class ClientLevel(Budget):
     """Client-level privacy of a run: makes each round's updates private and keeps the account.
 
     So many ``clients`` are in a round, or more, and one of them takes part in so many ``rounds``, which a target is
-    calibrated for. A ValueError if their number is open then, or if the count's noise is too little.
+    calibrated for. With secure ``sums`` each client adds its part of the noise itself. A ValueError if their number is
+    open then, if the count's noise is too little, or the sums' grid too coarse for the noise.
 
     Attributes:
         noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
         norm: S of the next round.
+        hidden: Whether the server was given noisy sums alone in all rounds so far.
     """
 
     section = "client_privacy"
     options: ClientPrivacy
 
     def __init__(
-        self, options: ClientPrivacy, seed: int, clients: int, rounds: int = 0, planned: Planned | None = None
+        self,
+        options: ClientPrivacy,
+        seed: int,
+        clients: int,
+        rounds: int = 0,
+        planned: Planned | None = None,
+        sums: SecureSums | None = None,
     ) -> None:
         super().__init__(options, planned)
+        self.sums, self.hidden = sums, sums is not None
         self.noise_multiplier, self._seed, self.norm = options.noise_multiplier or 0.0, seed, options.max_norm
         self._count_noise = clients / 20 if options.count_noise is None else options.count_noise
         if options.target_epsilon is not None:
             self.check_planned(rounds > 0)
             self.noise_multiplier = calibrate(options.target_epsilon, options.delta, 1.0, rounds, options.accountant)
         self._split()
+        if sums is not None:
+            self.deviations(max(clients, sums.min_sites))
 
     def _split(self) -> tuple[float, float]:
         """z_Δ of the updates and σ_b of the count; σ_b is 0 where there is no count."""
@@ -167,9 +179,92 @@ class ClientLevel(Budget):
             source = None if secure else generator(self._seed, "client privacy/count", round)
             share = noisy_share(norms, self.norm, count_noise if self.noise_multiplier else 0.0, source)
             share = ranks.gather(share)[0]  # a secure generator draws another on each rank
-            # the geometric update of Andrew et al. (NeurIPS 2021, section 2.2)
-            self.norm *= math.exp(-self.options.clip_lr * (share - self.options.quantile))
+            self._follow(share, len(clients))
         return result
+
+    def deviations(self, clients: int) -> dict[str, float]:
+        """Standard deviations of the noise of each of n clients of a secure sum: of its change, and of its vote.
+
+        They are those of the whole noise by √t, where t clients at least are in the sum.
+
+        Raises:
+            ValueError: If the sum's grid is too coarse for them, or too small.
+        """
+        assert self.sums is not None
+        of_change, of_vote = self._split()
+        share = math.sqrt(self.sums.least(clients))
+        found = {"": self.norm * of_change / share}
+        check_grid(self.sums, self.norm, found[""], clients, "the change")
+        if self.options.clipping == "adaptive":
+            found[VOTE] = of_vote / share if self.noise_multiplier else 0.0
+            check_grid(self.sums, 0.5, found[VOTE], clients, "the vote")
+        return found
+
+    def part(self, update: State, received: State, clients: int, round: int, client: int) -> dict[str, Tensor]:
+        """What a client adds to the secure sum over so many: its clipped change with its noise, in whole numbers.
+
+        ``update`` and ``received`` are one client's (no client axis). With adaptive clipping its vote is among it. A
+        client that is not finite adds noise alone. A ValueError is as of :meth:`deviations`.
+        """
+        assert self.sums is not None
+        deviations = self.deviations(clients)
+        found, norm = clipped(change_of(update, received), self.norm, self.sums)
+        if VOTE in deviations:
+            vote = 0.0 if math.isnan(norm) else 0.5 if norm <= self.norm else -0.5
+            found[VOTE] = self.sums.whole(torch.tensor(vote), clients)
+        source = self._source(round, client)
+        for key in sorted(found):
+            deviation = math.ldexp(deviations.get(key, deviations[""]), self.sums.fraction_bits)
+            found[key] = found[key] + whole_noise(found[key].shape, deviation, source)
+        return found
+
+    def _source(self, round: int, client: int) -> torch.Generator | None:
+        """What a client's noise in a round is drawn from; None for the cryptographic generator."""
+        return None if self.options.secure_rng else generator(self._seed, "client privacy", round, client)
+
+    def example(self, sent: State) -> State:
+        """The shapes of what :meth:`part` gives, for what a client sends (no client axis), and what its mean is in."""
+        found = {key: torch.zeros(value.shape).double() for key, value in sent.items() if value.is_floating_point()}
+        return found | ({VOTE: torch.zeros(()).double()} if self.options.clipping == "adaptive" else {})
+
+    def summed(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
+        """The mean change that a secure sum over a round's ``clients`` says, by the arithmetic of sites.
+
+        The arguments are as of :meth:`privatized`.
+        """
+        assert self.sums is not None
+        totals: State = {}
+        for row, place in enumerate(updates.places):
+            own, given = ({key: value[row] for key, value in stack.items()} for stack in (updates.own, received))
+            for key, value in self.part(own, given, len(clients), round, clients[place]).items():
+                totals[key] = totals[key] + value if key in totals else value
+        if not updates.places:
+            own = self.example({key: value.new_zeros(value.shape[1:]) for key, value in updates.own.items()})
+            totals = {key: value.long() for key, value in own.items()}
+        updates.ranks.sum_([totals[key] for key in sorted(totals)])
+        return {key: self.sums.real(total) / len(clients) for key, total in totals.items()}
+
+    def moved(self, base: State, change: Mapping[str, Tensor], clients: int) -> State:
+        """The state after a round whose secure sum over so many clients says a mean ``change``; S moves too.
+
+        ``base`` is what they received; tensors that have no change stay. S stays where the sum has room for it.
+        """
+        if VOTE in change:
+            self._follow(0.5 + float(change[VOTE]), clients)
+        return {
+            key: (double(value) + double(change[key].to(value.device))).to(value.dtype) if key in change else value
+            for key, value in base.items()
+        }
+
+    def _follow(self, share: float, clients: int) -> None:
+        """The geometric update of S (Andrew et al., NeurIPS 2021, section 2.2), from the noisy share of short ones."""
+        before = self.norm
+        self.norm *= math.exp(-self.options.clip_lr * (share - self.options.quantile))
+        if self.sums is not None:
+            try:
+                self.deviations(clients)
+            except ValueError:
+                self.norm = before
 
     def metrics(self) -> dict[str, float]:
         """S of the next round, and the largest ε of a client so far."""
@@ -180,11 +275,15 @@ class ClientLevel(Budget):
         """Options, noise and ε of each client, in plain types; the noise is the least that a round ever had."""
         noises = [sigma for _, sigma, *_ in self.ledgers.server.state_dict()["rows"]]
         noise, spent = min([self.noise_multiplier, *noises]), self.epsilons(range(num_clients))["server"]
-        return {"options": asdict(self.options), "noise_multiplier": noise, "epsilon": spent}
+        found = {"options": asdict(self.options), "noise_multiplier": noise, "epsilon": spent}
+        if self.hidden and self.sums is not None:
+            found["sums"] = {"min_sites": self.sums.min_sites, "threshold": self.sums.threshold}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        """S, z and the ledgers, in plain types."""
-        return super().state_dict() | {"norm": self.norm, "noise_multiplier": self.noise_multiplier}
+        """S, z, the ledgers, and whether all was hidden in sums, in plain types."""
+        own = {"norm": self.norm, "noise_multiplier": self.noise_multiplier, "hidden": self.hidden}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
         """As of :class:`.Budget`; a calibrated z stays what it was. What :meth:`state_dict` did not give is refused."""
@@ -195,4 +294,4 @@ class ClientLevel(Budget):
         if self.options.target_epsilon is not None:
             self.noise_multiplier = state["noise_multiplier"]
         super().load_state_dict(state, rounds_done, tuned)
-        self.norm = float(state["norm"])
+        self.norm, self.hidden = float(state["norm"]), bool(state["hidden"]) and self.sums is not None

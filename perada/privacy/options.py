@@ -67,7 +67,8 @@ class ClientPrivacy:
 
     DP-FedAvg of McMahan et al. (ICLR 2018), with adaptive clipping by Andrew et al. (NeurIPS 2021). The noise is in the
     mean that the server computes, so the guarantee is against those who see what the server makes of it, not against
-    the server. It says nothing of personal adapters. Give ``noise_multiplier`` or ``target_epsilon``.
+    the server; with secure sums clients add the noise, and it is against the server too. It says nothing of personal
+    adapters. Give ``noise_multiplier`` or ``target_epsilon``.
 
     Args:
         noise_multiplier: z: the noise in the sum of clipped updates has the standard deviation z · max_norm.

@@ -4,8 +4,9 @@
 The record of privacy is ``Run.info["privacy"]``, in plain types: ``sample`` with the fields of
 :class:`perada.privacy.Privacy` as ``options``, ``noise_multipliers``, ``sample_rates`` and the ε of both ledgers,
 ``server`` and ``release``, by client; ``client`` with the fields of :class:`perada.privacy.ClientPrivacy` as
-``options``, ``noise_multiplier`` and ``epsilon`` by client. Either may be missing. Beside a single client's adapter,
-``others`` of each is the largest ε of all others.
+``options``, ``noise_multiplier`` and ``epsilon`` by client, and with ``sums``, the ``min_sites`` and ``threshold`` of
+:class:`perada.server.SecureSums`, where the server was given noisy sums alone. Either may be missing. Beside a single
+client's adapter, ``others`` of each is the largest ε of all others.
 """
 
 import math
@@ -23,6 +24,7 @@ from perada.privacy.options import ClientPrivacy, Privacy, options_of
 from perada.results.models import Models
 from perada.results.report import TEST_MODE, epsilon_text, mean_and_std, percent, table
 from perada.results.run_file import check_list
+from perada.server import SecureSums
 
 Record = Mapping[str, Any]
 UNKNOWN = "unknown"
@@ -163,6 +165,8 @@ def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # what
         options_of(Privacy if level == "sample" else ClientPrivacy, level, dict(of_each["options"]))
         check_list(lists, None, num_clients)
         single = [of_each.get("others", 0), *([of_each["noise_multiplier"]] if level == "client" else [])]
+        if sums := of_each.get("sums"):
+            SecureSums(**sums)
         if any(isinstance(value, bool) or not float(value) >= 0 for values in (*lists, single) for value in values):
             raise ValueError(f"privacy: {level} has a value that is not a number of 0 or more")
 
@@ -190,7 +194,8 @@ def _words(record: Record, client: int | None, joined: Collection[int], called: 
     for level, content in record.items():
         lists = {name: [float(value) for value in content[name]] for name in _LISTS[level]}
         sent = {name: [one for number, one in enumerate(own) if number not in joined] for name, own in lists.items()}
-        levels[level] = dict(content) | lists | {"sent": sent, "others": _largest_of_others(level, content, client)}
+        of_others = {"others": _largest_of_others(level, content, client)}
+        levels[level] = {"sums": None} | dict(content) | lists | {"sent": sent} | of_others
     return _template("privacy").make_module(
         {
             "sample": levels["sample"],

@@ -122,6 +122,12 @@ CASES = {
         "algorithm": "fedavg",
         "client_privacy": COUNTED | {"secure_rng": False},
     },
+    "private sums": {
+        "algorithm": "fedavg",
+        "client_privacy": COUNTED | {"secure_rng": False},
+        "secure_sums": {},
+        "clients_per_round": 4,
+    },
 }
 SECURE = {"algorithm": "perada_no_kd", "privacy": {"noise_multiplier": 1.0}, "client_privacy": COUNTED, "norm": False}
 """No two of these runs draw alike."""

@@ -73,7 +73,6 @@ def test_the_servers_step_gets_to_see_the_mean_alone():
         ("fedavg", {"server_rule": "median"}, "the server rule Median: it looks at single updates"),
         ("fedavg", {"refuse_far": True}, "refuse_far=True: it compares single updates"),
         ("fedavg", {"clients_per_round": 2}, "clients_per_round=2: more than 0.666667 of them, and at least 3"),
-        ("fedavg", {"client_privacy": {"noise_multiplier": 1.0, "delta": 0.01}}, "client_privacy: it clips"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*(delta|secure_rng).*:UserWarning")
