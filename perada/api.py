@@ -185,7 +185,7 @@ def as_plain(value: object) -> Any:  # noqa: ANN401  # what YAML holds
         return {str(name): as_plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [as_plain(one) for one in value]
-    if isinstance(value, Distillation | Privacy | ClientPrivacy):
+    if isinstance(value, Distillation | Privacy | ClientPrivacy | SecureSums):
         return asdict(value)
     if isinstance(value, Algorithm | ServerRule):
         names = [name for name in inspect.signature(type(value)).parameters if hasattr(value, name)]

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.api import argument_texts, make_trainer
+from perada.api import argument_texts, as_plain, make_trainer
 from perada.cli import main
 from perada.cli.runs import PeradaCLI
 from perada.core.files import check_sealed
-from perada.server import Distillation
+from perada.server import Distillation, SecureSums
 
 
 @pytest.fixture
@@ -106,6 +106,11 @@ def test_run_folder(call, tmp_path, tiny):
     partition = check_sealed(json.loads((folder / "partition.json").read_text()))
     assert partition == {"num_clients": 5, "train_sizes": [9, 5, 14, 7, 20], "test_sizes": [6] * 5, "public_size": 12}
     assert len(run.metrics["rounds"]) == 1
+
+
+def test_secure_sums_stand_in_config_yaml_as_in_a_recipe():
+    given = {"min_sites": 4, "threshold": 0.75, "fraction_bits": 20}
+    assert as_plain(SecureSums(**given)) == given
 
 
 def test_default_run_folder_is_below_the_working_directory(call, tmp_path, monkeypatch):

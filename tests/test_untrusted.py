@@ -338,6 +338,19 @@ def test_errors_of_ones_own_code_are_not_taken_for_the_checkpoints(tiny, tmp_pat
         fit(tiny, tmp_path, callbacks=[Broken()], ckpt_path=str(checkpoint(tmp_path)))
 
 
+@pytest.mark.parametrize("format", [2, True, "1"])
+def test_a_checkpoint_of_another_format_is_refused_by_both_numbers(tiny, tmp_path, format):
+    fit(tiny, tmp_path, rounds=1)
+    content = torch.load(checkpoint(tmp_path), weights_only=True)
+    assert content["perada"]["format"] == 1
+    torch.save(content | {"perada": {"format": format, "a later key": 3}}, checkpoint(tmp_path))
+    said = f"^the checkpoint is of format {format}, and this release of perada reads format 1; read it with the release"
+    with pytest.raises(ValueError, match=said):
+        fit(tiny, tmp_path, ckpt_path=str(checkpoint(tmp_path)))
+    with pytest.raises(ValueError, match=said):
+        perada.Run.load(checkpoint(tmp_path))
+
+
 @pytest.mark.parametrize("part", ["loops", "perada"])
 def test_what_takes_its_place_wrongly_is_the_checkpoints_fault(tiny, tmp_path, part):
     fit(tiny, tmp_path, rounds=1)

@@ -281,7 +281,13 @@ def _listed(actions: Iterable[Action]) -> str:
 
 
 def _known(base: type) -> list[str]:
-    return sorted({kind.__name__ for kind in subclasses(base) if kind.__module__.startswith("perada.")})
+    """Classes of perada's own that can be named: those that their package hands on."""
+    found = {kind.__name__: sys.modules[".".join(kind.__module__.split(".")[:2])] for kind in subclasses(base)}
+    return sorted(
+        name
+        for name, package in found.items()
+        if package.__name__.startswith("perada.") and name in getattr(package, "__all__", ())
+    )
 
 
 Schema = dict[str, Any]
@@ -309,7 +315,8 @@ def recipe_schema() -> Schema:
     for name, full in FULL_NAMES.items():
         found: Schema = {"properties": top}
         for part in full.split("."):
-            found = found.get("properties", {}).get(part, {})
+            choices = [one for one in found.get("anyOf", ()) if "properties" in one]
+            found = (choices[0] if choices else found).get("properties", {}).get(part, {})
         top[name] = found
     top["compare"] = {"type": "object", "description": "What `perada compare` runs; the rest is for every run."}
     draft = "https://json-schema.org/draft/2020-12/schema"
@@ -324,9 +331,11 @@ def _arguments(kind: type, prefix: str = "") -> Schema:
     """The arguments of a class, with what it says of them."""
     hints, said = get_type_hints(kind.__init__), argument_texts(kind)  # type: ignore[misc]  # read, not called
     out: Schema = {}
-    for name in inspect.signature(kind).parameters:
+    for name, argument in inspect.signature(kind).parameters.items():
         text = LIGHTNING.get(prefix + name) or said.get(name, "").replace("``", "")
         out[name] = _value(hints.get(name, Any)) | ({"description": text} if text else {})
+        if prefix != "trainer." and isinstance(argument.default, bool | int | float | str | None):
+            out[name]["default"] = argument.default  # those of the trainer are not Lightning's own
     return _object(out)
 
 

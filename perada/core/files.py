@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from perada.core.text import printable
+
 try:
     import fcntl
 except ModuleNotFoundError:  # not a POSIX system
@@ -303,6 +305,23 @@ def check_sealed(content: Any) -> Any:  # noqa: ANN401  # any JSON
             "that entry if you changed the file yourself"
         )
     return rest
+
+
+class WrongFormat(ValueError):
+    """A file is whole, and of another release's format."""
+
+
+def check_format(what: Path | str, found: object, known: int) -> None:
+    """Refuse, by a :class:`WrongFormat`, what is not of the format that this release reads.
+
+    >>> check_format("the checkpoint", 1, 1)
+    """
+    if type(found) is not int or found != known:
+        named = repr(str(what)) if isinstance(what, Path) else what
+        raise WrongFormat(
+            f"{named} is of format {printable(str(found)[:40])}, and this release of perada reads format {known}; "
+            "read it with the release that wrote it"
+        )
 
 
 def write_sums(folder: Path, names: Collection[str]) -> dict[str, str]:

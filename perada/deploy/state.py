@@ -20,7 +20,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from perada.algorithms import Stacks
-from perada.core.files import FolderLock, write_atomic
+from perada.core.files import FolderLock, WrongFormat, check_format, write_atomic
 from perada.core.states import State
 from perada.deploy.protocol import header_of, pack
 from perada.privacy.accounting import Ledger
@@ -71,9 +71,10 @@ def read_kept(path: Path, version: int, build: Callable[..., KeptT]) -> KeptT:
                     return tensors[name].numpy().tobytes()
             return entry
 
-        if header["format"] != version:
-            raise KeyError(f"format {header['format']}, this version reads {version}")
+        check_format(path, header["format"], version)
         return build(**json.loads(header["kept"], object_hook=from_json))
+    except WrongFormat:
+        raise
     except Exception as error:  # whatever a damaged file gives
         raise ValueError(
             f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy: nothing else says "

@@ -29,7 +29,7 @@ from perada.lightning.strategies import scaling_of, set_up_trainer
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
-from perada.results.restore import CHECKPOINT_KEY, LAST, contents, find_clients, restoring, states_of
+from perada.results.restore import CHECKPOINT_FORMAT, CHECKPOINT_KEY, LAST, contents, find_clients, restoring, states_of
 from perada.results.run import Run
 from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
@@ -348,6 +348,7 @@ class FederatedLoop(pl.Callback):
         parts = self.parts
         run_folder.journal_rounds_to_come(parts)
         checkpoint[CHECKPOINT_KEY] = {
+            "format": CHECKPOINT_FORMAT,
             "federation": parts.federation.state_dict(),
             "metrics": scoring.metrics_of(parts, self.history, self.measured),
             "step": self.history[-1]["step"] if self.history else 0,

@@ -18,6 +18,7 @@ from torch import nn
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of
 from perada.core.checks import check_whole
+from perada.core.files import check_format
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state, trained_keys, unstack
 from perada.engine.engine import Engine
@@ -30,8 +31,8 @@ from perada.results.export import BACKBONE_FILE, CONFIG_FILE, own_weights, read_
 from perada.results.run_file import RUN_FILE, RunFile, naming
 from perada.server import Distillation
 
-CHECKPOINT_KEY = "perada"
-"""Where a checkpoint of Lightning's has what perada puts into it."""
+CHECKPOINT_KEY, CHECKPOINT_FORMAT = "perada", 1
+"""Where a checkpoint of Lightning's has what perada puts into it, and the format of that."""
 MARK = b"perada-sha256:"
 COMMENT = len(MARK) + 64
 LENGTH = struct.pack("<H", COMMENT)  # stands before the comment of a zip archive
@@ -110,6 +111,7 @@ def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file h
     if saved is None:
         raise ValueError("the checkpoint was not written by perada: it holds no federation; give one of a perada run")
     with naming("the checkpoint does not hold what perada writes", _OTHER):
+        check_format("the checkpoint", saved["format"], CHECKPOINT_FORMAT)
         for row in (saved, *saved["metrics"]["rounds"]):
             check_whole("step", row["step"], 0)
         RunFile(saved["belongs"]["number of clients"], saved["info"], saved["metrics"]).check()

@@ -16,6 +16,8 @@ from typing import Any
 from perada.core.checks import check_whole
 from perada.core.files import (
     SUMS_FILE,
+    WrongFormat,
+    check_format,
     check_links,
     check_sealed,
     digest_of,
@@ -193,6 +195,8 @@ def naming(what: Path | str, remedy: str = "take a copy that is whole, save it a
     said = f"{str(what)!r} is broken" if isinstance(what, Path) else what
     try:
         yield
+    except WrongFormat:
+        raise
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{said} ({type(error).__name__}: {error}); {remedy}") from error
 
@@ -226,8 +230,7 @@ def read_run(folder: Path) -> RunFile:
     check_links(folder, _OWN)
     with naming(path):
         content = dict(check_sealed(json.loads(path.read_text(encoding="utf-8"))))
-        if (found := content.pop("format")) != FORMAT:
-            raise KeyError(f"format {found}, this version reads {FORMAT}")
+        check_format(path, content.pop("format"), FORMAT)
         read = RunFile(**content)
         read.metrics = numbers_of(read.metrics)
         if read.info.get("privacy"):

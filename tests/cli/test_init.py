@@ -3,6 +3,7 @@
 
 import copy
 import json
+from inspect import signature
 from pathlib import Path
 
 import jsonschema
@@ -11,10 +12,12 @@ import pytest
 import yaml
 from PIL import Image
 
+from perada import FederatedClassifier, FederatedLoop, Privacy
 from perada.cli import main
 from perada.cli.data import QUESTIONS, recipe
 from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
+from perada.server import Distillation
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +134,8 @@ def test_shipped_recipes_fit_the_schema(validator):
         (["federated", "algorithm"], "fedagv"),
         (["federated", "distillation", "stesp"], 3),
         (["privacy"], {"epsilon": 3}),
+        (["distill_steps"], "many"),
+        (["federated", "algorithm"], "Newcomer"),  # of the library's own
     ],
 )
 def test_the_schema_refuses_what_is_wrong(validator, keys, value):
@@ -141,6 +146,17 @@ def test_the_schema_refuses_what_is_wrong(validator, keys, value):
         inner = inner[key]
     inner[keys[-1]] = value
     assert not validator.is_valid(changed)
+
+
+def test_the_schema_has_the_defaults_of_the_classes_that_take_the_options(capsys):
+    main(["schema"])
+    shown = json.loads(capsys.readouterr().out)["properties"]
+    for section, kind in {"model": FederatedClassifier, "federated": FederatedLoop, "privacy": Privacy}.items():
+        options = shown[section].get("anyOf", [shown[section]])[0]["properties"]
+        defaults = {name: one.default for name, one in signature(kind).parameters.items()}
+        told = {name: option["default"] for name, option in options.items() if "default" in option}
+        assert told == {name: defaults[name] for name in told} and len(told) >= len(defaults) - 2
+    assert shown["distill_steps"]["default"] == Distillation().steps
 
 
 def test_the_schema_explains_options_by_both_names(capsys):

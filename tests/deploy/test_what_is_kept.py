@@ -8,7 +8,7 @@ import torch
 
 from perada.deploy import state as records
 from perada.deploy.protocol import TABLE, Failure, LocalTransport, header_of
-from perada.deploy.state import Book
+from perada.deploy.state import SITE_FORMAT, Book, read_kept, write_kept
 
 from .parties import Parties
 from .test_rounds import Troubled
@@ -45,6 +45,16 @@ def test_a_fine_tuning_with_too_few_sites_can_be_repeated(tiny, tmp_path):
     progress = again.run()
     assert progress.tuned and progress.done == 1
     assert [worker.book.current().trained for worker in workers.values()] == [2, 2, 2]
+
+
+def test_a_state_of_another_format_is_refused_by_both_numbers(tmp_path):
+    """It is whole: to take a copy, as of a damaged one, would lose what was spent since."""
+    path = tmp_path / "state.safetensors"
+    write_kept(path, {"run": "x"}, SITE_FORMAT + 1)
+    said = rf"^'{path}' is of format {SITE_FORMAT + 1}, and this release of perada reads format {SITE_FORMAT}; read it"
+    with pytest.raises(ValueError, match=said):
+        read_kept(path, SITE_FORMAT, dict)
+    assert read_kept(path, SITE_FORMAT + 1, dict) == {"run": "x"}
 
 
 def test_a_ledger_that_was_removed_is_missed(tiny, tmp_path):

@@ -240,7 +240,10 @@ def with_other_shapes(tensors):
         (remove("run.json"), "is not a finished run: it has neither adapters"),
         (write("run.json", "{"), "run.json' is broken"),
         (write("run.json", '{"num_clients": 5}'), "run.json' is broken"),
-        (write("run.json", '{"format": 99, "num_clients": 5, "info": {}, "metrics": {}}'), "format 99"),
+        (
+            write("run.json", '{"format": 99, "num_clients": 5, "info": {}, "metrics": {}}'),
+            "run.json' is of format 99, and .* 1; read it with",
+        ),
         (remove("client_2/adapter_model.safetensors"), "client_2' is not an adapter folder: it has no adapter_model"),
         (remove("global/adapter_config.json"), "global' is not an adapter folder: it has no adapter_config"),
         (truncate("client_1/adapter_model.safetensors"), "client_1/adapter_model.safetensors' cannot be read"),
