@@ -268,12 +268,10 @@ def pack(header: Header | Mapping[str, Any], tensors: "Mapping[str, Tensor] | No
         table = json.dumps({"__metadata__": {SECTION: text}}).encode()
         return len(table).to_bytes(8, "little") + table
     from safetensors.torch import save
-    from torch import contiguous_format
 
-    # Copies, since safetensors refuses tensors that share memory, as those of two roles may.
-    ready = {
-        name: value.detach().to("cpu", copy=True, memory_format=contiguous_format) for name, value in tensors.items()
-    }
+    # Copies, where there are several, since safetensors refuses tensors that share memory, as those of two roles may.
+    several = len(tensors) > 1
+    ready = {name: value.detach().to("cpu", copy=several).contiguous() for name, value in tensors.items()}
     return bytes(save(ready, {SECTION: text}))
 
 

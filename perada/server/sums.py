@@ -57,15 +57,16 @@ class SecureSums:
         >>> SecureSums(fraction_bits=8).whole(torch.tensor([1.5, -0.25]), 3).tolist()
         [384, -64]
         """
-        values = double(values)
-        wrong = ~(values.abs() < self.limit(sites))  # of NaN too
-        if wrong.any():
+        values, limit = double(values), self.limit(sites)
+        least, most = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)
+        if not -limit < least <= most < limit:  # of NaN too
+            wrong = values[~(values.abs() < limit)][0]
             raise ValueError(
-                f"{float(values[wrong][0])} cannot be added up by {sites} sites with fraction_bits="
-                f"{self.fraction_bits}, which leaves room below {self.limit(sites):g}; give fewer bits, or find out "
+                f"{float(wrong)} cannot be added up by {sites} sites with fraction_bits="
+                f"{self.fraction_bits}, which leaves room below {limit:g}; give fewer bits, or find out "
                 "why the training made it"
             )
-        return torch.round(torch.ldexp(values, torch.tensor(self.fraction_bits))).to(torch.int64)
+        return (values * 2.0**self.fraction_bits).round_().to(torch.int64)
 
     def real(self, total: Tensor) -> Tensor:
         """The real numbers of a sum, in double precision.
@@ -73,7 +74,7 @@ class SecureSums:
         >>> SecureSums(fraction_bits=8).real(torch.tensor([384 - 64])).tolist()
         [1.25]
         """
-        return torch.ldexp(total.double(), torch.tensor(-self.fraction_bits))
+        return total.double() * 2.0**-self.fraction_bits
 
     def summable(self, updates: Updates, shares: Sequence[float], places: Sequence[int]) -> list[int]:
         """Those of the clients at the ``places`` whose states, times their shares (C,), can be added up."""

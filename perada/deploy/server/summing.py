@@ -59,8 +59,8 @@ def secure_sum(
             if attempt + 1 == ATTEMPTS:
                 raise
     taken = ask("mask", attempt, {name: {"sealed": in_text(box)} for name, box in masks.items()}, numbers)
-    masked = {name: tensors[MASKED].numpy() for name, (_, tensors) in taken.items()}
-    alive = server.take(masked)
+    alive = server.take({name: tensors[MASKED].numpy() for name, (_, tensors) in taken.items()})
+    del taken  # as large as all sites' vectors
     signed = _read(ask("confirm", attempt, {name: {"alive": alive} for name in alive}, 0), _signature)
     server.enough(signed, "signed who is in the sum")
     revealed = _read(ask("reveal", attempt, {name: {"signatures": signed} for name in signed}, 0), _revealed)

@@ -10,13 +10,13 @@ from perada.deploy.protocol import Refused
 from perada.deploy.sums.keys import (
     Advert,
     Terms,
+    add_streams,
     combined,
     digest,
     exchange_key,
     order_of,
     own_key,
     pair_key,
-    stream,
 )
 from perada.deploy.sums.site import Revealed
 from perada.deploy.sums.vector import Whole
@@ -39,7 +39,8 @@ class ServerRound:
         self.about = digest([self.adverts[name].statement() for name in self.order])
         self.least = terms.options.least(len(self.order))
         self._sealed: dict[str, Mapping[str, bytes]] = {}
-        self._masked: dict[str, Whole] = {}
+        self._names: list[str] = []
+        self._masked = np.zeros(0, np.uint64)
         self.enough(self.order, "sent their keys")
 
     def enough(self, names: Sequence[str] | Mapping[str, object], did: str) -> None:
@@ -57,30 +58,34 @@ class ServerRound:
         }
 
     def take(self, masked: Mapping[str, Whole]) -> list[str]:
-        """Take the masked vectors; the sites that are in the sum."""
+        """Take the masked vectors, of which their sum is kept; the sites that are in the sum."""
         self.enough(masked, "sent their part")
-        self._masked = dict(masked)
-        return sorted(masked)
+        self._names, (first, *others) = sorted(masked), masked.values()
+        self._masked = first.copy()
+        for vector in others:
+            self._masked += vector
+        return self._names
 
     def total(self, revealed: Mapping[str, Revealed]) -> Whole:
         """The sum of the vectors of the sites that are in it."""
         self.enough(revealed, "revealed shares")
-        names = self._masked
-        found = np.add.reduce([*names.values()])
-        for name in names:
+        added, subtracted = list[bytes](), list[bytes]()
+        for name in self._names:
             secret = self._secret(name, "own", revealed)
             if hashlib.sha256(secret).hexdigest() != self.adverts[name].own:
                 raise Refused(f"secure sum: the shares of the own mask of {name!r} are not of its secret", "other")
-            found = found - stream(own_key(secret), len(found))
-        for name in self._sealed.keys() - names:
+            subtracted.append(own_key(secret))
+        for name in self._sealed.keys() - {*self._names}:
             key = exchange_key(self._secret(name, "gone", revealed))
             if key.public_key().public_bytes_raw().hex() != self.adverts[name].masks:
                 raise Refused(f"secure sum: the shares of the key of {name!r} are not of its key", "other")
-            for other in names:
-                mask = stream(pair_key(key, self.adverts[other].masks, self.about, (name, other)), len(found))
-                # The other one added it, if its name comes first, or subtracted it.
-                found = found - mask if other < name else found + mask
-        return np.asarray(found, np.uint64)
+            for other in self._names:
+                # The other one added its mask, if its name comes first, or subtracted it.
+                masks = subtracted if other < name else added
+                masks.append(pair_key(key, self.adverts[other].masks, self.about, (name, other)))
+        found = self._masked.copy()
+        add_streams(found, added, subtracted)
+        return found
 
     def _secret(self, name: str, kind: str, revealed: Mapping[str, Revealed]) -> bytes:
         shares = {

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from perada.deploy.protocol import refuse
@@ -16,6 +15,7 @@ from perada.deploy.sums.keys import (
     Advert,
     Own,
     Terms,
+    add_streams,
     agreed,
     differing,
     digest,
@@ -27,7 +27,7 @@ from perada.deploy.sums.keys import (
     seal,
     sign,
     split,
-    stream,
+    told_in,
     unseal,
 )
 from perada.deploy.sums.vector import Whole
@@ -65,6 +65,7 @@ class SiteRound:
         self._keys = {purpose: exchange_key(self._seeds[purpose]) for purpose in ("shares", "masks")}
         self._adverts: dict[str, Advert] = {}
         self._order: list[str] = []
+        self._about = ""  # digest of all sites' keys
         self._held: dict[str, tuple[bytes, bytes]] = {}  # shares of each site's own mask and of its key
         self._statement: dict[str, object] = {}
 
@@ -124,6 +125,7 @@ class SiteRound:
         """
         self._turn("share")
         mine, order = self._adverts[self.name], order_of(adverts)
+        told = told_in(mine)
         refuse(len({*order}) < len(order), "secure sum: a site stands in the list twice", "other")
         refuse(
             len(order) < self.terms.options.min_sites,
@@ -138,9 +140,10 @@ class SiteRound:
             signed = is_signed(key, advert.signature, "advert", advert.statement())
             refuse(not signed, f"secure sum: the keys of {advert.name!r} are not signed by it", "other")
             refuse(advert.terms != mine.terms, f"secure sum: the keys of {advert.name!r} are for another sum", "other")
-            rounds = ", ".join(differing(mine, advert))
+            rounds = ", ".join(differing(told, advert))
             refuse(bool(rounds), f"secure sum: {advert.name!r} was told other things in round {rounds}", "other")
         self._adverts, self._order = {advert.name: advert for advert in adverts}, order
+        self._about = digest([self._adverts[name].statement() for name in order])
         parts = [split(self._seeds[purpose], self._least, len(order)) for purpose in ("own", "masks")]
         held = dict(zip(order, zip(*parts, strict=True), strict=True))
         self._held[self.name] = held.pop(self.name)
@@ -148,10 +151,6 @@ class SiteRound:
             name: seal(self._shared(name, [self.name, name]), b"".join(both), self._about)
             for name, both in held.items()
         }
-
-    @property
-    def _about(self) -> str:
-        return digest([self._adverts[name].statement() for name in self._order])
 
     def _shared(self, peer: str, direction: list[str]) -> bytes:
         """The key of what one site seals for another."""
@@ -166,13 +165,15 @@ class SiteRound:
         """
         self._turn("mask")
         self._hold(sealed)
-        found = vector + stream(own_key(self._seeds["own"]), len(vector))
+        added, subtracted = [own_key(self._seeds["own"])], list[bytes]()
         for name in sealed:
             key = pair_key(self._keys["masks"], self._adverts[name].masks, self._about, (self.name, name))
-            found = found + stream(key, len(vector)) if self.name < name else found - stream(key, len(vector))
+            (added if self.name < name else subtracted).append(key)
+        found = vector.copy()
+        add_streams(found, added, subtracted)
         there = sorted(self._held)
         self._statement = {"about": self._about, "there": there, "numbers": len(vector)}
-        return np.asarray(found, np.uint64)
+        return found
 
     def _hold(self, sealed: Mapping[str, bytes]) -> None:
         refuse(not {*sealed} <= {*self._order} - {self.name}, "secure sum: shares of an unknown site", "other")

@@ -19,6 +19,8 @@ from perada.server.sums import SecureSums
 
 Whole = NDArray[np.uint64]
 """A vector of numbers modulo 2⁶⁴."""
+_CHUNK = 2**14
+"""Numbers that are rounded at a time, so that what is in between stays in the processor's cache."""
 _SPOILED = "secure sum: a site spoiled it, or more:"
 
 
@@ -72,14 +74,19 @@ class Contents:
         Raises:
             ValueError: If a number is not finite, or too large for the sum over so many ``sites``.
         """
-        parts = [double(sent[key]) * weight for key in self.example]
-        parts += [] if logits is None else [double(logits)]
+        parts = [(sent[key], weight) for key in self.example]
+        parts += [] if logits is None else [(logits, 1.0)]
         told = [numbers.get(name, 0.0) for name in self.numbers]
         rest = [weight, *told, *(float(name in numbers) for name in self.numbers)]
-        parts.append(torch.tensor(rest, dtype=torch.float64))
-        whole = torch.cat([self.options.whole(part.detach().cpu().flatten(), sites) for part in parts])
-        if len(whole) != self.size:
-            raise ValueError(f"a site's vector has {len(whole)} numbers, and {self.size} are to be added up")
+        parts.append((torch.tensor(rest, dtype=torch.float64), 1.0))
+        size = sum(part.numel() for part, _ in parts)
+        if size != self.size:
+            raise ValueError(f"a site's vector has {size} numbers, and {self.size} are to be added up")
+        chunks = ((chunk, factor) for part, factor in parts for chunk in part.detach().flatten().split(_CHUNK))
+        whole, end = torch.empty(size, dtype=torch.int64), 0
+        for chunk, factor in chunks:
+            begin, end = end, end + len(chunk)
+            whole[begin:end] = self.options.whole(double(chunk) * factor, sites)
         return whole.numpy().view(np.uint64)
 
     def opened(self, total: Whole, sites: int) -> Summed:
@@ -88,23 +95,34 @@ class Contents:
         Raises:
             Refused: If it cannot be: a site added other numbers than it should, or masks that did not cancel.
         """
-        whole = torch.from_numpy(total.view(np.int64).copy())
+        whole = torch.from_numpy(total.view(np.int64))
         images = math.prod(self.logits)
         sizes = [value.numel() for value in self.example.values()]
         *states, logits, rest = whole.split([*sizes, images, 1 + 2 * len(self.numbers)])
         weight, *told = self.options.real(rest).tolist()
         refuse(weight != (sites if self.equal else max(sites, weight // 1)), f"{_SPOILED} is {weight:g}", "other")
-        mean = {}
-        for (key, example), part in zip(self.example.items(), states, strict=True):
-            value = (self.options.real(part) / weight).view(example.shape)
-            least, most = (-MAGNITUDE, MAGNITUDE) if example.is_floating_point() else (0, COUNT)
-            low, high = (float(value.min()), float(value.max())) if value.numel() else (0.0, 0.0)
-            refuse(not least <= low <= high <= most, f"{_SPOILED} has {key!r} from {low:g} to {high:g}", "other")
-            mean[key] = (value if example.is_floating_point() else value.round()).to(example.dtype)
+        mean = {
+            key: self._mean(key, part, weight).view(example.shape)
+            for (key, example), part in zip(self.example.items(), states, strict=True)
+        }
         totals, counts = told[: len(self.numbers)], told[len(self.numbers) :]
         means = {
             name: total / count
             for name, total, count in zip(self.numbers, totals, counts, strict=True)
             if count in range(1, sites + 1)
         }
-        return Summed(mean, logits.view(self.logits) if images else None, means)
+        return Summed(mean, logits.view(self.logits).clone() if images else None, means)
+
+    def _mean(self, key: str, total: Tensor, weight: float) -> Tensor:
+        """The mean of a flat tensor, of which the sum is given in whole numbers, in the format of the example's."""
+        real, low, high = self.example[key].is_floating_point(), 0.0, 0.0
+        found = torch.empty(len(total), dtype=self.example[key].dtype)
+        for chunk, place in zip(total.split(_CHUNK), found.split(_CHUNK), strict=True):
+            value = self.options.real(chunk).div_(weight)
+            if len(value):
+                least, most = map(float, value.aminmax())
+                low, high = min(low, least), max(high, most)
+            place.copy_(value if real else value.round_())
+        least, most = (-MAGNITUDE, MAGNITUDE) if real else (0, COUNT)
+        refuse(not least <= low <= high <= most, f"{_SPOILED} has {key!r} from {low:g} to {high:g}", "other")
+        return found

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
+from Crypto.Cipher import ChaCha20
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.deploy.protocol import Refused
@@ -96,14 +97,29 @@ def test_a_round_with_too_few_is_void(step):
         Round(sites(), vectors()).run(**{step: NAMES[:3]})
 
 
+def stream(key, count):
+    """The key stream of ChaCha20 by another library."""
+    return np.frombuffer(ChaCha20.new(key=key, nonce=bytes(8)).encrypt(bytes(8 * count)), "<u8")
+
+
+@pytest.mark.parametrize("count", [0, 1, keys._BLOCK - 1, keys._BLOCK, 2 * keys._BLOCK + 3])
+def test_streams_are_added_in_place_as_another_library_makes_them(count):
+    random = np.random.default_rng(3)
+    total, added = random.integers(0, 2**64, count, np.uint64), [random.bytes(32), random.bytes(32)]
+    subtracted = [random.bytes(32), added[0]]
+    expected = total + stream(added[1], count) - stream(subtracted[0], count)
+    assert keys.add_streams(total, added, subtracted) is None
+    assert np.array_equal(total, expected)
+
+
 def test_each_key_masks_one_vector_and_pairs_have_one_in_common(monkeypatch):
     used = Counter()
 
-    def noted(key, count):
-        used[key] += 1
-        return keys.stream(key, count)
+    def noted(total, added, subtracted):
+        used.update([*added, *subtracted])
+        keys.add_streams(total, added, subtracted)
 
-    monkeypatch.setattr(site, "stream", noted)
+    monkeypatch.setattr(site, "add_streams", noted)
     Round(sites(), vectors()).run()
     Round(sites(), vectors()).run()  # the same run, round and sites
     assert sorted(used.values()) == [1] * 2 * len(NAMES) + [2] * 2 * len([*combinations(NAMES, 2)])
@@ -129,13 +145,14 @@ def view(given, monkeypatch, shifts=None, late=()):
     random = np.random.default_rng(5)
     monkeypatch.setattr(site.secrets, "token_bytes", random.bytes)
     monkeypatch.setattr("Crypto.Protocol.SecretSharing.rng", random.bytes)
-    used = []
 
-    def shifted(key, count):
-        used.append(key)
-        return keys.stream(key, count) + (shifts or {}).get(key, np.uint64(0))
+    def shifted(total, added, subtracted):
+        keys.add_streams(total, added, subtracted)
+        for key, shift in (shifts or {}).items():
+            total += shift * np.uint64(added.count(key))
+            total -= shift * np.uint64(subtracted.count(key))
 
-    monkeypatch.setattr(site, "stream", shifted)
+    monkeypatch.setattr(site, "add_streams", shifted)
     parties = sites()
     adverts = [party.advertise() for party in parties.values()]
     server = ServerRound(TERMS, adverts)
@@ -173,7 +190,7 @@ def test_masks_are_taken_away_by_nothing_but_the_sum():
     given = vectors()
     one = Round(sites(), given)
     one.run()
-    known = keys.stream(keys.own_key(one.parties["site0"]._seeds["own"]), 50)
+    known = stream(keys.own_key(one.parties["site0"]._seeds["own"]), 50)
     assert not np.array_equal(one.seen[0]["site0"] - known, given["site0"])
 
 
