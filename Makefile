@@ -9,7 +9,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart deploy-demo test test-all bench check docs format audit sbom lock clean
+.PHONY: help quickstart deploy-demo test test-all bench check docs format dist matrix audit sbom lock clean
 
 help:
 	@echo "make quickstart  set up .venv and run recipes/quickstart.yaml (20 clients on scikit-learn's digits)"
@@ -20,6 +20,8 @@ help:
 	@echo "make docs        the documentation as a site, in site/"
 	@echo "make format      rewrite the files as \`make check\` wants them"
 	@echo "make bench       speed and memory: runs benchmarks/"
+	@echo "make dist        the sdist and the wheel of the last commit, in dist/ (needs network)"
+	@echo "make matrix      the wheel with the lowest and the newest dependencies: make matrix PYTHONS='python3.11 python3.13'"
 	@echo "make audit       known vulnerabilities of the installed packages (needs network)"
 	@echo "make sbom        software bill of materials, in dist/sbom.json"
 	@echo "make lock        versions and hashes of all dependencies, in dist/requirements.txt"
@@ -96,8 +98,23 @@ bench: $(VENV)/.installed-dev
 # --strict: a package that cannot be looked up is an error, not a pass. The tools have an environment of their own, so that what they need is not audited, nor changed here.
 $(VENV)-tools/.installed: Makefile
 	$(PYTHON) -m venv $(VENV)-tools
-	$(VENV)-tools/bin/python -m pip install --disable-pip-version-check --quiet 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8' 'uv>=0.9,<1'
+	$(VENV)-tools/bin/python -m pip install --disable-pip-version-check --quiet 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8' 'uv>=0.9,<1' \
+	  'twine>=6.2' 'build==1.6.1' 'setuptools==84.2.1'  # the last two: their versions decide the bytes of `make dist`
 	@touch $@
+
+# Of the last commit, not of the folder: git makes the tree, and its time is that of the commit.
+dist: $(VENV)-tools/.installed
+	@version=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml); [ "$${TAG:-v$$version}" = "v$$version" ] || { \
+	  echo "the tag $$TAG is not v$$version, the version in pyproject.toml: change one of them" >&2; exit 1; }
+	@rm -rf dist/perada-* build/tree && mkdir -p dist build/tree
+	git archive HEAD | tar -x -C build/tree
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(VENV)-tools/bin/python .ci/dist.py build/tree dist
+	$(VENV)-tools/bin/twine check --strict dist/perada-*
+	@cd dist && sha256sum perada-*
+
+PYTHONS ?= $(PYTHON)
+matrix: dist
+	tests/matrix.sh dist/perada-*.whl $(PYTHONS)
 
 audit: $(VENV)/.installed $(VENV)-tools/.installed
 	@$(BIN)/python -m pip list --format=freeze --exclude-editable > $(VENV)-tools/packages.txt
