@@ -18,6 +18,7 @@ PAGES = (
     "LICENSE",
     "docs/**/*.md",
     "docs/**/*.png",
+    "docs/*.svg",
     "docs/example_report/*.html",
     "docs/example_report/*.csv",
     "recipes/**/*.yaml",

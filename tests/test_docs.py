@@ -129,7 +129,8 @@ class Reader:
     def pip(self, given, parse_only):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert given[0] == "install"
-        assert given[1] in [f"{project['name']}[{extra}]" for extra in project["optional-dependencies"]]
+        name = project["name"]
+        assert given[1] in [name, *(f"{name}[{extra}]" for extra in project["optional-dependencies"])]
 
     def torchrun(self, given, parse_only):
         parsed = get_args_parser().parse_args(given)

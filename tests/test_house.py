@@ -240,10 +240,10 @@ def test_source_files_name_their_licence():
     assert [str(p.relative_to(ROOT)) for p in files if not p.read_text().startswith(line)] == []
 
 
-def test_recipes_are_in_the_readme():
+def test_recipes_are_listed():
     """Those of the papers' tables and figures on a page of their own."""
-    pages = [(ROOT / page).read_text() for page in ("README.md", "docs/papers.md")]
-    linked = {link for page in pages for link in re.findall(r"\]\((?:\.\./)?(recipes/[^)]+)\)", page)}
+    pages = [(ROOT / page).read_text() for page in ("docs/recipes.md", "docs/papers.md")]
+    linked = {link for page in pages for link in re.findall(r"\]\(\.\./(recipes/[^)]+)\)", page)}
     assert linked == {p.relative_to(ROOT).as_posix() for p in (ROOT / "recipes").rglob("*.yaml")}
 
 
