@@ -23,29 +23,33 @@ def secure_sums(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
         check_installed()
     except ImportError:
         return
+    for sites in (3, 4) if quick else (3, 10, 30, 100):
+        for numbers in (1_000,) if quick else (10**5, 10**6, 10**7):
+            masking = sites if sites * numbers <= (3_000 if quick else ALL) else min(sites, repeats)
+            for gone in (0, 1) if sites > 3 else (0,):
+                yield row(sites, numbers, masking, gone)
+
+
+def row(sites: int, numbers: int, masking: int, gone: int) -> dict[str, Any]:
+    """The costs of one round; seconds are the processor's, those at a site the median over the sites."""
     from benchmarks.summing_sites import Federation
 
-    for sites in (3, 4) if quick else (3, 10, 30, 100):
-        federation = Federation(sites)
-        for numbers in (1_000,) if quick else (10**5, 10**6, 10**7):
-            masking = sites if sites * numbers <= ALL else min(sites, repeats)
-            for gone in (0, 1) if sites > 3 else (0,):
-                plain = federation.plain(numbers, masking)
-                secure = federation.secure(numbers, masking, gone)
-                yield {
-                    "sites": sites,
-                    "numbers": numbers,
-                    "gone": gone,
-                    "vectors masked": masking,
-                    "MB up": round(secure.up / sites, 3),
-                    "MB down": round(secure.down / sites, 3),
-                    "MB at the server": round(secure.up + secure.down, 1),
-                    "up / plain": round(secure.up / plain.up, 3),
-                    "down / plain": round(secure.down / plain.down, 3),
-                    "s at a site": round(sum(secure.at_site().values()), 4),
-                    **{f"site: {step}": round(seconds, 4) for step, seconds in secure.at_site().items()},
-                    "s at the server": round(sum(secure.server.values()), 4),
-                    **{f"server: {step}": round(seconds, 4) for step, seconds in secure.server.items()},
-                    "plain: s at a site": round(sum(plain.at_site().values()), 4),
-                    "plain: s at the server": round(sum(plain.server.values()), 4),
-                }
+    federation = Federation(sites)
+    plain, secure = federation.plain(numbers, masking), federation.secure(numbers, masking, gone)
+    return {
+        "sites": sites,
+        "numbers": numbers,
+        "gone": gone,
+        "vectors masked": masking,
+        "MB up": round(secure.up / sites, 3),
+        "MB down": round(secure.down / sites, 3),
+        "MB at the server": round(secure.up + secure.down, 1),
+        "up / plain": round(secure.up / plain.up, 3),
+        "down / plain": round(secure.down / plain.down, 3),
+        "s at a site": round(sum(secure.of_site().values()), 4),
+        **{f"site: {step}": round(seconds, 4) for step, seconds in secure.of_site().items()},
+        "s at the server": round(sum(secure.server.values()), 4),
+        **{f"server: {step}": round(seconds, 4) for step, seconds in secure.server.items()},
+        "plain: s at a site": round(sum(plain.of_site().values()), 4),
+        "plain: s at the server": round(sum(plain.server.values()), 4),
+    }
