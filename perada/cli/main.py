@@ -36,6 +36,7 @@ DEPLOY: Tree = {
     "site": ("cli.deploy:site", "Serve a site: train on its images what its approved recipes ask for."),
     "run": ("cli.flower:run", "Start an app on a SuperLink and follow it, or a recipe among sites here."),
     "status": ("cli.deploy:status", "Print how far a deployed run is, or what a site has trained."),
+    "audit": ("cli.audit:audit", "Print what left a site, and check that the log of it is whole."),
     "export": ("cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
     "demo": ("cli.flower:demo", "Run three sites on this machine, with TLS and authentication."),
 }

@@ -8,6 +8,7 @@ that are expected. Torch is imported where tensors are made, so that a process t
 
 import hashlib
 import json
+import logging
 import re
 import sys
 from collections.abc import Mapping
@@ -280,6 +281,15 @@ def header_of(message: bytes, most: int = TABLE) -> dict[str, Any]:
     return _parts(message, most)[0]
 
 
+def sizes_of(message: bytes) -> dict[str, int]:
+    """Bytes of each tensor of a message, by name; Refused if it is none."""
+    try:
+        offsets = {name: entry["data_offsets"] for name, entry in _parts(message)[1].items()}
+        return {name: end - begin for name, (begin, end) in offsets.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"a tensor is not described ({error!r})") from None
+
+
 def spec_of(state: "State") -> Spec:
     """What :func:`unpack` expects of a state like this one."""
     from safetensors.torch import _TYPES
@@ -377,7 +387,12 @@ class LocalTransport:
             elif name not in self.workers:
                 found[name] = Failure("unreachable")
             else:
-                reply = self.workers[name].answer(message, "local")
+                try:
+                    reply = self.workers[name].answer(message, "local")
+                except OSError as error:  # it cannot write its audit log, and nothing may leave
+                    found[name] = Failure("crashed")
+                    logging.getLogger("perada.deploy").warning("site %s: %s", name, error)
+                    continue
                 found[name] = reply if len(reply) <= self.most else Failure("malformed")
                 answered += 1
         return found

@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from torch import Tensor
 from perada.algorithms import Stacks
 from perada.core.files import FolderLock, WrongFormat, check_format, write_atomic
 from perada.core.states import State
+from perada.deploy.audit import AuditLog, Tip, check_state, read_log
 from perada.deploy.protocol import header_of, pack
 from perada.privacy.accounting import Ledger
 
@@ -117,7 +118,8 @@ class Book:
     """The state folder of a site.
 
     ``state.safetensors`` holds the run that was last trained, and what all runs together spent. A change is one
-    renaming: after a crash the file is the one before or the one after. ``runs/`` has the former runs.
+    renaming: after a crash the file is the one before or the one after. ``runs/`` has the former runs. It also says how
+    far the audit log was, so that neither can be put back alone.
 
     Args:
         folder: Is made for its owner alone, and locked.
@@ -126,10 +128,12 @@ class Book:
         total: What all runs have spent, as client 0; a round without privacy is one step without noise.
         rounds: How many all runs have trained.
         sampling: How private batches were drawn; None before the first.
+        audit: The log of what leaves.
 
     Raises:
         OSError: If another worker uses the folder, or others may write to it.
-        ValueError: If its file is not what was written, or is gone while those of former runs are there.
+        ValueError: If its file, or the audit log, is not what was written, or is gone while those of former runs are
+            there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,14 +141,19 @@ class Book:
         self.folder, self.total, self.rounds = folder, Ledger(), 0
         self.sampling: str | None = None
         self._run: str | None = None
+        self._committed: Tip | None = None
         try:
             self.current()
-        except ValueError:
+            self.audit = AuditLog(folder)
+            check_state(read_log(folder), self._committed, self.rounds)
+        except (ValueError, OSError):
             self.close()
             raise
 
     def close(self) -> None:
         """Let others have the folder."""
+        if hasattr(self, "audit"):
+            self.audit.close()
         self._lock.close()
 
     def current(self) -> RunState | None:
@@ -160,6 +169,7 @@ class Book:
         state, header = read_state(path)
         self.total.load_state_dict(header["total"])
         self.rounds, self.sampling, self._run = header["rounds"], header["sampling"], state.run
+        self._committed = header["audit"]
         return state
 
     def load(self, run: str) -> RunState:
@@ -186,17 +196,21 @@ class Book:
             (self.folder / "runs").mkdir(exist_ok=True, mode=0o700)
             former = self.folder / "runs" / f"{self._run}.safetensors"
         kept = {"state": state, "total": total.state_dict(), "rounds": rounds, "sampling": sampling}
+        kept["audit"] = list(self.audit.tip)
         write_kept(self.folder / SITE_STATE, kept, SITE_FORMAT, former)
         self._lock.mark()
         self.total, self.rounds, self.sampling, self._run = total, rounds, sampling, state.run
 
 
 def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
-    """A run's state, and the ``total``, ``rounds`` and ``sampling`` of all runs; a ValueError if it is damaged."""
+    """A run's state, and ``total``, ``rounds``, ``sampling`` and ``audit`` of all runs; a ValueError if damaged."""
 
-    def build(state: dict[str, Any], **all_runs: Any) -> tuple[RunState, dict[str, Any]]:
+    def build(
+        state: dict[str, Any], audit: Sequence[Any] | None = None, **all_runs: Any
+    ) -> tuple[RunState, dict[str, Any]]:
         Ledger().load_state_dict(all_runs["total"])
-        return RunState(**state), {name: all_runs[name] for name in ("total", "rounds", "sampling")}
+        told = {name: all_runs[name] for name in ("total", "rounds", "sampling")}
+        return RunState(**state), told | {"audit": None if audit is None else Tip(*audit)}
 
     return read_kept(path, SITE_FORMAT, build)
 

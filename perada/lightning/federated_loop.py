@@ -169,6 +169,7 @@ class FederatedLoop(pl.Callback):
         self._check_own(data, module, stage)
         set_up_trainer(trainer, FederatedLoop)
         module.build(data.num_classes, data.multilabel, self.seed, self.algorithm.merges)
+        self.algorithm.check(module.slot, data.num_clients)  # before anything else that asks the algorithm
         storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
         settings = self.settings_of(module, storage=storage, loss_scaling=scaling_of(trainer))
         sizes = [None] * data.num_clients if settings.private else data.train_sizes

@@ -46,7 +46,6 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     not fit, or privacy that is asked for cannot be kept.
     """
     settings, trainer, data, clients = parts.settings, parts.trainer, parts.data, parts.data.num_clients
-    settings.algorithm.check(parts.module.slot, clients)
     settings.rule.check(max(1, (settings.clients_per_round or clients) // settings.algorithm.modes))
     if settings.rule.needs_factors:
         check_factors(settings, parts.module.slot, names_sent(parts.module, settings.algorithm))

@@ -206,8 +206,8 @@ def _from_timm(
         raise ValueError(
             f"backbone {name!r} is not a timm model: the pretrained ones of this kind are {known}"
         ) from error
-    size = image_size if config is not None and config.fixed_input_size else None  # timm leaves out what is None
-    options: dict[str, Any] = {"in_chans": in_chans, "num_classes": num_classes, "img_size": size}
+    options: dict[str, Any] = {"in_chans": in_chans, "num_classes": num_classes}
+    options["img_size"] = size_to_build(name, image_size)  # timm leaves out what is None
     overlay = _timm_weights(name, config, pretrained)
     try:
         model = timm.create_model(name, pretrained=pretrained is True, pretrained_cfg_overlay=overlay, **options)
@@ -224,6 +224,12 @@ def _from_timm(
     height, width = (image_size, image_size) if image_size is not None else data["input_size"][1:]
     mean, std = (_channels(data[name], in_chans) for name in ("mean", "std"))
     return Backbone(model, name, head, ImageConfig((in_chans, height, width), mean, std))
+
+
+def size_to_build(backbone: object, image_size: int | None) -> int | None:
+    """The ``img_size`` that timm needs to build a backbone: None for one that takes any, or that is not timm's."""
+    config = timm.get_pretrained_cfg(backbone) if isinstance(backbone, str) and timm.is_model(backbone) else None
+    return image_size if config is not None and config.fixed_input_size else None
 
 
 def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | str) -> dict[str, Any]:

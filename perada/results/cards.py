@@ -20,6 +20,7 @@ import jinja2
 from huggingface_hub import ModelCard
 
 from perada.core.text import printable
+from perada.models.backbones import size_to_build
 from perada.privacy.options import ClientPrivacy, Privacy, options_of
 from perada.results.models import Models
 from perada.results.report import TEST_MODE, epsilon_text, mean_and_std, percent, table
@@ -87,6 +88,7 @@ class Cards:
             "images": sum(self._images),
             "clients": len(self._images),
             "base": base,
+            "img_size": size_to_build(info["backbone"], info.get("built_for")),  # positions are embedded for it
         }
 
     def write(self, path: Path, client: int | None, backbone: str | None) -> None:

@@ -50,20 +50,26 @@ class Entry:
         """Options of ``perada fit`` for this algorithm, with ``paper`` those that train what the paper trains.
 
         An algorithm of the class that the recipe names keeps the arguments that the recipe gives it; any other has its
-        own defaults, and not another algorithm's arguments of the same name. An adapter of its own has the options of
-        the recipe's that it knows too.
+        own defaults, and not another algorithm's arguments of the same name.
         """
-        own, model = spec_of(self.base), cli.config.model
+        own = spec_of(self.base)
         reset = [] if own["class_path"] == _path(type(cli.loop.algorithm)) else ["--federated.algorithm=null"]
-        words = [*reset, *words_of("federated.algorithm", own), *self.options]
-        if self.adapter:
-            given = dict(model.adapter_options or {})
-            if model.adapter != self.adapter:
-                both = _LORA if model.adapter in ("lora", "dual_lora") else {"last_blocks"}
-                given = {name: value for name, value in given.items() if name in both}
-            options = json.dumps(given | self.adapter_options) if given or self.adapter_options else "null"
-            words += [f"--model.adapter={self.adapter}", f"--model.adapter_options={options}"]
-        return [*words, *(self.paper if paper else ())]
+        return [*reset, *words_of("federated.algorithm", own), *self.options, *(self.paper if paper else ())]
+
+    def adapter_words(self, cli: Any) -> list[str]:  # noqa: ANN401 - a LightningCLI
+        """Options of ``perada fit`` for the adapter that it is about, if any, with the ``cli``'s options that it knows.
+
+        They belong behind all others: what is given for every run is for every algorithm.
+        """
+        if not self.adapter:
+            return []
+        model = cli.config.model
+        given = dict(model.adapter_options or {})
+        if model.adapter != self.adapter:
+            both = _LORA if model.adapter in ("lora", "dual_lora") else {"last_blocks"}
+            given = {name: value for name, value in given.items() if name in both}
+        options = json.dumps(given | self.adapter_options) if given or self.adapter_options else "null"
+        return [f"--model.adapter={self.adapter}", f"--model.adapter_options={options}"]
 
     def check(self, made: Namespace) -> None:
         """Refuse to call by this name an algorithm that is another one by its ``class_path`` or ``init_args``."""
@@ -225,6 +231,7 @@ class Plan:
         self.rows: list[Row] = list(dict.fromkeys(product(given.recipes, algorithms, varied)))
         self.signed: list[str] = given.choose_by
         self.recipes: dict[str, tuple[Any, str]] = {}
+        self._adapters: dict[tuple[str, str], list[str]] = {}
         for recipe in given.recipes:
             cli = make_cli(["--config", recipe])
             self.recipes[recipe] = cli, _digest(map(str, cli.config.config))
@@ -295,18 +302,32 @@ class Plan:
         recipe, algorithm, varied = row
         own, digest = self.recipes[recipe]
         label = f"{self._prefix(recipe)}{algorithm}" if algorithm else recipe.removesuffix(".yaml")
-        given, tunes = [*self.overrides, *words(dict(varied))], stage == "tune"
+        point_of_row, tunes = words(dict(varied)), stage == "tune"
         args = [
             *("--config", recipe, "--trainer.logger=false"),  # no folder for every one of so many runs
             *(ENTRIES[algorithm].words(own, self.given.paper) if algorithm else ()),
             f"--seed_everything={seed}",
             *([HOLD_OUT] if tunes else []),
-            *given,
+            *self.overrides,
+            *self._adapter(recipe, algorithm),
+            *point_of_row,
             *words(point),
             *([VALIDATE] if tunes else []),
         ]
         label += named(dict(varied))
-        return Job(label, recipe, seed, stage, point, args, self.asked + given, digest, self.signed, dict(varied))
+        given = [*self.asked, *self.overrides, *point_of_row]
+        return Job(label, recipe, seed, stage, point, args, given, digest, self.signed, dict(varied))
+
+    def _adapter(self, recipe: str, algorithm: str) -> list[str]:
+        """Options for the adapter that an algorithm is about, with those that the recipe or all runs give one."""
+        entry = ENTRIES.get(algorithm)
+        if entry is None or not entry.adapter:
+            return []
+        if (recipe, algorithm) not in self._adapters:
+            own = entry.words(self.recipes[recipe][0], self.given.paper)
+            cli = self.make_cli(["--config", recipe, "--trainer.logger=false", *own, *self.overrides])
+            self._adapters[recipe, algorithm] = entry.adapter_words(cli)
+        return self._adapters[recipe, algorithm]
 
     def count(self, algorithm: str) -> int:
         """How many settings of an algorithm are tried."""

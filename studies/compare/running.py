@@ -106,9 +106,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
     result["run"] = _known(cli.model.scores) | {
         "diverged": not all(map(math.isfinite, measured)),
         "local_steps": last["step"],
-        "params/trained": last["params/trained"],
-        "params/sent": last["params/sent"],
-        "mb_sent": mb_sent(history, cli.loop.clients_per_round or cli.loop.num_clients),
+        **per_client(history, cli.loop.clients_per_round or cli.loop.num_clients),
         "full/params": sum(p.numel() for p in whole.model.parameters()),
         "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
         "seconds_per_round": seconds / len(history),
@@ -118,13 +116,21 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
     return result
 
 
-def mb_sent(history: Sequence[dict[str, float]], clients: int) -> float:
-    """MB that one client sends in a round, from the fullest of them: who has spent a privacy budget sends nothing.
+def per_client(history: Sequence[dict[str, float]], clients: int) -> dict[str, float]:
+    """What one client trains and sends in a round: means over the rounds in which all ``clients`` took part.
 
-    >>> mb_sent([{"comm/up_mb": 4.0}, {"comm/up_mb": 1.0}], clients=4)
-    1.0
+    Who has spent a privacy budget sends nothing, so that rounds with fewer clients have less to send for a parameter.
+
+    >>> rounds = [(3.0, 24.0), (1.0, 8.0), (1.0, 4.0)]  # in the last, one client of two
+    >>> per_client([{"params/trained": n, "params/sent": n, "comm/up_mb": mb} for n, mb in rounds], clients=2)
+    {'params/trained': 2.0, 'params/sent': 2.0, 'mb_sent': 8.0}
     """
-    return max(row["comm/up_mb"] for row in history) / clients
+    fullness = [row["comm/up_mb"] / row["params/sent"] if row["params/sent"] else 0.0 for row in history]
+    fewest = (clients - 0.5) / clients * max(fullness)
+    rows = [row for row, full in zip(history, fullness, strict=True) if full >= fewest]
+    names = {"params/trained": 1, "params/sent": 1, "comm/up_mb": clients}
+    trained, sent, up = (sum(row[name] for row in rows) / len(rows) / number for name, number in names.items())
+    return {"params/trained": trained, "params/sent": sent, "mb_sent": up}
 
 
 def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, float | None]]]:

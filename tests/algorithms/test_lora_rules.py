@@ -174,6 +174,7 @@ def test_images_are_private_and_clients_are_not():
             "FedEnsemble does not average what clients send",
         ),
         ("standalone", "net-adapter", {"diagnostics": ["lora_residual"]}, "Standalone"),
+        ("fedalt_row", "net-adapter", {"diagnostics": ["lora_residual"]}, "choose adapter='dual_lora'"),
         (
             "fedavg",
             "net-adapter",

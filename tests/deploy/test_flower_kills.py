@@ -16,6 +16,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada
 from perada.cli import main
 from perada.cli.flower import recipe_digest
 from perada.deploy import state as records
+from perada.deploy.audit import HEAD, LOG
 from perada.deploy.state import SITE_STATE, Book, read_state
 from perada.studies.deployment import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, site_file
 
@@ -111,7 +112,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
             book = Book(demo.folder / f"state-{site}")
             assert book.total.history(0) == {(0.0, 1.0): ROUNDS}  # one entry a round
             book.close()
-            assert sorted(path.name for path in book.folder.iterdir()) == ["lock", SITE_STATE]
+            assert sorted(path.name for path in book.folder.iterdir()) == [HEAD, LOG, "lock", SITE_STATE]
         said = demo.log("worker-beta").read_text()
     assert said.count("train, round 1\n") >= 2  # asked again after the ClientApp's death, and not trained again
     here, expected = in_peace(tmp_path)

@@ -14,7 +14,7 @@ from perada.data import FederatedData
 OPTIONS = {"rounds": 1, "local_steps": 1, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 
-def made(adapter="residual", pretrained=False, **options):
+def made(adapter="residual", pretrained=False, backbone="test_resnet", **options):
     generator = torch.Generator().manual_seed(0)
 
     def part(count):
@@ -24,7 +24,7 @@ def made(adapter="residual", pretrained=False, **options):
     names = {"classes": ["benign", "a`<script>", "other"], "client_names": ["north", "south"]}
     data = FederatedData([part(8), part(6)], [part(4), part(5)], **names)
     given = OPTIONS | {"adapter": adapter, "algorithm": "ditto", "pretrained": pretrained} | options
-    return perada.finetune("test_resnet", data, **given)
+    return perada.finetune(backbone, data, **given)
 
 
 def test_the_card_says_what_the_run_was(tmp_path):
@@ -77,6 +77,19 @@ def test_the_three_lines_of_the_card_load_the_model(tmp_path, monkeypatch, adapt
     exec(lines, loaded)  # what the card tells readers to run
     with torch.no_grad():
         torch.testing.assert_close(loaded["model"](x), run.personal("south")(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("pretrained", [False, "perada:shapes_test_vit"])
+def test_the_card_builds_a_transformer_for_the_size_of_its_images(tmp_path, monkeypatch, pretrained):
+    """timm's own size of it is 160: positions of another size would be interpolated, and logits others."""
+    run = made("lora", pretrained, backbone="test_vit", image_size=32)
+    run.save(tmp_path)
+    lines = re.search(r"```python\n(.*?)\n```", (tmp_path / "global" / "README.md").read_text(), re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path / "global")
+    loaded, x = {}, torch.randn(2, 3, 32, 32)
+    exec(lines, loaded)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded["model"](x), run.global_model()(x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

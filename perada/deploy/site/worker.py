@@ -86,22 +86,34 @@ class SiteWorker:
         return max(sizes)
 
     def answer(self, message: bytes, run: str) -> bytes:
-        """The reply to a message. It never raises: what goes wrong is a code, and its reason is in the log.
+        """The reply to a message, which is in the audit log. What goes wrong is a code, and its reason is in the log.
 
         Args:
             message: As it came.
             run: What the transport calls the run; it is written to the log alone.
+
+        Raises:
+            OSError: If the audit log cannot be written: nothing leaves then.
         """
         answers, run = digest(message), printable(run)
-        try:
-            with self._turn:
-                return self._answer(message, answers, run)
-        except Refused as refusal:
-            self.log.warning("run %s: refused (%s): %s", run, refusal.code, refusal)
-            return _reply(refusal.code, answers)
-        except Exception:
-            self.log.exception("run %s: failed", run)
-            return _reply("failed", answers)
+        with self._turn:
+            try:
+                reply = self._answer(message, answers, run)
+            except Refused as refusal:
+                self.log.warning("run %s: refused (%s): %s", run, refusal.code, refusal)
+                reply = _reply(refusal.code, answers)
+            except Exception:
+                self.log.exception("run %s: failed", run)
+                reply = _reply("failed", answers)
+            self.book.audit.note(message, reply, self.book.rounds, self._spent)
+        return reply
+
+    def _spent(self, order: Order) -> dict[str, float | None] | None:
+        """The ε of all that was trained here, in the site's measure (null is ∞); None of a recipe without privacy."""
+        client = self.clients[order.recipe]
+        if not client.planned:
+            return None
+        return {"spent": _finite(client.epsilon(self.book.total.history(0))), "delta": client.limits.delta}
 
     def _answer(self, message: bytes, answers: str, run: str) -> bytes:
         order = Order.read(header_of(message))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from jsonargparse import Namespace
 
 import perada
 from perada.algorithms import ALGORITHMS, make_algorithm
@@ -24,7 +25,7 @@ from perada.data import Digits
 from perada.studies.compare import file
 from perada.studies.compare.command import Comparison
 from perada.studies.compare.grid import parse_grid
-from perada.studies.compare.plan import ENTRIES, Plan
+from perada.studies.compare.plan import CHOSEN_BY, ENTRIES, Plan
 from perada.studies.compare.results import Results, choose, curve_tables, grid_table, score, summary
 from perada.studies.compare.running import epsilons, runner, same_budget
 from tests import recipes
@@ -409,13 +410,34 @@ def test_an_adapter_of_its_own_has_the_options_that_it_knows(recipe, given, lora
     cli = PeradaCLI(["--config", recipe, *own], run=False)
 
     def model(name):
-        words = [*own, "--trainer.logger=false", *ENTRIES[name].words(cli)]
+        words = [*own, "--trainer.logger=false", *ENTRIES[name].words(cli), *ENTRIES[name].adapter_words(cli)]
         made = PeradaCLI(["--config", recipe, *words], run=False).model
         return made.adapter, made.adapter_options
 
     assert model("flexlora") == ("lora", lora or {})
     assert model("feddpa") == ("dual_lora", dual or {})
     assert model("fedalt_row") == ("dual_lora", (dual or {}) | {"gate": True})
+
+
+def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own(recipe, tmp_path):
+    """What ``--adapter`` says on the command line is as if the recipe said it; ``--vary`` is for every algorithm."""
+    given = Namespace(recipes=[recipe], algorithms=["fedavg", "feddpa", "fedalt_row", "rolora"], seeds=[0], vary=[])
+    given.update(Namespace(tune=[], trials=None, sampler="tpe", choose_by=list(CHOSEN_BY), paper=False))
+    make = partial(PeradaCLI, run=False)
+
+    def adapters(*words):
+        plan = Plan(make, given, words)
+        made = [make(plan.job(row, 0, "run", {}).args).model for row in plan.rows]
+        return [(one.adapter, one.adapter_options) for one in made]
+
+    assert adapters("--adapter=lora", "--adapter_options={r: 2, lora_dropout: 0.1}") == [
+        ("lora", {"r": 2, "lora_dropout": 0.1}),
+        ("dual_lora", {"r": 2}),
+        ("dual_lora", {"r": 2, "gate": True}),
+        ("lora", {"r": 2, "lora_dropout": 0.1}),
+    ]
+    given.vary = ["model.adapter=lora,head"]
+    assert [adapter for adapter, _ in adapters()] == ["lora", "head"] * 4
 
 
 @pytest.mark.slow

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``perada deploy audit``: print and check the audit log of a site."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from perada.deploy.audit import Entry, Tip, begin_log, check_chain, check_state, read_log
+from perada.deploy.site.file import read_site
+from perada.results.report import table
+
+TITLES = ["line", "time (UTC)", "run", "round", "asked", "message", "answered", "left", "ε"]
+
+
+def audit(parser: ArgumentParser, words: list[str]) -> None:
+    """Print a site's audit log, and check that no line of it was changed, removed, moved or cut off."""
+    parser.add_argument("where", type=Path, help="File of a site, such as site.yaml, or its state folder.")
+    parser.add_argument("--json", action="store_true", help="Print the lines as they are.")
+    text = "A sha256 that was noted elsewhere, of a line that must be there; may be repeated."
+    parser.add_argument("--noted", type=str, action="append", default=[], help=text)
+    text = "Put a log that cannot be gone on with aside, and begin another, whose first line says so."
+    parser.add_argument("--begin", action="store_true", help=text)
+    given = parser.parse_args(words)
+    folder = given.where if given.where.is_dir() else read_site(given.where).state
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{str(folder)!r} is not there: the site has answered nothing yet")
+    if given.begin:
+        kept = begin_log(folder, *_state(folder))
+        print(f"Began a new log in {folder}; the former one is {'gone' if kept is None else kept.name}")
+        return
+    found = read_log(folder)
+    if given.json:
+        print(
+            "".join(json.dumps(entry, sort_keys=True, separators=(",", ":")) + "\n" for entry in found.entries), end=""
+        )
+    else:
+        print(table(TITLES, [_row(entry) for entry in found.entries]))
+    check_chain(found)
+    check_state(found, *_state(folder))
+    for noted in given.noted:
+        if noted not in [entry["sha256"] for entry in found.entries]:
+            raise ValueError(f"no line has the sha256 {noted!r}, which was noted: the log was written anew")
+    if not given.json:
+        torn = f"; {len(found.torn)} bytes of another, which was never answered" if found.torn else ""
+        print(f"\n{found.tip.lines} lines, each after the one before it{torn}. Note the last one's sha256 elsewhere:")
+        print(found.tip.last)
+
+
+def _state(folder: Path) -> tuple[Tip | None, int]:
+    """How far the log was when the state was last written, and how many rounds were trained by then."""
+    from perada.deploy.state import SITE_STATE, read_state
+
+    if not (folder / SITE_STATE).is_file():
+        return None, 0
+    all_runs = read_state(folder / SITE_STATE)[1]
+    return all_runs["audit"], all_runs["rounds"]
+
+
+def _row(entry: Entry) -> list[str]:
+    first = [str(entry["number"]), entry["time"].removesuffix("+00:00")]
+    if "asked" not in entry:
+        return [*first, *["–"] * 5, _event(entry), "–"]
+    asked, epsilon = entry["asked"], entry.get("epsilon")
+    kind = asked.get("kind", "–") + (f" ({asked['of']})" if "of" in asked else "")
+    spent = "–" if epsilon is None else "∞" if epsilon["spent"] is None else f"{epsilon['spent']:.3f}"
+    run, round = entry["run"] or "–", "–" if entry["round"] is None else str(entry["round"])
+    return [*first, run[:8], round, kind, asked["message"][:8], entry["answered"], _left(entry["left"]), spent]
+
+
+def _event(entry: Entry) -> str:
+    if "torn" in entry:
+        return f"a line of {entry['torn']['bytes']} bytes before this one is torn, and was never answered"
+    lines, last = entry["begun"]["head"]
+    return f"a new log: the former one had {lines} lines, the last {last[:8]}"
+
+
+def _left(left: dict[str, Any]) -> str:
+    size, parts = sum(left["tensors"].values()), []
+    if left["tensors"]:
+        under = " under masks" if left["masks"] else ""
+        parts.append(f"{len(left['tensors'])} tensors, {size / 1e6:.3f} MB{under}")
+    return "; ".join([*parts, *filter(None, [", ".join(left["facts"]), ", ".join(left["sums"])])]) or "–"
