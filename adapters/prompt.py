@@ -52,6 +52,13 @@ class PromptConfig(PeftConfig):
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")
         check_last_blocks(self.last_blocks)
+        try:
+            re.compile(self.target_modules or "")
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"target_modules={self.target_modules!r} is no regular expression ({error}): give one of the blocks' "
+                "full names"
+            ) from None
 
 
 class Prompts(nn.Module):

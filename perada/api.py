@@ -197,6 +197,10 @@ def as_plain(value: object) -> Any:  # noqa: ANN401  # what YAML holds
 def _algorithm(given: str | Algorithm, options: dict[str, Any] | None, prox_strength: float | None) -> Algorithm:
     """The algorithm, made by its name with its options, which one that is made already has."""
     check_options("algorithm_options", {} if options is None else options, "{'modes': 5}")
+    if prox_strength is not None and "prox_strength" in (options or {}):
+        raise ValueError(
+            f"prox_strength={prox_strength!r} cannot be given beside algorithm_options={options!r}; leave one out"
+        )
     options = (options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
     if options and isinstance(given, Algorithm):
         what, kind = next(f"{name}={value!r}" for name, value in options.items()), type(given).__name__

@@ -262,6 +262,10 @@ def emptied(tiny):
         ({"algorithm": "fedavg", "prox_strength": 1.0}, "algorithm='fedavg' cannot be made with.*prox_strength"),
         ({"prox_strength": -1.0}, "prox_strength=-1.0 cannot be used; give a finite number of 0 or more"),
         ({"algorithm": perada.make_algorithm("ditto"), "prox_strength": 2.0}, "prox_strength=2.0.*beside an algorithm"),
+        (
+            {"algorithm": "ditto", "algorithm_options": {"prox_strength": 1.0}, "prox_strength": 2.0},
+            "prox_strength=2.0 cannot be given beside algorithm_options=.*; leave one out",
+        ),
         ({"clients_per_round": 6}, "clients_per_round=6 cannot be used; give a whole number from 1 to 5"),
         ({"clients_per_round": 0}, "clients_per_round=0 cannot be used; give a whole number of 1 or more"),
         ({"data": emptied}, "client 3 has no training samples"),

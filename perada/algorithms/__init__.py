@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Federated algorithms, each a small class that says one client's math and the server's rule."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
 from perada.algorithms.scaffold import Scaffold
 from perada.algorithms.sharing import FedAlt, FedBN, FedPer, FedRep, FedSim, LGFedAvg, PartialSharing
 from perada.core.checks import check_known
+from perada.server.rules import SERVER_RULES
 
 __all__ = [
     "APFL",
@@ -103,6 +105,9 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "het_lora": HetLoRA,
 }
 
+PAPERS = {"flexlora": "svd", "flex_lora": "svd"}
+"""Server rules that users look for among the algorithms, by the names that they have in their papers."""
+
 
 def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
     """Return the algorithm called ``name`` (an :class:`Algorithm` is returned as it is).
@@ -117,8 +122,16 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
         return name
     if not isinstance(name, str):
         raise ValueError(f"algorithm={name!r} cannot be used; give a name, such as 'perada', or an Algorithm")
+    rule = PAPERS.get(name.lower(), name)
+    if rule in SERVER_RULES:
+        raise ValueError(
+            f"algorithm={name!r} is a server rule here; give algorithm='fedavg', or another one, and "
+            f"server_rule={rule!r}"
+        )
     check_known("algorithm", name, ALGORITHMS)
     try:
         return ALGORITHMS[name](**options)
     except TypeError as error:
-        raise ValueError(f"algorithm={name!r} cannot be made with {options}: {error}") from None
+        known = ", ".join(inspect.signature(ALGORITHMS[name]).parameters) or "none at all"
+        what = f"algorithm={name!r} cannot be made with {options}"
+        raise ValueError(f"{what}: {error}; its options are {known}") from None

@@ -348,4 +348,7 @@ def check_base(outer: Algorithm, base: object) -> None:
         raise ValueError(f"base={base!r} is not an algorithm; give one, such as PerAda()")
     own, name = type(base).__name__, type(outer).__name__
     if type(base).lora_rank is not Algorithm.lora_rank:
-        raise ValueError(f"base={own} gives clients ranks, and has to be around all else; give {own}(base={name}(...))")
+        around = not outer.is_ensemble and type(outer).lora_rank is Algorithm.lora_rank
+        remedy = f"give {own}(base={name}(...))" if around else f"choose one of {own} and {name} alone"
+        remedy = f"give one {own} alone" if type(base) is type(outer) else remedy
+        raise ValueError(f"base={own} gives clients ranks, and has to be around all else; {remedy}")

@@ -28,6 +28,16 @@ def check_branches(name: str, slot: Slot) -> None:
         )
 
 
+def check_weighted(name: str, slot: Slot) -> None:
+    """The same, and refuse a gate, which would weight the branches a second time."""
+    check_branches(name, slot)
+    if slot.private - twins(slot).keys():
+        raise ValueError(
+            f"algorithm {name} weights the branches itself, and the adapter has a gate that does; choose gate=False "
+            "(adapter_options)"
+        )
+
+
 def pairs(slot: Slot) -> list[tuple[Factors, Factors]]:
     """The factors of the shared and of the private branch of each layer."""
     shared, private = ([pair for pair in slot.factors if pair.up in names] for names in (slot.shared, slot.private))
@@ -59,12 +69,7 @@ class _Weighted(Algorithm):
 
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse an adapter without branches, and one whose gate would weight them a second time."""
-        check_branches(type(self).__name__, slot)
-        if slot.private - twins(slot).keys():
-            raise ValueError(
-                f"algorithm {type(self).__name__} weights the branches itself, and the adapter has a gate that does; "
-                "choose gate=False (adapter_options)"
-            )
+        check_weighted(type(self).__name__, slot)
 
     def weights(self, initial: State, slot: Slot) -> State:
         """1 − α for each B of the shared branch, α for each of the private one."""
@@ -154,11 +159,18 @@ class FedDPAF(FedAvg):
 
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse an adapter without branches, or with a gate."""
-        check_branches(type(self).__name__, slot)
-        self._own.check(slot, num_clients)
+        check_weighted(type(self).__name__, slot)
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """The global branch and head."""
+        return expand(partition(sending.global_state, sending.slot.private)[1], len(sending.clients))
+
+    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+        """What was received, with zeros in place of the own branch."""
+        return {"local": received | {own: torch.zeros_like(received[name]) for own, name in twins(slot).items()}}
 
     def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
-        """All but the private branch, whose B is zero."""
+        """All but the private branch, which is zero."""
         return tuple(key for key in slot.parameters if key not in slot.private)
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
@@ -220,7 +232,7 @@ class RestOfWorld(Algorithm):
     a round's clients; weights do not count. A client makes its RoW branch v̄ + (v̄ − own) / (M − 1) of it, so that the
     server sends the same to all. It predicts with the RoW branch of the last round that it took part in, for which its
     mixer was trained. A client that was not drawn counts as it last was. The paper has all clients in every round.
-    Server rules on products, such as ``svd``, are refused: they would leave no mean to take one's own part out of.
+    Server rules other than the mean are refused: they would leave no mean to take one's own part out of.
     """
 
     inference = "personal"
@@ -231,7 +243,10 @@ class RestOfWorld(Algorithm):
         """Refuse an adapter without branches, and a client without others."""
         check_branches(type(self).__name__, slot)
         if num_clients < 2:
-            raise ValueError(f"RestOfWorld needs the branches of other clients, and there are {num_clients} clients")
+            raise ValueError(
+                "algorithm RestOfWorld needs the branches of other clients, and there is one client; give the data of "
+                "more, or choose algorithm='standalone'"
+            )
 
     def kept(self, initial: State, slot: Slot) -> Stacks:
         """The individual branch, gate and head, and the RoW branch."""

@@ -65,19 +65,7 @@ class HetLoRA(Around):
             )
         if isinstance(self.base, RestOfWorld):
             raise ValueError("base=RestOfWorld needs the mean of whole branches; choose another, such as FedDPA")
-        for rank in (ranks.values() if isinstance(ranks, Mapping) else ranks) or ():
-            check_whole("ranks", rank, hint="of LoRA, of each client")
-        for size in sizes or ():
-            check_whole("sizes", size, hint="numbers of images")
-        if ranks is not None and not ranks:
-            raise ValueError(f"ranks={ranks!r} is empty; give a list such as [2, 4, 8], or {{client: rank}}")
-        if sizes is not None and (
-            sorted(set(sizes)) != sizes or not isinstance(ranks, list) or len(ranks) <= len(sizes)
-        ):
-            raise ValueError(
-                f"sizes={sizes!r} with ranks={ranks!r} cannot be used; give rising numbers of images, and a list of "
-                "ranks with one entry more"
-            )
+        _check_ranks(ranks, sizes)
         vars(self).update({name: getattr(self.base, name) for name in (*Algorithm.__annotations__, *_OF_BASE)})
 
     @property
@@ -145,6 +133,25 @@ class HetLoRA(Around):
         """As the base, at each client's rank."""
         tuning = self.base.personalization()
         return None if tuning is None else (HetLoRA(tuning[0], self.ranks, self.sizes), tuning[1])
+
+
+def _check_ranks(ranks: object, sizes: object) -> None:
+    """Refuse, by a ValueError, what are no ranks of clients, or no numbers of images that tell who has which."""
+    if ranks is not None and (not isinstance(ranks, list | tuple | Mapping) or not ranks):
+        raise ValueError(f"ranks={ranks!r} cannot be used; give a list such as [2, 4, 8], or {{client: rank}}")
+    for rank in (ranks.values() if isinstance(ranks, Mapping) else ranks) or ():
+        check_whole("ranks", rank, hint="of LoRA, of each client")
+    if sizes is None:
+        return
+    if not isinstance(sizes, list | tuple) or not sizes:
+        raise ValueError(f"sizes={sizes!r} cannot be used; give a list of numbers of images, such as [100, 1000]")
+    for size in sizes:
+        check_whole("sizes", size, hint="numbers of images")
+    if sorted(set(sizes)) != [*sizes] or not isinstance(ranks, list | tuple) or len(ranks) != len(sizes) + 1:
+        raise ValueError(
+            f"sizes={sizes!r} with ranks={ranks!r} cannot be used; give rising numbers of images, and a list of "
+            "ranks with one entry more"
+        )
 
 
 _OF_BASE = ("phases", "initial", "kept", "members", "personal")

@@ -330,15 +330,15 @@ class Rehearsal:
 def no_logits(algorithm: Algorithm) -> ValueError:
     """What is wrong with an algorithm that looks at outputs or labels themselves, where training is private."""
     return ValueError(
-        f"privacy cannot be used with {type(algorithm).__name__}: its local step reads the model's outputs on private "
+        f"privacy cannot be used with {algorithm.kind}: its local step reads the model's outputs on private "
         "images (step.logits, step.outputs), or their labels (step.labels, step.class_counts), which no noise covers; "
-        "use step.loss, whose gradient is private"
+        "choose another algorithm, or client_privacy; in one of your own use step.loss, whose gradient is private"
     )
 
 
 def no_counts(algorithm: Algorithm) -> ValueError:
     """What is wrong with an algorithm that needs to know the labels of all of a client's images."""
     return ValueError(
-        f"algorithm {type(algorithm).__name__} needs each client's number of images of each class, and images have "
+        f"algorithm {algorithm.kind} needs each client's number of images of each class, and images have "
         "several labels, or labels are not known before they are read; choose another algorithm"
     )

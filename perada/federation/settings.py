@@ -156,7 +156,7 @@ def without_factors(algorithm: Algorithm, slot: Slot, sent: Collection[str]) -> 
             "and convolutions"
         )
     both = any(pair.down in sent and pair.up in sent for pair in slot.factors)
-    name, base = type(algorithm).__name__, getattr(algorithm, "base", algorithm)
+    name, base = algorithm.kind, getattr(algorithm, "base", algorithm)
     if isinstance(base, RestOfWorld):
         return f"clients of {name} send means of factors that they moved, not factors; choose another algorithm"
     return "" if both else f"clients of {name} do not send both A and B of a layer; choose another algorithm"
@@ -182,14 +182,20 @@ def lora_ranks(
     return ranks
 
 
-def check_merging(settings: Settings) -> None:
-    """Refuse, by a ValueError, a server rule beside an algorithm that merges products of which it has the mean."""
-    name = type(settings.algorithm).__name__
-    if settings.algorithm.merges and type(settings.rule) is not Mean:
-        raise ValueError(
-            f"server_rule={type(settings.rule).__name__} cannot be used with {name}, which merges the exact mean of "
-            "the clients' products B·A and would undo the rule; leave server_rule out, or choose algorithm='fedavg'"
-        )
+def check_rule(settings: Settings) -> None:
+    """Refuse, by a ValueError, a server rule beside an algorithm that works on the plain mean alone."""
+    algorithm, rule = settings.algorithm, type(settings.rule)
+    reasons = {
+        "merges the exact mean of the clients' products B·A and would undo the rule; leave server_rule out, or choose "
+        "algorithm='fedavg'": algorithm.merges,
+        "takes a client's own part out of the mean of all branches, and the rule leaves no mean; leave server_rule "
+        "out, or choose algorithm='feddpa'": isinstance(algorithm, RestOfWorld),
+    }
+    for reason, holds in reasons.items():
+        if holds and rule is not Mean:
+            raise ValueError(
+                f"server_rule={rule.__name__} cannot be used with {type(algorithm).__name__}, which {reason}"
+            )
 
 
 def check_server_images(settings: Settings, public: int, labelled: int) -> None:

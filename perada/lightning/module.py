@@ -49,7 +49,8 @@ class FederatedClassifier(pl.LightningModule):
         optimizer: The clients' optimiser, started afresh each round.
         momentum: Of SGD.
         weight_decay: Of the clients' optimiser.
-        clip_norm: Largest norm of each client's gradient; unlimited by default.
+        clip_norm: Largest norm of each client's gradient in a role, with pulls and corrections, as torch's
+            ``clip_grad_norm_`` shortens it; unlimited by default.
         lr_schedule: Learning rates over the rounds: constant, cosine to zero, or times ``lr_gamma`` every ``lr_every``.
         lr_gamma: Factor of the exponential schedule.
         lr_every: Rounds between two of its steps.

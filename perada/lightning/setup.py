@@ -16,7 +16,7 @@ from perada.data import Phase
 from perada.data.batches.features import FeatureStore
 from perada.federation.diagnostics import ON_PUBLIC
 from perada.federation.secure_sums import check_secure_sums
-from perada.federation.settings import check_factors, check_merging, check_server_images
+from perada.federation.settings import check_factors, check_rule, check_server_images
 from perada.lightning.checks import (
     check_batch_norm,
     check_images,
@@ -49,7 +49,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     settings.rule.check(max(1, (settings.clients_per_round or clients) // settings.algorithm.modes))
     if settings.rule.needs_factors:
         check_factors(settings, parts.module.slot, names_sent(parts.module, settings.algorithm))
-    check_merging(settings)
+    check_rule(settings)
     check_secure_sums(settings, parts.module.slot, settings.algorithm.initial(parts.module.initial_state), clients)
     try_own(parts)
     fresh = protection is None or stage == "fit"  # an evaluation before may have planned other rounds

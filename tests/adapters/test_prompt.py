@@ -254,6 +254,7 @@ def test_prompts_on_prompts():
         ({"tokens": True}, "tokens=True is not a number of tokens"),
         ({"dropout": 1.0}, "dropout=1.0 is not a probability"),
         ({"last_blocks": 0}, "last_blocks=0 is not a number of blocks"),
+        ({"target_modules": "("}, r"target_modules='\(' is no regular expression \(.*\): give one of the blocks'"),
     ],
 )
 def test_bad_options_are_named(options, message):

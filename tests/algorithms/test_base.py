@@ -48,6 +48,9 @@ def test_an_algorithm_is_returned_as_it_is():
     [
         ("peradda", {}, "algorithm='peradda' is unknown; did you mean 'perada'"),
         ("xyz", {}, "algorithm='xyz' is unknown; choose one of perada, "),
+        ("FlexLoRA", {}, "algorithm='FlexLoRA' is a server rule here; give algorithm='fedavg'.*server_rule='svd'"),
+        ("lora_fair", {}, "algorithm='lora_fair' is a server rule here.*server_rule='lora_fair'"),
+        ("fedrod", {"gama": 1}, "unexpected keyword argument 'gama'; its options are gamma$"),
         ("standalone", {"prox_strength": 1.0}, "algorithm='standalone' cannot be made with .*prox_strength"),
         ("ditto", {"prox_strength": -1.0}, "prox_strength=-1.0 cannot be used; give a finite number of 0 or more"),
         ("ditto", {"prox_strength": NAN}, "prox_strength=nan cannot be used"),

@@ -56,13 +56,25 @@ def test_a_client_that_never_took_part_has_what_it_began_with():
 
 
 def test_one_client_has_no_rest_of_the_world():
-    with pytest.raises(ValueError, match="RestOfWorld needs the branches of other clients, and there are 1 clients"):
+    with pytest.raises(ValueError, match="needs the branches of other clients, and there is one client; give"):
         row(1, perada.FederatedData(task().train[:1], num_classes=CLASSES))
 
 
 def test_a_rest_of_the_world_has_whole_branches():
     with pytest.raises(ValueError, match="base=RestOfWorld needs the mean of whole branches; choose another"):
         HetLoRA(RestOfWorld())
+
+
+@pytest.mark.parametrize("rule", ["median", "fedavgm", "norm_clipping"])
+def test_what_is_no_mean_has_no_own_part_to_take_out(rule):
+    with pytest.raises(ValueError, match=r"cannot be used with RestOfWorld, which takes .* leave server_rule out"):
+        row(1, server_rule=rule)
+
+
+@pytest.mark.parametrize("algorithm", [FedDPA(), FedDPAF()])
+def test_a_gate_would_weight_a_second_time(algorithm):
+    with pytest.raises(ValueError, match=f"algorithm {type(algorithm).__name__} weights the branches .* gate=False"):
+        finetune(algorithm, adapter=GATE)
 
 
 @pytest.mark.parametrize("base", [FedDPA(), FedDPAF()])
@@ -123,7 +135,7 @@ def test_branches_count_in_what_is_trained_and_sent():
     a, b, head, gate = 2 * 9, 4 * 2, 4 * CLASSES + CLASSES, 2 * 9
     for algorithm, adapter, trained, sent, received in (
         ("feddpa", BRANCHES, 2 * (a + b + head), a + b + head, a + b + head),
-        ("feddpa_f", BRANCHES, a + b + head, a + b + head, 2 * (a + b) + head),
+        ("feddpa_f", BRANCHES, a + b + head, a + b + head, a + b + head),
         ("fedalt_row", GATE, a + b + head + gate, a + b, a + b + 1),
     ):
         found = finetune(algorithm, adapter=adapter, rounds=1).metrics["rounds"][0]

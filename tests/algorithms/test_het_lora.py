@@ -376,15 +376,28 @@ def test_a_client_that_joins_has_the_whole_rank():
     assert joined.state("personal", 2)[b("one")][:, :2].any()
 
 
+def test_tuples_will_do():
+    by_size = HetLoRA(ranks=(1, 2), sizes=(6,))
+    assert [by_size.lora_rank(client, str(client), size, 2) for client, size in enumerate((5, 6))] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: HetLoRA("fedavg"), "base='fedavg' is not an algorithm; give one"),
         (lambda: HetLoRA(FedBE()), "base=FedBE has several global models; choose another"),
-        (lambda: HetLoRA(HetLoRA()), r"base=HetLoRA gives clients ranks.*give HetLoRA\(base=HetLoRA"),
+        (lambda: HetLoRA(HetLoRA()), "base=HetLoRA gives clients ranks.*give one HetLoRA alone"),
         (lambda: FFALoRA(HetLoRA()), r"base=HetLoRA gives clients ranks.*give HetLoRA\(base=FFALoRA"),
-        (lambda: FedEnsemble(HetLoRA()), "base=HetLoRA gives clients ranks"),
-        (lambda: HetLoRA(ranks=[]), r"ranks=\[\] is empty; give a list"),
+        (
+            lambda: FedEnsemble(HetLoRA()),
+            "base=HetLoRA gives clients ranks.*choose one of HetLoRA and FedEnsemble alone",
+        ),
+        (lambda: HetLoRA(ranks=[]), r"ranks=\[\] cannot be used; give a list"),
+        (lambda: HetLoRA(ranks=4), r"ranks=4 cannot be used; give a list such as \[2, 4, 8\], or"),
+        (lambda: HetLoRA(ranks="4"), "ranks='4' cannot be used; give a list"),
+        (lambda: HetLoRA(ranks=[1, 2], sizes=5), r"sizes=5 cannot be used; give a list of numbers of images"),
+        (lambda: HetLoRA(ranks=[1], sizes=[]), r"sizes=\[\] cannot be used; give a list of numbers of images"),
+        (lambda: HetLoRA(ranks=[1, 2, 3], sizes=[5]), r"sizes=\[5\] with ranks=\[1, 2, 3\] cannot be used"),
         (lambda: HetLoRA(ranks=[2, 0]), "ranks=0 "),
         (lambda: HetLoRA(ranks=[2, 3], sizes=[4, 4]), r"sizes=\[4, 4\] with ranks=\[2, 3\] cannot be used"),
         (lambda: HetLoRA(ranks={"a": 1}, sizes=[4]), "give rising numbers of images, and a list of ranks"),

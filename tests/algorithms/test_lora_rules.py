@@ -147,7 +147,7 @@ def test_images_are_private_and_clients_are_not():
             {"server_rule": "lora_fair"},
             "clients of RoLoRA do not send both A and B of a layer",
         ),
-        (FFALoRA(), "net-adapter", {"server_rule": "svd"}, "clients of FFALoRA do not send both A and B of a layer"),
+        (FFALoRA(), "net-adapter", {"server_rule": "svd"}, "clients of FFALoRA of FedAvg do not send both A and B"),
         ("standalone", "net-adapter", {"server_rule": "svd"}, "clients of Standalone do not send both A and B"),
         (
             "fedalt_row",

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import FedEnsemble, Moon
+from perada.algorithms import FedEnsemble, HetLoRA, Moon
 from perada.core.states import get_state, stack
 from perada.engine import Engine
 
@@ -31,6 +31,13 @@ def test_the_first_round_is_that_of_fedavg():
 def test_chunks_of_clients_change_nothing():
     run, plain = (finetune(Moon(mu=2.0), clients_per_chunk=size) for size in (2, None))
     assert_same(run.state("global"), plain.state("global"), "global")
+
+
+@pytest.mark.parametrize(("algorithm", "name"), [(Moon(), "Moon"), (HetLoRA(Moon()), "HetLoRA of Moon")])
+def test_private_training_refuses_it_by_name(algorithm, name):
+    privacy = perada.Privacy(noise_multiplier=1, delta=1e-3, secure_rng=False)
+    with pytest.raises(ValueError, match=f"privacy cannot be used with {name}: .* choose another algorithm"):
+        finetune(algorithm, "net-adapter", rounds=1, privacy=privacy)
 
 
 @pytest.mark.parametrize("kind", ["folded", "loop"])

@@ -29,7 +29,7 @@ from perada.deploy.sums.vector import Contents, Summed, check_installed
 from perada.federation.cohort import Site
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import Server
-from perada.federation.settings import check_factors, check_merging, check_server_images
+from perada.federation.settings import check_factors, check_rule, check_server_images
 from perada.privacy.rehearsal import check_client_level
 from perada.server.sums import SecureSums
 
@@ -85,7 +85,7 @@ class Coordinator:
         settings, algorithm, terms = self.settings, self.settings.algorithm, self.terms
         check_server_images(settings, self.images.public_size, 0)
         check_factors(settings, self.recipe.module.slot, self.recipe.template.sent)
-        check_merging(settings)
+        check_rule(settings)
         if self.sample is not None and self.sample < terms.min_sites:
             raise ValueError(
                 f"min_sites={terms.min_sites} cannot be had: the recipe's clients_per_round asks {self.sample} sites "
