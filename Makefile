@@ -9,7 +9,11 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
+<<<<<<< HEAD
 .PHONY: help quickstart deploy-demo test test-all bench check docs format dist matrix audit sbom lock clean
+=======
+.PHONY: help quickstart deploy-demo test test-all bench check docs format surface audit sbom lock clean
+>>>>>>> 05ed5c2 (What is promised: docs/api.md from the code, and a test that asks the changelog for each change of it)
 
 help:
 	@echo "make quickstart  set up .venv and run recipes/quickstart.yaml (20 clients on scikit-learn's digits)"
@@ -19,6 +23,7 @@ help:
 	@echo "make check       formatting, lint, types, documentation"
 	@echo "make docs        the documentation as a site, in site/"
 	@echo "make format      rewrite the files as \`make check\` wants them"
+	@echo "make surface     rewrite docs/api.md, the page of what is promised"
 	@echo "make bench       speed and memory: runs benchmarks/"
 	@echo "make dist        the sdist and the wheel of the last commit, in dist/ (needs network)"
 	@echo "make matrix      the wheel with the lowest and the newest dependencies: make matrix PYTHONS='python3.11 python3.13'"
@@ -91,6 +96,9 @@ docs: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+surface: $(VENV)/.installed-dev
+	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore -m tests.surface_page
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks
