@@ -29,7 +29,7 @@ help:
 	@echo "make matrix      the wheel with the lowest and the newest dependencies: make matrix PYTHONS='python3.11 python3.13'"
 	@echo "make audit       known vulnerabilities of the installed packages (needs network)"
 	@echo "make sbom        software bill of materials, in dist/sbom.json"
-	@echo "make lock        versions and hashes of all dependencies, in dist/requirements.txt"
+	@echo "make lock        versions and hashes of all dependencies, in dist/requirements*.txt"
 	@echo "make clean       remove .venv, builds and caches"
 
 # A set-up that was interrupted leaves .venv/.building (or no working pip) behind: the next one starts from nothing.
@@ -137,6 +137,7 @@ sbom: $(VENV)/.installed $(VENV)-tools/.installed
 lock: $(VENV)-tools/.installed
 	@mkdir -p dist
 	$(VENV)-tools/bin/uv pip compile pyproject.toml --universal --generate-hashes --quiet --output-file dist/requirements.txt
+	$(VENV)-tools/bin/uv pip compile pyproject.toml --extra flower --universal --generate-hashes --quiet --output-file dist/requirements-flower.txt
 
 clean:
 	rm -rf $(VENV) $(VENV)-tools build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

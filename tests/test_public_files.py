@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read by other programs than ours: workflows, issue forms, the citation."""
+"""What is read by other programs than ours: workflows, issue forms, the citation, the compose file."""
 
 import re
 import subprocess
@@ -33,6 +33,7 @@ def jobs(path):
         ("github-issue-forms", ".github/ISSUE_TEMPLATE/[!c]*.yml"),
         ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
         ("citation-file-format", "CITATION.cff"),
+        ("compose-spec", "container/compose.yaml"),
     ],
 )
 def test_files_are_what_their_readers_expect(schema, pattern):
@@ -94,3 +95,53 @@ def test_a_tag_of_another_version_is_refused(tmp_path):
         environment = {"PATH": "/usr/bin:/bin", "TAG": tag}
         done = subprocess.run(["sh", "-c", script], cwd=ROOT, env=environment, capture_output=True, check=False)
         assert done.returncode == code
+
+
+def services():
+    return yaml.safe_load((ROOT / "container" / "compose.yaml").read_text())["services"]
+
+
+def mounted(service):
+    """Places in a container, with where each is from and whether it can be written to."""
+    parts = [re.fullmatch(r"(\$\{.*\}|[\w-]+):(/[\w/-]+)(:ro)?", volume) for volume in service["volumes"]]
+    return {part[2]: (part[1], part[3] is None) for part in parts}
+
+
+def test_containers_have_no_more_rights_than_they_need():
+    for service in services().values():
+        assert service["user"].split(":")[0] not in ("0", "root")
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert "privileged" not in service and "pid" not in service and "cap_add" not in service
+
+
+def test_who_sees_the_images_has_no_network_and_who_has_one_does_not_see_them():
+    of = services()
+    private = {"/srv/images", "/var/lib/perada-site"}
+    for name, service in of.items():
+        assert (service.get("network_mode") == "none") == bool(private & set(mounted(service))) == (name == "worker")
+    worker, node = mounted(of["worker"]), mounted(of["supernode"])
+    shared = {source for source, _ in worker.values()} & {source for source, _ in node.values()}
+    assert shared == {worker["/run/perada"][0]}
+    assert [place for place, (_, written) in worker.items() if written] == ["/var/lib/perada-site", "/run/perada"]
+    assert [place for place, (_, written) in node.items() if written] == ["/var/lib/perada"]
+
+
+def test_containers_find_what_deploy_init_writes():
+    """The paths of `site.yaml` and the unit files hold in the containers, too."""
+    files = ROOT / "perada" / "deploy" / "flower" / "files"
+    site = (files / "site" / "site.yaml.tmpl").read_text()
+    for entry in ("root", "state"):
+        assert re.search(rf"^ *{entry}: (\S+)", site, re.MULTILINE)[1] in mounted(services()["worker"])
+    socket = re.search(r"^socket: (\S+)", site, re.MULTILINE)[1]
+    assert str(Path(socket).parent) in mounted(services()["supernode"])
+    assert f'--node-config=socket="{socket}"' in services()["supernode"]["command"]
+    assert socket in services()["worker"]["healthcheck"]["test"]
+    image = (ROOT / "container" / "Containerfile").read_text()
+    for unit in ("server/perada-superlink", "site/perada-supernode", "site/perada-site"):
+        for name in re.findall(r"(?:FLWR|HF)_\w+=\w", (files / f"{unit}.service.tmpl").read_text()):
+            assert name in image
+    commands = " ".join(word for service in services().values() for word in service["command"])
+    for name in re.findall(r"/etc/perada/[\w.]+", "".join(p.read_text() for p in files.rglob("*.service.tmpl"))):
+        assert name in commands
