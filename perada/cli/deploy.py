@@ -21,10 +21,12 @@ from perada.deploy.flower.socket import Listener, supervised
 from perada.deploy.protocol import LocalTransport, Order, Terms, Transport
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
-from perada.deploy.site.client import Client, image_split, remember
+from perada.deploy.site.client import Client
 from perada.deploy.site.file import Approved, SiteFile, read_site
+from perada.deploy.site.level import SiteLevel
+from perada.deploy.site.split import image_split, remember
 from perada.deploy.site.worker import SiteWorker
-from perada.deploy.state import Book, Progress, RunState, read_progress, read_runs
+from perada.deploy.state import IMAGES, WHOLE, Book, Progress, RunState, read_progress, read_runs
 from perada.deploy.sums.vector import check_installed
 from perada.privacy.accounting import Ledger
 from perada.results.export import PeftFolders
@@ -71,6 +73,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             f"sends {shown_sent(client, given.may_send)}",
             "private training: " + (shown_privacy(client) if private else "no"),
             "secure sums: " + shown_sums(client, party_of(given)),
+            *([] if client.level is None else ["the site as a whole: " + shown_level(client.level, client)]),
         ]
         print("\n  ".join(lines))
 
@@ -218,9 +221,9 @@ def shown_sent(client: Client, may_send: Sequence[str]) -> str:
         size = max(megabytes(recipe.sent(round)) for round in range(2))
         return f"{size:.3f} MB a round, and {', '.join(may_send) or 'nothing'} beside"
     numbers = max(recipe.contents(round, client.images).size for round in range(2))
-    summed = [one for one in may_send if one in ("counts", "scores", "losses")]
+    summed = [one for one in may_send if one in ("counts", "scores", "losses") and client.level is None]
     added = ", ".join(summed) or "no scores"
-    beside = ", ".join(one for one in may_send if one not in summed) or "nothing"
+    beside = ", ".join(one for one in may_send if one in ("sizes", "epsilon")) or "nothing"
     vector = f"{numbers:,} numbers ({8 * numbers / 1e6:.3f} MB) a round"
     return f"{vector} and {added}, all under masks, and {beside} beside"
 
@@ -235,6 +238,15 @@ def shown_sums(client: Client, party: "Party | None") -> str:
     others = f"{secure.min_sites - 1} of {len(party.peers)} others: {', '.join(sorted(party.peers))}"
     few = "" if len(party.peers) + 1 >= secure.min_sites else "; too few, and no sum will be made"
     return f"yes: hidden among at least {others}{few}"
+
+
+def shown_level(level: SiteLevel, client: Client) -> str:
+    """What a whole run spends of the site as a whole, and its limit."""
+    limits, rounds = client.limits, client.recipe.rounds
+    spent, own = epsilon_text(client.epsilon({level.cost: rounds})), limits.max_site_epsilon
+    limit = "that is its limit over all runs" if own is None else f"its limit over all runs is {own:g}"
+    hidden = f"noise of its own in each sum; {rounds} rounds spend ε ≤ {spent} at δ = {limits.delta:g}"
+    return f"{hidden}, by {limits.accountant}, also against the server; {limit}"
 
 
 def shown_privacy(client: Client) -> str:
@@ -281,14 +293,18 @@ def _site_status(given: SiteFile) -> str:
     text = f"Site {given.name}, the current run first:\n\n{table(titles, rows)}"
     total, limits = Ledger(), given.limits
     total.load_state_dict(all_runs["total"])
-    if not total.history(0):
+    at = f"at δ = {limits.delta:g}, by {limits.accountant}"
+    if total.history(WHOLE):
+        spent = epsilon_text(total.epsilon(WHOLE, limits.delta, limits.accountant))
+        most = "one whole run's" if limits.max_site_epsilon is None else f"{limits.max_site_epsilon:g}"
+        text += f"\n\nThe site as a whole, all noisy sums together: ε {spent} (the limit is {most}) {at}."
+    if not total.history(IMAGES):
         return text
-    spent = epsilon_text(total.epsilon(0, limits.delta, limits.accountant))
-    bare = sum(steps for (sigma, _), steps in total.history(0).items() if not sigma)
+    spent = epsilon_text(total.epsilon(IMAGES, limits.delta, limits.accountant))
+    bare = sum(steps for (sigma, _), steps in total.history(IMAGES).items() if not sigma)
     without = f"; {bare} rounds had no privacy" if bare else ""
     most = "one whole run's" if limits.max_epsilon is None else f"{limits.max_epsilon:g}"
-    at = f"at δ = {limits.delta:g}, by {limits.accountant}{without}"
-    return f"{text}\n\nAll runs together: ε {spent} (the limit is {most}) {at}."
+    return f"{text}\n\nAll runs together: ε {spent} (the limit is {most}) {at}{without}."
 
 
 def _run_status(progress: Progress) -> str:

@@ -20,8 +20,9 @@ from perada.core.text import some
 from perada.data import FederatedDataModule
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe, ServerRecipe
-from perada.deploy.site.client import divided_by, only, remembered
+from perada.deploy.site.client import only
 from perada.deploy.site.file import SiteFile
+from perada.deploy.site.split import divided_by, remembered
 
 OF_ALL = "public public_fraction validation_fraction train_limit test_limit public_limit".split()
 OF_ALL += "dataset partition seed shifts shifts_when".split()

@@ -159,6 +159,7 @@ class Order(Header):
     lengths: list[int] = field(default_factory=list)  # steps of each phase of the round's longest site, if known
     plain: bool = False  # are the tensors laid out row by row, or else as the network's? last bits depend on it
     models: int = 0  # of the ensemble that is sent to be scored, as "members"; 0 if none is
+    norm: float = 0.0  # S of the round, where sites clip their changes and it moves
     rank: int = 0  # of the site's LoRA, to which what travels in a round is cut; 0 for that of the adapter
     attempt: int = 0  # at the secure sum of the round
     of: Literal["update", "scores"] = "update"  # what is added up
@@ -183,6 +184,7 @@ class Order(Header):
         check_whole("client", self.client, 0, most=self.clients - 1)
         check_whole("all lengths", sum(self.lengths), 0, most=STEPS)
         check_number("factor", self.factor, least=0, most=1e6)
+        check_number("norm", self.norm, least=0, most=1e200)
         check_choice("plain", self.plain, (True, False))
         check_choice("of", self.of, ("update", "scores"))
         _check_dictionary("sums", self.sums)

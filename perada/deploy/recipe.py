@@ -27,6 +27,8 @@ from perada.federation.settings import Settings, Storage
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.strategies import check_trainer
+from perada.privacy.client_level import ClientLevel
+from perada.privacy.client_sums import change_of, example_of
 from perada.server import Distillation
 from perada.server.distill import PUBLIC_BATCH
 
@@ -115,19 +117,45 @@ class Recipe:
             self.public, replace(prepare, image=self.module.adapted.backbone.image, seed=self.loop.seed)
         )
 
+    @property
+    def noisy(self) -> bool:
+        """Whether sites add noise to what they send, so that secure sums protect each of them as a whole."""
+        return self.loop.client_privacy is not None and self.loop.secure_sums is not None
+
+    def level(self, sites: int) -> ClientLevel | None:
+        """The privacy of whole sites, of which so many are in a round or more, where it is asked for.
+
+        Raises:
+            ValueError: If it cannot be kept.
+        """
+        options, loop = self.settings().client_privacy, self.loop
+        if options is None:
+            return None
+        if self.noisy:
+            if options.clipping == "adaptive" and options.count_noise is None:
+                raise ValueError(
+                    "client_privacy: clipping='adaptive' with secure_sums needs count_noise in a deployment: sites do "
+                    "not know beforehand how many there are; give it, or clipping='fixed'"
+                )
+            change_of(self.template.sent, self.template.sending)
+        return ClientLevel(options, loop.seed, sites, self.rounds, sums=loop.secure_sums)
+
     def contents(self, round: int, images: "PublicImages") -> "Contents":
         """What a site adds to the secure sum of a round."""
-        loop = self.loop
+        loop, sent = self.loop, self.sent(round)
         assert loop.secure_sums is not None
+        if self.noisy and loop.client_privacy is not None:
+            sent = example_of(sent, loop.client_privacy.clipping == "adaptive")
         shown = loop.privacy is None and loop.client_privacy is None
         used = len(images.used(loop.distillation, round)) if self.distils(round) else 0
         logits = (used, self.module.num_classes or 0) if used else (0, 0)
         return Contents(
             loop.secure_sums,
-            self.sent(round),
+            sent,
             logits,
             tuple(sorted(self.template.opened)) if shown else (),
             loop.weighting == "uniform",
+            self.noisy,
         )
 
     def contents_of_scores(self) -> Contents:

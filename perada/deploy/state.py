@@ -26,6 +26,8 @@ from perada.deploy.audit import AuditLog, Tip, check_state, read_log
 from perada.deploy.protocol import header_of, pack
 from perada.privacy.accounting import Ledger
 
+IMAGES, WHOLE = 0, 1
+"""By which numbers a site's ledger knows what was spent of its images, and of the site as a whole."""
 SITE_STATE, SITE_FORMAT = "state.safetensors", 4
 SERVER_STATE, SERVER_FORMAT, METRICS = "server.safetensors", 3, "metrics.csv"
 KeptT = TypeVar("KeptT")
@@ -105,6 +107,7 @@ class RunState:
     rank: int = 0  # of the site's LoRA; 0 for that of the adapter
     update: State = field(default_factory=dict)  # for the secure sum of the round; empty where there is none
     shown: State = field(default_factory=dict)  # what the server sent for it
+    norm: float = 0.0  # S that the server said for it, where sites clip and it moves
     losses: dict[str, float] = field(default_factory=dict)  # of the round, by role, for the sum
     received: str = ""  # digest of what was sent to be trained
     heard: dict[str, str] = field(default_factory=dict)  # that of each round
@@ -125,7 +128,8 @@ class Book:
         folder: Is made for its owner alone, and locked.
 
     Attributes:
-        total: What all runs have spent, as client 0; a round without privacy is one step without noise.
+        total: What all runs have spent, of its images as client 0, where a round without privacy is one step without
+            noise, and of the site as a whole as client 1, where noisy secure sums are steps.
         rounds: How many all runs have trained.
         sampling: How private batches were drawn; None before the first.
         audit: The log of what leaves.
@@ -245,6 +249,7 @@ class Record:
     asked: list[str] = field(default_factory=list)
     answered: list[str] = field(default_factory=list)  # of whom the answer counted
     summed: list[str] = field(default_factory=list)  # who is in the secure sum
+    masked: list[str] = field(default_factory=list)  # whose numbers came under masks
     failed: dict[str, str] = field(default_factory=dict)  # code of each other site
     far: dict[str, float] = field(default_factory=dict)  # whose change was so many times as long as the median
     outside: dict[str, str] = field(default_factory=dict)  # why sites that were connected have not joined

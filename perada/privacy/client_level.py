@@ -19,7 +19,7 @@ from perada.core.seeding import generator
 from perada.core.states import State
 from perada.privacy.account import Budget, Cost, Planned
 from perada.privacy.accounting import calibrate
-from perada.privacy.client_sums import VOTE, change_of, check_grid, clipped, whole_noise
+from perada.privacy.client_sums import VOTE, change_of, check_grid, clipped, example_of, whole_noise
 from perada.privacy.clipping import check_bound, check_precision, noisy_mean, with_noise
 from perada.privacy.options import ClientPrivacy
 from perada.server import SecureSums, Updates
@@ -222,11 +222,6 @@ class ClientLevel(Budget):
         """What a client's noise in a round is drawn from; None for the cryptographic generator."""
         return None if self.options.secure_rng else generator(self._seed, "client privacy", round, client)
 
-    def example(self, sent: State) -> State:
-        """The shapes of what :meth:`part` gives, for what a client sends (no client axis), and what its mean is in."""
-        found = {key: torch.zeros(value.shape).double() for key, value in sent.items() if value.is_floating_point()}
-        return found | ({VOTE: torch.zeros(()).double()} if self.options.clipping == "adaptive" else {})
-
     def summed(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
         """The mean change that a secure sum over a round's ``clients`` says, by the arithmetic of sites.
 
@@ -239,8 +234,9 @@ class ClientLevel(Budget):
             for key, value in self.part(own, given, len(clients), round, clients[place]).items():
                 totals[key] = totals[key] + value if key in totals else value
         if not updates.places:
-            own = self.example({key: value.new_zeros(value.shape[1:]) for key, value in updates.own.items()})
-            totals = {key: value.long() for key, value in own.items()}
+            example = {key: value.new_zeros(value.shape[1:]) for key, value in updates.own.items()}
+            example = example_of(example, self.options.clipping == "adaptive")
+            totals = {key: value.long() for key, value in example.items()}
         updates.ranks.sum_([totals[key] for key in sorted(totals)])
         return {key: self.sums.real(total) / len(clients) for key, total in totals.items()}
 
@@ -252,7 +248,9 @@ class ClientLevel(Budget):
         if VOTE in change:
             self._follow(0.5 + float(change[VOTE]), clients)
         return {
-            key: (double(value) + double(change[key].to(value.device))).to(value.dtype) if key in change else value
+            key: (double(value) + change[key].to(value.device, double_dtype(value.device))).to(value.dtype)
+            if key in change
+            else value
             for key, value in base.items()
         }
 

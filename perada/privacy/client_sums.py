@@ -101,6 +101,12 @@ def whole_noise(shape: torch.Size, deviation: float, source: torch.Generator | N
     return (drawn * deviation).round().to(torch.int64)
 
 
+def example_of(sent: Mapping[str, Tensor], adaptive: bool) -> State:
+    """The shapes of what a client adds to a sum, where it sends such tensors (no client axis), in the sum's dtype."""
+    found = {key: torch.zeros(value.shape).double() for key, value in sent.items() if value.is_floating_point()}
+    return found | ({VOTE: torch.zeros(()).double()} if adaptive else {})
+
+
 def check_grid(secure: SecureSums, size: float, deviation: float, sites: int, what: str) -> None:
     """Refuse, by a ValueError, noise that the grid is too coarse for, or a sum that would wrap around.
 

@@ -104,8 +104,6 @@ class Coordinator:
 
     def _check_sums(self, options: SecureSums) -> None:
         check_installed()
-        if self.settings.client_privacy is not None:
-            raise ValueError("client_privacy cannot be deployed with secure_sums yet; choose privacy, of single images")
         if self.terms.min_sites < options.min_sites:
             raise ValueError(
                 f"min_sites={self.terms.min_sites} is less than the {options.min_sites} of the recipe's secure_sums; "
@@ -326,6 +324,8 @@ class Coordinator:
             expected = {MASKED: torch.zeros(size, dtype=torch.uint64)} if size else {}
             own, end = Record(record.round), time.monotonic() + self.terms.deadline / 5  # it has five steps
             found = self._ask(list(said), message, lambda _: expected, end, own)
+            if kind == "mask":
+                record.masked = sorted(found)
             record.failed |= own.failed
             record.up, record.down = record.up + own.up, record.down + own.down
             return found
@@ -342,7 +342,8 @@ class Coordinator:
         """What a site is sent in a round: a function of the states and of whom was asked first."""
         progress, given = self.progress, self.server.global_state
         factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
-        order = self._order("train", client, factor=factor, lengths=progress.lengths)
+        norm = self.roster.level.norm if self.roster.level is not None and self.recipe.noisy else 0.0
+        order = self._order("train", client, factor=factor, lengths=progress.lengths, norm=norm)
         if not self.settings.algorithm.compares:
             received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
             given = self._narrowed({key: value[0] for key, value in received.items()}, client)
@@ -365,7 +366,7 @@ class Coordinator:
         answers = self._everyone("evaluate", tensors, models=models)
         metrics = self.recipe.module.metrics
         found = mean_scores(metrics, [answer.facts for answer in answers.values()])
-        if self.settings.secure_sums is not None:
+        if self.settings.secure_sums is not None and not self.recipe.noisy:  # else sites tell no scores
             try:
                 contents = self.recipe.contents_of_scores()
                 adds = {

@@ -30,7 +30,6 @@ from perada.deploy.recipe import Recipe
 from perada.deploy.state import Member, Progress, Record
 from perada.federation.server import RoundReport, Server, parameter_counts
 from perada.federation.settings import lora_ranks
-from perada.privacy.client_level import ClientLevel
 from perada.server import Updates
 from perada.server.distill import ServerData
 
@@ -51,11 +50,10 @@ class Roster:
 
     def __init__(self, progress: Progress, terms: Terms, recipe: Recipe) -> None:
         self.progress, self.terms = progress, terms
-        self.settings, self.batch_size, self.level = recipe.settings(), recipe.data.batch_size, None
-        if options := self.settings.client_privacy:  # a target is for a site that takes part in every round
-            self.level = ClientLevel(options, recipe.loop.seed, terms.min_sites, recipe.rounds)
-            if progress.level is not None:
-                self.level.load_state_dict(progress.level)
+        self.settings, self.batch_size = recipe.settings(), recipe.data.batch_size
+        self.level = recipe.level(terms.min_sites)  # a target is for a site that takes part in every round
+        if self.level is not None and progress.level is not None:
+            self.level.load_state_dict(progress.level)
         self.outside: dict[str, str] = {}  # why a site that is connected has not joined
         self._model = recipe.settings().algorithm, recipe.module.slot, recipe.template.initial
 
@@ -208,21 +206,24 @@ def close_round(
     """
     progress, level, metrics, report = roster.progress, roster.level, dict[str, float](), RoundReport([])
     broken = [number for name, number in roster.numbers.items() if record.failed.get(name) == "broken"]
-    counted = [*got, *broken] if level is not None else list(got)  # who broke depends on images
+    counted = [*got, *broken] if level is not None and not recipe.noisy else list(got)  # who broke depends on images
+    if level is not None and recipe.noisy:  # what came under masks has cost, also where the round is void
+        masked = [roster.numbers[name] for name in record.masked]
+        level.spend(level.cost(roster.plan(masked)) if masked else [])
     if counted:
         plan = roster.plan(counted)
         everyone, sizes = list(range(len(plan.clients))), [member.size or 1 for member in progress.roster]
         states = [_row(recipe, got, client, plan.round) for client in plan.clients]
         sent, received = stack(states) if states[0] else {}, server.sending(plan, len(sizes))
-        if level is not None:
+        if level is not None and not recipe.noisy:
             level.spend(level.cost(plan))
         with recipe.context():
             both = Updates(sent, everyone, len(everyone)), Updates(received, everyone, len(everyone))
             server.close(plan, *both, everyone, level, sizes, images, report, summed=summed)
-        if level is not None:
-            metrics |= level.metrics()
-            progress.level = level.state_dict()
         record.far = {progress.roster[client].name: times for client, times in report.far.items()}
+    if level is not None and (counted or record.masked):
+        metrics |= level.metrics()
+        progress.level = level.state_dict()
     nothing = record.void or "all broke"
     record.void = nothing if not counted else "the new state was not finite" if report.broken_server else ""
     answers = {client: answer for client, (answer, _) in got.items()}
@@ -240,6 +241,9 @@ def close_round(
 
 def _row(recipe: Recipe, got: Got, client: int, round: int) -> State:
     """What a client sent; NaN of one whose training broke, which privacy of whole clients counts as no change."""
+    if client in got and recipe.noisy:  # the mean of changes, in double precision
+        whole = {key: value for key, value in recipe.sent(round).items() if not value.is_floating_point()}
+        return whole | got[client][1]
     if client in got:
         return to_device(got[client][1], recipe.device)
     sent = recipe.sent(round).items()

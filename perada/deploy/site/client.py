@@ -1,31 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """One client's side of a recipe at its site: it trains, fine-tunes and scores on its own images."""
 
-import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
 from perada.algorithms import Algorithm, Broadcast, Stacks
-from perada.core.files import write_atomic
 from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, active_steps, make_plan, one_of
 from perada.core.states import State, cut_ranks, expand, to_device
 from perada.data.batches.samples import MapStore, RoundBatches, Samples, loader
-from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
-from perada.data.partitions.division import identities_of
-from perada.data.sets.manifest import OwnImages
 from perada.deploy.protocol import Order, Refused
 from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
 from perada.deploy.site.file import Limits
+from perada.deploy.site.level import SiteLevel
 from perada.deploy.state import RunState
 from perada.deploy.sums.vector import Whole
 from perada.engine.engine import compare, ensemble
@@ -72,6 +67,11 @@ class Client:
                 f"limits: delta={limits.delta} is not below 1 / {self.size}, the site's training images: it allows to "
                 "show one image in full; give less"
             )
+        if limits.max_site_epsilon is not None and not recipe.noisy:
+            raise ValueError(
+                f"max_site_epsilon={limits.max_site_epsilon} of the site cannot be kept by a recipe without "
+                "client_privacy and secure_sums; approve one that has both, or leave the limit out"
+            )
         recipe.build(self.data.num_classes, self.data.multilabel)
         # What needs the server's images or other clients is the server's to check.
         alone = {"clients_per_round": None, "client_privacy": None, "rule": Mean(), "weighting": "uniform"}
@@ -83,6 +83,7 @@ class Client:
             configure_rounds(parts, protection)
             check_private(parts)
             check_first(parts, self.data.trial_batch([0]), fits=True)
+        self.level = SiteLevel(recipe, limits) if recipe.noisy else None
         self._site = Site(self.module.engine, self.module.slot, self.settings, protection)
         self.images, self._public = recipe.public_images(), (-1, "")
         self.planned = self._planned()
@@ -228,7 +229,8 @@ class Client:
         weight = 1.0 if loop.weighting == "uniform" else float(self.size)
         try:
             losses = {role: loss for role, loss in state.losses.items() if role in told}
-            return recipe.contents(round, self.images).vector(state.update, weight, logits, losses, sites)
+            sent = state.update if self.level is None else self.level.part(state, sites)
+            return recipe.contents(round, self.images).vector(sent, weight, logits, losses, sites)
         except ValueError as error:
             raise Refused(str(error), "broken") from None
 
@@ -320,81 +322,3 @@ def numbered(store: Samples, number: int) -> Samples:
     if isinstance(made, MapStore):  # what its datasets draw depends on the number
         made.datasets = {number: made.datasets[0]}  # type: ignore[assignment]  # likewise
     return made
-
-
-SPLIT_FILE = "split.json"
-
-
-class ImageSplit(NamedTuple):
-    """How a site's images are divided."""
-
-    images: OwnImages
-    test: dict[str, bool]  # whether an image or its group, by its identity, is a test image
-    changed: str  # what the site is told
-
-
-def image_split(served: FederatedDataModule) -> ImageSplit | None:
-    """How a client's images are divided; None if this is not perada's to say, or they are not images of one's own."""
-    data = served.data
-    assert data is not None
-    images = data.train[0].dataset if isinstance(data.train[0], Subset) else None
-    if not isinstance(images, OwnImages) or images.manifest.identities is None:
-        return None
-    test: dict[str, bool] = {}
-    for side, part in [*((False, part) for part in data.train), *((True, part) for part in data.test)]:
-        identities = identities_of(part)
-        test |= dict.fromkeys([] if identities is None else identities.tolist(), side)
-    return ImageSplit(images, test, changes(images.known, test))
-
-
-def remember(folder: Path, split: ImageSplit) -> None:
-    """Write the sides into a state folder, whose lock is held."""
-    sides = remembered(folder) | {divided_by(split.images): split.test}
-    parts = {
-        name: {side: [key for key, test in found.items() if test == (side == "test")] for side in ("train", "test")}
-        for name, found in sides.items()
-    }
-    write_atomic(folder / SPLIT_FILE, json.dumps(parts).encode(), private=True)
-
-
-def changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> str:
-    """What a site is told of images, or groups, that came, went or changed sides; empty if none did.
-
-    >>> changes({"a": True, "b": False}, {"a": True, "b": False, "c": False})
-    '1 new, 0 gone since the last start; 2 are trained on and 1 tested on (before 1 and 1)'
-    """
-    if not before or before == now:
-        return ""
-    test, tested = sum(now.values()), sum(before.values())
-    moved = sum(before.get(key, side) != side for key, side in now.items())
-    others = f"; {moved} changed sides, so that neither is empty" if moved else ""
-    return (
-        f"{len(now.keys() - before.keys())} new, {len(before.keys() - now.keys())} gone since the last start; "
-        f"{len(now) - test} are trained on and {test} tested on (before {len(before) - tested} and {tested}){others}"
-    )
-
-
-def divided_by(images: OwnImages) -> str:
-    """By what the sides of images are remembered."""
-    return f"test_share={images.test_share}, seed={images.seed}"
-
-
-def remembered(folder: Path) -> dict[str, dict[str, bool]]:
-    """The sides that were written, by share and seed; nothing if there are none, or this user may not read them.
-
-    Raises:
-        ValueError: If the file is not what :func:`remember` wrote.
-    """
-    path = folder / SPLIT_FILE
-    try:
-        found = json.loads(path.read_bytes())
-        return {
-            name: dict.fromkeys(part["train"], False) | dict.fromkeys(part["test"], True)
-            for name, part in found.items()
-        }
-    except (FileNotFoundError, PermissionError):
-        return {}
-    except (ValueError, AttributeError, KeyError, TypeError):
-        raise ValueError(
-            f"{str(path)!r} is damaged; restore it from a copy, or remove it to have the images divided anew"
-        ) from None

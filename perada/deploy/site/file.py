@@ -24,11 +24,13 @@ class Limits:
     max_epsilon: float | None = None  # the largest ε; None for that of one whole run of the recipe
     delta: float = 1e-5  # of that ε, whatever a recipe says
     accountant: str = "rdp"  # by which it is computed, whatever a recipe says: rdp or prv, which report upper bounds
+    max_site_epsilon: float | None = None  # of the site as a whole; None for that of one whole run of the recipe
     max_rounds: int | None = None
     max_runs: int = 100  # each leaves a personal adapter on the site's disk
 
     def __post_init__(self) -> None:
         check_number("max_epsilon", self.max_epsilon, above=0, optional=True)
+        check_number("max_site_epsilon", self.max_site_epsilon, above=0, optional=True)
         check_number("delta", self.delta, above=0, below=1, hint="less than 1 / number of images, such as 1e-5")
         check_choice("accountant", self.accountant, ("rdp", "prv"))
         check_whole("max_rounds", self.max_rounds, optional=True)

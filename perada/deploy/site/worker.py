@@ -32,7 +32,7 @@ from perada.deploy.protocol import (
 from perada.deploy.scores import numbers_of
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
-from perada.deploy.state import Book, RunState
+from perada.deploy.state import IMAGES, WHOLE, Book, RunState
 from perada.federation.metrics import Scores
 from perada.privacy.protection import Protection
 
@@ -161,15 +161,18 @@ class SiteWorker:
         if costs is None:
             limits = "the largest ε that the recipe allows in this run, or the site in all runs together"
             raise Refused(f"another round would pass {limits} (max_epsilon; by default a whole run's)", "exhausted")
+        if client.level is not None and not tune:
+            client.level.check_norm(order.norm)
+            self._check_sum(client)
         facts: dict[str, Any] = {}
         trained, losses, failed = client.train(order, given, state, protection)
         account = protection.images
         if account is None:
-            total.add(0, 0.0, 1.0, 1)
+            total.add(IMAGES, 0.0, 1.0, 1)
         else:
             account.spend(costs)
             for _, sigma, rate, steps, _ in costs:
-                total.add(0, sigma, rate, steps)
+                total.add(IMAGES, sigma, rate, steps)
             state.account = account.state_dict()
             spent = {name: _finite(values[0]) for name, values in account.epsilons([0]).items()}
             facts = self._allowed(epsilon={"epsilon": spent})
@@ -186,7 +189,9 @@ class SiteWorker:
         sent = narrowed(sent, factors, order.rank)
         if client.settings.secure_sums is not None:
             state.losses = facts.pop("losses", {})  # they, too, leave in the sum alone, and only if they may
-            state.update, state.shown = sent, given
+            if client.level is not None and not counts:  # nobody is to see that it broke: it adds noise alone
+                sent, counts = {key: given.get(key, value) for key, value in sent.items()}, True
+            state.update, state.shown, state.norm = sent, given, order.norm
             state.received = digest(pack(replace(order, client=0), given))
             state.heard[str(order.round)] = state.received
             sent = {}  # it leaves under masks alone
@@ -249,21 +254,32 @@ class SiteWorker:
         # A vector leaves once: of two sums with other sites in them the difference would be a single site's.
         gone = order.kind in ("keys", "mask") and left >= order.round
         refuse(gone, f"secure sum: what round {order.round} made has left under masks before", "other")
+        if order.kind in ("keys", "mask") and not scores:
+            self._check_sum(client)
         part = client.scores_of_sum if scores else client.part_of_sum
         own = self._own(order, state)
         said, masked = party.step(order, terms, own, lambda sites, told: part(state, sites, told))
         if masked is not None:
+            total = deepcopy(self.book.total)
             if scores:
                 state.counted = order.round
             else:
                 state.summed = order.round
-            self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
+                if client.level is not None:
+                    total.add(WHOLE, *client.level.cost, 1)
+            self.book.commit(state, total, self.book.rounds, self.book.sampling)
         tensors = {} if masked is None else {"masked": torch.from_numpy(masked)}
         if order.kind == "reveal":
             self.log.info("round %d: in the sum are %s", order.round, ", ".join(party.alive))
         reply = pack(Answer("ok", answers, sums=said), tensors)
         party.keep(answers, reply)
         return reply
+
+    def _check_sum(self, client: Client) -> None:
+        """Refuse what the site as a whole has no budget for any more."""
+        over = "another noisy sum would pass the largest ε of the site as a whole, in all runs together"
+        spent = client.level is not None and not client.level.affords(self.book.total)
+        refuse(spent, f"{over} (max_site_epsilon; by default a whole run's)", "exhausted")
 
     def _check_limits(self, limits: Limits, state: RunState, protection: Protection) -> str | None:
         """Refuse what the site does not allow, or its budget not any more; else how private batches are drawn."""
@@ -294,7 +310,7 @@ class SiteWorker:
         shared = {key[7:]: value for key, value in given.items() if key.startswith("shared/")}
         members = {key[8:]: value for key, value in given.items() if key.startswith("members/")}
         facts, state.numbers = dict[str, Any](), {}
-        if self.may_send & {"counts", "scores"}:
+        if self.may_send & {"counts", "scores"} and client.level is None:  # no ledger counts them
             scores = client.score(order, shared, members, state)
             counts = {name: found.counts[:, 0, 0].tolist() for name, found in scores.items() if found.counts.any()}
             values = {name: _values(found) for name, found in scores.items() if found}

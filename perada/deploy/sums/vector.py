@@ -51,6 +51,7 @@ class Contents:
         logits: Public images and classes, (0, 0) in a round that is not distilled.
         numbers: Names of others, such as training losses, each of which a site has or not.
         equal: Whether each site's weight is one, and not a number of images.
+        noisy: Whether the example is of noisy changes, which sites give in whole numbers, and not of states.
     """
 
     options: SecureSums
@@ -58,6 +59,7 @@ class Contents:
     logits: tuple[int, int] = (0, 0)
     numbers: tuple[str, ...] = ()
     equal: bool = True
+    noisy: bool = False
 
     @property
     def size(self) -> int:
@@ -69,12 +71,13 @@ class Contents:
     def vector(
         self, sent: State, weight: float, logits: Tensor | None, numbers: Mapping[str, float], sites: int
     ) -> Whole:
-        """A site's part: weight · state, logits (images, classes), weight, other numbers.
+        """A site's part: weight · state, or its noisy change, logits (images, classes), weight, other numbers.
 
         Raises:
             ValueError: If a number is not finite, or too large for the sum over so many ``sites``.
         """
-        parts = [(sent[key], weight) for key in self.example]
+        parts: list[tuple[Tensor, float | None]]
+        parts = [(sent[key], None if self.noisy else weight) for key in self.example]
         parts += [] if logits is None else [(logits, 1.0)]
         told = [numbers.get(name, 0.0) for name in self.numbers]
         rest = [weight, *told, *(float(name in numbers) for name in self.numbers)]
@@ -86,7 +89,7 @@ class Contents:
         whole, end = torch.empty(size, dtype=torch.int64), 0
         for chunk, factor in chunks:
             begin, end = end, end + len(chunk)
-            whole[begin:end] = self.options.whole(double(chunk) * factor, sites)
+            whole[begin:end] = chunk if factor is None else self.options.whole(double(chunk) * factor, sites)
         return whole.numpy().view(np.uint64)
 
     def opened(self, total: Whole, sites: int) -> Summed:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The privacy of a site as a whole: the noise that it adds to secure sums, and what it allows of them."""
+
+import math
+from collections import Counter
+
+from perada.core.states import State
+from perada.deploy.protocol import Refused
+from perada.deploy.recipe import Recipe
+from perada.deploy.site.file import Limits
+from perada.deploy.state import WHOLE, RunState
+from perada.privacy.accounting import ROUNDING, Ledger, history_epsilon
+from perada.privacy.clipping import check_bound
+from perada.privacy.rehearsal import check_client_level
+from perada.server import Mean
+
+
+class SiteLevel:
+    """What a site adds in a recipe with ``client_privacy`` and ``secure_sums``, and its own account of it.
+
+    The server is not trusted with the account: the site counts each vector that left under masks, in all runs together.
+
+    Args:
+        recipe: Whose network is built.
+        limits: Of the site.
+
+    Attributes:
+        cost: Noise multiplier and sample rate of one sum, as ledgers have them.
+        limit: The largest ε of the site as a whole, all runs together: its own, or that of one whole run.
+
+    Raises:
+        ValueError: If the recipe would show more than noisy sums, or its privacy cannot be kept.
+    """
+
+    def __init__(self, recipe: Recipe, limits: Limits) -> None:
+        loop = recipe.loop
+        check_client_level(loop.algorithm, Mean(), loop.weighting, bool(loop.distillation.steps))
+        assert loop.secure_sums is not None
+        self._least = loop.secure_sums.min_sites
+        level = recipe.level(self._least)
+        assert level is not None
+        self.level, self._limits = level, limits
+        self.cost = level.noise_multiplier, 1.0
+        self._own = limits.max_site_epsilon
+        self.limit = self._epsilon(Counter({self.cost: recipe.rounds})) if self._own is None else self._own
+
+    def _epsilon(self, history: Counter[tuple[float, float]]) -> float:
+        return history_epsilon(history, self._limits.delta, self._limits.accountant)
+
+    def affords(self, total: Ledger) -> bool:
+        """Whether one more sum stays within the limit, where the ``total`` of all runs was spent."""
+        history = Counter(total.history(WHOLE))
+        if self._own is None:
+            history = Counter({key: steps for key, steps in history.items() if key[0]})
+        history[self.cost] += 1
+        return self.limit == math.inf or self._epsilon(history) <= self.limit * ROUNDING
+
+    def check_norm(self, norm: float) -> None:
+        """Refuse an S of the server's that the noise would be lost in, or that the sum has no room for."""
+        if self.level.options.clipping == "adaptive":
+            self.level.norm = norm
+            try:
+                check_bound(norm)
+                self.level.deviations(self._least)
+            except ValueError as error:
+                raise Refused(str(error)) from None
+
+    def part(self, state: RunState, sites: int) -> State:
+        """The site's clipped change with its part of the noise, in whole numbers, for a sum over so many sites.
+
+        The noise is drawn for this vector alone. A ValueError if the sum's grid is too coarse for it, or too small.
+        """
+        if self.level.options.clipping == "adaptive":
+            self.level.norm = state.norm
+        return self.level.part(state.update, state.shown, sites, state.round, state.client or 0)
