@@ -24,9 +24,9 @@ class Limits:
     max_epsilon: float | None = None  # the largest ε; None for that of one whole run of the recipe
     delta: float = 1e-5  # of that ε, whatever a recipe says
     accountant: str = "rdp"  # by which it is computed, whatever a recipe says: rdp or prv, which report upper bounds
-    max_site_epsilon: float | None = None  # of the site as a whole; None for that of one whole run of the recipe
     max_rounds: int | None = None
     max_runs: int = 100  # each leaves a personal adapter on the site's disk
+    max_site_epsilon: float | None = None  # of the site as a whole; None for that of one whole run of the recipe
 
     def __post_init__(self) -> None:
         check_number("max_epsilon", self.max_epsilon, above=0, optional=True)
