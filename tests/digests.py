@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files as a perada wrote them that knew no digests, or as whoever attacks would write them: any test may edit them."""
+"""Files without their digests, as whoever edits or forges them would leave them."""
 
 import json
 
