@@ -67,6 +67,8 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     lr_schedule: LRSchedule = "constant",
+    lr_gamma: float = 0.99,
+    lr_every: int = 10,
     clients_per_chunk: int | None = None,
     channels_last: bool | None = None,
     cache_features: bool | None = None,

@@ -77,6 +77,15 @@ def test_the_callers_network_and_data_stay_as_they_were(call, tiny):
     assert all(torch.equal(a.tensors[0], b.tensors[0]) for a, b in zip(data.train, tiny.data().train, strict=True))
 
 
+def test_rates_fall_as_python_says(call, tiny):
+    """Times 0 after one round, the rates leave what that round made."""
+    options = {"data": tiny.data(public=False), "algorithm": "fedavg", "distill_steps": None, "logger": False}
+    one, more = (call(rounds=r, lr_schedule="exponential", lr_gamma=0.0, lr_every=1, **options) for r in (1, 3))
+    initial = call(rounds=0, **options).state("global")
+    for key, value in one.state("global").items():
+        assert torch.equal(value, more.state("global")[key]) and not torch.equal(value, initial[key])
+
+
 def test_distillation_defaults_to_whether_there_is_a_public_set(call, tiny):
     without = call(data=tiny.data(public=False), rounds=1, logger=False, distill_steps=None)
     off = call(data=tiny.data(public=False), rounds=1, logger=False, distill_steps=0)
