@@ -9,11 +9,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-<<<<<<< HEAD
-.PHONY: help quickstart deploy-demo test test-all bench check docs format dist matrix audit sbom lock clean
-=======
-.PHONY: help quickstart deploy-demo test test-all bench check docs format surface audit sbom lock clean
->>>>>>> 05ed5c2 (What is promised: docs/api.md from the code, and a test that asks the changelog for each change of it)
+.PHONY: help quickstart deploy-demo test test-all bench check docs format surface dist matrix audit sbom lock clean
 
 help:
 	@echo "make quickstart  set up .venv and run recipes/quickstart.yaml (20 clients on scikit-learn's digits)"
