@@ -64,9 +64,15 @@ def _row(entry: Entry) -> list[str]:
         return [*first, *["–"] * 5, _event(entry), "–"]
     asked, epsilon = entry["asked"], entry.get("epsilon")
     kind = asked.get("kind", "–") + (f" ({asked['of']})" if "of" in asked else "")
-    spent = "–" if epsilon is None else "∞" if epsilon["spent"] is None else f"{epsilon['spent']:.3f}"
+    spent = "–" if epsilon is None else _epsilon(epsilon)
     run, round = entry["run"] or "–", "–" if entry["round"] is None else str(entry["round"])
     return [*first, run[:8], round, kind, asked["message"][:8], entry["answered"], _left(entry["left"]), spent]
+
+
+def _epsilon(found: dict[str, float | None]) -> str:
+    """Of images, and of the site as a whole."""
+    shown = {name: "∞" if value is None else f"{value:.3f}" for name, value in found.items() if name != "delta"}
+    return ", ".join(value if name == "spent" else f"{name} {value}" for name, value in shown.items())
 
 
 def _event(entry: Entry) -> str:

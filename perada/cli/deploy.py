@@ -5,11 +5,13 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from jsonargparse import ArgumentParser
@@ -18,6 +20,7 @@ from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.core.states import State, megabytes, to_device, unstack
 from perada.core.text import printable
 from perada.deploy.flower.socket import Listener, supervised
+from perada.deploy.monitoring import Monitoring, json_logs, stamp
 from perada.deploy.protocol import LocalTransport, Order, Terms, Transport
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
@@ -36,18 +39,30 @@ if TYPE_CHECKING:
     from perada.deploy.sums.party import Party
 
 SITE = "File of the site, such as site.yaml."
+LOG_FORMAT = "How log lines are written: text, or json for lines of JSON with run, round and site."
+KNOWN = (ValueError, TypeError, OSError, ImportError)
+"""Errors of which the message suffices."""
 
 
 def site(parser: ArgumentParser, words: list[str]) -> None:
     """Serve a site: answer what comes through its socket, until it is stopped."""
     parser.add_argument("site", type=Path, help=SITE)
-    given = read_site(parser.parse_args(words).site)
+    parser.add_argument("--log-format", type=Literal["text", "json"], default="text", help=LOG_FORMAT)
+    options = parser.parse_args(words)
+    if options.log_format == "json":
+        with json_logs(sys.stderr, KNOWN):
+            _serve_site(read_site(options.site), logging.getLogger("perada.deploy").info)
+        return
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    _serve_site(read_site(options.site), partial(print, flush=True))
+
+
+def _serve_site(given: SiteFile, tell: Callable[[str], None]) -> None:
     if given.socket is None and not supervised():
         raise ValueError("the site's file names no socket; give one, such as socket: perada.sock")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     worker = worker_of(given)
     with Listener(given.socket, worker.most) as listener:
-        print(f"Site {given.name} listens at {given.socket}; Ctrl-C stops it.", flush=True)
+        tell(f"Site {given.name} listens at {given.socket}; Ctrl-C stops it.")
         listener.serve(worker.answer)
 
 
@@ -112,26 +127,45 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Wrote {', '.join(written)} to {given.output}")
 
 
-def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms) -> None:
+def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms, watch: Monitoring) -> None:
     """Run a recipe among sites in this process."""
     sites = [read_site(path) for path in files]
     workers = {one.name: worker_of(one) for one in sites}
     try:
-        run_rounds(recipe, LocalTransport(workers), folder, terms)
+        run_rounds(recipe, LocalTransport(workers), folder, terms, watch)
     finally:
         for worker in workers.values():
             worker.book.close()
 
 
-def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms) -> None:
+def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, watch: Monitoring) -> None:
     """Run a recipe, which is named as `perada fit` names it, over a transport."""
+    transport, metrics = _with_metrics(transport, watch)
     coordinator = Coordinator(server_recipe(recipe, folder), transport, folder, terms)
-    print(f"perada's run is {coordinator.progress.run}; its state is in {folder}", flush=True)
+    log, progress, in_json = logging.getLogger("perada.deploy"), coordinator.progress, watch.log_format == "json"
+    stamp(log, lambda: {"run": progress.run, "round": progress.done})
+    tell = log.info if in_json else partial(print, flush=True)
+    tell(f"perada's run is {progress.run}; its state is in {folder}")
     try:
-        coordinator.run()
+        with metrics(progress):
+            coordinator.run()
     finally:
         coordinator.close()
-    print(shown_rounds(coordinator.progress), flush=True)
+    tell(f"all {progress.rounds} rounds are over" if in_json else shown_rounds(progress))
+
+
+def _with_metrics(
+    transport: Transport, watch: Monitoring
+) -> tuple[Transport, Callable[[Progress], AbstractContextManager[None]]]:
+    """A transport that counts, and what serves the metrics of a run meanwhile, if they are asked for."""
+    if not watch.metrics_port:
+        return transport, lambda _: nullcontext()
+    if not find_spec("prometheus_client"):
+        raise ImportError("metrics_port needs prometheus-client here; pip install 'perada[monitoring]'")
+    from perada.deploy.server.metrics import Counted, serving
+
+    counted = Counted(transport)
+    return counted, lambda progress: serving(progress, counted, watch.metrics_port, watch.metrics_address)
 
 
 def client_of(path: Path, given: SiteFile) -> Client:
@@ -156,13 +190,16 @@ def worker_of(given: SiteFile) -> SiteWorker:
             )
         clients[approved.digest] = client_of(path, given)
     log, book = logging.getLogger(f"perada.site.{given.name}"), Book(given.state)
+    stamp(log, lambda: {"site": given.name})
     for client in clients.values():
         if sides := image_split(client.data):
             if sides.changed:
                 log.warning("the site's images: %s", sides.changed)
             remember(given.state, sides)
     try:
-        return SiteWorker(book, clients, given.may_send, log, party_of(given))
+        worker = SiteWorker(book, clients, given.may_send, log, party_of(given))
+        stamp(log, lambda: {"site": given.name} | worker.about)
+        return worker
     except (ValueError, OSError, ImportError):
         book.close()
         raise

@@ -4,6 +4,7 @@
 import logging
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from perada.core.checks import check_whole
 from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
+from perada.deploy.monitoring import Monitoring, json_handler, json_logs
 from perada.deploy.protocol import Terms, Transport
 
 
@@ -127,31 +129,42 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     text = "Close a round when all who were asked have answered (wait), or with the first --min-sites (skip)."
     parser.add_argument("--late", type=Literal["wait", "skip"], default="wait", help=text)
     parser.add_argument("--resume", action="store_true", help="Resume the run that was interrupted.")
+    text = "Port at which Prometheus finds metrics of the run, such as 9100, on the SuperLink's machine; 0 for none."
+    parser.add_argument("--metrics-port", type=int, default=0, help=text)
+    parser.add_argument("--metrics-address", type=str, default="127.0.0.1", help="Where that port listens.")
+    text = "How log lines are written: text, or json for lines of JSON with run, round and site."
+    parser.add_argument("--log-format", type=Literal["text", "json"], default="text", help=text)
     given = parser.parse_args(words)
     least = (1 if given.local else 2) if given.min_sites is None else given.min_sites
     terms = Terms(least, given.sample, given.deadline, given.late, given.resume, given.state)
+    watch = Monitoring(given.metrics_port, given.metrics_address, given.log_format)
     if not given.local:
         if not given.link:
             raise ValueError("where the app is to run is not said; give --link, or sites of this machine (--local)")
-        sys.exit(run_app(Path(given.app), Link(given.link, given.root_certificates), terms))
-    from perada.cli.deploy import run_local
+        sys.exit(run_app(Path(given.app), Link(given.link, given.root_certificates), terms, watch))
+    from perada.cli.deploy import KNOWN, run_local
 
-    run_local(given.app, given.local, given.folder, terms)
+    with json_logs(sys.stdout, KNOWN) if watch.log_format == "json" else nullcontext():
+        run_local(given.app, given.local, given.folder, terms, watch)
 
 
-def serve(path: Path, transport: Transport, terms: Terms, state: Path) -> None:
+def serve(path: Path, transport: Transport, terms: Terms, state: Path, watch: Monitoring) -> None:
     """Run a recipe over a transport: what the app at the server calls."""
     from perada.cli.deploy import run_rounds
 
     quiet_lightning()
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
-    log = logging.getLogger("perada.deploy")
+    log, in_json = logging.getLogger("perada.deploy"), watch.log_format == "json"
     log.setLevel(logging.INFO)
-    log.addHandler(logging.StreamHandler(sys.stdout))  # which Flower shows to whom started the run
+    # What is on the standard output Flower shows to whom started the run.
+    log.addHandler(json_handler(sys.stdout) if in_json else logging.StreamHandler(sys.stdout))
     try:
-        run_rounds(str(path), transport, state, terms)
-    except (ValueError, OSError) as error:
-        print(f"perada: error: {one_line(error)}", flush=True)
+        run_rounds(str(path), transport, state, terms, watch)
+    except (ValueError, OSError, ImportError) as error:
+        if in_json:
+            log.error("%s", one_line(error))
+        else:
+            print(f"perada: error: {one_line(error)}", flush=True)
         # Flower shows a traceback of whatever is raised: of this line, and not of how it came to it.
         raise RuntimeError(one_line(error)) from None
 

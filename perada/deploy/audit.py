@@ -68,7 +68,7 @@ def entry_of(message: bytes, reply: bytes, spent: Callable[[Order], object]) -> 
         asked |= {"of": order.of, "attempt": order.attempt}
     left["masks"] = order.kind == "mask" and bool(sizes)
     entry |= {"run": order.run, "round": order.round}
-    epsilon = spent(order) if answer.code == "ok" and order.kind in ("train", "tune") else None
+    epsilon = spent(order) if answer.code == "ok" and order.kind in ("train", "tune", "mask") else None
     return entry if epsilon is None else entry | {"epsilon": epsilon}
 
 

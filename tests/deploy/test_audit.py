@@ -394,3 +394,16 @@ def test_what_leaves_under_masks_is_told_from_what_leaves_in_the_clear(tiny, tmp
         assert list(one["tensors"]) == (["masked"] if key in masked else [])
     assert left["train", None]["sums"] == ["advert"] and left["reveal", "update"]["sums"] == ["gone", "own"]
     assert left["train", None]["facts"] == left["evaluate", None]["facts"] == []
+
+
+def test_noisy_sums_say_what_the_site_as_a_whole_has_spent(tiny, tmp_path):
+    from .sums.test_noisy_sums import by_opacus, noisy
+
+    made = noisy(tiny, tmp_path, rounds=2, every=2, privacy={"noise_multiplier": 2.0})
+    _, workers = made.deployed()
+    entries = [entry for entry in verified(workers["site0"].book.folder) if "epsilon" in entry]
+    assert [entry["asked"]["kind"] for entry in entries] == ["train", "mask", "train", "mask"]
+    client = only_client(workers["site0"])
+    expected = [by_opacus(sums, 2.0, client.limits.delta) for sums in (0, 1, 1, 2)]
+    assert [entry["epsilon"]["site"] for entry in entries] == pytest.approx(expected, rel=1e-12)
+    assert {*entries[0]["epsilon"]} == {"site", "delta"}

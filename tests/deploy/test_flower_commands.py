@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -251,10 +252,20 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
     for name in ("write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest"):
         monkeypatch.setattr(f"perada.cli.flower.{name}", lambda *given, name=name: seen.append(name))
     monkeypatch.setattr("perada.studies.deployment.run_demo", lambda rounds, _, secure_sums: seen.append(rounds))
+    monkeypatch.setattr("perada.cli.audit.read_site", lambda path: sys.exit(seen.append(str(path))))
     for line in lines:
         with contextlib.suppress(SystemExit):
             main(shlex.split(line))
-    assert set(seen) == {"write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest", 3}
+    assert set(seen) == {
+        "write_app",
+        "write_server_keys",
+        "write_site_keys",
+        "Link",
+        "run_app",
+        "recipe_digest",
+        3,
+        "site.yaml",
+    }
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from perada.deploy.flower.socket import ask
+from perada.deploy.monitoring import Monitoring
 from perada.deploy.protocol import CODES, MOST, Failure, Terms, Transport, digest
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 FILES = Path(__file__).with_name("files")
 """Templates of what is written, at their places in the folder."""
-Serve = Callable[[Path, Transport, Terms, Path], None]
-"""Runs a recipe over a transport: the recipe's file, the transport, the terms, the folder for the server's state."""
+Serve = Callable[[Path, Transport, Terms, Path, Monitoring], None]
+"""Runs a recipe over a transport: its file, the transport, the terms, the folder for the server's state, how it is
+watched."""
 _APP = "[a-z][a-z0-9-]{0,40}"
 POLL = 0.5
 """Seconds between two looks for a reply."""
@@ -60,7 +62,8 @@ def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> N
     sha256 = hashlib.sha256(recipe.encode()).hexdigest()
     values = {"name": name, "sha256": sha256, "digest": digest, "host": host}
     values["hides"] = "" if re.search(r"^[^#\n]*secure_sums", recipe, re.MULTILINE) else "# "
-    values["config"] = "\n".join(f"{key} = {json.dumps(value)}" for key, value in vars(Terms()).items())  # in TOML
+    options = vars(Terms()) | vars(Monitoring())
+    values["config"] = "\n".join(f"{key} = {json.dumps(value)}" for key, value in options.items())  # in TOML
     for template in sorted(path for path in FILES.rglob("*") if path.is_file()):
         target = folder / template.relative_to(FILES).with_suffix("")  # NAME.tmpl
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +90,7 @@ def server_app(serve: Serve, recipe: Path) -> "ServerApp":
         terms = Terms.of(context.run_config)
         state = Path(terms.state or get_flwr_home() / "perada" / str(context.run_config["digest"]))
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        serve(recipe, FlowerTransport(grid), terms, state)
+        serve(recipe, FlowerTransport(grid), terms, state, Monitoring.of(context.run_config))
 
     app = ServerApp()
     app.main()(main)

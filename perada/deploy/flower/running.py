@@ -12,14 +12,16 @@ import tempfile
 import time
 import tomllib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from perada.deploy.flower.keys import check_hosts
+from perada.deploy.monitoring import Monitoring, as_json_line
 from perada.deploy.protocol import Terms
 
+WATCH = Monitoring()
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -110,7 +112,7 @@ def program(name: str) -> Path:
     return Path(shutil.which(name, path=f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}") or beside / name)
 
 
-def run_app(app: Path, link: Link, terms: Terms) -> int:
+def run_app(app: Path, link: Link, terms: Terms, watch: Monitoring = WATCH) -> int:
     """Start an app, print what it prints, and wait for its end.
 
     Returns:
@@ -119,9 +121,9 @@ def run_app(app: Path, link: Link, terms: Terms) -> int:
     if not (app / "pyproject.toml").is_file() or not (app / "perada_app" / "recipe.yaml").is_file():
         raise FileNotFoundError(f"{str(app)!r} is not an app; give the folder `app` that `perada deploy init` wrote")
     check_flower()
-    config = " ".join(f"{key}={json.dumps(value)}" for key, value in vars(terms).items())
+    config, show = _config(app, vars(terms) | vars(watch)), as_json_line if watch.log_format == "json" else str.rstrip
     with link.connection() as (name, environment):
-        run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment)
+        run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment, show)
         if interrupted:
             still = f"The run continues at the SuperLink {link.where}; stop it with: flwr stop {run}"
             print(still if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr)
@@ -132,15 +134,27 @@ def run_app(app: Path, link: Link, terms: Terms) -> int:
         listed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     rows = json.loads(listed.stdout)["runs"] if listed.returncode == 0 else []
     row = rows[0] if rows else {"status": "unknown: the SuperLink does not answer"}
-    print(f"Flower's run {run} is {row['status']}")
+    print(show(f"Flower's run {run} is {row['status']}"))
     if row["status"] == "finished:completed":
         return 0
     reason = " ".join(str(row.get("status-details") or SILENT).split())
-    print(f"{reason}. The same command with --resume continues after the last round that was closed")
+    print(show(f"{reason}. The same command with --resume continues after the last round that was closed"))
     return 1
 
 
-def follow(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str | None, bool]:
+def _config(app: Path, options: Mapping[str, object]) -> str:
+    """The options for Flower, which refuses those that the app does not list, as one of another version may."""
+    listed = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+    usual = vars(Monitoring())
+    unknown = [key for key, value in options.items() if key not in listed and usual.get(key) != value]
+    if unknown:
+        raise ValueError(f"{str(app)!r} does not know {unknown[0]}; write it anew by `perada deploy init`")
+    return " ".join(f"{key}={json.dumps(value)}" for key, value in options.items() if key in listed)
+
+
+def follow(
+    words: Sequence[str], environment: Mapping[str, str], show: Callable[[str], str] = str.rstrip
+) -> tuple[str | None, bool]:
     """Run a command of ``flwr``, print its lines; give the id of the run that it started, and if Ctrl-C ended it."""
     said, interrupted = "", False
     command = [str(program("flwr")), *words]
@@ -149,7 +163,7 @@ def follow(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str | 
         try:
             for line in process.stdout:
                 said += line if _STARTED.search(line) else ""
-                print(line, end="", flush=True)
+                print(show(line), flush=True)
         except KeyboardInterrupt:
             process.terminate()
             interrupted = True

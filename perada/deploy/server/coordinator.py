@@ -204,7 +204,7 @@ class Coordinator:
 
         got = self._ask(asked, message, lambda _: {}, end, record)
         for name, code in record.failed.items():
-            log.warning("%s: site %s: %s", kind, name, code)
+            log.warning("%s: site %s: %s", kind, name, code, extra={"site": name})
         return {name: answer for name, (answer, _) in got.items()}
 
     def _gather_sites(self, end: float) -> list[int]:

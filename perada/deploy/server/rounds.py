@@ -84,7 +84,7 @@ class Roster:
         for name in sorted({*answers, *failed}):
             if reason := failed.get(name) or self._objection(name, answers[name]):
                 self.outside[name] = reason
-                log.warning("site %s does not join: %s", name, reason)
+                log.warning("site %s does not join: %s", name, reason, extra={"site": name})
             else:
                 self.outside.pop(name, None)
                 progress.labels = answers[name].facts["labels"]

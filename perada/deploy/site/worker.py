@@ -72,6 +72,7 @@ class SiteWorker:
         self.party = party
         self.book, self.clients, self.may_send = book, dict(clients), set(may_send)
         self.log = log or logging.getLogger("perada.site")
+        self.about: dict[str, object] = {}  # the run and round of the order that is being answered
         self._turn = threading.Lock()
 
     @property
@@ -97,6 +98,7 @@ class SiteWorker:
         """
         answers, run = digest(message), printable(run)
         with self._turn:
+            self.about = {}
             try:
                 reply = self._answer(message, answers, run)
             except Refused as refusal:
@@ -109,14 +111,16 @@ class SiteWorker:
         return reply
 
     def _spent(self, order: Order) -> dict[str, float | None] | None:
-        """The ε of all that was trained here, in the site's measure (null is ∞); None of a recipe without privacy."""
-        client = self.clients[order.recipe]
-        if not client.planned:
-            return None
-        return {"spent": _finite(client.epsilon(self.book.total.history(0))), "delta": client.limits.delta}
+        """The ε of all that was trained and masked here, in the site's measure (None is ∞); None without privacy."""
+        client, ledger = self.clients[order.recipe], self.book.total
+        owners = {"spent": 0} if client.planned else {}
+        owners |= {} if client.level is None else {"site": WHOLE}
+        found = {name: _finite(client.epsilon(ledger.history(owner))) for name, owner in owners.items()}
+        return found | {"delta": client.limits.delta} if found else None
 
     def _answer(self, message: bytes, answers: str, run: str) -> bytes:
         order = Order.read(header_of(message))
+        self.about = {"run": order.run, "round": order.round}
         client = self.clients.get(order.recipe)
         if client is None:
             raise Refused(f"the recipe with the digest {order.recipe} is not among the approved ones", "unapproved")

@@ -15,7 +15,7 @@ from safetensors.numpy import load, load_file, save, save_file
 from perada.deploy.flower.app import server_app
 
 
-def serve(recipe, transport, options, state):
+def serve(recipe, transport, options, state, _):
     given = yaml.safe_load(recipe.read_text())
     file = state / "server.safetensors"
     start = {"w": np.zeros(given["length"], np.float32), "round": np.array([0])}

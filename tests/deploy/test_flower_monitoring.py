@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Over Flower, the options of monitoring reach the server's process, and the sites' logs are whole at the end."""
+
+import json
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
+pytest.importorskip("prometheus_client", reason="pip install 'perada[monitoring]'")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from perada.cli import main
+from perada.cli.flower import recipe_digest
+from perada.deploy.state import read_progress
+from perada.studies.deployment import ENVIRONMENT, SITES, Demo, free_port
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_over_flower_is_watched(capsys):
+    port, scrapes, over = free_port(), [], threading.Event()
+
+    def scrape():
+        while not over.wait(0.5):
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+                scrapes.append(reply.read().decode())
+
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, Demo(Path(folder), SITES, ENVIRONMENT) as demo:
+        demo.begin(1, recipe_digest)
+        capsys.readouterr()
+        thread = threading.Thread(target=scrape)
+        thread.start()
+        words = ["--link", f"127.0.0.1:{demo.port}", "--root-certificates", str(demo.folder / "keys" / "ca.crt")]
+        words += ["--min-sites", "3", "--deadline", "400", "--state", str(demo.folder / "server")]
+        words += ["--metrics-port", str(port), "--log-format", "json"]
+        try:
+            with pytest.raises(SystemExit) as end:
+                main(["deploy", "run", str(demo.app), *words])
+        finally:
+            over.set()
+            thread.join()
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        progress = read_progress(demo.folder / "server")[0]
+        for site in SITES:
+            main(["deploy", "audit", str(demo.folder / f"state-{site}"), "--json"])
+            left = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            assert [line["asked"]["kind"] for line in left] == ["join", "train", "evaluate"]
+            assert {line["run"] for line in left} == {progress.run}
+    assert end.value.code == 0
+    ours = [line for line in lines if line["logger"] == "perada.deploy"]
+    assert {line["run"] for line in ours} == {progress.run} and {line["logger"] for line in lines} <= {
+        "perada.deploy",
+        "flwr",
+    }
+    samples = {
+        (one.name, *one.labels.values())
+        for text in scrapes
+        for f in text_string_to_metric_families(text)
+        for one in f.samples
+    }
+    assert {("perada_site_connected", site) for site in SITES} <= samples
+    assert "perada_rounds_planned 1.0" in scrapes[0]
