@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set-up: all that is checked, in its order, and the privacy of a run, before the first round."""
 
-import timeit
 from collections import Counter
 
 import torch
@@ -11,6 +10,7 @@ from perada.algorithms import Algorithm
 from perada.algorithms.trial import no_counts
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.core.seeding import generator
+from perada.core.speed import product_seconds
 from perada.core.states import State, expand, get_state
 from perada.data import Phase
 from perada.data.batches.features import FeatureStore
@@ -80,7 +80,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     check_server_images(settings, data.public_size, data.validation_size)
     if stage == "fit":
         if trainer.precision == "bf16-mixed" and trainer.strategy.root_device.type == "cpu":
-            _tell_of_slow_bfloat16(*map(_product_seconds, (torch.float32, torch.bfloat16)))
+            _tell_of_slow_bfloat16(*map(product_seconds, (torch.float32, torch.bfloat16)))
         if not data.val_dataloader():
             trainer.limit_val_batches = 0  # nothing to evaluate on; Lightning would warn of it
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # every round has its own clients and number of steps
@@ -94,12 +94,6 @@ def _tell_of_slow_bfloat16(single: float, half: float) -> None:
             f"precision='bf16-mixed' is not faster on this processor: a product of matrices takes {1e3 * half:.1f} ms "
             f"in bfloat16 and {1e3 * single:.1f} ms in single precision; precision='32-true' is also more exact"
         )
-
-
-def _product_seconds(dtype: torch.dtype) -> float:
-    """Seconds of a product of matrices of 1024×1024, the shortest of five."""
-    matrix = torch.ones(1024, 1024, dtype=dtype)
-    return min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))
 
 
 def configure_rounds(parts: Parts, protection: Protection) -> None:

@@ -378,7 +378,7 @@ def test_distillation_reads_nothing_from_the_device(scaling, kind):
 
 @pytest.mark.parametrize("half", [0.002, 0.0005])
 def test_one_line_says_where_bfloat16_is_the_slower_one(monkeypatch, caplog, half):
-    monkeypatch.setattr(setup, "_product_seconds", lambda dtype: half if dtype == torch.bfloat16 else 0.001)
+    monkeypatch.setattr(setup, "product_seconds", lambda dtype: half if dtype == torch.bfloat16 else 0.001)
     data = perada.data.FederatedData([TensorDataset(torch.randn(4, 3, 32, 32), torch.arange(4) % 2)] * 2)
     caplog.set_level("INFO", "pytorch_lightning")
     perada.finetune("test_resnet", data, pretrained=False, algorithm="fedavg", rounds=1, precision="bf16-mixed")
