@@ -232,7 +232,9 @@ class RestOfWorld(Algorithm):
     a round's clients; weights do not count. A client makes its RoW branch v̄ + (v̄ − own) / (M − 1) of it, so that the
     server sends the same to all. It predicts with the RoW branch of the last round that it took part in, for which its
     mixer was trained. A client that was not drawn counts as it last was. The paper has all clients in every round.
-    Server rules other than the mean are refused: they would leave no mean to take one's own part out of.
+    Server rules other than the mean are refused: they would leave no mean to take one's own part out of. Where
+    ``client_privacy`` clipped a change, or ``refuse_far`` left it out, v̄ lacks it, and the client takes it out all the
+    same.
     """
 
     inference = "personal"
