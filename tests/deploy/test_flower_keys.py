@@ -56,6 +56,15 @@ def test_sites_accept_the_server_by_its_names_only(tmp_path):
 
 
 @pytest.mark.usefixtures("_cryptography")
+def test_the_servers_own_processes_accept_it(tmp_path):
+    """Flower's SuperExec, which starts the ServerApp, connects to 127.0.0.1 whatever name sites know."""
+    write_server_keys(tmp_path, ["link.example.org"])
+    assert connects(tmp_path, "127.0.0.1")
+    assert connects(tmp_path, "::1")
+    assert not connects(tmp_path, "127.0.0.2")
+
+
+@pytest.mark.usefixtures("_cryptography")
 def test_a_certificate_is_renewed_and_sites_keep_what_they_have(tmp_path):
     write_server_keys(tmp_path, ["link.example.org"])
     authority, before = (tmp_path / "ca.crt").read_bytes(), (tmp_path / "server.pem").read_bytes()

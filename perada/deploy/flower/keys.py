@@ -18,6 +18,8 @@ try:
 except ImportError:  # it comes with Flower
     x509 = None
 
+LOOPBACK = ("127.0.0.1", "::1")
+"""Addresses of the machine itself, which every certificate of a server has."""
 AUTHORITY_DAYS = 3650
 """How long the authority's certificate is valid: sites have a copy of it."""
 _HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
@@ -57,7 +59,7 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
 
     Args:
         folder: Made with mode 0700 if it is not there. Private keys have mode 0600.
-        hosts: Names and addresses by which sites reach the server.
+        hosts: Names and addresses by which sites reach the server. The server's own processes need `LOOPBACK` too.
         days: How long the server's certificate is valid.
 
     Returns:
@@ -83,7 +85,8 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
         _write_private(authority_key_file, authority_key, "PKCS8")
         _write(authority_file, authority.public_bytes(serialization.Encoding.PEM), 0o644)
     key = ec.generate_private_key(ec.SECP384R1())
-    addresses = [_general_name(host) for host in hosts]
+    # What the SuperLink starts at the server reaches it there, and would start no run without.
+    addresses = list(dict.fromkeys(_general_name(host) for host in [*hosts, *LOOPBACK]))
     names = [x509.DNSName(one) if isinstance(one, str) else x509.IPAddress(one) for one in addresses]
     extensions = [(x509.BasicConstraints(False, None), True), (x509.SubjectAlternativeName(names), False)]
     extensions.append((x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False))
