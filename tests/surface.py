@@ -372,7 +372,7 @@ def changes(before: Surface, now: Surface) -> list[Change]:
 
 def unsaid(found: list[Change], changelog: str, version: str) -> list[Change]:
     """Changes whose word is in no code span of a changelog above the heading of ``version``."""
-    new = re.split(rf"^## \[{re.escape(version)}\]", changelog, maxsplit=1, flags=re.MULTILINE)[0]
+    new = re.split(rf"^## \[?{re.escape(version)}\b", changelog, maxsplit=1, flags=re.MULTILINE)[0]
     spans = re.findall(r"`([^`]+)`", new)
     return [one for one in found
             if not any(re.search(rf"(?<![\w-]){re.escape(one.word)}(?![\w-])", span) for span in spans)]  # fmt: skip

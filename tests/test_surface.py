@@ -127,7 +127,7 @@ def test_a_change_is_found_and_must_be_in_the_changelog_of_the_next_release(plan
     assert [(one.where, one.word) for one in found] == [(where, word)]
     for text in ("", f"{word} without backticks", f"`{word}s` and `un{word}`", f"## [1.0.0]\n\n- `{word}`, of old"):
         assert unsaid(found, f"## [unreleased]\n\n{text}\n", "1.0.0") == found, text
-    for text in (f"`{word}` is new", f"`perada x {word}=3`\n\n## [1.0.0]"):
+    for text in (f"`{word}` is new", f"`perada x {word}=3`\n\n## 1.0.0 - 2026"):
         assert unsaid(found, f"## [unreleased]\n\n{text}\n", "1.0.0") == [], text
 
 

@@ -88,7 +88,7 @@ class Cards:
             "images": sum(self._images),
             "clients": len(self._images),
             "base": base,
-            "img_size": size_to_build(info["backbone"], info.get("built_for")),  # positions are embedded for it
+            "img_size": size_to_build(info["backbone"], info["built_for"]),  # positions are embedded for it
         }
 
     def write(self, path: Path, client: int | None, backbone: str | None) -> None:

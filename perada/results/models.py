@@ -138,7 +138,7 @@ class Models:
         Raises:
             ValueError: If the algorithm has none: clients keep a part of the model, or all of it.
         """
-        if not self.info.get("global_model", True):
+        if not self.info["global_model"]:
             raise ValueError(
                 f"{self.info['algorithm']} has no global model: what the server holds is the initial one, but for what "
                 "clients share; ask for personal(client)"

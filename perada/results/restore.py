@@ -296,7 +296,7 @@ def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None, conf
     pretrained = False if path.is_file() and own_weights(info) else info["pretrained"]
     built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=info["built_for"])
     with torch.random.fork_rng(devices=[]):
-        adapted = insert_adapter(built, config, train_backbone=info.get("train_backbone", False))
+        adapted = insert_adapter(built, config, train_backbone=info["train_backbone"])
     if path.is_file():
         frozen = set(adapted.model.state_dict()) - set(trained_keys(adapted.model))
         set_state(adapted.model, read_backbone(adapted, path, frozen))

@@ -184,7 +184,7 @@ class Run(Models):
         """
         number = None if client is None else self.number(client)
         if number is None:
-            if not self.info.get("global_model", True):
+            if not self.info["global_model"]:
                 raise ValueError(f"{self.info['algorithm']} has no global model to upload; name a client")
             self.state("global")  # an error where there are several
         privacy = self.info.get("privacy")

@@ -160,7 +160,8 @@ class RunFile:
         for number in (*joined, *info.get("forgotten", []), *info.get("own_adapters", [])):
             check_whole("client", number, 0, most=clients - 1)
         check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, kind=str)
-        missing = {"backbone", "pretrained", "image_size", "preprocessing", "training"} - set(info)
+        needed = "backbone pretrained image_size preprocessing training train_backbone global_model"
+        missing = set(needed.split()) - set(info)
         if missing or not all(map(_IN_FOLDER.fullmatch, self.files)):
             raise KeyError(f"info lacks {sorted(missing)}, or files names what is not a file of a saved run")
         check_list([row["round"] for row in self.metrics["rounds"]], None, kind=int)

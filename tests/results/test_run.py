@@ -275,6 +275,16 @@ def test_broken_folders_are_named(saved, tiny, tmp_path, damage, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("fact", ["training", "train_backbone", "global_model", "built_for"])
+def test_a_fact_that_every_run_has_is_missed(fact, saved, tiny, tmp_path):
+    folder = undigested(shutil.copytree(saved, tmp_path / "copy"))
+    content = json.loads((folder / "run.json").read_text())
+    del content["info"][fact]
+    (folder / "run.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"run.json' is broken .*{fact}"):
+        perada.Run.load(folder, backbone=tiny.net())
+
+
 def test_another_backbone_is_refused(saved, tiny):
     with pytest.raises(
         ValueError, match="network of your own, which is not in it; give one of the same class as backbone="
