@@ -341,7 +341,8 @@ def _site_status(given: SiteFile) -> str:
     bare = sum(steps for (sigma, _), steps in total.history(IMAGES).items() if not sigma)
     without = f"; {bare} rounds had no privacy" if bare else ""
     most = "one whole run's" if limits.max_epsilon is None else f"{limits.max_epsilon:g}"
-    return f"{text}\n\nAll runs together: ε {spent} (the limit is {most}) {at}{without}."
+    whose = "Single images, all runs together" if total.history(WHOLE) else "All runs together"
+    return f"{text}\n\n{whose}: ε {spent} (the limit is {most}) {at}{without}."
 
 
 def _run_status(progress: Progress) -> str:

@@ -57,13 +57,16 @@ class SiteLevel:
 
     def check_norm(self, norm: float) -> None:
         """Refuse an S of the server's that the noise would be lost in, or that the sum has no room for."""
-        if self.level.options.clipping == "adaptive":
-            self.level.norm = norm
-            try:
-                check_bound(norm)
-                self.level.deviations(self._least)
-            except ValueError as error:
-                raise Refused(str(error)) from None
+        if self.level.options.clipping != "adaptive":
+            return
+        before, self.level.norm = self.level.norm, norm
+        try:
+            check_bound(norm)
+            self.level.deviations(self._least)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        finally:
+            self.level.norm = before
 
     def part(self, state: RunState, sites: int) -> State:
         """The site's clipped change with its part of the noise, in whole numbers, for a sum over so many sites.

@@ -2,6 +2,7 @@
 """Deployed runs with privacy of whole sites in secure sums: each site adds its noise, and keeps its own account."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ import torch
 from opacus.accountants import RDPAccountant
 from scipy import stats
 
-from perada.cli.deploy import shown_level
+from perada.cli.deploy import _site_status, shown_level
 from perada.core.seeding import generator
 from perada.deploy.protocol import Failure, LocalTransport, Order, header_of, pack
 from perada.deploy.server import coordinator as module
+from perada.deploy.site.file import Limits
 from perada.deploy.state import WHOLE, read_state
 from perada.deploy.sums.site import SiteRound
 from perada.federation.cohort import Cohort
@@ -217,6 +219,10 @@ def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
     assert spent(workers) == {name: {1.0: 2} for name in made.names}
     for worker in workers.values():
         worker.book.close()
+    shown = _site_status(SimpleNamespace(name="site0", state=made.folder / "site0", limits=Limits()))
+    epsilon = f"{by_opacus(2, delta=1e-5):.2f}"
+    assert f"as a whole, all noisy sums together: ε {epsilon} (the limit is one whole run's) at δ = 1e-05" in shown
+    assert "Single images, all runs together: ε ∞" in shown and "2 rounds had no privacy" in shown
     allowed = by_opacus(3, delta=1e-5)
     workers = made.workers(max_site_epsilon=allowed * 1.001)
     (client,) = workers["site0"].clients.values()
