@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import fsum
 from statistics import median_low
 from typing import Any
 
@@ -265,7 +266,7 @@ def held(state: State, slot: Slot, ranks: Sequence[int]) -> dict[str, float]:
 
 def megabytes_held(state: State, slot: Slot, ranks: Sequence[int], clients: int) -> float:
     """Megabytes (10**6 bytes) of a state (no client axis) at so many clients, who have of it what :func:`held` says."""
-    return clients * sum(number * state[key].element_size() for key, number in held(state, slot, ranks).items()) / 1e6
+    return clients * fsum(number * state[key].element_size() for key, number in held(state, slot, ranks).items()) / 1e6
 
 
 def parameter_counts(
@@ -280,7 +281,8 @@ def parameter_counts(
     """Parameters that a client trains in a round, of all that it opened, (C, ...) by role, and of what it sends.
 
     What it sends beside a model's tensors, such as a control variate, counts as parameters. With ``ranks`` of LoRA, of
-    the round's clients, these are means over them.
+    the round's clients, these are means over them. Sums are exact: in the order of a set, whatever hashes its names,
+    they would differ between processes.
     """
     statistics = set(slot.keys) - set(slot.parameters)
     floating = {key: value for key, value in sent.items() if value.is_floating_point()}
@@ -293,8 +295,8 @@ def parameter_counts(
         if name in state
     }
     return {
-        "params/trained": float(sum(own[role][name] for role, name in trained)),
-        "params/sent": float(sum(size for key, size in held(floating, slot, ranks).items() if key not in statistics)),
+        "params/trained": fsum(own[role][name] for role, name in trained),
+        "params/sent": fsum(size for key, size in held(floating, slot, ranks).items() if key not in statistics),
     }
 
 

@@ -5,12 +5,18 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 
 import perada
+from perada.algorithms import FedAvg
 from perada.cli import main
+from perada.data import Phase
 from perada.server import FedAvgM
+
+from .problems import CLASSES, SIZES, finetune, task
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +63,60 @@ def test_the_example_that_remembers_on_the_clients(tiny):
         moved = 2.0 * tiny.options["lr_local"] * (first[name] - start[name])
         assert moved.abs().max() > 1e-5
         torch.testing.assert_close(value, second[name] + moved, atol=1e-6, rtol=1e-5)
+
+
+class Prototypes(FedAvg):
+    """Sums of a last phase in which nothing is trained, and something else for each client (docs/extending.md)."""
+
+    def phases(self, epochs, steps):
+        return (*super().phases(epochs, steps), Phase("sums", epochs=1))
+
+    def trained(self, role, phase, slot, round):
+        return () if phase == "sums" else slot.parameters
+
+    def broadcast(self, sending):
+        own = [sending.state[f"{client}/sent"]["means"] for client in sending.clients] if sending.state else None
+        zeros = torch.zeros(len(sending.clients), CLASSES, CLASSES, dtype=torch.float64)
+        return super().broadcast(sending) | {"mine/last": torch.stack(own) if own else zeros}
+
+    def open(self, kept, received, slot):
+        last = received["mine/last"]
+        local = {name: value for name, value in received.items() if name != "mine/last"}
+        return {"local": local, "sums": {"last": last, "means": torch.zeros_like(last)}}
+
+    def client_step(self, step):
+        if step.phase != "sums":
+            return super().client_step(step)
+        hot = F.one_hot(step.labels, CLASSES).double()
+        step.states["sums"]["means"] += step.mean(hot.unsqueeze(-1) * step.logits("local").detach().unsqueeze(-2))
+
+    def close(self, trained, kept, received, slot):
+        return {}, trained["local"] | {f"mine/{name}": value for name, value in trained["sums"].items()}
+
+    def server_step(self, server):
+        sent, names = server.updates, ["mine/last", "mine/means"]
+        self.seen = {client: {name: sent[name][row] for name in sent} for row, client in enumerate(server.clients)}
+        for client, own in self.seen.items():
+            server.state[f"{client}/sent"] = {"means": own["mine/means"]}
+        return server.mean(sent.part(range(len(server.clients)), without=names), server.weights)
+
+
+@pytest.mark.parametrize("engine", ["folded", "loop"])
+def test_a_last_phase_sums_over_the_trained_model_and_each_client_receives_its_own(engine):
+    """Batches hold all of a client's images, so that a sum is the mean over them."""
+    seen = []
+    for rounds in (1, 2):
+        algorithm = Prototypes()
+        finetune(algorithm, "linear-full", engine, rounds=rounds, clients_per_round=None, batch_size=max(SIZES))
+        seen.append(algorithm.seen)
+    for client, data in enumerate(task().train):
+        x, y = (torch.stack([torch.as_tensor(row[place]) for row in data]) for place in (0, 1))
+        for own in (after[client] for after in seen):
+            logits = x.flatten(1) @ own["fc.weight"].T + own["fc.bias"]
+            means = F.one_hot(y, CLASSES).double().T @ logits / len(y)
+            torch.testing.assert_close(own["mine/means"], means, rtol=0, atol=1e-12)
+        assert torch.equal(seen[1][client]["mine/last"], seen[0][client]["mine/means"])
+        assert not seen[0][client]["mine/last"].any()
 
 
 def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path, monkeypatch):
