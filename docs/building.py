@@ -19,6 +19,7 @@ PAGES = (
     "docs/**/*.md",
     "docs/**/*.png",
     "docs/*.svg",
+    "docs/tutorials/*.ipynb",
     "docs/example_report/*.html",
     "docs/example_report/*.csv",
     "recipes/**/*.yaml",
