@@ -42,13 +42,13 @@ define set_up
 endef
 
 $(VENV)/.installed: pyproject.toml
-	$(call set_up,.)
+	$(call set_up,.[examples])
 
 $(VENV)/.installed-dev: pyproject.toml
 	$(call set_up,.[dev$(comma)docs])
 
 $(VENV)/.installed-flower: pyproject.toml
-	$(call set_up,.[flower])
+	$(call set_up,.[flower$(comma)examples])
 
 # The packages that only slow tests ask for. Flower takes older versions of some that `make test` has.
 $(VENV)/.installed-all: pyproject.toml
@@ -132,8 +132,8 @@ sbom: $(VENV)/.installed $(VENV)-tools/.installed
 # pip install --require-hashes -r dist/requirements.txt installs the very files that a release was tested with.
 lock: $(VENV)-tools/.installed
 	@mkdir -p dist
-	$(VENV)-tools/bin/uv pip compile pyproject.toml --universal --generate-hashes --quiet --output-file dist/requirements.txt
-	$(VENV)-tools/bin/uv pip compile pyproject.toml --extra flower --universal --generate-hashes --quiet --output-file dist/requirements-flower.txt
+	$(VENV)-tools/bin/uv pip compile pyproject.toml --extra examples --extra privacy --universal --generate-hashes --quiet --output-file dist/requirements.txt
+	$(VENV)-tools/bin/uv pip compile pyproject.toml --extra flower --extra privacy --universal --generate-hashes --quiet --output-file dist/requirements-flower.txt
 
 clean:
 	rm -rf $(VENV) $(VENV)-tools build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perada.core.checks import installed
 from perada.core.seeding import generator
 from perada.core.states import State
 from perada.server import Aggregation, Mean, ServerRule
@@ -216,14 +217,12 @@ def max_margin(problem: Problem) -> Tensor:
     Raises:
         ValueError: If no hyperplane through the origin separates the classes.
     """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.svm import SVC
-
+    svm, exceptions = (installed(f"sklearn.{name}", "The study", "studies") for name in ("svm", "exceptions"))
     all_data = problem.together
     x, y = all_data.x[0], all_data.y[0]
-    machine = SVC(kernel="linear", C=1e10, tol=1e-6, cache_size=500, max_iter=MAX_PASSES)
+    machine = svm.SVC(kernel="linear", C=1e10, tol=1e-6, cache_size=500, max_iter=MAX_PASSES)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # an error is raised below
+        warnings.simplefilter("ignore", exceptions.ConvergenceWarning)  # an error is raised below
         machine.fit(torch.cat([x, -x]).numpy(), torch.cat([y, -y]).numpy())
     w = torch.tensor(machine.coef_[0])
     if machine.n_iter_.max() >= MAX_PASSES or (y * (x @ w)).min() < 1 - 1e-3:

@@ -26,7 +26,7 @@ tests=(core/test_states.py algorithms/test_algorithms.py adapters/test_methods.p
 one() {
   local python=$1 resolution=$2 here=$3
   cd "$here" || return
-  "$uv" pip compile "$root/pyproject.toml" --quiet --python "$python" --resolution "$resolution" -o requirements.txt &&
+  "$uv" pip compile "$root/pyproject.toml" --extra examples --extra privacy --quiet --python "$python" --resolution "$resolution" -o requirements.txt &&
     "$uv" venv --quiet --python "$python" venv &&
     "$uv" pip install --quiet --python venv/bin/python --only-binary :all: -r requirements.txt &&
     "$uv" pip install --quiet --python venv/bin/python --no-deps "$wheel" &&

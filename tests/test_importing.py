@@ -54,3 +54,38 @@ def test_import_perada_leaves_one_finder_until_peft_is_imported():
     script = "import sys; before = [*sys.meta_path]; import perada; (own,) = {*sys.meta_path} - {*before}; "
     script += "assert perada.adapters.register; print(own in sys.meta_path)"
     assert run(script).strip() == "False"
+
+
+def test_what_only_some_need_is_asked_for_when_they_need_it():
+    """A base install has neither Opacus nor scikit-learn: other runs go without, and one line names the extra."""
+    script = """
+import sys
+sys.modules |= {"opacus": None, "sklearn": None}
+import perada, torch
+from perada.data import Digits, FederatedData, FederatedDataModule
+from perada.privacy import history_epsilon
+from torch.utils.data import TensorDataset
+
+def train(**options):
+    sets = [TensorDataset(torch.randn(8, 1, 4, 4), torch.arange(8) % 2) for _ in range(2)]
+    data = FederatedDataModule(FederatedData(train=sets, test=sets), batch_size=4)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+    options |= {"adapter": "full", "algorithm": "fedavg", "rounds": 1, "enable_progress_bar": False}
+    return perada.finetune(net, data, num_classes=2, **options)
+
+print("plain:", len(train().metrics["rounds"]))
+for needs in (
+    lambda: train(privacy={"noise_multiplier": 1.0}),
+    lambda: train(client_privacy={"noise_multiplier": 1.0, "max_norm": 1.0, "delta": 1e-5}),
+    lambda: history_epsilon({(1.0, 0.1): 10}, 1e-5),
+    lambda: Digits().images,
+):
+    try:
+        needs()
+    except ModuleNotFoundError as error:
+        print("needs:", error)
+"""
+    said = [line for line in run(script).splitlines() if line.startswith(("plain:", "needs:"))]
+    assert said[0] == "plain: 1"
+    assert ["perada[privacy]" in line for line in said[1:]] == [True, True, True, False]
+    assert "perada[examples]" in said[4]

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from perada.core.rounds import BatchSize, PrivateSampling, RoundPlan, rows_per_batch, sampling_rate
-from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, history_epsilon
+from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, check_opacus, history_epsilon
 from perada.privacy.options import ClientPrivacy, Privacy
 from perada.privacy.rehearsal import Training
 from perada.privacy.sampling import passes
@@ -36,6 +36,7 @@ class Budget(ABC):
     section: str
 
     def __init__(self, options: Privacy | ClientPrivacy, planned: Planned | None) -> None:
+        check_opacus()
         self.options, self._planned = options, planned
         limits = (options.max_epsilon, options.target_epsilon)
         self.limit = min((given for given in limits if given is not None), default=None)

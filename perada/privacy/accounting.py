@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -23,6 +24,14 @@ ACCOUNTANTS = ("rdp", "prv", "gdp")
 History = Mapping[tuple[float, float], int]
 ROUNDING = 1 + 1e-9
 """What floating-point sums may add to a limit that is met exactly."""
+
+
+def check_opacus() -> None:
+    """Refuse, by a ModuleNotFoundError, to account for anything without Opacus."""
+    if find_spec("opacus") is None:
+        raise ModuleNotFoundError(
+            "differential privacy needs opacus, which is not installed; pip install 'perada[privacy]'"
+        )
 
 
 def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> float:
@@ -89,6 +98,7 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
 @lru_cache(maxsize=100_000)  # clients who did not take part in a round are asked about again
 def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
     """ε by Opacus, and what its ``gdp`` cannot say itself: 0 below its range, infinity above."""
+    check_opacus()
     from opacus.accountants import create_accountant
     from opacus.accountants.analysis import gdp
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision import datasets as published
 from torchvision.datasets.utils import check_integrity
 
-from perada.core.checks import check_choice, check_whole
+from perada.core.checks import check_choice, check_whole, installed
 from perada.core.seeding import derive_seed
 from perada.data.batches.transforms import resize_uint8
 from perada.data.sets.base import ImageSet, reading
@@ -40,9 +40,7 @@ class Digits(ImageSet):
     classes = DIGITS
 
     def _load(self) -> tuple[Tensor, Tensor]:
-        from sklearn.datasets import load_digits
-
-        pixels, labels = load_digits(return_X_y=True)
+        pixels, labels = installed("sklearn.datasets", "Digits", "examples").load_digits(return_X_y=True)
         images = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8)).view(-1, 1, 8, 8)
         order = np.random.default_rng(0).permutation(len(labels))
         cut = len(labels) // 5
@@ -310,9 +308,8 @@ class Photographs(ImageSet):
         self.gray, self.seed = gray, seed
 
     def _load(self) -> tuple[Tensor, None]:
-        from sklearn.datasets import load_sample_images
-
-        photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images]
+        shipped = installed("sklearn.datasets", "Photographs", "examples").load_sample_images().images
+        photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in shipped]
         if self.gray:
             luma = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)  # ITU-R BT.601
             photographs = [(image * luma).sum(0, keepdim=True).round().byte() for image in photographs]
