@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
@@ -70,6 +70,18 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield from ((name, _installed(name) or "not installed") for name in SHOWN)
 
 
+def versions() -> str:
+    """Versions and the processor's instructions, in a line; nothing large is imported for it."""
+    found = [f"{name} {value}" for name, value in _facts() if name != "perada"]
+    return "; ".join([", ".join(found), platform.machine(), *filter(None, [" ".join(_units({"avx2", "avx512f"}))])])
+
+
+def _units(others: Collection[str] = ()) -> list[str]:
+    """Of the processor's units those that matter, and ``others``, where Linux says them."""
+    known = Path("/proc/cpuinfo")
+    return sorted({*UNITS, *others} & set(known.read_text(encoding="utf-8").split())) if known.is_file() else []
+
+
 def _of_machine() -> Iterator[tuple[str, str]]:
     """Operating system, processor, memory and accelerators."""
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
@@ -83,9 +95,7 @@ def _of_machine() -> Iterator[tuple[str, str]]:
     except Exception:  # a check says it
         return
     yield "threads", str(torch.get_num_threads())
-    known = Path("/proc/cpuinfo")
-    units = sorted(UNITS & set(known.read_text(encoding="utf-8").split())) if known.is_file() else []
-    yield "instructions", " ".join([torch.backends.cpu.get_cpu_capability(), *units])
+    yield "instructions", " ".join([torch.backends.cpu.get_cpu_capability(), *_units()])
     built = torch.version.cuda or torch.version.hip
     yield "built for", f"{'ROCm' if torch.version.hip else 'CUDA'} {built}" if built else "the CPU"
     for number in range(torch.cuda.device_count()):

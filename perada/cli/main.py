@@ -69,10 +69,12 @@ COMMANDS: Tree = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the words after ``perada``, by default those of the command line; ``--version`` alone prints its version."""
+    """Run the words after ``perada``, by default those of the command line; ``--version`` alone prints versions."""
     words = sys.argv[1:] if args is None else list(args)
     if words[:1] == ["--version"]:
-        print(f"perada {version('perada')}")
+        from perada.cli.doctor import versions
+
+        print(f"perada {version('perada')}\n{versions()}")
         return
     text = "Personalized, parameter-efficient federated fine-tuning of pretrained vision models."
     _run(words, COMMANDS, text, "perada")

@@ -343,7 +343,12 @@ def test_a_refused_run_leaves_no_folder(folder, monkeypatch, capsys):
 
 def test_version(capsys):
     main(["--version"])
-    assert capsys.readouterr().out == f"perada {importlib.metadata.version('perada')}\n"
+    own, others = capsys.readouterr().out.splitlines()
+    assert own == f"perada {importlib.metadata.version('perada')}"
+    libraries = "torch pytorch-lightning peft timm opacus flwr".split()
+    for name in libraries:
+        there = {each.name for each in importlib.metadata.distributions()} >= {name}
+        assert f"{name} {importlib.metadata.version(name) if there else 'not installed'}" in others
 
 
 @pytest.mark.parametrize("name", ["quickstart", "chexpert/perada/sample", "shakespeare", "fashion_mnist_small"])
