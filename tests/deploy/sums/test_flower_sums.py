@@ -44,7 +44,7 @@ def test_over_flower_it_is_the_simulation_to_the_bit(tmp_path, capfd, monkeypatc
     for key, value in simulated["federation"]["global"].items():
         assert torch.equal(states["global"][key], value), key
     for name in ("personal/local_test", "global/global_test"):  # sums of rounded scores
-        assert progress.history[-1][name] == pytest.approx(simulated["metrics"][-1][name], abs=1e-5), name
+        assert progress.history[-1][name] == pytest.approx(simulated["metrics"]["rounds"][-1][name], abs=1e-5), name
 
 
 def averaged(rounds, secure_sums):
