@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``perada doctor``: what a report of a mistake needs, and whether runs can work here.
+"""``perada doctor``: what a bug report needs, and whether runs can work here.
 
 It names no user, host or folder. Versions are read from what is installed. Of the large libraries only torch is
 imported, which knows processor and devices.

@@ -46,7 +46,7 @@ COMMANDS: Tree = {
     "test": ("cli.main:run", "The same as validate, and the scores on shifted test sets."),
     "predict": ("cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
     "check": ("cli.runs:check", "Say all that a run would refuse or warn of, without training."),
-    "doctor": ("cli.doctor:doctor", "Print versions and the machine, for a report of a mistake, and check them."),
+    "doctor": ("cli.doctor:doctor", "Print versions and the machine, for a bug report, and check them."),
     "ls": ("cli.main:ls", "List the shipped recipes."),
     "cp": ("cli.main:cp", "Copy a shipped recipe, to edit it."),
     "init": ("cli.data:init", "Ask four questions and write a recipe."),

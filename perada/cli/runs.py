@@ -103,6 +103,10 @@ class PeradaCLI(LightningCLI):
             self._parsers[defaults] = {name: value for name, value in vars(self).items() if name not in before}
         vars(self).update(self._parsers[defaults])
 
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """An option has the names that it has: the beginning of one may belong to another in the next release."""
+        return super().init_parser(allow_abbrev=False, **kwargs)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add ``federated``, ``privacy`` and ``client_privacy``; the seed and the images' size are said once."""
         parser.add_lightning_class_args(FederatedLoop, "federated")

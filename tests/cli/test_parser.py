@@ -144,6 +144,8 @@ def test_a_wrong_key_of_a_recipe_proposes_the_nearest(recipe, meant):
         ("--trainer.rounds=3", "--trainer.max_epochs"),
         ("--lerning_rate=3", "--model.lr_local or --model.lr_personal or --federated.distillation.lr"),
         ("--modl.adapter=head", "--model.adapter"),
+        ("--trainer.max_epoch=3", "--trainer.max_epochs"),  # the beginning of an option, which argparse would take
+        ("--round 3", "--rounds"),
         ("--clients 4", "--data.partition.num_clients"),
         ("--lambda=3", "--federated.algorithm.prox_strength"),
     ],
