@@ -19,7 +19,10 @@ from tests.surface_page import BASELINE, PAGE, page
 
 ROOT = Path(__file__).parents[1]
 program = import_module("perada.cli.main")  # `perada.cli` has a function of that name
-REMEDY = "write it into CHANGELOG.md under its name in backticks, and run `make surface`"
+REMEDY = (
+    "write it into CHANGELOG.md under its name in backticks, and run `make surface`; a former name goes on working, "
+    "with a warning by perada.core.deprecation, until the next major release"
+)
 
 
 @pytest.fixture(scope="module")
