@@ -226,6 +226,7 @@ class Algorithm(Options):
         sends: Whether clients send anything.
         global_model: Whether the server holds a whole model, which can be evaluated.
         distills: Whether the server distils, which takes a public set.
+        own_teachers: Whether it distils from models of its own making, and not from those of the clients.
         unsent: Streams of batches that nothing a client sends depends on, in this round or later. Default: none, so
             all of a client's training counts as sent.
         modes: Models that a round's clients are divided among.
@@ -241,6 +242,7 @@ class Algorithm(Options):
     sends: bool = True
     global_model: bool = True
     distills: bool = False
+    own_teachers: bool = False
     unsent: frozenset[str] = frozenset()
     modes: int = 1
     compares: bool = False

@@ -36,26 +36,60 @@ class FedBE(Algorithm):
         samples: Number of models drawn each round.
         distill: ``False`` lets the ensemble itself predict, by the mean of its probabilities.
         average_from: Share of the distillation steps after which the student's states are averaged. 1 takes the last.
+        moments: The server fits the Gaussian to means of the clients' states and of the squares of their changes, which
+            they send too, and the drawn models and the mean alone are the ensemble. So it needs sums alone.
     """
 
     def __init__(
-        self, sampler: Sampler = "gaussian", samples: int = 10, distill: bool = True, average_from: float = 0.5
+        self,
+        sampler: Sampler = "gaussian",
+        samples: int = 10,
+        distill: bool = True,
+        average_from: float = 0.5,
+        moments: bool = False,
     ) -> None:
         check_choice("sampler", sampler, get_args(Sampler))
         check_whole("samples", samples, 0)
         check_choice("distill", distill, (True, False))
         check_number("average_from", average_from, least=0, most=1, hint="the share of the steps that are left out")
+        check_choice("moments", moments, (True, False))
+        if moments and sampler != "gaussian":
+            raise ValueError(f"moments=True cannot be used with sampler={sampler!r}, which mixes the clients' models")
+        self.moments = self.own_teachers = moments
         self.sampler, self.samples, self.distill, self.average_from = sampler, samples, distill, average_from
         self.distills = distill
         self.average = "logits" if distill else "probabilities"
 
+    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+        """Send the trained state, and with ``moments`` the squares of its changes."""
+        keeps, sent = super().close(trained, kept, received, slot)
+        if self.moments:
+            drawn = [key for key, value in sent.items() if value.is_floating_point() and _is_drawn(key)]
+            sent = sent | {SQUARE + key: (sent[key] - received[key]).square() for key in drawn}
+        return keeps, sent
+
     def server_step(self, server: ServerStep) -> State:
         """Average, draw, and distil or remember the ensemble."""
-        average = server.mean(server.updates, server.weights)
         random = generator(server.seed, "fedbe", server.round)
-        drawn = sample_models(server.updates, server.weights, self.sampler, self.samples, random)
-        whole = expand(average, 1)
-        teachers = {key: torch.cat([drawn[key], value, whole[key]]) for key, value in server.updates.items()}
+        if self.moments:
+            squares = [key for key in server.updates if key.startswith(SQUARE)]
+            states = server.updates.part(range(len(server.clients)), without=squares)
+            average, center = server.mean(states, server.weights), mean(states, server.weights)
+            second = mean({key: server.updates[key] for key in squares}, server.weights)
+            spread = {
+                key: (second[SQUARE + key] - (center[key] - server.previous[key]).square()).clamp(min=0).sqrt()
+                for key in center
+                if SQUARE + key in second
+            }
+            drawn, whole = _drawn(center, spread, self.samples, random), expand(average, 1)
+            teachers = {key: torch.cat([drawn[key], whole[key]]) for key in average}
+        else:
+            average = server.mean(server.updates, server.weights)
+            drawn, whole = (
+                sample_models(server.updates, server.weights, self.sampler, self.samples, random),
+                expand(average, 1),
+            )
+            teachers = {key: torch.cat([drawn[key], value, whole[key]]) for key, value in server.updates.items()}
         if self.distills:
             return server.distill(server.previous | average, teachers, self.average_from)
         server.state["members"] = teachers
@@ -67,8 +101,29 @@ class FedBE(Algorithm):
 
     @property
     def kind(self) -> str:
-        """The class, and whether the ensemble is distilled."""
-        return f"{type(self).__name__} {'with' if self.distill else 'without'} distillation"
+        """The class, whether the ensemble is distilled, and whether it is drawn by moments."""
+        moments = ", by moments" if self.moments else ""
+        return f"{type(self).__name__} {'with' if self.distill else 'without'} distillation{moments}"
+
+
+SQUARE = "square/"
+"""Begins the names of what clients send beside their models: squares of their changes."""
+
+
+def _is_drawn(key: str) -> bool:
+    return not key.endswith("running_var")
+
+
+def _drawn(center: State, spread: State, samples: int, random: torch.Generator) -> State:
+    """Models (S, ...) from N(center, spread²); names without a spread are the center's."""
+    drawn = {}
+    for key, value in center.items():
+        whole = value.unsqueeze(0).expand(samples, *value.shape)
+        if key in spread:
+            noise = torch.randn(whole.shape, dtype=value.dtype, generator=random)
+            whole = whole + spread[key] * noise.to(value.device)
+        drawn[key] = whole
+    return drawn
 
 
 def sample_models(

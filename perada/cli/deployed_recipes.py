@@ -75,7 +75,8 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
         )
     options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
     served = FederatedDataModule(data, **options, seed=said.get("seed", cli.config["data"].seed))
-    if cli.loop.secure_sums is None or not cli.loop.algorithm.distills:
+    algorithm = cli.loop.algorithm
+    if cli.loop.secure_sums is None or not algorithm.distills or algorithm.own_teachers:
         return Recipe(text, cli.model, cli.loop, cli.trainer, served)
     whole_recipe = _parsed(content, given.accelerator).datamodule  # for its public images, whose logits are added up
     public = whole_recipe.division.public and whole_recipe.division.public_images(whole_recipe.division.dataset, [])

@@ -168,7 +168,8 @@ class Recipe:
     def distils(self, round: int) -> bool:
         """Whether the server distils after a round, for which sites in secure sums add up logits."""
         loop = self.loop
-        return loop.algorithm.distills and loop.client_privacy is None and loop.distillation.active(round)
+        asked = loop.algorithm.distills and not loop.algorithm.own_teachers
+        return asked and loop.client_privacy is None and loop.distillation.active(round)
 
     def sent(self, round: int) -> State:
         """An example of what a client sends in a round. Odd rounds may have other names than even ones."""

@@ -156,7 +156,8 @@ class Server:
         if settings.refuse_far:
             good = [place for place in good if plan.clients[place] not in report.far]
         updates, clients = updates.part(good), tuple(plan.clients[place] for place in good)
-        hidden = None if secure is None else (secure, updates)
+        own = settings.algorithm.own_teachers
+        hidden = None if secure is None or own else (secure, updates)
         if secure is not None and level is None and summed is None:  # nothing after this gets to see a row
             updates = secure.rows(updates, [shares[place] for place in good])
         distiller = Distiller(
@@ -171,7 +172,7 @@ class Server:
             self.scales,
             progress,
             hidden,
-            summed,
+            None if own else summed,
         )
         step = ServerStep(
             round,

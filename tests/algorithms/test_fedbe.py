@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from perada.algorithms import FedBE
+from perada.algorithms import FedBE, ensembles
 from perada.algorithms.ensembles import sample_models
 
 from .problems import CLIENTS, LR_LOCAL, distance, finetune, reference
@@ -89,3 +89,48 @@ def test_sampled_teachers_change_the_student(sampler):
     with_samples = finetune(FedBE(sampler=sampler, samples=5), rounds=1).state("global")
     without = finetune(FedBE(sampler=sampler, samples=0), rounds=1).state("global")
     assert distance(with_samples, without) > 1e-4
+
+
+class Watched(FedBE):
+    """Notes what clients sent, and the standard deviations that models are drawn with."""
+
+    def server_step(self, server):
+        names = [name for name in server.updates if not name.startswith("square/")]
+        self.sent = {name: server.updates[name].clone() for name in names}
+        self.weights = server.weights.clone()
+        return super().server_step(server)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_by_moments_models_are_drawn_with_the_clients_deviations(weighting, monkeypatch):
+    """Without having seen single models: the weighted deviation of each number, in a plain loop."""
+    drawn = []
+    plain = ensembles._drawn
+
+    def noted(center, spread, samples, random):
+        drawn.append((center, spread))
+        return plain(center, spread, samples, random)
+
+    monkeypatch.setattr(ensembles, "_drawn", noted)
+    algorithm = Watched(distill=False, samples=2, moments=True)
+    finetune(algorithm, rounds=2, weighting=weighting)
+    center, spread = drawn[-1]
+    assert spread
+    for name, value in spread.items():
+        rows, shares = algorithm.sent[name], algorithm.weights.tolist()
+        middle = sum(share * row for share, row in zip(shares, rows, strict=True))
+        wanted = sum(share * (row - middle) ** 2 for share, row in zip(shares, rows, strict=True)).sqrt()
+        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(center[name], middle, rtol=1e-12, atol=1e-12)
+    assert len(drawn) == 2
+
+
+def test_by_moments_the_server_needs_sums_alone():
+    options = {"rounds": 2, "distill_steps": 3}
+    one = finetune(FedBE(samples=3, moments=True), secure_sums={"fraction_bits": 40}, **options).state("global")
+    other = finetune(FedBE(samples=3, moments=True), **options).state("global")
+    assert distance(one, other) < 1e-6
+    with pytest.raises(ValueError, match="does not follow from their mean"):
+        finetune(FedBE(samples=3), secure_sums={"fraction_bits": 40}, **options)
+    with pytest.raises(ValueError, match="moments=True cannot be used with sampler='dirichlet'"):
+        FedBE("dirichlet", moments=True)

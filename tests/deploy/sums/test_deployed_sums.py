@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from perada.algorithms import ALGORITHMS, FFALoRA, PerAda
+from perada.algorithms import ALGORITHMS, FedBE, FFALoRA, PerAda
 from perada.deploy.protocol import Answer, Failure, LocalTransport, header_of, pack
 from perada.deploy.state import read_state
 from perada.server.rules import FedAdam
@@ -48,6 +48,7 @@ CASES = {
     "weights": ("feddf", {"loop": {"weighting": "samples"}}),
     "fedadam": ("fedavg", {"loop": {"server_rule": FedAdam()}}),
     "ffa": (FFALoRA(PerAda()), LORA),
+    "moments": (FedBE(samples=2, moments=True), {}),
     "running statistics": ("perada", {"net": normalized, "loop": {"weighting": "samples"}, "sizes": (8, 5, 12)}),
     "prompts": ("perada", {"net": vit, "module": {"adapter": "prompt"}}),
 }

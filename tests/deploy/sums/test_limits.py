@@ -17,6 +17,7 @@ from .test_hostile_server import changed
 
 PAGE = Path(__file__).parents[3] / "docs" / "secure_sums.md"
 NAMES = {
+    "moments": "fedbe",
     **{
         "fedavg_ft": "fedavg",
         "fedadam": "fedavg",
