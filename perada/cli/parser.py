@@ -282,11 +282,13 @@ def _listed(actions: Iterable[Action]) -> str:
 
 def _known(base: type) -> list[str]:
     """Classes of perada's own that can be named: those that their package hands on."""
-    found = {kind.__name__: sys.modules[".".join(kind.__module__.split(".")[:2])] for kind in subclasses(base)}
     return sorted(
-        name
-        for name, package in found.items()
-        if package.__name__.startswith("perada.") and name in getattr(package, "__all__", ())
+        {
+            kind.__name__
+            for kind in subclasses(base)
+            if (package := ".".join(kind.__module__.split(".")[:2])).startswith("perada.")
+            and kind.__name__ in getattr(sys.modules.get(package), "__all__", ())
+        }
     )
 
 

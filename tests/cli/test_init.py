@@ -17,7 +17,7 @@ from perada.cli import main
 from perada.cli.data import QUESTIONS, recipe
 from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
-from perada.server import Distillation
+from perada.server import Distillation, ServerRule
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +172,14 @@ def test_paths_of_any_length_and_letters_are_written_whole(name):
     folder = name.strip()
     write_images(f"{folder}/0", f"{folder}/1")
     assert yaml.safe_load(recipe(folder, "perada", "3", ""))["data"]["dataset"]["init_args"]["root"] == folder
+
+
+def test_a_class_of_ones_own_hides_none_of_ours(capsys):
+    """Whatever its name is, and whether or not its module is still loaded."""
+    members = {"__module__": "gone", "__call__": lambda self, given: given.previous}
+    own = [type(name, (ServerRule,), members) for name in ("Krum", "Mine")]
+    main(["schema"])
+    said = capsys.readouterr().out
+    assert '"Krum"' in said
+    assert '"Mine"' not in said
+    del own
