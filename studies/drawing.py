@@ -4,6 +4,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perada.core.checks import installed
 from perada.core.files import writing
 
 if TYPE_CHECKING:
@@ -28,12 +29,7 @@ def check_drawing(who: str, extra: str = "studies") -> None:
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{who} draws with matplotlib, which is not installed ({error}); pip install 'perada[{extra}]'"
-        ) from error
+    installed("matplotlib.figure", who, extra)
 
 
 def new_figure(width: float, height: float) -> "Figure":

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -17,6 +16,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from perada.cli.deployed_recipes import server_recipe, site_recipe
+from perada.core.checks import check_installed
 from perada.core.states import State, megabytes, to_device, unstack
 from perada.core.text import printable
 from perada.deploy.flower.socket import Listener, supervised
@@ -30,7 +30,7 @@ from perada.deploy.site.level import SiteLevel
 from perada.deploy.site.split import image_split, remember
 from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import IMAGES, WHOLE, Book, Progress, RunState, read_progress, read_runs
-from perada.deploy.sums.vector import check_installed
+from perada.deploy.sums.vector import check_cryptography
 from perada.privacy.accounting import Ledger
 from perada.results.export import PeftFolders
 from perada.results.report import epsilon_text, table
@@ -160,8 +160,7 @@ def _with_metrics(
     """A transport that counts, and what serves the metrics of a run meanwhile, if they are asked for."""
     if not watch.metrics_port:
         return transport, lambda _: nullcontext()
-    if not find_spec("prometheus_client"):
-        raise ImportError("metrics_port needs prometheus-client here; pip install 'perada[monitoring]'")
+    check_installed("metrics_port", "monitoring", "prometheus_client")
     from perada.deploy.server.metrics import Counted, serving
 
     counted = Counted(transport)
@@ -209,7 +208,7 @@ def party_of(given: SiteFile) -> "Party | None":
     """The site among those that its file says it hides among; None if it says nobody."""
     if (hiding := given.secure_sums) is None:
         return None
-    check_installed()
+    check_cryptography()
     from perada.deploy.sums.identity import read_identity, read_sites
     from perada.deploy.sums.party import Party
 

@@ -92,9 +92,9 @@ def keys_identity(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def _folder_and_name(parser: ArgumentParser, words: list[str], about: str) -> Namespace:
-    from perada.deploy.sums.vector import check_installed
+    from perada.deploy.sums.vector import check_cryptography
 
-    check_installed()
+    check_cryptography()
     parser.add_argument("folder", type=Path, help="Folder for them; made if it is not there.")
     parser.add_argument("--name", type=str, required=True, help=about)
     return parser.parse_args(words)
@@ -105,6 +105,9 @@ def keys_sign(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("list", type=Path, help="The sites' lines, one after another, as in their NAME.id.pub.")
     parser.add_argument("--identity", type=Path, required=True, help="The authority's key, such as NAME.id.")
     given = parser.parse_args(words)
+    from perada.deploy.sums.vector import check_cryptography
+
+    check_cryptography()
     from perada.deploy.sums.identity import sign_sites
 
     print(f"Wrote {sign_sites(given.list, given.identity)}: send it with {given.list} to the sites")

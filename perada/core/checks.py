@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
@@ -183,6 +184,24 @@ def check_options(name: str, value: object, hint: str) -> None:
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"{name}={value!r} cannot be used; give a dictionary of options, such as {hint}")
+
+
+def check_installed(what: object, extra: str, *modules: str) -> None:
+    """Refuse to continue without the libraries of an extra that ``what`` needs; none of them is imported for it.
+
+    >>> check_installed("metrics_port", "monitoring", "no_such_library")
+    Traceback (most recent call last):
+    ModuleNotFoundError: metrics_port needs no_such_library, which is not installed; pip install 'perada[monitoring]'
+
+    Raises:
+        ModuleNotFoundError: Names those that are not installed.
+    """
+    if missing := [module for module in modules if find_spec(module) is None]:
+        several = len(missing) > 1
+        raise ModuleNotFoundError(
+            f"{what} needs {' and '.join(missing)}, which {'are' if several else 'is'} not installed; "
+            f"pip install 'perada[{extra}]'"
+        )
 
 
 def installed(module: str, what: object, extra: str) -> Any:  # noqa: ANN401  # a module

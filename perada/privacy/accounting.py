@@ -14,11 +14,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from statistics import fmean, pstdev
 from typing import Any
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_installed, check_number, check_whole
 
 ACCOUNTANTS = ("rdp", "prv", "gdp")
 History = Mapping[tuple[float, float], int]
@@ -28,10 +27,7 @@ ROUNDING = 1 + 1e-9
 
 def check_opacus() -> None:
     """Refuse, by a ModuleNotFoundError, to account for anything without Opacus."""
-    if find_spec("opacus") is None:
-        raise ModuleNotFoundError(
-            "differential privacy needs opacus, which is not installed; pip install 'perada[privacy]'"
-        )
+    check_installed("differential privacy", "privacy", "opacus")
 
 
 def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> float:

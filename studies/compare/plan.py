@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from perada.algorithms import ALGORITHMS, Algorithm
+from perada.core.checks import check_installed
 from perada.studies.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, corners, parse_grid, points, ranged
 
 MakeCLI = Callable[[Sequence[str]], Any]
@@ -254,8 +254,8 @@ class Plan:
             raise ValueError(f"--vary {name}: a range cannot be varied, give values")
         if self.given.trials is not None and not ranges:
             raise ValueError(f"--trials {self.given.trials} is for ranges: give --tune NAME=lo..hi, or leave it out")
-        if ranges and find_spec("optuna") is None:
-            raise ModuleNotFoundError("--tune with a range needs the package 'optuna': pip install perada[tune]")
+        if ranges:
+            check_installed("--tune with a range", "tune", "optuna")
 
     def _check(self, row: Row) -> None:
         """Refuse a row with runs that cannot be made."""

@@ -2,11 +2,12 @@
 """What the range checks let pass and what they refuse, and how they say it."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_installed, check_number, check_whole
 
 NEVER = [math.nan, math.inf, -math.inf, True, "1", None, [1], 1 + 0j]
 
@@ -56,3 +57,15 @@ def test_choices_are_told_apart_by_their_type():
     check_choice("option", False, [True, False])
     assert refused(check_choice, 1, [True, False]) == "option=1 is unknown; choose one of True, False"
     assert refused(check_choice, "c", ["a", "b"], hint="why") == "option='c' is unknown; choose one of 'a', 'b' (why)"
+
+
+def test_libraries_that_are_missing_are_named_and_none_is_imported(monkeypatch, tmp_path):
+    (tmp_path / "perada_there.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_installed("a test", "tune", "perada_there", "json")
+    monkeypatch.setitem(sys.modules, "json", None)
+    with pytest.raises(ModuleNotFoundError) as refusal:
+        check_installed("a test", "tune", "perada_gone", "perada_there", "json")
+    assert str(refusal.value) == (
+        "a test needs perada_gone and json, which are not installed; pip install 'perada[tune]'"
+    )

@@ -6,10 +6,12 @@ import socket
 import ssl
 import stat
 import subprocess
+import sys
 import threading
 
 import pytest
 
+from perada.cli.main import main
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 
 
@@ -91,6 +93,26 @@ def test_openssh_reads_a_sites_keys(tmp_path):
     with pytest.raises(FileExistsError, match="is there already"):
         write_site_keys(tmp_path, "st-marys")
     assert private.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["site", "keys", "--name", "north"],
+        ["server", "keys", "--host", "link.example.org"],
+        ["identity", "keys", "--name", "north"],
+        ["sign", "sites.txt", "--identity", "north.id"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_without_cryptography_the_extra_is_named(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    for module in [name for name in sys.modules if name.startswith("perada.deploy.sums.")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ModuleNotFoundError, match=r"needs cryptography, which is .*; pip install 'perada\[flower\]'"):
+        main(["deploy", "keys", *words])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["", "St-Marys", "../up", "a b", "-a", "a.", "x" * 65, "a\n"])

@@ -4,6 +4,7 @@
 import json
 import logging
 import socket
+import sys
 from datetime import UTC, datetime, timedelta
 from urllib.request import urlopen
 
@@ -209,9 +210,9 @@ def test_a_local_run_serves_metrics_and_logs_json(tmp_path, capsys, monkeypatch)
 
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     path = approved(tmp_path / "alpha", "alpha", 0)
-    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
     words = ["deploy", "run", str(tmp_path / "alpha" / "recipe.yaml"), "--folder", str(tmp_path / "run"), "--local"]
-    with pytest.raises(ImportError, match=r"needs prometheus-client here; pip install 'perada\[monitoring\]'"):
+    with pytest.raises(ImportError, match=r"needs prometheus_client, .*; pip install 'perada\[monitoring\]'"):
         main([*words, str(path), "--metrics-port", "9100"])
 
 

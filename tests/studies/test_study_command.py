@@ -32,7 +32,7 @@ def test_without_matplotlib_the_program_says_what_to_install(monkeypatch, tmp_pa
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as stop:
         entry_point()
-    assert str(stop.value.code).startswith("perada: error: this study draws with matplotlib")
+    assert str(stop.value.code).startswith("perada: error: this study needs matplotlib")
     assert not (tmp_path / "out").exists()  # it is said before anything is computed
 
 

@@ -8,15 +8,15 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from perada.core.checks import check_whole
+from perada.core.checks import check_installed, check_whole
 
 try:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-except ImportError:  # it comes with Flower
-    x509 = None
+except ImportError:  # it comes with Flower; who writes keys without it is told
+    pass
 
 LOOPBACK = ("127.0.0.1", "::1")
 """Addresses of the machine itself, which every certificate of a server has."""
@@ -113,8 +113,7 @@ def write_site_keys(folder: Path, name: str) -> None:
 
 def _begin(folder: Path, *names: str) -> None:
     """Make a folder in which none of the files is there yet, if they can be written at all."""
-    if x509 is None:
-        raise ImportError("keys need the package cryptography; pip install 'perada[flower]'")
+    check_installed("a key", "flower", "cryptography")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for file in (folder / name for name in names):
         if file.exists():

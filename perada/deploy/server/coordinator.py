@@ -25,7 +25,7 @@ from perada.deploy.server.rounds import (
     log_round,
 )
 from perada.deploy.state import SERVER_STATE, Progress, Record, read_progress, write_progress
-from perada.deploy.sums.vector import Contents, Summed, check_installed
+from perada.deploy.sums.vector import Contents, Summed, check_cryptography
 from perada.federation.cohort import Site
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import Server
@@ -103,7 +103,7 @@ class Coordinator:
             check_client_level(algorithm, settings.rule, settings.weighting, bool(settings.distillation.steps))
 
     def _check_sums(self, options: SecureSums) -> None:
-        check_installed()
+        check_cryptography()
         if self.terms.min_sites < options.min_sites:
             raise ValueError(
                 f"min_sites={self.terms.min_sites} is less than the {options.min_sites} of the recipe's secure_sums; "

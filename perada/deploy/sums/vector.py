@@ -4,7 +4,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from perada.core.checks import check_installed
 from perada.core.states import State
 from perada.deploy.protocol import COUNT, MAGNITUDE, refuse
 from perada.server.aggregate import double
@@ -24,13 +24,9 @@ _CHUNK = 2**14
 _SPOILED = "secure sum: a site spoiled it, or more:"
 
 
-def check_installed() -> None:
-    """Refuse, by an ImportError, to go without the packages that keys and shares need."""
-    missing = [
-        name for module, name in (("cryptography", "cryptography"), ("Crypto", "pycryptodome")) if not find_spec(module)
-    ]
-    if missing:
-        raise ImportError(f"secure_sums needs {' and '.join(missing)} here; pip install 'perada[flower]'")
+def check_cryptography() -> None:
+    """Refuse to continue without what makes keys, masks and shares, by a ModuleNotFoundError."""
+    check_installed("secure_sums", "flower", "cryptography", "Crypto")
 
 
 class Summed(NamedTuple):

@@ -4,6 +4,7 @@
 import json
 import math
 import random
+import sys
 
 import pytest
 import yaml
@@ -191,6 +192,6 @@ def test_what_is_no_range_is_refused_before_anything_runs(words, says, tmp_path)
 
 
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("perada.studies.compare.plan.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="needs the package 'optuna': pip install perada"):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs optuna, which is not .*; pip install 'perada\[tune\]'"):
         main([*COMMAND, *OUT])
