@@ -18,9 +18,9 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
     """Print a site's audit log, and check that no line of it was changed, removed, moved or cut off."""
     parser.add_argument("where", type=Path, help="File of a site, such as site.yaml, or its state folder.")
     parser.add_argument("--json", action="store_true", help="Print the lines as they are.")
-    text = "A sha256 that was noted elsewhere, of a line that must be there; may be repeated."
+    text = "The sha256 of a line, noted elsewhere, that must be in the log; may be repeated."
     parser.add_argument("--noted", type=str, action="append", default=[], help=text)
-    text = "Put a log that cannot be gone on with aside, and begin another, whose first line says so."
+    text = "Set aside a log that cannot be continued, and begin another whose first line says so."
     parser.add_argument("--begin", action="store_true", help=text)
     given = parser.parse_args(words)
     folder = given.where if given.where.is_dir() else read_site(given.where).state

@@ -35,14 +35,14 @@ GB, SHARED, LEAST_DISK, LEAST_MEMORY = 2**30, 0.5, 1.0, 2.0
 
 
 class Check(NamedTuple):
-    """What came of a check; a run needs what ``fail`` says."""
+    """Result of a check; runs do not work where one fails."""
 
     state: Literal["pass", "warn", "fail"]
     text: str
 
 
 def doctor(parser: ArgumentParser, words: list[str]) -> None:
-    """Print what there is and what came of the checks; the exit status is 1 if something that a run needs is broken."""
+    """Print versions and the machine, and check them; the exit status is 1 if something that a run needs is broken."""
     text = "Import all that a run needs too, which takes several seconds."
     parser.add_argument("--imports", action="store_true", help=text)
     given = parser.parse_args(words)
@@ -71,13 +71,13 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def versions() -> str:
-    """Versions and the processor's instructions, in a line; nothing large is imported for it."""
+    """Versions and the processor's instructions, on one line; no large library is imported for it."""
     found = [f"{name} {value}" for name, value in _facts() if name != "perada"]
     return "; ".join([", ".join(found), platform.machine(), *filter(None, [" ".join(_units({"avx2", "avx512f"}))])])
 
 
 def _units(others: Collection[str] = ()) -> list[str]:
-    """Of the processor's units those that matter, and ``others``, where Linux says them."""
+    """Those of the processor's units that matter, and of ``others``, where Linux lists them."""
     known = Path("/proc/cpuinfo")
     return sorted({*UNITS, *others} & set(known.read_text(encoding="utf-8").split())) if known.is_file() else []
 
@@ -85,14 +85,13 @@ def _units(others: Collection[str] = ()) -> list[str]:
 def _of_machine() -> Iterator[tuple[str, str]]:
     """Operating system, processor, memory and accelerators."""
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "cores", f"{cores} of {os.cpu_count()}"
+    yield "cores", f"{_cores()} of {os.cpu_count()}"
     yield "OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "not set")
     total, free = (_memory(name) for name in ("MemTotal", "MemAvailable"))
     yield "memory", "unknown" if total is None or free is None else f"{free:.1f} GB free of {total:.1f}"
     try:
         import torch
-    except Exception:  # a check says it
+    except Exception:  # _imports reports it
         return
     yield "threads", str(torch.get_num_threads())
     yield "instructions", " ".join([torch.backends.cpu.get_cpu_capability(), *_units()])
@@ -108,15 +107,20 @@ def _of_machine() -> Iterator[tuple[str, str]]:
         yield "GPU", "Apple's" if torch.backends.mps.is_available() else "none"
 
 
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _memory(name: str) -> float | None:
-    """Gigabytes of a kind of memory, where Linux says them."""
+    """Gigabytes of a kind of memory, where Linux reports it."""
     known = Path("/proc/meminfo")
     found = re.search(rf"^{name}: +(\d+) kB", known.read_text(), re.MULTILINE) if known.is_file() else None
     return int(found[1]) * 1024 / GB if found else None
 
 
 def _requirements(name: str, extra: str = "") -> list[Requirement]:
-    """What a distribution asks for here, with an extra or without any."""
+    """What a distribution requires here: for an extra what it adds, without one the rest."""
     out = []
     for one in map(Requirement, requires(name) or ()):
         anyway, here = (one.marker is None or one.marker.evaluate({"extra": given}) for given in ("", extra))
@@ -136,7 +140,7 @@ def _wrong(asked: Requirement) -> str | None:
 
 
 def _versions() -> Iterator[Check]:
-    """Python and the libraries against the bounds of perada, and of those libraries against one another's."""
+    """Python and the libraries against perada's bounds, and the libraries against those of one another."""
     bound = metadata("perada")["Requires-Python"]
     if not SpecifierSet(bound).contains(platform.python_version(), prereleases=True):
         yield Check("fail", f"Python is {platform.python_version()}, and perada needs {bound}; use another")
@@ -153,7 +157,7 @@ def _versions() -> Iterator[Check]:
 
 
 def _extras() -> Iterator[Check]:
-    """Which extras are complete; one that is there in part, or in another version, is warned of."""
+    """Which extras are complete; one with a library of a wrong version is warned of."""
     complete, missing = [], []
     for extra in metadata("perada").get_all("Provides-Extra") or ():
         asked = [] if extra in OF_DEVELOPERS else _requirements("perada", extra)
@@ -214,10 +218,9 @@ def _machine() -> Iterator[Check]:
         )
     try:
         import torch
-    except Exception:  # a check says it
+    except Exception:  # _imports reports it
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if torch.get_num_threads() > cores:
+    if torch.get_num_threads() > (cores := _cores()):
         yield Check(
             "warn", f"torch has {torch.get_num_threads()} threads on {cores} cores; set OMP_NUM_THREADS={cores}"
         )

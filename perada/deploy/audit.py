@@ -244,7 +244,7 @@ def check_state(found: Found, committed: Tip | None, trained: int) -> None:
 
 
 def begin_log(folder: Path, committed: Tip | None, trained: int) -> Path | None:
-    """Begin another log where the one that there is cannot be gone on with; its first line says so.
+    """Begin another log where the present one cannot be continued; its first line says so.
 
     Args:
         folder: Of the site's state; an OSError if a worker has it.

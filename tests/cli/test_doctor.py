@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
     """A current folder, and an environment in which nothing is asked of libraries."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "requires", lambda name: ["numpy>=1"] if name == "perada" else [])
-    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setenv("HOME", str(tmp_path / "someone"))
     return tmp_path
 
 
@@ -73,7 +73,7 @@ entry_point()
     assert ended.stderr == ""
     assert "fail" not in ended.stdout and ended.returncode == 0
     home = Path(f"~{getpass.getuser()}").expanduser()
-    for private in (str(tmp_path), str(home), platform.node(), "alice", str(Path(torch.__file__).parent)):
+    for private in (str(tmp_path), str(home), platform.node(), "someone", str(Path(torch.__file__).parent)):
         assert private not in ended.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["modules.json"]
 
@@ -111,9 +111,10 @@ def test_an_extra_is_complete_or_missing_or_of_another_version(capsys, monkeypat
     assert f"perada[tune]: torch is {version('torch')}, not <1; pip install 'perada[tune]'" in checks["warn"]
 
 
-def test_an_import_that_breaks_fails_without_the_folders_of_whoever_installed_it(capsys, monkeypatch):
+def test_an_import_that_breaks_fails_without_the_folders_of_whoever_installed_it(capsys, monkeypatch, tmp_path):
     def broken(name):
-        raise OSError("/home/alice/my env/lib/python3.11/site-packages/torch/lib/libtorch_cpu.so: undefined symbol: x")
+        library = tmp_path / "my env" / "lib" / "python3.11" / "site-packages" / "torch" / "lib" / "libtorch_cpu.so"
+        raise OSError(f"{library}: undefined symbol: x")
 
     monkeypatch.setattr(doctor, "import_module", broken)
     _, checks = shown(capsys, code=1)
@@ -121,9 +122,9 @@ def test_an_import_that_breaks_fails_without_the_folders_of_whoever_installed_it
     assert checks["fail"] == [text]
 
 
-def test_a_folder_that_cannot_be_written_to_fails(capsys, monkeypatch):
+def test_a_folder_that_cannot_be_written_to_fails(capsys, monkeypatch, tmp_path):
     def refuse(**_):
-        raise PermissionError(13, "Permission denied", "/home/alice/secret")
+        raise PermissionError(13, "Permission denied", str(tmp_path / "secret"))
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
     _, checks = shown(capsys, code=1)
