@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.metadata import version
 
 import pytest
+from packaging.version import Version
 
 import perada
 from perada.core.deprecation import GOING, deprecated, moved, renamed
@@ -98,8 +99,7 @@ def test_a_name_that_moved_is_found_where_it_was(monkeypatch):
 
 def overdue(going, now):
     """What should be gone by now, also in the development of the version with which it goes."""
-    release = lambda text: tuple(map(int, re.match(r"(\d+)\.(\d+)\.(\d+)", text).groups()))  # noqa: E731
-    return sorted(what for what, until in going.items() if release(until) <= release(now))
+    return sorted(what for what, until in going.items() if Version(until).release <= Version(now).release)
 
 
 def test_nothing_is_left_that_should_be_gone(going):

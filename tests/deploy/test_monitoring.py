@@ -139,9 +139,10 @@ def test_epsilon_is_there_where_a_site_says_it(may_send, tiny, tmp_path):
 
 def test_who_is_in_the_last_sum_is_told(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1, sizes=(9, 5, 14, 7), loop={"secure_sums": SecureSums()})
-    gone = lambda name, message, _: (  # noqa: E731
-        Failure("unreachable") if name == "site2" and header_of(message)["kind"] == "shares" else None
-    )
+
+    def gone(name, message, _):
+        return Failure("unreachable") if name == "site2" and header_of(message)["kind"] == "shares" else None
+
     counted, port = Counted(Troubled(parties.workers(), gone)), free_port()
     coordinator = parties.coordinator(counted, min_sites=3, deadline=10.0)
     with serving(coordinator.progress, counted, port, "127.0.0.1"):

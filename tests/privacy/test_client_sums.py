@@ -139,7 +139,9 @@ def post_processed(sigma, reach):
     deviation = sigma * math.sqrt(2)
 
     def at(k):
-        triangle = lambda x: (1 - abs(x)) * stats.norm.pdf(k - x, scale=deviation)  # noqa: E731
+        def triangle(x):
+            return (1 - abs(x)) * stats.norm.pdf(k - x, scale=deviation)
+
         return integrate.quad(triangle, -1, 0, epsabs=1e-15)[0] + integrate.quad(triangle, 0, 1, epsabs=1e-15)[0]
 
     return np.array([at(k) for k in range(-reach, reach + 1)])

@@ -111,7 +111,9 @@ def test_a_model_can_be_made_by_which_a_site_breaks_or_not_as_its_images_are(tin
         scale = torch.full_like(given["0.weight"], 1e4)
         return given | {"0.weight": scale, "0.bias": torch.full((4,), -1e4 * cut), "3.weight": rows}
 
-    lie = lambda name, message: changed(message, made_up, factor=1e6) if asks(message, "train") else message  # noqa: E731
+    def lie(_, message):
+        return changed(message, made_up, factor=1e6) if asks(message, "train") else message
+
     transport = Liar(workers, lie)
     coordinator = made.coordinator(transport, min_sites=3)
     coordinator._round()

@@ -84,7 +84,10 @@ def test_a_deployed_run_equals_its_simulation(algorithm, options, tiny, tmp_path
 def test_the_mean_has_the_planned_noise_whoever_goes(gone, tiny, tmp_path):
     """Of four sites three must be there. The noise is a thousand times as long as a change may be."""
     made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy={"noise_multiplier": 1e3, "max_norm": 0.01})
-    lost = lambda name, message, _: Failure("malformed") if name == "site1" and gone and asks(message, gone) else None  # noqa: E731
+
+    def lost(name, message, _):
+        return Failure("malformed") if name == "site1" and gone and asks(message, gone) else None
+
     coordinator = made.coordinator(Troubled(made.workers(), lost), min_sites=3)
     before = state(coordinator)
     (record,) = coordinator.run().records
@@ -329,11 +332,14 @@ def test_sites_that_are_told_different_norms_are_in_no_sum(tiny, tmp_path, caplo
     assert "site1" not in record.summed and len(record.summed) == 3
 
 
+def with_norm(message, norm):
+    return changed(message, norm=norm) if asks(message, "train") else message
+
+
 @pytest.mark.parametrize("norm", [0.0, 1e-9, 1e12])
 def test_a_norm_that_the_noise_is_lost_in_is_refused_by_sites(norm, tiny, tmp_path, caplog):
     made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
-    lie = lambda _, message: changed(message, norm=norm) if asks(message, "train") else message  # noqa: E731
-    transport = Liar(made.workers(), lie)
+    transport = Liar(made.workers(), lambda _, message: with_norm(message, norm))
     with pytest.raises(TimeoutError, match="malformed"):
         made.coordinator(transport, deadline=20.0).run()
     assert not any(kind == "mask" for _, kind, _ in transport.seen)
@@ -341,8 +347,7 @@ def test_a_norm_that_the_noise_is_lost_in_is_refused_by_sites(norm, tiny, tmp_pa
 
 def test_what_a_fixed_norm_is_the_server_does_not_say(tiny, tmp_path, monkeypatch):
     made, seen = noisy(tiny, tmp_path, rounds=1), masked_vectors(monkeypatch)
-    lie = lambda _, message: changed(message, norm=1e6) if asks(message, "train") else message  # noqa: E731
-    made.coordinator(Liar(workers := made.workers(), lie)).run()
+    made.coordinator(Liar(workers := made.workers(), lambda _, message: with_norm(message, 1e6))).run()
     for name, vector in seen:
         plain = plain_vector(workers[name], 0.1)
         assert (vector[: len(plain)] - plain).double().std() < 0.1 * 2**24
