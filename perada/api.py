@@ -15,6 +15,7 @@ from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
 from perada.core.checks import check_options, check_whole
+from perada.core.quiet import quiet
 from perada.data import FederatedData, FederatedDataModule
 from perada.engine.engine import EngineName
 from perada.federation.diagnostics import Diagnostic
@@ -160,7 +161,8 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     seeds = {} if loop.test_mode else {"seed_everything": seed}  # the noise would follow from it
     if trainer is None:
         lightning = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every or 1} | trainer_kwargs
-        trainer = make_trainer(loop, rounds, eval_every or 1, **trainer_kwargs)
+        with quiet():
+            trainer = make_trainer(loop, rounds, eval_every or 1, **trainer_kwargs)
     else:
         _take_over(trainer, loop, rounds, eval_every, trainer_kwargs)
         lightning = {name: getattr(trainer, name) for name in ("max_epochs", "check_val_every_n_epoch")}
@@ -170,7 +172,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
         "ckpt_path": ckpt_path,
     }
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
-    with plain_data(path, trainer), no_trace_if_refused(trainer):
+    with quiet(), plain_data(path, trainer), no_trace_if_refused(trainer):
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return loop.outcome(module)
 

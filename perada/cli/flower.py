@@ -10,7 +10,7 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from perada.cli.messages import one_line, quiet_lightning
+from perada.cli.messages import one_line, quiet_libraries
 from perada.cli.recipes import whole
 from perada.core.checks import check_whole
 from perada.deploy.flower.app import check_target, write_app
@@ -155,7 +155,7 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path, watch: Mo
     """Run a recipe over a transport: what the app at the server calls."""
     from perada.cli.deploy import run_rounds
 
-    quiet_lightning()
+    quiet_libraries()
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
     log, in_json = logging.getLogger("perada.deploy"), watch.log_format == "json"
     log.setLevel(logging.INFO)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.messages import hint, of_options, one_line, quiet_lightning, short_warnings
+from perada.cli.messages import hint, of_options, one_line, quiet_libraries, short_warnings
 from perada.cli.recipes import is_comparison, listing, recipe_files, recipe_names, whole
 from perada.core.files import writing
 
@@ -189,7 +189,7 @@ def entry_point() -> None:
 
     A run that is ended by Ctrl-C or SIGTERM says how to resume, with the status that shells give these, 130 and 143.
     """
-    quiet_lightning()
+    quiet_libraries()
     if not os.environ.get("PERADA_DEBUG"):
         short_warnings()
     try:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command line says, and what it leaves out."""
 
-import logging
 import re
 import sys
 import warnings
@@ -11,6 +10,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from perada.core.quiet import quiet_lightning
 from perada.core.text import printable
 
 _NOISE = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
@@ -100,16 +100,12 @@ def subclasses(base: type) -> Iterator[type]:
         yield from subclasses(kind)
 
 
-def quiet_lightning() -> None:
-    """Leave out what Lightning says that is no news to whoever runs a recipe."""
-    # Lightning 2.6 itself uses what torch 2.15 deprecates.
-    warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
+def quiet_libraries() -> None:
+    """Leave out what libraries say that is no news to whoever runs a recipe."""
+    quiet_lightning()
     # LightningCLI calls a method and gives an option of jsonargparse by their former names.
     former = r"\s*(By default only one JsonargparseDeprecationWarning|.*instantiate_classes|skip_none parameter)"
     warnings.filterwarnings("ignore", former, DeprecationWarning)
-    for name in ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.seed"):
-        # An advertisement; and what noise may follow from is not for every terminal.
-        logging.getLogger(name).addFilter(lambda record: not re.search("litlogger|Seed set to", record.getMessage()))
 
 
 def short_warnings() -> None:

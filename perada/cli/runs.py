@@ -20,7 +20,7 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from perada.cli.messages import one_line, quiet_lightning
+from perada.cli.messages import one_line, quiet_libraries
 from perada.cli.parser import (
     RecipeParser,
     explained,
@@ -222,7 +222,7 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
 
 def compared(args: Sequence[str]) -> PeradaCLI:
     """A run of ``perada compare``, here or in a process of its own."""
-    quiet_lightning()
+    quiet_libraries()
     return PeradaCLI(args, run=False)
 
 

@@ -68,6 +68,11 @@ class Models:
         self._adapted, self._global, self._personal = adapted, list(global_states), personal_state
         self.num_clients, self.metrics, self.info = num_clients, metrics, info
 
+    def __repr__(self) -> str:
+        """What it is, in a line; :attr:`metrics` and :attr:`info` say the rest."""
+        what, rounds = self.info.get("algorithm", "unknown"), len(self.metrics["rounds"])
+        return f"<{type(self).__name__}: {what}, {self.num_clients} clients, {rounds} rounds>"
+
     def state(self, role: str, client: int | str | None = None) -> State:
         """A copy ``{name in the single model: tensor}`` of one state; :meth:`states` gives all of an ensemble.
 

@@ -85,6 +85,12 @@ def test_saved_models_predict_the_same_logits(tiny, tmp_path, backbone, method):
     assert loaded.info == run.info
 
 
+def test_a_run_shows_what_it_is(tiny, tmp_path):
+    run = make_run(tiny, algorithm="fedavg", rounds=2)
+    assert repr(run) == f"<Run: FedAvg, {run.num_clients} clients, 2 rounds>"
+    assert repr(perada.Run.load(run.save(tmp_path), backbone=tiny.net())) == repr(run)
+
+
 def test_states_are_named_as_in_the_models_they_make(tiny):
     run = make_run(tiny, "test_resnet", "residual")
     for role, model in (("global", run.global_model()), ("personal", run.personal(1))):
