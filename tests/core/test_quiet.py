@@ -12,6 +12,14 @@ LEAF = "`isinstance(treespec, LeafSpec)` is deprecated, use something else"
 SPEAKER = logging.getLogger("pytorch_lightning.utilities.rank_zero")
 
 
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nobody has left anything out in this process before, and nothing stays left out."""
+    filters, SPEAKER.filters[:] = [*SPEAKER.filters], []
+    yield
+    SPEAKER.filters[:] = filters
+
+
 def said():
     """How many of two messages and two warnings are shown, in this order."""
     with warnings.catch_warnings(record=True) as shown:
@@ -34,13 +42,9 @@ def test_meanwhile_and_no_longer():
 
 
 def test_it_stays_left_out_where_it_was():
-    filters = [*SPEAKER.filters]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            quiet_lightning()
-            with quiet():
-                pass
-            assert said() == [False, True, False, True]
-    finally:
-        SPEAKER.filters[:] = filters
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        quiet_lightning()
+        with quiet():
+            pass
+        assert said() == [False, True, False, True]

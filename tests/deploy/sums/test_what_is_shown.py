@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What persons at the server and at a site are shown of secure sums."""
 
+import re
+from pathlib import Path
+
+import pytest
 import yaml
 
 from perada.cli import main
 from perada.cli.deploy import shown_sent, shown_sums
-from perada.deploy.protocol import Failure, header_of
+from perada.deploy.protocol import Failure, LocalTransport, header_of
 from perada.deploy.sums.party import Party
 
 from ..test_rounds import Troubled
@@ -57,3 +61,42 @@ def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsy
     shown = cells(capsys.readouterr().out)
     (row,) = [row for name, row in shown.items() if name not in ("run",) and not name.startswith("-")]
     assert row[shown["run"].index("last round")] == "2" and row[shown["run"].index("last under masks")] == "0"
+
+
+class Weighed(LocalTransport):
+    """Notes kilobytes of messages by step and direction; of the first site, in the first round."""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        self.sizes = {}
+
+    def exchange(self, messages, enough, deadline):
+        found = super().exchange(messages, enough, deadline)
+        header = header_of(messages["site0"])
+        if header["round"] == 0:
+            self.sizes |= {
+                (header["kind"], "down"): len(messages["site0"]),
+                (header["kind"], "up"): len(found["site0"]),
+            }
+        return found
+
+
+@pytest.mark.parametrize(("sites", "column"), [(3, 1), (10, 2)])
+def test_messages_have_the_sizes_that_the_page_says(sites, column, tiny, tmp_path):
+    made = parties(tiny, tmp_path, "fedavg", sizes=(6,) * sites, rounds=1)
+    transport = Weighed(made.workers())
+    made.coordinator(transport, min_sites=sites).run()
+    page = (Path(__file__).parents[3] / "docs" / "secure_sums.md").read_text(encoding="utf-8")
+    table = {
+        name: cells for name, *cells in re.findall(r"^\| ([^|]+) \| (\S+) \| (\S+) \| \S+ \|$", page, re.MULTILINE)
+    }
+    for name, step in {
+        "list of all, down": ("shares", "down"),
+        "sealed shares, up": ("shares", "up"),
+        "shares, down": ("mask", "down"),
+        "who is in it, down": ("confirm", "down"),
+        "signature, up": ("confirm", "up"),
+        "signatures, down": ("reveal", "down"),
+        "shares, up": ("reveal", "up"),
+    }.items():
+        assert transport.sizes[step] / 1000 == pytest.approx(float(table[name][column - 1]), abs=0.05, rel=0.1), name
