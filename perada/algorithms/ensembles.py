@@ -16,7 +16,7 @@ from perada.algorithms.scaffold import Scaffold
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
-from perada.core.states import State, clone, expand, gather, stack, unstack
+from perada.core.states import State, clone, expand, gather, partition, stack, unstack
 from perada.server import mean
 
 Sampler = Literal["gaussian", "dirichlet"]
@@ -61,35 +61,31 @@ class FedBE(Algorithm):
         self.average = "logits" if distill else "probabilities"
 
     def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
-        """Send the trained state, and with ``moments`` the squares of its changes."""
+        """Send the trained state, and with ``moments`` the scaled squares of its changes."""
         keeps, sent = super().close(trained, kept, received, slot)
         if self.moments:
-            drawn = [key for key, value in sent.items() if value.is_floating_point() and _is_drawn(key)]
-            sent = sent | {SQUARE + key: (sent[key] - received[key]).square() for key in drawn}
+            drawn = [key for key in slot.keys if sent[key].is_floating_point() and not key.endswith(UNDRAWN)]
+            sent = sent | {SQUARE + key: (sent[key] - received[key]).square() * SCALE for key in drawn}
         return keeps, sent
 
     def server_step(self, server: ServerStep) -> State:
         """Average, draw, and distil or remember the ensemble."""
-        random = generator(server.seed, "fedbe", server.round)
+        random, states, singles = generator(server.seed, "fedbe", server.round), server.updates, [server.updates]
         if self.moments:
-            squares = [key for key in server.updates if key.startswith(SQUARE)]
-            states = server.updates.part(range(len(server.clients)), without=squares)
-            average, center = server.mean(states, server.weights), mean(states, server.weights)
-            second = mean({key: server.updates[key] for key in squares}, server.weights)
+            squares = [key for key in states if key.startswith(SQUARE)]
+            second, center = partition(states.mean(server.weights), squares)
             spread = {
-                key: (second[SQUARE + key] - (center[key] - server.previous[key]).square()).clamp(min=0).sqrt()
+                key: (second[SQUARE + key] / SCALE - (center[key] - server.previous[key]).square()).clamp(min=0).sqrt()
                 for key in center
                 if SQUARE + key in second
             }
-            drawn, whole = _drawn(center, spread, self.samples, random), expand(average, 1)
-            teachers = {key: torch.cat([drawn[key], whole[key]]) for key in average}
+            drawn = draw_gaussian(center, spread, self.samples, random)
+            states, singles = states.part(range(len(server.clients)), without=squares), []
         else:
-            average = server.mean(server.updates, server.weights)
-            drawn, whole = (
-                sample_models(server.updates, server.weights, self.sampler, self.samples, random),
-                expand(average, 1),
-            )
-            teachers = {key: torch.cat([drawn[key], value, whole[key]]) for key, value in server.updates.items()}
+            drawn = sample_models(states, server.weights, self.sampler, self.samples, random)
+        average = server.mean(states, server.weights)
+        parts = [drawn, *singles, expand(average, 1)]
+        teachers = {key: torch.cat([part[key] for part in parts]) for key in states}
         if self.distills:
             return server.distill(server.previous | average, teachers, self.average_from)
         server.state["members"] = teachers
@@ -106,23 +102,23 @@ class FedBE(Algorithm):
         return f"{type(self).__name__} {'with' if self.distill else 'without'} distillation{moments}"
 
 
-SQUARE = "square/"
-"""Begins the names of what clients send beside their models: squares of their changes."""
+SQUARE, SCALE = "square/", 2.0**12
+"""Begins the names of what clients send beside their models: squares of their changes, times ``SCALE``.
+
+Secure sums round to multiples of 2^−``fraction_bits``, by default 6·10⁻⁸, and the square of 10⁻⁴ is less than that.
+"""
+UNDRAWN = "running_var"
+"""Ends the names of what must not be negative, and is not drawn."""
 
 
-def _is_drawn(key: str) -> bool:
-    return not key.endswith("running_var")
-
-
-def _drawn(center: State, spread: State, samples: int, random: torch.Generator) -> State:
-    """Models (S, ...) from N(center, spread²); names without a spread are the center's."""
+def draw_gaussian(center: State, spread: State, samples: int, random: torch.Generator) -> State:
+    """S models (S, ...) from N(center, spread²), both without a client axis; names without a spread are the center's."""
     drawn = {}
     for key, value in center.items():
-        whole = value.unsqueeze(0).expand(samples, *value.shape)
+        drawn[key] = value.unsqueeze(0).expand(samples, *value.shape)
         if key in spread:
-            noise = torch.randn(whole.shape, dtype=value.dtype, generator=random)
-            whole = whole + spread[key] * noise.to(value.device)
-        drawn[key] = whole
+            noise = torch.randn(samples, *value.shape, dtype=value.dtype, generator=random)
+            drawn[key] = value + spread[key] * noise.to(value.device)
     return drawn
 
 
@@ -136,20 +132,22 @@ def sample_models(
     mean.
     """
     center = mean(updates, weights)
+    floating = {key: value for key, value in updates.items() if value.is_floating_point()}
     # Normalised exponential variables are distributed as Dir(1, ..., 1).
     shares = torch.empty(samples, len(weights), dtype=torch.float64).exponential_(generator=random)
     shares /= shares.sum(1, keepdim=True)
-    drawn = {}
-    for key, value in updates.items():
-        if not value.is_floating_point() or (sampler == "gaussian" and key.endswith("running_var")):
-            drawn[key] = center[key].unsqueeze(0).expand(samples, *center[key].shape)
-        elif sampler == "dirichlet":
-            drawn[key] = (shares.to(value).view(samples, len(weights), *[1] * (value.dim() - 1)) * value).sum(1)
-        else:
-            spread = mean({key: (value - center[key]).square()}, weights)[key].sqrt()
-            noise = torch.randn(samples, *spread.shape, dtype=value.dtype, generator=random)
-            drawn[key] = center[key] + spread * noise.to(value.device)
-    return drawn
+    if sampler == "gaussian":
+        spread = {
+            key: mean({key: (value - center[key]).square()}, weights)[key].sqrt()
+            for key, value in floating.items()
+            if not key.endswith(UNDRAWN)
+        }
+        return draw_gaussian(center, spread, samples, random)
+    mixed = {
+        key: (shares.to(value).view(samples, len(weights), *[1] * (value.dim() - 1)) * value).sum(1)
+        for key, value in floating.items()
+    }
+    return draw_gaussian(center, {}, samples, random) | mixed
 
 
 MODE, BEST = "mode", "best mode"

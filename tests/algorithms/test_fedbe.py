@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from perada.algorithms import FedBE, ensembles
+from perada.algorithms import FedBE, FFALoRA, ensembles
 from perada.algorithms.ensembles import sample_models
 
 from .problems import CLIENTS, LR_LOCAL, distance, finetune, reference
@@ -101,28 +101,54 @@ class Watched(FedBE):
         return super().server_step(server)
 
 
+@pytest.fixture
+def spreads(monkeypatch):
+    """Centers and standard deviations that models are drawn with, of each round."""
+    noted, plain = [], ensembles.draw_gaussian
+
+    def noting(center, spread, *given):
+        noted.append((center, spread))
+        return plain(center, spread, *given)
+
+    monkeypatch.setattr(ensembles, "draw_gaussian", noting)
+    return noted
+
+
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
-def test_by_moments_models_are_drawn_with_the_clients_deviations(weighting, monkeypatch):
+def test_by_moments_models_are_drawn_with_the_clients_deviations(weighting, spreads):
     """Without having seen single models: the weighted deviation of each number, in a plain loop."""
-    drawn = []
-    plain = ensembles._drawn
-
-    def noted(center, spread, samples, random):
-        drawn.append((center, spread))
-        return plain(center, spread, samples, random)
-
-    monkeypatch.setattr(ensembles, "_drawn", noted)
     algorithm = Watched(distill=False, samples=2, moments=True)
     finetune(algorithm, rounds=2, weighting=weighting)
-    center, spread = drawn[-1]
-    assert spread
+    center, spread = spreads[-1]
+    assert len(spreads) == 2
+    statistics = {name for name in center if name.endswith(("running_var", "num_batches_tracked"))}
+    assert center.keys() - spread.keys() == statistics and len(statistics) == 2
     for name, value in spread.items():
         rows, shares = algorithm.sent[name], algorithm.weights.tolist()
         middle = sum(share * row for share, row in zip(shares, rows, strict=True))
         wanted = sum(share * (row - middle) ** 2 for share, row in zip(shares, rows, strict=True)).sqrt()
         torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(center[name], middle, rtol=1e-12, atol=1e-12)
-    assert len(drawn) == 2
+
+
+def test_secure_sums_of_few_bits_have_the_deviations_of_small_changes(spreads):
+    """At this rate the deviations are 4e-5 in the median, and their squares less than a multiple of 2^-24."""
+    for sums in (None, {}):
+        finetune(FedBE(distill=False, samples=2, moments=True), rounds=1, lr_local=1e-3, secure_sums=sums)
+    (_, exact), *_, (_, rounded) = spreads  # in between, a trial at set-up
+    ones, others = (torch.cat([value.flatten() for value in spread.values()]) for spread in (exact, rounded))
+    assert ones.median() ** 2 < 2**-28
+    torch.testing.assert_close(others, ones, rtol=0.05, atol=0)
+
+
+def test_no_squares_are_sent_of_what_is_frozen():
+    sent, trained = [], []
+    for algorithm in (FedBE(moments=True), FFALoRA(FedBE(moments=True))):
+        found = finetune(algorithm, "net-adapter", rounds=1).metrics["rounds"][0]
+        sent.append(found["params/sent"])
+        trained.append(found["params/trained"])
+    of_a = trained[0] - trained[1]
+    assert of_a > 0 and sent[0] - sent[1] == 2 * of_a
 
 
 def test_by_moments_the_server_needs_sums_alone():
