@@ -96,6 +96,8 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
         "rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is one": (
             not rule.function_of_mean or not only_the_mean_counts(rule)
         ),
+        "FedBE(moments=True): its clients send squares of their changes, which are not clipped with these; choose "
+        f"FedAvg, {sample_level}": isinstance(inner, FedBE) and inner.moments,
         "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "
         f"{sample_level}": isinstance(inner, FedBE) and not inner.distill,
         f"{name} with distillation: the teachers are single clients' updates, which have only a share of the noise; "
