@@ -19,8 +19,8 @@ from perada.core.seeding import generator
 from perada.core.states import State
 from perada.privacy.account import Budget, Cost, Planned
 from perada.privacy.accounting import calibrate
-from perada.privacy.client_sums import VOTE, change_of, check_grid, clipped, example_of, whole_noise
-from perada.privacy.clipping import check_bound, check_precision, noisy_mean, with_noise
+from perada.privacy.client_sums import VOTE, change_of, check_grid, clipped, example_of, floating_pairs, whole_noise
+from perada.privacy.clipping import check_bound, noisy_mean, with_noise
 from perada.privacy.options import ClientPrivacy
 from perada.server import SecureSums, Updates
 from perada.server.aggregate import double, double_dtype
@@ -33,19 +33,11 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
     flat clipping): parameters and running statistics. A client with anything that is not finite sends no change.
 
     The states are stacks (C, ...). The clipped changes of the floating tensors come in the dtype of ``updates``, the
-    norms (C,) before clipping in float64 (where the device has it), NaN for a client that is not finite. A tensor that
-    was not received, or is in half precision, where rounding would undo what is proved of the sum, is a ValueError.
+    norms (C,) before clipping in float64 (where the device has it), NaN for a client that is not finite. Errors
+    are as of :func:`.floating_pairs`.
     """
     check_bound(max_norm)
-    changes = {}
-    for key, value in updates.items():
-        if key not in received:
-            raise ValueError(f"{key!r} is sent but was not received, so that its change is unknown; leave it out")
-        if value.is_floating_point():
-            check_precision(key, value)
-            changes[key] = value.detach() - received[key].detach()
-    if not changes:
-        raise ValueError("the clients send no floating tensors, so that there is nothing to protect; check the adapter")
+    changes = {key: own - given for key, (own, given) in floating_pairs(updates, received).items()}
     rows = {key: delta.reshape(len(delta), math.prod(delta.shape[1:])) for key, delta in changes.items()}
     parts = [torch.linalg.vector_norm(row, dim=1, dtype=double_dtype(row.device)) for row in rows.values()]
     norms = torch.stack(parts).square().sum(0).sqrt()

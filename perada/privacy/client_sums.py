@@ -38,8 +38,7 @@ import torch
 from torch import Tensor
 
 from perada.core.states import State
-from perada.privacy.clipping import check_bound, check_precision
-from perada.privacy.sampling import secure_noise
+from perada.privacy.clipping import check_bound, check_precision, with_noise
 from perada.server.sums import SecureSums
 
 LEAST = 4.0
@@ -50,22 +49,28 @@ VOTE = "client privacy/short"
 """Name of a client's vote on S, with adaptive clipping, among the tensors of its change."""
 
 
-def change_of(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> State:
-    """The change of one client's floating tensors, in double precision on the CPU.
+def floating_pairs(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The floating tensors that are sent, each with what was received in its place.
 
-    A tensor that was not received, or is in half precision, or none at all, is a ValueError.
+    A tensor that was not received, or is in half precision, where rounding would undo what is proved of the sum, or
+    none at all, is a ValueError.
     """
     found = {}
     for key, value in update.items():
+        if key not in received:
+            raise ValueError(f"{key!r} is sent but was not received, so that its change is unknown; leave it out")
         if value.is_floating_point():
-            if key not in received:
-                raise ValueError(f"{key!r} is sent but was not received, so that its change is unknown; leave it out")
             check_precision(key, value)
-            own, given = (one.detach().to("cpu", torch.float64) for one in (value, received[key]))
-            found[key] = own - given
+            found[key] = value.detach(), received[key].detach()
     if not found:
         raise ValueError("the clients send no floating tensors, so that there is nothing to protect; check the adapter")
     return found
+
+
+def change_of(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> State:
+    """The change of one client's floating tensors, in double precision on the CPU; errors as :func:`floating_pairs`."""
+    pairs = floating_pairs(update, received)
+    return {key: own.to("cpu", torch.float64) - given.to("cpu", torch.float64) for key, (own, given) in pairs.items()}
 
 
 def clipped(change: State, max_norm: float, secure: SecureSums) -> tuple[State, float]:
@@ -85,8 +90,8 @@ def clipped(change: State, max_norm: float, secure: SecureSums) -> tuple[State, 
     numbers = sum(value.numel() for value in change.values())
     longest = norm * (1 + (numbers + 64) * 2.0**-52)
     factor = min(1.0, max_norm / longest * (1 - 2.0**-50)) if longest > max_norm else 1.0
-    scale = torch.tensor(secure.fraction_bits)
-    return {key: torch.ldexp(value * factor, scale).trunc().to(torch.int64) for key, value in change.items()}, norm
+    factor *= 2.0**secure.fraction_bits  # a power of two, by which products stay as exact
+    return {key: (value * factor).trunc().to(torch.int64) for key, value in change.items()}, norm
 
 
 def whole_noise(shape: torch.Size, deviation: float, source: torch.Generator | None) -> Tensor:
@@ -94,11 +99,7 @@ def whole_noise(shape: torch.Size, deviation: float, source: torch.Generator | N
 
     ``source`` is a generator on the CPU, ``None`` the cryptographic one.
     """
-    like = torch.empty(shape, dtype=torch.float64)
-    if not deviation:
-        return torch.zeros_like(like, dtype=torch.int64)
-    drawn = secure_noise(like) if source is None else torch.randn(shape, generator=source, dtype=torch.float64)
-    return (drawn * deviation).round().to(torch.int64)
+    return with_noise(torch.zeros(shape, dtype=torch.float64), deviation, source).round().to(torch.int64)
 
 
 def example_of(sent: Mapping[str, Tensor], adaptive: bool) -> State:
