@@ -112,7 +112,7 @@ UNDRAWN = "running_var"
 
 
 def draw_gaussian(center: State, spread: State, samples: int, random: torch.Generator) -> State:
-    """S models (S, ...) from N(center, spread²), both without a client axis; names without a spread are the center's."""
+    """S models (S, ...) from N(center, spread²), without a client axis; what has no spread is the center."""
     drawn = {}
     for key, value in center.items():
         drawn[key] = value.unsqueeze(0).expand(samples, *value.shape)

@@ -96,7 +96,7 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
         "rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is one": (
             not rule.function_of_mean or not only_the_mean_counts(rule)
         ),
-        "FedBE(moments=True): its clients send squares of their changes, which are not clipped with these; choose "
+        "FedBE(moments=True): its clients also send squares of their changes, which clipping does not cover; choose "
         f"FedAvg, {sample_level}": isinstance(inner, FedBE) and inner.moments,
         "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "
         f"{sample_level}": isinstance(inner, FedBE) and not inner.distill,

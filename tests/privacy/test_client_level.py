@@ -468,7 +468,7 @@ def test_what_is_not_private_is_refused_with_a_remedy():
             "uniform",
             r"teachers.*PerAda\(distill=False\), or set distillation.steps=0, or protect single images",
         ),
-        (FedBE(moments=True), "uniform", r"FedBE\(moments=True\): its clients send squares .* not clipped .*FedAvg"),
+        (FedBE(moments=True), "uniform", r"FedBE\(moments=True\): its clients also send squares .* clipping .*FedAvg"),
         (FFALoRA(FedBE(moments=True, distill=False)), "uniform", r"FedBE\(moments=True\)"),
         (FedBE(distill=False), "uniform", "single clients' updates and models drawn from them; choose FedAvg"),
         (
