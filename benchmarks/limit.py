@@ -27,7 +27,7 @@ COUNTED = 4  # images in the passes whose operations are counted
 
 def limit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Local training, the server and the round: ResNet-18, EfficientNet-Lite0 and ViT-S."""
-    size = 256 if quick else 2048
+    size = _size(device, quick)
     for work in (SMALL,) if quick else (RESNET, LITE0, VIT if device.type == "cpu" else VIT_GPU):
         needed, computed = operations(work), _computed(work, device)
         for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
@@ -55,7 +55,7 @@ def limit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str,
 
 def machine(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Which precision to take here, and what perada gains, in about two minutes: ResNet-18 in two short rounds."""
-    work = SMALL if quick else replace(RESNET, clients=8, steps=1, public=128)
+    work, size = SMALL if quick else replace(RESNET, clients=8, steps=1, public=128), _size(device, quick)
     for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
         data = work.data()
         turns = Turns({"naive": Naive(work, work.module().model, data, device).round}, device)
@@ -63,7 +63,7 @@ def machine(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[st
         own, naive = turns.seconds["perada"], turns.seconds["naive"]
         yield {
             "precision": precision,
-            "product, GFLOP/s": round(best_product(device, dtype, 256 if quick else 2048) / 1e9),
+            "product, GFLOP/s": round(best_product(device, dtype, size) / 1e9),
             "seconds of a round": round(statistics.median(own["round"]), 2),
             **{f"naive fp32 / perada, {part}": ratio(naive[part], own[part]) for part in own},
         }
@@ -92,6 +92,11 @@ def _computed(work: Workload, device: torch.device) -> dict[str, float]:
         turns = Turns({}, device, lambda _: counter.get_total_flops())
         work.finetune(work.data(), device, rounds=2, callbacks=[turns])
     return {part: counts[0] for part, counts in turns.seconds["perada"].items()}
+
+
+def _size(device: torch.device, quick: bool) -> int:
+    """Rows of the matrices of the product; a GPU spends more time on starting small ones than on multiplying them."""
+    return 256 if quick else 8192 if device.type == "cuda" else 2048
 
 
 def best_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
