@@ -20,7 +20,8 @@ from perada.core.seeding import Streams
 from perada.core.states import expand, get_state, parameter_keys, train_mode
 from perada.engine import Engine, EngineName
 from perada.engine.engine import client_losses
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 
 Way = Literal["folded", "loop", "single"]
 ROWS, CLASSES = 64, 10

@@ -12,7 +12,8 @@ from perada.core.seeding import Streams, generator
 from perada.core.states import State, expand, get_state, parameter_keys
 from perada.engine import Engine
 from perada.engine.engine import client_losses
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 from perada.privacy import Privacy
 from perada.privacy.gradients import Query, SampleGradients
 

@@ -21,8 +21,8 @@ from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
 from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.models.adapted import AdaptedModel, AdapterChoice, make_slot
-from perada.models.backbones import ModelSpec, frozen_digest
 from perada.models.merging import Trained
+from perada.models.spec import ModelSpec, frozen_digest
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
 

@@ -1,37 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen image classifiers by name, by file, or from a network of the caller's own, and the network of a run."""
+"""Frozen image classifiers by name, by file, or from a network of the caller's own."""
 
-import copy
 import difflib
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import timm
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from timm.data.config import resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
-from perada.adapters.added import AddedLayer
-from perada.adapters.dual_lora import DualLoraLayer
-from perada.adapters.prompt import PromptLayer
 from perada.core.checks import check_whole
 from perada.core.rounds import ImageConfig
-from perada.core.seeding import seeded
-from perada.core.states import State, get_state, to_device, trained_keys
-from perada.models.adapted import AdaptedModel, AdapterChoice, Backbone, insert_adapter, reset_parameters
+from perada.models.adapted import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
-from perada.models.merging import Trained
 from perada.models.twins import register_transformers
+from perada.models.unwrapping import unwrapped
 from perada.models.weight_files import cached_file, load_weights, no_weights
 
 if TYPE_CHECKING:
@@ -107,66 +97,6 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
         )
     return_logits(model, layer.out_features)
     return Backbone(model, name, head, getattr(model, IMAGE, None))
-
-
-class Followed(nn.Module):
-    """A module and what an adapter had added behind it: ``x + added(x)``, x being the module's output."""
-
-    def __init__(self, base: nn.Module, added: nn.Module) -> None:
-        super().__init__()
-        self.base_layer, self.perada_added = base, added
-        if isinstance(base, nn.Conv2d):
-            self.out_channels = base.out_channels  # for adapters that follow this
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the module's output with what was added to it."""
-        x = self.base_layer(x)
-        added: Tensor = self.perada_added(x)
-        return x + added
-
-
-class Beside(Followed):
-    """A module, plus what is made of its own input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the module's output with what was added to it."""
-        out: Tensor = self.base_layer(x)
-        added: Tensor = self.perada_added(x)
-        return out + added
-
-
-def unwrapped(network: nn.Module) -> nn.Module:
-    """A copy of a network without PEFT's layers, which computes the same.
-
-    What PEFT can merge is merged into the weights; layers behind modules become plain ones; a trained head takes the
-    place of the original.
-    """
-    model = copy.deepcopy(network)
-    for name in ("peft_config", "_hf_peft_config_loaded"):
-        if name in vars(model):  # transformers has the second as an attribute of the class too
-            delattr(model, name)
-    for path, module in reversed(list(model.named_modules())):  # what is inside first
-        plain = _plain(module)
-        if plain is not module and path:
-            model.set_submodule(path, plain)
-    return model
-
-
-def _plain(module: nn.Module) -> nn.Module:
-    if isinstance(module, ModulesToSaveWrapper):
-        return module.modules_to_save[module.active_adapters[0]]
-    if isinstance(module, DualLoraLayer):
-        return Beside(module.base_layer, module.branches(module.active_adapters[0]))
-    if isinstance(module, PromptLayer):
-        return module.plain()
-    if isinstance(module, AddedLayer):
-        name = module.active_adapters[0]
-        return Followed(module.base_layer, nn.Sequential(*(getattr(module, part)[name] for part in module.parts)))
-    if isinstance(module, BaseTunerLayer):
-        module.merge(safe_merge=True)
-        base: nn.Module = module.get_base_layer()
-        return base
-    return module
 
 
 def return_logits(model: nn.Module, classes: int) -> None:
@@ -355,53 +285,3 @@ def _transformers_image_config(source: str, where: dict[str, Any], size: object,
         said = (said["height"], said["width"]) if "height" in said else said.get("shortest_edge", 224)
     height, width = (said, said) if isinstance(said, int) else cast(tuple[int, int], said)
     return ImageConfig((in_chans, height, width), mean, std)
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A backbone with its adapter.
-
-    It has what :func:`build_backbone` and :func:`~perada.models.adapted.insert_adapter` take. From the run's ``seed``
-    the random initial values of head and adapter are derived.
-    """
-
-    backbone: str | nn.Module
-    num_classes: int | None
-    pretrained: bool | str = True
-    image_size: int | None = None
-    adapter: AdapterChoice = "residual"
-    train_backbone: Trained = False
-    adapter_options: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-
-    def build(self, *index: int) -> AdaptedModel:
-        """Build the backbone with its adapter; what is random is drawn from the ``index``-th stream for it."""
-        with seeded(self.seed, "model", *index):
-            backbone = build_backbone(
-                self.backbone, self.num_classes, pretrained=self.pretrained, image_size=self.image_size
-            )
-            return insert_adapter(backbone, self.adapter, train_backbone=self.train_backbone, **self.adapter_options)
-
-    def initial_state(self, adapted: AdaptedModel, index: int) -> State:
-        """The ``index``-th random initialisation of what is trained; that of 0 is that of ``adapted``, which was built.
-
-        Only what is random differs: the adapter and the head, which is drawn anew also where the weights came with one
-        that fits, or all that is trained with ``pretrained=False``.
-        """
-        if index == 0:
-            return get_state(adapted.model)
-        model = self.build(index).model
-        everything = self.pretrained is False and isinstance(self.backbone, nn.Module)
-        with seeded(self.seed, "model", index):
-            reset_parameters(model, "" if everything else f"{adapted.backbone.head}.")
-        return to_device(get_state(model), next(adapted.model.parameters()).device)
-
-
-def frozen_digest(model: nn.Module) -> str:
-    """SHA-256 of all weights that are not trained, with their names, in hexadecimal digits."""
-    trained, digest = set(trained_keys(model)), hashlib.sha256()
-    for key, value in sorted(model.state_dict().items()):
-        if key not in trained:
-            digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

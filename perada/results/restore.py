@@ -26,7 +26,8 @@ from perada.federation.federation import Federation
 from perada.federation.settings import LocalTraining, Settings, Storage
 from perada.federation.store import locate
 from perada.models.adapted import AdaptedModel, insert_adapter, make_slot
-from perada.models.backbones import ModelSpec, build_backbone, frozen_digest
+from perada.models.backbones import build_backbone
+from perada.models.spec import ModelSpec, frozen_digest
 from perada.results.export import BACKBONE_FILE, CONFIG_FILE, own_weights, read_backbone
 from perada.results.run_file import RUN_FILE, RunFile, naming
 from perada.server import Distillation

@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.adapters import register
 from perada.data import FederatedData
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 
 
 def adapted(name, adapter, **options):

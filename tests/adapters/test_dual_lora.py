@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from perada.adapters import DualLoraConfig
-from perada.models.adapted import make_slot
-from perada.models.backbones import build_backbone, insert_adapter, unwrapped
+from perada.models.adapted import insert_adapter, make_slot
+from perada.models.backbones import build_backbone
+from perada.models.unwrapping import unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BRANCHES = {

@@ -18,7 +18,8 @@ from perada.algorithms import FedAlt, FedSim
 from perada.core.states import get_state
 from perada.engine.engine import Engine
 from perada.models.adapted import insert_adapter
-from perada.models.backbones import build_backbone, unwrapped
+from perada.models.backbones import build_backbone
+from perada.models.unwrapping import unwrapped
 from perada.privacy import Privacy
 from tests.algorithms import personal_references, references
 from tests.algorithms.problems import (

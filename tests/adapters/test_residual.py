@@ -8,7 +8,8 @@ from torch import nn
 
 from perada.adapters import ResidualConfig
 from perada.adapters.residual import ResidualLayer
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 
 
 def adapted(name, classes, **options):

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from perada.adapters import BottleneckConfig, SelectiveConfig
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.models.adapted import make_slot
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter, make_slot
+from perada.models.backbones import build_backbone
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 BACKBONES = [("test_resnet", "residual"), ("test_resnet", "lora"), ("test_vit", "lora"), ("test_vit", "bottleneck")]

@@ -18,8 +18,8 @@ from perada.core.states import get_state
 from perada.engine import Engine
 from perada.federation import Federation
 from perada.federation.settings import LocalTraining, Settings
-from perada.models.adapted import make_slot
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter, make_slot
+from perada.models.backbones import build_backbone
 from perada.server import Distillation
 
 from .problems import OF_BRANCHES, OF_LORA

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from perada.core import states
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 
 
 def network():

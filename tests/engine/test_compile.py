@@ -12,7 +12,8 @@ from perada.core.seeding import Streams, generator
 from perada.core.states import expand, get_state, parameter_keys
 from perada.data import FederatedData
 from perada.engine import Engine
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 
 CLIENTS, ROWS, SIDE, CLASSES = 3, 4, 32, 5
 

@@ -16,7 +16,8 @@ from perada.api import make_trainer
 from perada.core.seeding import generator
 from perada.core.states import get_state, parameter_keys, stack, train_mode
 from perada.engine import Engine
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 from perada.server import Distillation
 
 CLIENTS, ROWS = 3, 5

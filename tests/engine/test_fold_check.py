@@ -8,7 +8,8 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.engine.engine import check_fold
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 
 
 class Net(nn.Module):

@@ -15,7 +15,8 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.features import BLOCK, FeatureCache, FeatureStore
 from perada.data.batches.samples import make_store
 from perada.engine import Engine
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 
 CLIENTS, ROWS, SIDE, CLASSES = 3, 4, 32, 5
 

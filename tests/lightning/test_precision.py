@@ -24,8 +24,8 @@ from perada.engine.loss_scaling import LossScales
 from perada.federation.cohort import Cohort, Site
 from perada.federation.settings import LocalTraining, Settings
 from perada.lightning import setup
-from perada.models.adapted import make_slot
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter, make_slot
+from perada.models.backbones import build_backbone
 from perada.server import Distillation, Distiller
 
 LossScaling = partial(torch.amp.GradScaler, "cpu")

@@ -8,7 +8,8 @@ from torch.func import functional_call
 
 from perada.core.states import get_state, stack
 from perada.engine import Engine
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 from perada.models.char_lstm import CharLSTM
 
 

@@ -12,7 +12,8 @@ from perada.adapters import DualLoraConfig
 from perada.core.seeding import Streams
 from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 from perada.privacy import Privacy
 from perada.privacy.gradients import Factors, Query, SampleGradients
 

@@ -10,7 +10,8 @@ from torch import nn
 from perada.core.seeding import Streams
 from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
-from perada.models.backbones import build_backbone, insert_adapter
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
 from perada.privacy import Privacy
 from perada.privacy.clipping import factors_of
 from perada.privacy.gradients import Factors, Query, SampleGradients, Whole
