@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``perada deploy audit``: print and check the audit log of a site."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
 from perada.deploy.audit import Entry, Tip, begin_log, check_chain, check_state, read_log
+from perada.deploy.protocol import canonical
 from perada.deploy.site.file import read_site
 from perada.results.report import table
 
@@ -32,9 +32,7 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         return
     found = read_log(folder)
     if given.json:
-        print(
-            "".join(json.dumps(entry, sort_keys=True, separators=(",", ":")) + "\n" for entry in found.entries), end=""
-        )
+        print("".join(f"{canonical(entry).decode()}\n" for entry in found.entries), end="")
     else:
         print(table(TITLES, [_row(entry) for entry in found.entries]))
     check_chain(found)

@@ -10,7 +10,6 @@ behind it. The next one says how many bytes these are, and their digest.
 This module imports no torch, for the log is read without a model.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perada.core.files import KEY, FolderLock, digest_of, sealed, sync, write_atomic
-from perada.deploy.protocol import SUMS, Answer, Order, Refused, digest, header_of, sizes_of
+from perada.deploy.protocol import SUMS, Answer, Order, Refused, canonical, digest, header_of, sizes_of
 
 LOG, HEAD = "audit.jsonl", "audit.head"
 REMEDY = "put a copy of the folder in its place, or begin another log by `perada deploy audit --begin`"
@@ -137,7 +136,7 @@ class AuditLog:
     def _append(self, what: Entry, before: bytes = b"") -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = sealed({"number": self.tip.lines + 1, "time": now, "previous": self.tip.last, **what})
-        data = before + _text(line) + b"\n"
+        data = before + canonical(line) + b"\n"
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -149,7 +148,7 @@ class AuditLog:
         self.tip = Tip(self.tip.lines + 1, line[KEY])
 
     def _write_head(self, tip: Tip) -> None:
-        write_atomic(self._folder / HEAD, _text(tip._asdict()) + b"\n", private=True)
+        write_atomic(self._folder / HEAD, canonical(tip._asdict()) + b"\n", private=True)
 
 
 def read_log(folder: Path) -> Found:
@@ -181,7 +180,7 @@ def _entry(line: bytes, before: Tip) -> tuple[Entry | None, str]:
     try:
         entry = json.loads(line)
         content = {name: value for name, value in entry.items() if name != KEY}
-        whole = _text(entry) == line and sealed(content)[KEY] == entry[KEY]
+        whole = canonical(entry) == line and sealed(content)[KEY] == entry[KEY]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, "is not one that a worker wrote"
     if not whole:
@@ -285,8 +284,4 @@ def _read_head(folder: Path, damaged: Tip | None = None) -> Tip | None:
 
 
 def _torn(left: bytes) -> dict[str, Any]:
-    return {"bytes": len(left), KEY: hashlib.sha256(left).hexdigest()}
-
-
-def _text(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return {"bytes": len(left), KEY: digest(left)}

@@ -259,6 +259,11 @@ def digest(message: bytes) -> str:
     return hashlib.sha256(message).hexdigest()
 
 
+def canonical(content: object) -> bytes:
+    """The bytes of a JSON value, the same whatever the order of its entries; a ValueError of NaN and infinity."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
 def pack(header: Header | Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = None) -> bytes:
     """A message of a header, which is of plain types, and of tensors.
 
@@ -266,7 +271,7 @@ def pack(header: Header | Mapping[str, Any], tensors: "Mapping[str, Tensor] | No
     {'code': 'ok'}
     """
     plain = header if isinstance(header, Mapping) else vars(header)
-    text = json.dumps(plain, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    text = canonical(plain).decode()
     if not tensors:
         table = json.dumps({"__metadata__": {SECTION: text}}).encode()
         return len(table).to_bytes(8, "little") + table

@@ -6,7 +6,6 @@ PyCryptodome (Shamir's sharing of 128 bits).
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from perada.deploy.protocol import canonical
 from perada.deploy.sums.vector import Whole
 from perada.server.sums import SecureSums
 
@@ -36,11 +36,6 @@ _LABEL = b"perada sums 1 "
 _BLOCK = 2**14
 """Numbers of a vector that get all their masks before the next ones, so that they stay in the processor's cache."""
 _ZEROS = memoryview(bytes(8 * _BLOCK))
-
-
-def canonical(content: Any) -> bytes:  # noqa: ANN401  # any JSON
-    """The bytes of a JSON value that are signed and hashed."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def digest(content: Any) -> str:  # noqa: ANN401  # any JSON
