@@ -25,7 +25,7 @@ from perada.deploy.protocol import LocalTransport, Order, Terms, Transport
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.site.client import Client
-from perada.deploy.site.file import Approved, SiteFile, read_site
+from perada.deploy.site.file import Approved, Limits, SiteFile, read_site
 from perada.deploy.site.level import SiteLevel
 from perada.deploy.site.split import image_split, remember
 from perada.deploy.site.worker import SiteWorker
@@ -279,18 +279,26 @@ def shown_sums(client: Client, party: "Party | None") -> str:
 def shown_level(level: SiteLevel, client: Client) -> str:
     """What a whole run spends of the site as a whole, and its limit."""
     limits, rounds = client.limits, client.recipe.rounds
-    spent, own = epsilon_text(client.epsilon({level.cost: rounds})), limits.max_site_epsilon
-    limit = "that is its limit over all runs" if own is None else f"its limit over all runs is {own:g}"
-    hidden = f"noise of its own in each sum; {rounds} rounds spend ε ≤ {spent} at δ = {limits.delta:g}"
-    return f"{hidden}, by {limits.accountant}, also against the server; {limit}"
+    spent = epsilon_text(level.budget.epsilon({level.cost: rounds}))
+    hidden = f"noise of its own in each sum; {rounds} rounds spend ε ≤ {spent} {shown_measure(limits)}"
+    return f"{hidden}, also against the server; {shown_limit(limits.max_site_epsilon)}"
 
 
 def shown_privacy(client: Client) -> str:
     """What a whole run spends at the site, if it takes part in every round, and the site's limit."""
     limits, rounds = client.limits, client.recipe.rounds
-    spent, own = epsilon_text(client.epsilon(client.planned)), limits.max_epsilon
-    limit = "that is its limit over all runs" if own is None else f"its limit over all runs is {own:g}"
-    return f"yes: a run of {rounds} rounds spends ε ≤ {spent} at δ = {limits.delta:g}, by {limits.accountant}; {limit}"
+    spent = f"ε ≤ {epsilon_text(client.budget.epsilon(client.planned))} {shown_measure(limits)}"
+    return f"yes: a run of {rounds} rounds spends {spent}; {shown_limit(limits.max_epsilon)}"
+
+
+def shown_measure(limits: Limits) -> str:
+    """How a site counts ε."""
+    return f"at δ = {limits.delta:g}, by {limits.accountant}"
+
+
+def shown_limit(own: float | None) -> str:
+    """The largest ε that a site allows, where ``own`` is the one that it gives."""
+    return "that is its limit over all runs" if own is None else f"its limit over all runs is {own:g}"
 
 
 def _models(recipe: Recipe, state: State) -> list[State]:
@@ -329,19 +337,21 @@ def _site_status(given: SiteFile) -> str:
     text = f"Site {given.name}, the current run first:\n\n{table(titles, rows)}"
     total, limits = Ledger(), given.limits
     total.load_state_dict(all_runs["total"])
-    at = f"at δ = {limits.delta:g}, by {limits.accountant}"
-    if total.history(WHOLE):
-        spent = epsilon_text(total.epsilon(WHOLE, limits.delta, limits.accountant))
-        most = "one whole run's" if limits.max_site_epsilon is None else f"{limits.max_site_epsilon:g}"
-        text += f"\n\nThe site as a whole, all noisy sums together: ε {spent} (the limit is {most}) {at}."
+
+    def spent(whose: str, owner: int, own: float | None) -> str:
+        found = epsilon_text(total.epsilon(owner, limits.delta, limits.accountant))
+        most = "one whole run's" if own is None else f"{own:g}"
+        return f"\n\n{whose}: ε {found} (the limit is {most}) {shown_measure(limits)}"
+
+    whole = bool(total.history(WHOLE))
+    if whole:
+        text += spent("The site as a whole, all noisy sums together", WHOLE, limits.max_site_epsilon) + "."
     if not total.history(IMAGES):
         return text
-    spent = epsilon_text(total.epsilon(IMAGES, limits.delta, limits.accountant))
     bare = sum(steps for (sigma, _), steps in total.history(IMAGES).items() if not sigma)
     without = f"; {bare} rounds had no privacy" if bare else ""
-    most = "one whole run's" if limits.max_epsilon is None else f"{limits.max_epsilon:g}"
-    whose = "Single images, all runs together" if total.history(WHOLE) else "All runs together"
-    return f"{text}\n\n{whose}: ε {spent} (the limit is {most}) {at}{without}."
+    whose = "Single images, all runs together" if whole else "All runs together"
+    return f"{text}{spent(whose, IMAGES, limits.max_epsilon)}{without}."
 
 
 def _run_status(progress: Progress) -> str:

@@ -171,13 +171,8 @@ class Order(Header):
         _check_hexadecimal("recipe", self.recipe, 64)
         if not isinstance(self.lengths, list) or len(self.lengths) > 16:
             raise ValueError(f"lengths={self.lengths!r} are not a list of a few")
-        for name, most in (
-            ("round", ROUNDS),
-            ("clients", CLIENTS),
-            ("models", MODELS),
-            ("rank", RANKS),
-            ("attempt", ROUNDS),
-        ):
+        limits = {"round": ROUNDS, "clients": CLIENTS, "models": MODELS, "rank": RANKS, "attempt": ROUNDS}
+        for name, most in limits.items():
             check_whole(name, getattr(self, name), 0, most=most)
         for length in self.lengths:
             check_whole("a length", length, 0, most=STEPS)

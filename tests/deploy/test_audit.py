@@ -237,7 +237,7 @@ def test_a_torn_line_stays_and_the_next_one_says_so(size, tmp_path, monkeypatch)
 
 def test_whatever_step_of_a_line_is_the_last_the_chain_is_whole(tmp_path, monkeypatch):
     """Also where the repair itself is interrupted."""
-    calls, where = [], {"write": (os, "write"), "fsync": (os, "fsync"), "replace": (os, "replace")}
+    calls = []
 
     def counting(real, stop):
         def called(*given):
@@ -257,8 +257,8 @@ def test_whatever_step_of_a_line_is_the_last_the_chain_is_whole(tmp_path, monkey
             for stop in filter(None, (first, second)):
                 with monkeypatch.context() as patch:
                     calls.clear()
-                    for place, name in where.values():
-                        patch.setattr(place, name, counting(getattr(place, name), stop))
+                    for name in ("write", "fsync", "replace"):
+                        patch.setattr(os, name, counting(getattr(os, name), stop))
                     try:
                         log = AuditLog(folder)
                         note(log, 2)
@@ -306,8 +306,8 @@ def test_sigkill_at_any_moment_leaves_every_answered_line(tmp_path):
     assert all(later["previous"] == before["sha256"] for before, later in pairwise(entries))
 
 
-def test_a_state_that_was_put_back_alone_is_found(tiny, tmp_path):
-    """It would have forgotten what was spent."""
+def trained_and_copied(tiny, tmp_path):
+    """The state folder of a site that trained three rounds; ``copy`` has it as it was after the first."""
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     folder = site.book.folder
     site.answer(train(site), "")
@@ -315,6 +315,12 @@ def test_a_state_that_was_put_back_alone_is_found(tiny, tmp_path):
     for round in (1, 2):
         site.answer(train(site, round), "")
     site.book.close()
+    return folder
+
+
+def test_a_state_that_was_put_back_alone_is_found(tiny, tmp_path):
+    """It would have forgotten what was spent."""
+    folder = trained_and_copied(tiny, tmp_path)
     shutil.copy(tmp_path / "copy" / "state.safetensors", folder)
     for find in (lambda: Book(folder), lambda: main(["deploy", "audit", str(folder)])):
         with pytest.raises(ValueError, match="the state is an older copy, which has forgotten what 2 rounds spent"):
@@ -330,13 +336,7 @@ def test_a_state_that_was_put_back_alone_is_found(tiny, tmp_path):
 
 
 def test_a_log_that_was_put_back_or_taken_away_is_found(tiny, tmp_path):
-    site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
-    folder = site.book.folder
-    site.answer(train(site), "")
-    shutil.copytree(folder, tmp_path / "copy")
-    for round in (1, 2):
-        site.answer(train(site, round), "")
-    site.book.close()
+    folder = trained_and_copied(tiny, tmp_path)
     for name in (LOG, HEAD):
         shutil.copy(tmp_path / "copy" / name, folder)
     with pytest.raises(ValueError, match="the state was written after a line 2 that is not in it"):

@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow
 ROUNDS = 6
 
 
-def long_rounds(rounds):
+def long_rounds(rounds, secure_sums=False):
     """The recipe of the demonstration, with rounds that last for seconds."""
-    recipe = yaml.safe_load(demo_recipe(rounds))
+    recipe = yaml.safe_load(demo_recipe(rounds, secure_sums))
     recipe["federated"]["local_epochs"] = 8
     recipe["trainer"]["check_val_every_n_epoch"] = 3
     return yaml.safe_dump(recipe)

@@ -19,9 +19,10 @@ from perada.data.batches.samples import MapStore, RoundBatches, Samples, loader
 from perada.data.federated import FederatedData
 from perada.deploy.protocol import Order, Refused
 from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
+from perada.deploy.site.budget import SiteBudget
 from perada.deploy.site.file import Limits
 from perada.deploy.site.level import SiteLevel
-from perada.deploy.state import RunState
+from perada.deploy.state import IMAGES, RunState
 from perada.deploy.sums.vector import Whole
 from perada.engine.engine import compare, ensemble
 from perada.federation.cohort import Cohort, Site, Trained
@@ -30,7 +31,7 @@ from perada.federation.settings import Settings
 from perada.lightning.parts import Parts
 from perada.lightning.setup import check_first, check_private, configure_rounds, protect
 from perada.privacy.account import Row
-from perada.privacy.accounting import ROUNDING, History, Ledger, Ledgers, history_epsilon
+from perada.privacy.accounting import Ledger, Ledgers
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
 from perada.server.aggregate import double
@@ -47,6 +48,7 @@ class Client:
     Attributes:
         planned: Noisy steps of one whole run, as {(σ, q): steps}: all rounds that the recipe's own limits leave room
             for, and the fine-tuning; empty without privacy.
+        budget: What the site allows of its images.
 
     Raises:
         ValueError: If data, network and recipe do not fit one another, or the recipe's privacy cannot be kept.
@@ -87,6 +89,7 @@ class Client:
         self._site = Site(self.module.engine, self.module.slot, self.settings, protection)
         self.images, self._public = recipe.public_images(), (-1, "")
         self.planned = self._planned()
+        self.budget = SiteBudget(limits, limits.max_epsilon, self.planned)
 
     def _planned(self) -> Counter[tuple[float, float]]:
         account, tuned = self.protection(None, 0).images, self.settings.algorithm.personalization() is not None
@@ -100,10 +103,6 @@ class Client:
                     break
                 account.spend(costs)
         return Counter(account.ledgers.release.history(0))
-
-    def epsilon(self, history: History) -> float:
-        """ε of noisy steps, as the site's limit counts it."""
-        return history_epsilon(history, self.limits.delta, self.limits.accountant)
 
     @property
     def size(self) -> int:
@@ -159,22 +158,17 @@ class Client:
             yield data.prepare(data.transfer_batch_to_device(batch, device, 0))
 
     def costs(self, order: Order, protection: Protection, total: Ledger) -> list[Row] | None:
-        """What training will spend; None if the recipe's limits in this run, or the site's in all, leave no room.
-
-        A site without a limit of its own has that of one whole run, of all that was ever trained here with privacy.
-        """
+        """What training will spend; None if the recipe's limits in this run, or the site's in all, leave no room."""
         account, tuning = protection.images, order.kind == "tune"
         if account is None:
             return []
-        if not account.affordable([0], tuning=order.kind == "tune"):
+        if not account.affordable([0], tuning=tuning):
             return None
         costs = account.cost(self.plan(order), tuning=tuning)
-        limit, history = self.limits.max_epsilon, Counter(total.history(0))
-        if limit is None:  # else a server would begin anew under another run's name
-            limit, history = self.epsilon(self.planned), Counter({key: n for key, n in history.items() if key[0]})
+        more = Counter[tuple[float, float]]()
         for _, sigma, rate, steps, _ in costs:
-            history[sigma, rate] += steps
-        return costs if limit == math.inf or self.epsilon(history) <= limit * ROUNDING else None
+            more[sigma, rate] += steps
+        return costs if self.budget.affords(total.history(IMAGES), more) else None
 
     def train(
         self, order: Order, given: State, state: RunState, protection: Protection, only_step: AnyBatch | None = None

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The privacy of a site as a whole: the noise that it adds to secure sums, and what it allows of them."""
 
-import math
-from collections import Counter
-
 from perada.core.states import State
 from perada.deploy.protocol import Refused
 from perada.deploy.recipe import Recipe
+from perada.deploy.site.budget import SiteBudget
 from perada.deploy.site.file import Limits
 from perada.deploy.state import WHOLE, RunState
-from perada.privacy.accounting import ROUNDING, Ledger, history_epsilon
+from perada.privacy.accounting import Ledger
 from perada.privacy.clipping import check_bound
 from perada.privacy.rehearsal import check_client_level
 from perada.server import Mean
@@ -26,7 +24,7 @@ class SiteLevel:
 
     Attributes:
         cost: Noise multiplier and sample rate of one sum, as ledgers have them.
-        limit: The largest ε of the site as a whole, all runs together: its own, or that of one whole run.
+        budget: What the site allows of itself as a whole.
 
     Raises:
         ValueError: If the recipe would show more than noisy sums, or its privacy cannot be kept.
@@ -39,21 +37,12 @@ class SiteLevel:
         self._least = loop.secure_sums.min_sites
         level = recipe.level(self._least)
         assert level is not None
-        self.level, self._limits = level, limits
-        self.cost = level.noise_multiplier, 1.0
-        self._own = limits.max_site_epsilon
-        self.limit = self._epsilon(Counter({self.cost: recipe.rounds})) if self._own is None else self._own
-
-    def _epsilon(self, history: Counter[tuple[float, float]]) -> float:
-        return history_epsilon(history, self._limits.delta, self._limits.accountant)
+        self.level, self.cost = level, (level.noise_multiplier, 1.0)
+        self.budget = SiteBudget(limits, limits.max_site_epsilon, {self.cost: recipe.rounds})
 
     def affords(self, total: Ledger) -> bool:
         """Whether one more sum stays within the limit, where the ``total`` of all runs was spent."""
-        history = Counter(total.history(WHOLE))
-        if self._own is None:
-            history = Counter({key: steps for key, steps in history.items() if key[0]})
-        history[self.cost] += 1
-        return self.limit == math.inf or self._epsilon(history) <= self.limit * ROUNDING
+        return self.budget.affords(total.history(WHOLE), {self.cost: 1})
 
     def check_norm(self, norm: float) -> None:
         """Refuse an S of the server's that the noise would be lost in, or that the sum has no room for."""

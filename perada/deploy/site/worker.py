@@ -113,9 +113,9 @@ class SiteWorker:
     def _spent(self, order: Order) -> dict[str, float | None] | None:
         """The ε of all that was trained and masked here, in the site's measure (None is ∞); None without privacy."""
         client, ledger = self.clients[order.recipe], self.book.total
-        owners = {"spent": 0} if client.planned else {}
+        owners = {"spent": IMAGES} if client.planned else {}
         owners |= {} if client.level is None else {"site": WHOLE}
-        found = {name: _finite(client.epsilon(ledger.history(owner))) for name, owner in owners.items()}
+        found = {name: _finite(client.budget.epsilon(ledger.history(owner))) for name, owner in owners.items()}
         return found | {"delta": client.limits.delta} if found else None
 
     def _answer(self, message: bytes, answers: str, run: str) -> bytes:

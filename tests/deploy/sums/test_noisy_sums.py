@@ -25,7 +25,7 @@ from perada.server import SecureSums
 
 from ..test_parity import assert_equal, normalized
 from ..test_rounds import Troubled, equal, state
-from .test_deployed_sums import FOUR, Liar, Stopped, asks, parties
+from .test_deployed_sums import FOUR, Liar, Stopped, asks, dying, parties
 from .test_hostile_server import changed
 
 ALARM = 1e-6
@@ -258,17 +258,9 @@ def test_a_budget_is_looked_at_again_before_a_vector_leaves(tiny, tmp_path):
 @pytest.mark.parametrize("step", ["mask", "confirm"])
 def test_noise_is_drawn_for_one_vector_and_a_vector_leaves_once(step, tiny, tmp_path, monkeypatch):
     """A worker that dies before it has sent its vector is out; no second vector of the round is ever made for it."""
-    made, died, seen = noisy(tiny, tmp_path, sizes=FOUR), [], masked_vectors(monkeypatch)
+    made, seen = noisy(tiny, tmp_path, sizes=FOUR), masked_vectors(monkeypatch)
     workers = made.workers()
-
-    def dies(name, message, _):
-        if name == "site1" and not died and asks(message, step):
-            died.append(name)
-            workers[name].book.close()
-            transport.workers[name] = workers[name] = made.worker(1)
-
-    transport = Troubled(workers, dies)
-    first, second = made.coordinator(transport, min_sites=3).run().records
+    first, second = made.coordinator(dying(made, workers, step), min_sites=3).run().records
     assert ("site1" in first.summed) == (step == "confirm") and second.summed == made.names
     vectors = [vector for name, vector in seen if name == "site1"]
     assert len(vectors) == spent(workers)["site1"][1.0] == (1 if step == "mask" else 2)
@@ -321,7 +313,7 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_sum(tiny, tmp_pa
 # What is refused.
 
 
-def test_sites_that_are_told_different_norms_are_in_no_sum(tiny, tmp_path, caplog):
+def test_sites_that_are_told_different_norms_are_in_no_sum(tiny, tmp_path):
     """Of a site that clips to a larger norm than the others the noise would be too little."""
     made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
 
@@ -337,7 +329,7 @@ def with_norm(message, norm):
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-9, 1e12])
-def test_a_norm_that_the_noise_is_lost_in_is_refused_by_sites(norm, tiny, tmp_path, caplog):
+def test_a_norm_that_the_noise_is_lost_in_is_refused_by_sites(norm, tiny, tmp_path):
     made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
     transport = Liar(made.workers(), lambda _, message: with_norm(message, norm))
     with pytest.raises(TimeoutError, match="malformed"):
