@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from perada.deploy.sums.vector import check_installed
+from perada.deploy.sums.vector import check_cryptography
 
 ALL = 10**8
 """Up to so many numbers of all sites together each site masks its own, and the sum is compared with a plain one."""
@@ -20,7 +20,7 @@ def secure_sums(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
     Without the packages for keys and shares it gives nothing.
     """
     try:
-        check_installed()
+        check_cryptography()
     except ImportError:
         return
     for sites in (3, 4) if quick else (3, 10, 30, 100):
