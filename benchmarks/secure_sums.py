@@ -2,6 +2,7 @@
 """What a secure sum costs: bytes and seconds at a site and at the server, beside states that are sent in the clear."""
 
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def row(sites: int, numbers: int, masking: int, gone: int) -> dict[str, Any]:
         "MB up": round(secure.up / sites, 3),
         "MB down": round(secure.down / sites, 3),
         "MB at the server": round(secure.up + secure.down, 1),
+        **{f"bytes: {message}": round(fmean(sizes)) for message, sizes in secure.messages.items()},
         "up / plain": round(secure.up / plain.up, 3),
         "down / plain": round(secure.down / plain.down, 3),
         "s at a site": round(sum(secure.of_site().values()), 4),

@@ -29,7 +29,7 @@ ROUND = HEARD
 
 @dataclass
 class Costs:
-    """What a round took: megabytes of all sites together, and seconds by step, at the server and at each site.
+    """What a round took: megabytes of all sites together, bytes by message, seconds by step at the server and a site.
 
     The seconds are the processor's, which other work on the machine prolongs less than those of a clock.
     """
@@ -38,6 +38,7 @@ class Costs:
     down: float = 0.0
     server: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     sites: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    messages: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _last: float = 0.0
 
     def lap(self, step: str | None = None, at_site: bool = False) -> None:
@@ -137,6 +138,8 @@ class _Round:
             costs.lap("model", at_site=True)
             reply = pack(Answer("ok", answers, sums=party.offered(terms("c" * 64), self.own, begin=True)))
             costs.lap("keys", at_site=True)
+            costs.messages["keys up"].append(len(reply) - len(pack(Answer("ok", answers))))
+            costs.lap()
             trained[name] = Answer.read(header_of(reply)), dict[str, torch.Tensor]()
             costs.lap("keys")
             costs.up, costs.down = costs.up + len(reply) / 1e6, costs.down + len(message) / 1e6
@@ -165,6 +168,7 @@ class _Round:
             message = pack(self.federation.order(kind, name, attempt=attempt, sums=sums))
             costs.lap(kind)
             costs.down += len(message) / 1e6
+            costs.messages[f"{kind} down"].append(len(message))
             if kind == "mask" and name in self.gone:
                 continue
             if kind == "mask" and place >= self.masking and self.first:
@@ -179,6 +183,7 @@ class _Round:
                 if kind == "mask" and place == 0:
                     self.first = size, found[name]
             costs.up += size / 1e6
+            costs.messages[f"{kind} up"].append(size)
         costs.lap()
         self.step = "unmask" if kind == "reveal" else kind
         return found
