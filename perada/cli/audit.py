@@ -6,7 +6,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from perada.deploy.audit import Entry, Tip, begin_log, check_chain, check_state, read_log
+from perada.deploy.audit import LOG, Entry, Tip, begin_log, check_chain, check_state, read_log
 from perada.deploy.protocol import canonical
 from perada.deploy.site.file import read_site
 from perada.results.report import table
@@ -30,13 +30,15 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         kept = begin_log(folder, *_state(folder))
         print(f"Began a new log in {folder}; the former one is {'gone' if kept is None else kept.name}")
         return
-    found = read_log(folder)
+    found, (committed, rounds) = read_log(folder), _state(folder)
+    if found.head is None and committed is None and not found.entries and not found.torn:
+        raise FileNotFoundError(f"{str(folder)!r} has no {LOG}: the site answered nothing yet, or it is another folder")
     if given.json:
         print("".join(f"{canonical(entry).decode()}\n" for entry in found.entries), end="")
     else:
         print(table(TITLES, [_row(entry) for entry in found.entries]))
     check_chain(found)
-    check_state(found, *_state(folder))
+    check_state(found, committed, rounds)
     for noted in given.noted:
         if noted not in [entry["sha256"] for entry in found.entries]:
             raise ValueError(f"no line has the sha256 {noted!r}, which was noted: the log was written anew")

@@ -94,10 +94,11 @@ def keys_identity(parser: ArgumentParser, words: list[str]) -> None:
 def _folder_and_name(parser: ArgumentParser, words: list[str], about: str) -> Namespace:
     from perada.deploy.sums.vector import check_cryptography
 
-    check_cryptography()
     parser.add_argument("folder", type=Path, help="Folder for them; made if it is not there.")
     parser.add_argument("--name", type=str, required=True, help=about)
-    return parser.parse_args(words)
+    given = parser.parse_args(words)
+    check_cryptography()
+    return given
 
 
 def keys_sign(parser: ArgumentParser, words: list[str]) -> None:
@@ -153,7 +154,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 
 def serve(path: Path, transport: Transport, terms: Terms, state: Path, watch: Monitoring) -> None:
     """Run a recipe over a transport: what the app at the server calls."""
-    from perada.cli.deploy import run_rounds
+    from perada.cli.deploy import KNOWN, run_rounds
 
     quiet_libraries()
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
@@ -163,7 +164,7 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path, watch: Mo
     log.addHandler(json_handler(sys.stdout) if in_json else logging.StreamHandler(sys.stdout))
     try:
         run_rounds(str(path), transport, state, terms, watch)
-    except (ValueError, OSError, ImportError) as error:
+    except KNOWN as error:
         if in_json:
             log.error("%s", one_line(error))
         else:

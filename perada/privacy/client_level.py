@@ -235,7 +235,8 @@ class ClientLevel(Budget):
     def moved(self, base: State, change: Mapping[str, Tensor], clients: int) -> State:
         """The state after a round whose secure sum over so many clients says a mean ``change``; S moves too.
 
-        ``base`` is what they received; tensors that have no change stay. S stays where the sum has room for it.
+        ``base`` is what they received; tensors that have no change stay. S stays, too, where the sum would have no
+        room for the new one.
         """
         if VOTE in change:
             self._follow(0.5 + float(change[VOTE]), clients)

@@ -21,8 +21,9 @@ class SecureSums:
 
     Args:
         min_sites: Clients in a sum at least; a round with fewer is void. Of a sum of two, each knows the other's part.
-        threshold: Share of a round's clients of which more must be there until its end; 2/3 or more. Then up to half of
-            ``min_sites`` may work with the server: it is told two lists of a sum only if 2 :meth:`least` − n of n do.
+        threshold: More than this share of a round's clients must stay until its end; at least 2/3. Up to half of
+            ``min_sites`` may then collude with the server: to have two lists of one sum signed, it needs the help of
+            2 :meth:`least` − n of n sites.
         fraction_bits: Bits behind the point. A mean is off by at most 2^−(``fraction_bits`` + 1). What does not fit in
             the bits before the point counts as broken; nothing is clipped.
 

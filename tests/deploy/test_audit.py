@@ -347,6 +347,15 @@ def test_a_log_that_was_put_back_or_taken_away_is_found(tiny, tmp_path):
         main(["deploy", "audit", str(folder)])
 
 
+def test_a_folder_without_a_log_is_not_said_to_be_whole(tiny, tmp_path, capsys):
+    with pytest.raises(FileNotFoundError, match=f"has no {LOG}: the site answered nothing yet"):
+        main(["deploy", "audit", str(tmp_path)])
+    assert capsys.readouterr().out == ""
+    site = Parties(tiny, tmp_path, "ditto").worker(0)
+    main(["deploy", "audit", str(site.book.folder)])  # a worker that was asked nothing yet has begun one
+    assert "0 lines" in capsys.readouterr().out
+
+
 def test_a_log_is_not_begun_anew_beside_a_worker(tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto").worker(0)
     with pytest.raises(OSError, match="is in use by another worker"):

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -20,11 +21,14 @@ import pytest
 import yaml
 
 from perada.cli import main
+from perada.cli.deploy import KNOWN
+from perada.cli.flower import serve
 from perada.deploy.flower import keys, running
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import write_server_keys
 from perada.deploy.flower.running import Link, run_app, write_connection
-from perada.deploy.protocol import Terms
+from perada.deploy.monitoring import Monitoring
+from perada.deploy.protocol import LocalTransport, Terms
 from perada.deploy.site.file import read_site
 from perada.deploy.sums.identity import read_identity, read_sites, write_identity
 
@@ -343,6 +347,22 @@ def test_why_a_run_failed_is_said(tmp_path, app, monkeypatch, capfd):
         assert run_app(app / "app", Link("localhost:8000", certificate(folder)), Terms()) == 1
         shown = "".join(capfd.readouterr())
         assert said in shown and "with --resume" in shown
+
+
+@pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
+def test_an_error_at_the_server_is_one_line_for_whoever_started_the_run(kind, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise kind("no such\n  adapter")
+
+    for name in ("perada.deploy", "pytorch_lightning.utilities.rank_zero"):
+        log = logging.getLogger(name)
+        monkeypatch.setattr(log, "handlers", log.handlers[:])
+        monkeypatch.setattr(log, "level", log.level)
+    monkeypatch.setattr("perada.cli.flower.quiet_libraries", lambda: None)
+    monkeypatch.setattr("perada.cli.deploy.run_rounds", fail)
+    with pytest.raises(RuntimeError, match=r"^no such adapter$"):
+        serve(tmp_path / "recipe.yaml", LocalTransport({}), Terms(), tmp_path, Monitoring())
+    assert capsys.readouterr().out == "perada: error: no such adapter\n"
 
 
 def test_batch_norm_in_private_training_is_refused_before_sites_get_the_recipe(tmp_path):

@@ -113,6 +113,8 @@ def test_without_cryptography_the_extra_is_named(words, tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=r"needs cryptography, which is .*; pip install 'perada\[flower\]'"):
         main(["deploy", "keys", *words])
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SystemExit, match="0"):
+        main(["deploy", "keys", words[0], "--help"])
 
 
 @pytest.mark.parametrize("name", ["", "St-Marys", "../up", "a b", "-a", "a.", "x" * 65, "a\n"])
