@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is trained on a GPU is what is trained on the CPU, and within a step the host does not wait for it."""
 
+import warnings
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -8,7 +10,7 @@ import torch
 import perada
 from perada.federation.settings import StoreKind
 
-from .algorithms.problems import finetune, network
+from .algorithms.problems import LORA, finetune, network
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -38,6 +40,14 @@ def test_rounds_are_those_of_the_cpu(algorithm, engine):
     assert_close(there, here, 1e-9)
     start = network("net").state_dict()
     assert any((value - start[key]).abs().max() > 1e-3 for key, value in states(here)[0].items())
+
+
+@pytest.mark.parametrize("rule", ["mean", "svd", "lora_fair", "median", "geometric_median"])
+def test_rounds_of_lora_are_those_of_the_cpu(rule):
+    """Its norms are frozen."""
+    here, there = (finetune("fedavg", adapter=LORA, server_rule=rule, **on) for on in ({}, ON_GPU))
+    assert_close(there, here, 1e-9)
+    assert any(value.abs().max() > 1e-3 for key, value in states(here)[0].items() if "lora_B" in key)
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])
@@ -75,6 +85,31 @@ def test_a_local_step_never_waits(algorithm):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert watch.steps >= 4
+
+
+class Waits(pl.Callback):
+    """Has torch warn of it where the host waits for the GPU in the second round, its evaluation left out."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        torch.cuda.set_sync_debug_mode("warn" if trainer.current_epoch == 1 else "default")
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def waits(problem):
+    """How often a round's end waits."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        finetune("perada", problem, rounds=2, callbacks=[Waits()], **ON_GPU)
+    torch.cuda.set_sync_debug_mode("default")
+    places = [f"{one.filename}:{one.lineno}" for one in found if "synchroniz" in str(one.message)]
+    return [place for place in places if "pytorch_lightning" not in place]  # its log makes a tensor of each number
+
+
+def test_the_end_of_a_round_does_not_wait_for_each_tensor():
+    few, many = waits("linear-full"), waits("net-full")
+    assert len(many) <= len(few) + 2, "\n".join(many)
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("bf16-mixed", 0.1), ("16-mixed", 0.02)])

@@ -132,8 +132,10 @@ def expand(state: State, clients: int) -> State:
 
 
 def gather(stacked: State, clients: Sequence[int]) -> State:
-    """Copy the rows of ``clients`` out of a stack."""
-    return {key: value[torch.as_tensor(clients, device=value.device)] for key, value in stacked.items()}
+    """Copy the rows of ``clients`` out of a stack; the host does not wait for a GPU."""
+    rows = torch.tensor(clients, dtype=torch.int64)
+    places = {device: send(rows, device) for device in {value.device for value in stacked.values()}}
+    return {key: value[places[value.device]] for key, value in stacked.items()}
 
 
 def prefix(stacked: State, clients: int) -> State:
@@ -225,5 +227,5 @@ def megabytes(state: State) -> float:
 
 
 def is_finite(state: State) -> bool:
-    """Whether a state holds neither a NaN nor an infinity."""
-    return all(bool(value.isfinite().all()) for value in state.values())
+    """Whether a state, all on one device, holds neither a NaN nor an infinity."""
+    return not state or bool(torch.stack([value.isfinite().all() for value in state.values()]).all())

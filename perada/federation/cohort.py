@@ -26,6 +26,7 @@ from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.federation.settings import Settings
 from perada.privacy.gradients import SampleGradients
 from perada.privacy.protection import PrivateRound, Protection
+from perada.server.aggregate import double
 
 
 class Site:
@@ -333,10 +334,11 @@ class Cohort:
         """Put together what the ranks know of their clients, or of a stand-in where one has none."""
         places, roles = shares.places, len(self.losses)
         skipped = torch.zeros_like(trained.finite) if self.scales is None else self.scales.skipped
-        rows = [trained.finite, trained.counts, skipped, *self.losses.values(), *self.descents.values()]
+        found = torch.stack([*map(double, (trained.finite, trained.counts, skipped, *self.losses.values()))])
+        rows = torch.cat([found.cpu().double(), *(row.double()[None] for row in self.descents.values())])
         table = torch.zeros(len(rows), len(shares.plan.clients), dtype=torch.float64)
         if places:
-            table[:, places] = torch.stack([row.detach().to("cpu", torch.float64) for row in rows])[:, : len(places)]
+            table[:, places] = rows[:, : len(places)]
         ranks.sum_([table])
         losses = zip(self.losses, table[3 : 3 + roles].float(), table[3 + roles :].float(), strict=True)
         finite = table[0].bool()

@@ -15,12 +15,12 @@ from torch import Tensor
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
-from perada.core.states import State, clone, expand, is_finite, partition, rank_axes, to_device
+from perada.core.states import State, clone, expand, is_finite, partition, rank_axes, send, to_device
 from perada.federation.cohort import Site
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
 from perada.server import Updates, client_weights
-from perada.server.aggregate import double
+from perada.server.aggregate import double, double_dtype
 from perada.server.distill import Distiller, ServerData
 from perada.server.low_rank import lora_residual
 
@@ -310,19 +310,21 @@ def look_at(
     median of the ``plan``, in which the updates' C clients stand at ``places``, may have moved so many times as far.
     This process's clients among them had ``received`` (c, ...). With metrics a state moves between processes.
     """
-    table = torch.zeros(2, updates.clients, dtype=torch.float64)
-    length = torch.zeros((), dtype=torch.float64)
+    device = next((value.device for value in received.values()), torch.device("cpu"))
+    table = torch.zeros(2, updates.clients, dtype=double_dtype(device), device=device)
+    length, rows = table.new_zeros(()), send(torch.tensor(updates.places, dtype=torch.int64), device)
     for key in names:  # not running statistics: an honest client's with two images may be far from all others
         if key not in updates or key not in received or received[key].shape != updates.own[key].shape:
             continue
         change = (double(updates.own[key]) - double(received[key])).flatten(1)
-        table[0, updates.places] += change.square().sum(1).to(table)
+        table[0, rows] += change.square().sum(1)
         if shown:
             mean = change.sum(0) / updates.clients
             updates.ranks.sum_([mean])
-            table[1, updates.places] += (change * mean).sum(1).to(table)
-            length += mean.square().sum().to(length)
+            table[1, rows] += (change * mean).sum(1)
+            length += mean.square().sum()
     updates.ranks.sum_([table])
+    table, length = table.cpu().double(), length.cpu().double()
     norms = table[0].sqrt()
     clients, taken = [plan.clients[place] for place in places], [sum(own) for own in zip(*plan.steps, strict=True)]
     middle, usual = float(norms.nanmedian()), max(1, median_low(taken))

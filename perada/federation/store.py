@@ -24,7 +24,7 @@ from perada.algorithms.base import Stacks
 from perada.core.files import Scratch, digest_of, open_atomic, sync
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan
-from perada.core.states import expand
+from perada.core.states import expand, gather
 
 TOGETHER = 64
 """Clients whose states are moved in one transfer."""
@@ -287,7 +287,7 @@ class SharedStore:
             self._holders |= dict.fromkeys((client for client in share.clients if client not in broken), rank)
         own = shares[self.ranks.rank].clients
         places = [place for place, client in enumerate(own) if client not in broken]
-        kept = {role: {key: value[places] for key, value in state.items()} for role, state in rows.items()}
+        kept = {role: gather(state, places) for role, state in rows.items()}
         self.local.scatter([own[place] for place in places], kept)
 
     def state_dict(self) -> dict[str, Any]:

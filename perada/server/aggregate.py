@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import Options, check_choice
 from perada.core.ranks import Ranks
-from perada.core.states import Factors, State, expand
+from perada.core.states import Factors, State, expand, gather, send
 
 Weighting = Literal["uniform", "samples"]
 WITHOUT_DOUBLE = {"mps"}
@@ -88,7 +88,7 @@ class Updates(Mapping[str, Tensor]):
         index_of = {place: index for index, place in enumerate(self.places)}
         places = [place for place, row in enumerate(rows) if row in index_of]
         kept = [index_of[rows[place]] for place in places]
-        own = {key: value[kept] for key, value in self.own.items() if key not in without}
+        own = gather({key: value for key, value in self.own.items() if key not in without}, kept)
         return Updates(own, places, len(rows), self.ranks)
 
     def whole(self, state: State) -> "Updates":
@@ -99,7 +99,7 @@ class Updates(Mapping[str, Tensor]):
 
     def mean(self, weights: Tensor) -> State:
         """Weighted mean over all C clients, on every rank, as of :func:`mean`."""
-        weights = weights[self.places]
+        weights = _beside(self.own, weights[self.places])
         floating = {key: value for key, value in self.own.items() if value.is_floating_point()}
         sums = {key: _weighted_sum(value, weights) for key, value in floating.items()}
         largest = {
@@ -125,6 +125,12 @@ def mean(updates: Mapping[str, Tensor], weights: Tensor) -> State:
     [4.0]
     """
     return (updates if isinstance(updates, Updates) else Updates(updates)).mean(weights)
+
+
+def _beside(stack: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+    """The weights where the stack is, sent once and not for each tensor."""
+    device = next((value.device for value in stack.values()), weights.device)
+    return send(weights.to(double_dtype(device)), device)
 
 
 def double(value: Tensor) -> Tensor:

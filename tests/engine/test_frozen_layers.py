@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from perada.core.states import train_mode
 from perada.engine import Engine
 from perada.engine.fold import fold
-from perada.engine.frozen_layers import FrozenConv2d
+from perada.engine.frozen_layers import FrozenConv2d, scaled
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -264,3 +264,16 @@ def test_networks_of_timm_have_the_same_logits_and_gradients_of_their_images(nam
     got, wanted = (torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs))
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12 * float(wanted.abs().max()))
     assert any(isinstance(layer, FrozenConv2d) and layer._kept for layer in frozen.modules())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_the_gradient_of_a_frozen_batch_norm_on_other_devices(affine, memory_format):
+    """A GPU has no gradient without a batch's statistics; computed here on the CPU, against autograd's."""
+    norm = nn.BatchNorm2d(6, affine=affine).double().eval()
+    for value in norm.state_dict().values():
+        nn.init.uniform_(value.data, 0.5, 2) if value.is_floating_point() else None
+    x = torch.randn(4, 6, 3, 2).double().to(memory_format=memory_format).requires_grad_()
+    gradient = torch.randn(4, 6, 3, 2).double().to(memory_format=memory_format)
+    (expected,) = torch.autograd.grad(norm(x), x, gradient)
+    torch.testing.assert_close(scaled(gradient, norm.weight, norm.running_var, norm.eps), expected, rtol=1e-13, atol=0)
