@@ -16,6 +16,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from perada.cli.deployed_recipes import server_recipe, site_recipe
+from perada.cli.runs import REFUSALS
 from perada.core.checks import check_installed
 from perada.core.states import State, megabytes, to_device, unstack
 from perada.core.text import printable
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 SITE = "File of the site, such as site.yaml."
 LOG_FORMAT = "How log lines are written: text, or json for lines of JSON with run, round and site."
-KNOWN = (ValueError, TypeError, OSError, ImportError)
-"""Errors of which the message suffices."""
 
 
 def site(parser: ArgumentParser, words: list[str]) -> None:
@@ -50,7 +49,7 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--log-format", type=Literal["text", "json"], default="text", help=LOG_FORMAT)
     options = parser.parse_args(words)
     if options.log_format == "json":
-        with json_logs(sys.stderr, KNOWN):
+        with json_logs(sys.stderr, REFUSALS):
             _serve_site(read_site(options.site), logging.getLogger("perada.deploy").info)
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")

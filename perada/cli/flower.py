@@ -146,15 +146,17 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         if not given.link:
             raise ValueError("where the app is to run is not said; give --link, or sites of this machine (--local)")
         sys.exit(run_app(Path(given.app), Link(given.link, given.root_certificates), terms, watch))
-    from perada.cli.deploy import KNOWN, run_local
+    from perada.cli.deploy import run_local
+    from perada.cli.runs import REFUSALS
 
-    with json_logs(sys.stdout, KNOWN) if watch.log_format == "json" else nullcontext():
+    with json_logs(sys.stdout, REFUSALS) if watch.log_format == "json" else nullcontext():
         run_local(given.app, given.local, given.folder, terms, watch)
 
 
 def serve(path: Path, transport: Transport, terms: Terms, state: Path, watch: Monitoring) -> None:
     """Run a recipe over a transport: what the app at the server calls."""
-    from perada.cli.deploy import KNOWN, run_rounds
+    from perada.cli.deploy import run_rounds
+    from perada.cli.runs import REFUSALS
 
     quiet_libraries()
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
@@ -164,7 +166,7 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path, watch: Mo
     log.addHandler(json_handler(sys.stdout) if in_json else logging.StreamHandler(sys.stdout))
     try:
         run_rounds(str(path), transport, state, terms, watch)
-    except KNOWN as error:
+    except REFUSALS as error:
         if in_json:
             log.error("%s", one_line(error))
         else:

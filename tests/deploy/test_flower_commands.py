@@ -19,10 +19,11 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from jsonargparse import ArgumentError
 
 from perada.cli import main
-from perada.cli.deploy import KNOWN
 from perada.cli.flower import serve
+from perada.cli.runs import REFUSALS
 from perada.deploy.flower import keys, running
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import write_server_keys
@@ -349,10 +350,10 @@ def test_why_a_run_failed_is_said(tmp_path, app, monkeypatch, capfd):
         assert said in shown and "with --resume" in shown
 
 
-@pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", REFUSALS, ids=lambda kind: kind.__name__)
 def test_an_error_at_the_server_is_one_line_for_whoever_started_the_run(kind, tmp_path, monkeypatch, capsys):
     def fail(*_):
-        raise kind("no such\n  adapter")
+        raise kind(*[None] * (kind is ArgumentError), "no such\n  adapter")
 
     for name in ("perada.deploy", "pytorch_lightning.utilities.rank_zero"):
         log = logging.getLogger(name)
