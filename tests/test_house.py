@@ -254,6 +254,28 @@ def test_files_are_not_too_long():
     assert too_long({"one": 400, "other": 401}) == ["other: 401"]
 
 
+def function_lines(source: str) -> dict[str, int]:
+    """Lines of the bodies of functions, without docstrings, by name."""
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[ast.get_docstring(node) is not None :] or node.body
+            found[node.name] = max(found.get(node.name, 0), node.body[-1].end_lineno - body[0].lineno + 1)
+    return found
+
+
+def test_functions_are_not_too_long():
+    paths = [*MODULES.values(), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+    lines = {
+        f"{path.relative_to(ROOT)}: {name}": count
+        for path in paths
+        for name, count in function_lines(path.read_text(encoding="utf-8")).items()
+    }
+    assert too_long(lines, 49) == []
+    source = 'def f(\n    x,\n):\n    """One.\n\n    More.\n    """\n    y = x\n\n    return y\n'
+    assert function_lines(source) == {"f": 3}
+
+
 def test_recipes_are_listed():
     """Those of the papers' tables and figures on a page of their own."""
     pages = [(ROOT / page).read_text() for page in ("docs/recipes.md", "docs/papers.md")]

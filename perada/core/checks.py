@@ -160,6 +160,17 @@ def check_name(name: str, value: object, optional: bool = False) -> None:
         _refuse(name, value, "a text", optional, "")
 
 
+def check_type(name: str, value: object, kind: type, such: str) -> None:
+    """Refuse, by a TypeError, what is neither ``None`` nor of a kind; ``such`` is an example.
+
+    >>> check_type("partition", 0.1, dict, "{'alpha': 0.1}")
+    Traceback (most recent call last):
+    TypeError: partition=0.1 cannot be used; give one such as {'alpha': 0.1}, or leave it out
+    """
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} cannot be used; give one such as {such}, or leave it out")
+
+
 def _range(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
     upper = f"below {below}" if most is None else f"{most}"
     if most is None and below is None:

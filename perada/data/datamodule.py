@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_number, check_type, check_whole
 from perada.core.rounds import (
     CohortBatch,
     EvalBatch,
@@ -40,6 +40,14 @@ from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_
 
 EvaluateOn = Literal["test", "validation"]
 Eligible = Callable[[Sequence[int]], Sequence[int]]
+TYPES: dict[str, tuple[type, str]] = {
+    "data": (FederatedData, "FederatedData(train=[...])"),
+    "dataset": (ImageSet, "Digits()"),
+    "partition": (Partition, "Dirichlet(20, 0.1)"),
+    "public": (ImageSet, "Photographs()"),
+    "shifts": (Mapping, "{'noise': 'gaussian_noise'}"),
+}
+"""What options may be, and an example."""
 
 
 class FederatedDataModule(pl.LightningDataModule):
@@ -115,15 +123,8 @@ class FederatedDataModule(pl.LightningDataModule):
         on_broken: OnBroken = "refuse",
     ) -> None:
         super().__init__()
-        for name, value, kind, such in (
-            ("data", data, FederatedData, "FederatedData(train=[...])"),
-            ("dataset", dataset, ImageSet, "Digits()"),
-            ("partition", partition, Partition, "Dirichlet(20, 0.1)"),
-            ("public", public, ImageSet, "Photographs()"),
-            ("shifts", shifts, Mapping, "{'noise': 'gaussian_noise'}"),
-        ):
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name}={value!r} cannot be used; give such as {such}, or leave it out")
+        for name, value in zip(TYPES, (data, dataset, partition, public, shifts), strict=True):
+            check_type(name, value, *TYPES[name])
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
         check_whole("seed", seed, 0, most=None)
         check_number("client_validation", client_validation, least=0, below=1, hint="a share of the training images")

@@ -19,6 +19,7 @@ from perada.data.batches.datasets import (
     Kind,
     as_labels,
     check_kind,
+    check_label_kinds,
     declared_labels,
     entries,
     isolated_randomness,
@@ -229,12 +230,7 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     found = {part: _numbered(store, given[part], numbers) for part, store in stores.items()}
     known = [(client, labels) for part in found.values() for client, labels in enumerate(part) if len(labels)]
     first = known[0][1]
-    for client, labels in known:
-        if labels.ndim > 2 or kind(labels) != kind(first):
-            raise ValueError(
-                f"client {client}: a label is {kind(labels)}, an earlier client's is {kind(first)}: give all an "
-                "integer, or all a float vector of K labels"
-            )
+    check_label_kinds(known)
     multilabel = first.ndim == 2
     if classes is not None:
         num_classes = num_classes or len(classes)

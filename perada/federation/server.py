@@ -137,43 +137,19 @@ class Server:
         """
         settings, round, secure = self.settings, plan.round, self.settings.secure_sums
         shares = [1.0 if settings.weighting == "uniform" else float(sizes[client]) for client in plan.clients]
-        if level is not None:  # all are counted, since who broke depends on their images
-            good = list(range(len(plan.clients)))
-            enough = secure is None or summed is not None or len(good) >= secure.least(len(good))
-            if not enough:
-                return None
-            updates = self.privatized(level, updates, received, plan, summed is not None)
-        elif secure is not None:
-            if summed is None:
-                good = secure.summable(updates, shares, good)
-                good = good if len(good) >= secure.least(len(plan.clients)) else []
-        elif good:
-            given = self.slot.parameters, updates.part(good), received.part(good).own, plan, good
-            report.far, found = look_at(*given, "update_norms" in settings.diagnostics)
-            report.metrics |= found
+        good = self._counting(plan, updates, received, good, level, shares, report, summed is not None)
         if not good:
             return None
-        if settings.refuse_far:
-            good = [place for place in good if plan.clients[place] not in report.far]
+        if level is not None:
+            updates = self.privatized(level, updates, received, plan, summed is not None)
         updates, clients = updates.part(good), tuple(plan.clients[place] for place in good)
         own = settings.algorithm.own_teachers
         hidden = None if secure is None or own else (secure, updates)
         if secure is not None and level is None and summed is None:  # nothing after this gets to see a row
             updates = secure.rows(updates, [shares[place] for place in good])
-        distiller = Distiller(
-            self.engine,
-            settings.distillation,
-            self.slot.parameters,
-            data,
-            round,
-            settings.seed,
-            settings.training.multilabel,
-            self.ranks,
-            self.scales,
-            progress,
-            hidden,
-            None if own else summed,
-        )
+        known = self.slot.parameters, data, round, settings.seed, settings.training.multilabel, self.ranks, self.scales
+        total = None if own else summed
+        distiller = Distiller(self.engine, settings.distillation, *known, progress, hidden, total)
         step = ServerStep(
             round,
             clients,
@@ -200,6 +176,34 @@ class Server:
         if self.slot.merged:  # whoever looks at the clients' models takes the weights that these were trained with
             updates = updates.whole(partition(step.previous, self.slot.merged)[0])
         return updates, distiller.student
+
+    def _counting(
+        self,
+        plan: RoundPlan,
+        updates: Updates,
+        received: Updates,
+        good: Sequence[int],
+        level: ClientLevel | None,
+        shares: Sequence[float],
+        report: RoundReport,
+        summed: bool,
+    ) -> Sequence[int]:
+        """The places of the clients that count, of those at the places ``good``; none where the round is void.
+
+        The arguments are as of :meth:`close`, and the clients' ``shares`` in a mean.
+        """
+        settings, secure, all_clients = self.settings, self.settings.secure_sums, range(len(plan.clients))
+        if level is not None:  # who broke depends on their images
+            good = all_clients
+        elif secure is not None and not summed:
+            good = secure.summable(updates, shares, good)
+        elif secure is None and good:
+            given = self.slot.parameters, updates.part(good), received.part(good).own, plan, good
+            report.far, found = look_at(*given, "update_norms" in settings.diagnostics)
+            report.metrics |= found
+        if secure is not None and not summed and len(good) < secure.least(len(all_clients)):
+            return ()
+        return [place for place in good if not settings.refuse_far or plan.clients[place] not in report.far]
 
     def _predict(
         self,

@@ -170,6 +170,17 @@ def check_kind(client: int, got: Kind, expected: Kind, part: str = "") -> None:
         )
 
 
+def check_label_kinds(known: Sequence[tuple[int, Tensor]]) -> None:
+    """Refuse, by a ValueError, labels of clients that are not all integers, or all vectors of one length."""
+    first = known[0][1]
+    for client, labels in known:
+        if labels.ndim > 2 or kind(labels) != kind(first):
+            raise ValueError(
+                f"client {client}: a label is {kind(labels)}, an earlier client's is {kind(first)}: give all an "
+                "integer, or all a float vector of K labels"
+            )
+
+
 @contextmanager
 def isolated_randomness() -> Iterator[None]:
     """Set the global random streams of Python, NumPy and torch by :func:`seed_all` of 0, and put them back on exit."""

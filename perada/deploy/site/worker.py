@@ -34,6 +34,8 @@ from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
 from perada.deploy.state import IMAGES, WHOLE, Book, RunState
 from perada.federation.metrics import Scores
+from perada.privacy.account import Account, Row
+from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
 
 if TYPE_CHECKING:
@@ -168,18 +170,8 @@ class SiteWorker:
         if client.level is not None and not tune:
             client.level.check_norm(order.norm)
             self._check_sum(client)
-        facts: dict[str, Any] = {}
         trained, losses, failed = client.train(order, given, state, protection)
-        account = protection.images
-        if account is None:
-            total.add(IMAGES, 0.0, 1.0, 1)
-        else:
-            account.spend(costs)
-            for _, sigma, rate, steps, _ in costs:
-                total.add(IMAGES, sigma, rate, steps)
-            state.account = account.state_dict()
-            spent = {name: _finite(values[0]) for name, values in account.epsilons([0]).items()}
-            facts = self._allowed(epsilon={"epsilon": spent})
+        facts = self._count(protection.images, costs, total, state)
         counts = bool(trained.counts[0]) or tune
         if counts and losses:
             facts |= self._allowed(losses={"losses": losses})
@@ -210,6 +202,18 @@ class SiteWorker:
             reply, state.update = _reply("broken", answers), {}
         state.round, state.trained, state.message, state.reply = order.round, state.trained + 1, answers, reply
         book.commit(state, total, book.rounds + 1, sampling)
+
+    def _count(self, account: Account | None, costs: Sequence[Row], total: Ledger, state: RunState) -> dict[str, Any]:
+        """Count what a round cost, in the run and in ``total``, and return what of it may leave the site."""
+        if account is None:
+            total.add(IMAGES, 0.0, 1.0, 1)
+            return {}
+        account.spend(costs)
+        for _, sigma, rate, steps, _ in costs:
+            total.add(IMAGES, sigma, rate, steps)
+        state.account = account.state_dict()
+        spent = {name: _finite(values[0]) for name, values in account.epsilons([0]).items()}
+        return self._allowed(epsilon={"epsilon": spent})
 
     def _with_keys(self, client: Client, order: Order, state: RunState, reply: bytes) -> bytes:
         """A reply with the keys for the first attempt at the sum of what was made; they are never on the disk."""
