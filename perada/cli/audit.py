@@ -32,7 +32,9 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         return
     found, (committed, rounds) = read_log(folder), _state(folder)
     if found.head is None and committed is None and not found.entries and not found.torn:
-        raise FileNotFoundError(f"{str(folder)!r} has no {LOG}: the site answered nothing yet, or it is another folder")
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {LOG}: the site has answered nothing yet, or this is the wrong folder"
+        )
     if given.json:
         print("".join(f"{canonical(entry).decode()}\n" for entry in found.entries), end="")
     else:

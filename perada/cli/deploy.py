@@ -310,7 +310,7 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
     """The site's personal model, the global one that it was last told, and its rank of LoRA, of one of its runs."""
     states = read_runs(given.state)[0]
     if run is not None and run not in [one.run for one in states]:
-        raise ValueError(f"run={run!r} is none of the site's; `perada deploy status` lists them")
+        raise ValueError(f"run={run!r} is not one of the site's runs; `perada deploy status` lists them")
     state = next((one for one in states if run in (None, one.run)), None)
     if state is None or not state.shared:
         raise ValueError(f"site {given.name} was told no global state yet; export when the run is over")

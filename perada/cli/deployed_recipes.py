@@ -110,7 +110,7 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
 
 
 def _loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
-    """The loggers of a recipe but for CSV files, which the run's folder has anyhow; paths begin at the folder."""
+    """The loggers of a recipe but for CSV files, which the run's folder has in any case; paths begin at the folder."""
     given = (content.get("trainer") or {}).get("logger")
     entries = given if isinstance(given, list) else [given]
     parser = ArgumentParser(exit_on_error=False)

@@ -31,7 +31,7 @@ UNITS = {"avx512_bf16", "avx512_fp16", "avx_vnni", "amx_bf16", "amx_int8", "amx_
 """A processor's units for narrow numbers, by the names that Linux gives them."""
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 GB, SHARED, LEAST_DISK, LEAST_MEMORY = 2**30, 0.5, 1.0, 2.0
-"""Bytes; and below how many of it the shared memory, the disk and the memory are warned of."""
+"""Bytes in a gigabyte, and the gigabytes of shared memory, disk and memory below which there is a warning."""
 
 
 class Check(NamedTuple):

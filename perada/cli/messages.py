@@ -101,7 +101,7 @@ def subclasses(base: type) -> Iterator[type]:
 
 
 def quiet_libraries() -> None:
-    """Leave out what libraries say that is no news to whoever runs a recipe."""
+    """Silence messages of libraries that do not concern users of recipes."""
     quiet_lightning()
     # LightningCLI calls a method and gives an option of jsonargparse by their former names.
     former = r"\s*(By default only one JsonargparseDeprecationWarning|.*instantiate_classes|skip_none parameter)"

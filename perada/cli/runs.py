@@ -104,7 +104,7 @@ class PeradaCLI(LightningCLI):
         vars(self).update(self._parsers[defaults])
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """An option has the names that it has: the beginning of one may belong to another in the next release."""
+        """Make a parser that takes no abbreviations: the next release may have another option that begins alike."""
         return super().init_parser(allow_abbrev=False, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Lightning says that is no news to whoever trains: an advertisement, the seed, a deprecation of its own."""
+"""Messages of Lightning that do not concern users: an advertisement, the seed, a deprecation of its own."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def quiet_lightning() -> None:
-    """Leave it out from now on."""
+    """Silence them from now on."""
     # Lightning 2.6 itself uses what torch 2.15 deprecates.
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
     for name in _SPEAKERS:
@@ -25,7 +25,7 @@ def quiet_lightning() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave it out meanwhile; filters of the caller's own stay as they are."""
+    """Silence them meanwhile; the caller's own filters stay as they are."""
     said = [one for one in map(logging.getLogger, _SPEAKERS) if _is_news not in one.filters]
     with warnings.catch_warnings():
         quiet_lightning()

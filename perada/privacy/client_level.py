@@ -41,7 +41,7 @@ def clip_updates(updates: State, received: State, max_norm: float) -> tuple[Stat
     rows = {key: delta.reshape(len(delta), math.prod(delta.shape[1:])) for key, delta in changes.items()}
     parts = [torch.linalg.vector_norm(row, dim=1, dtype=double_dtype(row.device)) for row in rows.values()]
     norms = torch.stack(parts).square().sum(0).sqrt()
-    finite = norms.isfinite()  # a tensor with a NaN or infinity has a norm that is none
+    finite = norms.isfinite()  # a NaN or infinity in a tensor is one in its norm
     norms = norms.where(finite, math.nan)
     factors = (max_norm / norms).clamp(max=1.0)
     clipped = {}
@@ -102,9 +102,9 @@ def floor_variances(state: State) -> State:
 class ClientLevel(Budget):
     """Client-level privacy of a run: makes each round's updates private and keeps the account.
 
-    So many ``clients`` are in a round, or more, and one of them takes part in so many ``rounds``, which a target is
-    calibrated for. With secure ``sums`` each client adds its part of the noise itself. A ValueError if their number is
-    open then, if the count's noise is too little, or the sums' grid too coarse for the noise.
+    At least ``clients`` are in a round, and a client takes part in ``rounds`` rounds, for which a target is calibrated.
+    With secure ``sums`` each client adds its part of the noise itself. A ValueError if there is a target and no number
+    of rounds, if the count's noise is too little, or the sums' grid too coarse for the noise.
 
     Attributes:
         noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
@@ -177,7 +177,7 @@ class ClientLevel(Budget):
     def deviations(self, clients: int) -> dict[str, float]:
         """Standard deviations of the noise of each of n clients of a secure sum: of its change, and of its vote.
 
-        They are those of the whole noise by √t, where t clients at least are in the sum.
+        They are those of the whole noise, divided by √t, where at least t clients are in the sum.
 
         Raises:
             ValueError: If the sum's grid is too coarse for them, or too small.
@@ -193,9 +193,9 @@ class ClientLevel(Budget):
         return found
 
     def part(self, update: State, received: State, clients: int, round: int, client: int) -> dict[str, Tensor]:
-        """What a client adds to the secure sum over so many: its clipped change with its noise, in whole numbers.
+        """What a client adds to the secure sum over n ``clients``: its clipped change with its noise, in whole numbers.
 
-        ``update`` and ``received`` are one client's (no client axis). With adaptive clipping its vote is among it. A
+        ``update`` and ``received`` are one client's (no client axis). With adaptive clipping its vote is added. A
         client that is not finite adds noise alone. A ValueError is as of :meth:`deviations`.
         """
         assert self.sums is not None
@@ -215,7 +215,7 @@ class ClientLevel(Budget):
         return None if self.options.secure_rng else generator(self._seed, "client privacy", round, client)
 
     def summed(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
-        """The mean change that a secure sum over a round's ``clients`` says, by the arithmetic of sites.
+        """The mean change that a secure sum over a round's ``clients`` gives, computed as sites compute it.
 
         The arguments are as of :meth:`privatized`.
         """
@@ -233,7 +233,7 @@ class ClientLevel(Budget):
         return {key: self.sums.real(total) / len(clients) for key, total in totals.items()}
 
     def moved(self, base: State, change: Mapping[str, Tensor], clients: int) -> State:
-        """The state after a round whose secure sum over so many clients says a mean ``change``; S moves too.
+        """The state after a round in which a secure sum over n ``clients`` gave the mean ``change``; S moves too.
 
         ``base`` is what they received; tensors that have no change stay. S stays, too, where the sum would have no
         room for the new one.

@@ -80,7 +80,7 @@ def clipped(change: State, max_norm: float, secure: SecureSums) -> tuple[State, 
     the result is at most S, exactly. One that is not finite, or has no finite norm, becomes no change, and NaN.
 
     A sum of d squares in double precision, in whatever order, is off by at most (d + 1) 2⁻⁵³ of itself (Higham 2002,
-    section 4.2); the norm is taken for longer by more than that, and the factor for less by more than a product is off.
+    section 4.2); the norm is raised by more than that, and the factor lowered by more than a product can be off.
     """
     check_bound(max_norm)
     parts = [torch.linalg.vector_norm(value) for value in change.values()]
@@ -95,7 +95,7 @@ def clipped(change: State, max_norm: float, secure: SecureSums) -> tuple[State, 
 
 
 def whole_noise(shape: torch.Size, deviation: float, source: torch.Generator | None) -> Tensor:
-    """Gaussian noise, rounded to whole numbers (int64), of a ``deviation`` in such; none is drawn if that is 0.
+    """Gaussian noise of a ``deviation`` in units of the grid, rounded to whole numbers (int64); for 0, none is drawn.
 
     ``source`` is a generator on the CPU, ``None`` the cryptographic one.
     """

@@ -348,7 +348,7 @@ def test_a_log_that_was_put_back_or_taken_away_is_found(tiny, tmp_path):
 
 
 def test_a_folder_without_a_log_is_not_said_to_be_whole(tiny, tmp_path, capsys):
-    with pytest.raises(FileNotFoundError, match=f"has no {LOG}: the site answered nothing yet"):
+    with pytest.raises(FileNotFoundError, match=f"has no {LOG}: the site has answered nothing yet"):
         main(["deploy", "audit", str(tmp_path)])
     assert capsys.readouterr().out == ""
     site = Parties(tiny, tmp_path, "ditto").worker(0)

@@ -111,7 +111,7 @@ def test_former_runs_of_a_site_are_listed_and_exported(tmp_path, capsys, monkeyp
     (kept,) = read_state(former)[0].kept.values()
     for value in exported:
         assert any(value.shape == own[0].shape and (value == own[0]).all() for own in kept.values())
-    with pytest.raises(ValueError, match="run='0' is none of the site's; `perada deploy status` lists them"):
+    with pytest.raises(ValueError, match="run='0' is not one of the site's runs; `perada deploy status` lists them"):
         main(["deploy", "export", str(path), "--run", "0", "--output", "other"])
 
 
