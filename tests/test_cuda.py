@@ -29,7 +29,7 @@ def assert_close(found, expected, tolerance):
     for left, right in zip(states(found), states(expected), strict=True):
         assert left.keys() == right.keys()
         for key, value in right.items():
-            torch.testing.assert_close(left[key].cpu(), value.cpu(), rtol=0, atol=tolerance)
+            torch.testing.assert_close(left[key], value, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("engine", ["folded", "loop"])
@@ -121,7 +121,7 @@ def test_half_precision_stays_near_single_precision(precision, bound, tiny):
     single, half = trained(), trained(precision=precision)
     before = dict(tiny.net().named_parameters())
     for key, value in single.state("global").items():
-        moved = (value.cpu() - before[key].detach()).norm()
+        moved = (value - before[key].detach()).norm()
         assert 0 < (half.state("global")[key] - value).norm() < 3 * bound * moved
 
 
@@ -130,6 +130,14 @@ def test_a_checkpoint_of_a_gpu_is_resumed_on_the_cpu(tmp_path):
     finetune("ditto", rounds=2, dropout=0.3, enable_checkpointing=True, default_root_dir=tmp_path, **ON_GPU)
     (last,) = tmp_path.rglob("last.ckpt")
     assert_close(finetune("ditto", rounds=3, dropout=0.3, ckpt_path=str(last)), whole, 1e-9)
+
+
+def test_what_a_run_gives_is_on_the_cpu():
+    """As Lightning leaves the model."""
+    run = finetune("ditto", rounds=1, **ON_GPU)
+    assert {value.device.type for state in states(run) for value in state.values()} == {"cpu"}
+    x = torch.randn(2, 1, 6, 6, dtype=torch.float64)
+    assert run.global_model()(x).isfinite().all() and run.personal(0)(x).isfinite().all()
 
 
 def test_a_saved_run_predicts_the_same_on_both(tmp_path):
@@ -141,4 +149,4 @@ def test_a_saved_run_predicts_the_same_on_both(tmp_path):
     run = perada.Run.load(trained.save(tmp_path / "run"))
     for client in (None, 1):
         found, expected = (run.predict(x[0], client, device=device).probabilities for device in ("cuda", "cpu"))
-        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-3)  # a GPU convolves in TF32
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)  # a GPU convolves in TF32

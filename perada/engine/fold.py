@@ -199,11 +199,10 @@ class StackedBatchNorm(Twin):
             out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
             return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
         outputs = []
-        for index, x in enumerate(x_R.chunk(clients)):
+        tensors = [(None,) * clients if v is None else v.unbind() for v in (means, variances, weights, biases)]
+        parts = x_R.chunk(clients) if clients > 1 else (x_R,)
+        for index, (x, mean, variance, weight, bias) in enumerate(zip(parts, *tensors, strict=True)):
             real = x if counts is None else x[: counts[index]]
-            mean, variance, weight, bias = (
-                None if value is None else value[index] for value in (means, variances, weights, biases)
-            )
             out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
             outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
         return _joined(outputs)

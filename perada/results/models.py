@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from perada.algorithms.base import Average
 from perada.core.checks import check_whole, installed
-from perada.core.states import State, clone, set_state
+from perada.core.states import State, clone, set_state, to_device
 from perada.data.preprocessing import Preprocessing
 from perada.engine.engine import ensemble
 from perada.engine.fold import fold
@@ -74,7 +74,9 @@ class Models:
         return f"<{type(self).__name__}: {what}, {self.num_clients} clients, {rounds} rounds>"
 
     def state(self, role: str, client: int | str | None = None) -> State:
-        """A copy ``{name in the single model: tensor}`` of one state; :meth:`states` gives all of an ensemble.
+        """A copy ``{name in the single model: tensor}`` of one state, on the CPU, as Lightning leaves a trained model.
+
+        :meth:`states` gives all of an ensemble.
 
         Args:
             role: ``"global"`` or ``"personal"``; where clients have no state of their own, their personal state is the
@@ -89,17 +91,17 @@ class Models:
         if role == "personal":
             client = self.number(client)
             if self._personal is not None:
-                return _contiguous(self._personal(client))
+                return _copied(self._personal(client))
         self._check_global()
         if len(self._global) > 1:
             raise ValueError(f"the global model averages {len(self._global)} states; ask for states('global')")
-        return _contiguous(self._global[0])
+        return _copied(self._global[0])
 
     def states(self, role: str) -> list[State]:
         """Copies of all states of a role, as :meth:`state` gives them: of an ensemble, or of all clients left."""
         if role == "global":
             self._check_global()
-            return [_contiguous(state) for state in self._global]
+            return [_copied(state) for state in self._global]
         return [self.state(role, client) for client in self._remaining]
 
     def _check_global(self) -> None:
@@ -257,5 +259,5 @@ class Models:
         return model.eval()
 
 
-def _contiguous(state: State) -> State:
-    return {key: value.contiguous() for key, value in clone(state).items()}
+def _copied(state: State) -> State:
+    return {key: value.contiguous() for key, value in clone(to_device(state, torch.device("cpu"))).items()}
