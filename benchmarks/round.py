@@ -70,9 +70,10 @@ class Turns(pl.Callback):
 
 
 def round_resnet(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """ResNet-18 with residual adapters, 32×32, 20 clients, 8 a round, batches of 64."""
-    for passes in (3,) if quick else (3, 10):
-        yield from _compare(replace(SMALL if quick else RESNET, passes=passes), device, repeats)
+    """ResNet-18 with residual adapters, 32×32, 8 clients × 64: little distillation, much, and large steps of it."""
+    large = replace(RESNET, clients=8, public=1024, public_batch=256)
+    for work in (SMALL,) if quick else (RESNET, replace(RESNET, passes=10), large):
+        yield from _compare(work, device, repeats)
 
 
 def round_vit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
@@ -143,6 +144,7 @@ def _row(work: Workload, precision: str, seconds: dict[str, dict[str, list[float
         "model": f"{work.backbone}, {work.adapter}, {work.side}×{work.side}",
         "clients": f"{work.sampled} × {work.batch}",
         "public images seen": work.passes,
+        "distillation": f"{work.distillation.steps} × {work.distillation.batch_size}",
         "precision": precision,
         **{
             f"{name} / perada, {part}": ratio(times, own[part])
