@@ -30,6 +30,12 @@ PRIVATE: dict[str, dict[str, Any]] = {
     "clients": {"client_privacy": {"noise_multiplier": 1.0, "secure_rng": False}},
 }
 """With noise that follows from the seed, so that bits can be compared."""
+ADAPTERS = {
+    **dict.fromkeys(("fedalt_adapter", "fedsim_adapter"), "residual"),
+    **dict.fromkeys(("ffa_lora", "fedsa_lora", "rolora", "het_lora", "fedex_lora", "flora"), "lora"),
+    **dict.fromkeys(("feddpa", "feddpa_f", "fedalt_row"), "dual_lora"),
+}
+"""What is trained by algorithms that need an adapter of a kind; the others train all."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,6 @@ class Job:
         if any(folder.glob("lightning_logs/*/checkpoints/*.ckpt")):
             ckpt_path = ckpt_path or "last"
         options: dict[str, Any] = {
-            "adapter": "full",
             "rounds": self.rounds,
             "local_steps": 2,
             "batch_size": 4,
@@ -65,13 +70,16 @@ class Job:
             "enable_progress_bar": False,
             "enable_model_summary": False,
         }
-        own: dict[str, Any] = {}
-        if self.algorithm.endswith("_adapter"):  # the clients share the rest of the network
-            own = {"adapter": "residual", "adapter_options": {"target_modules": ["3"]}, "train_backbone": True}
+        adapter, own = ADAPTERS.get(self.algorithm, "full"), dict[str, Any]()
+        if adapter == "residual":  # the clients share the rest of the network
+            own = {"adapter_options": {"target_modules": ["3"]}, "train_backbone": True}
+        elif adapter != "full":
+            own = {"adapter_options": {"r": 2, "target_modules": ["1"]}}
         return perada.finetune(
             network_of(self),
             clients(torch.float64 if self.double else torch.float32),
             algorithm=self.algorithm,
+            adapter=adapter,
             **options | own | PRIVATE[self.private] | dict(self.options) | more,
         )
 

@@ -216,7 +216,11 @@ class Federation(Site):
         self.tuned = None
         if saved["tuned"] is not None:
             tuning = self.settings.algorithm.personalization()
-            assert tuning is not None
+            if tuning is None:
+                raise ValueError(
+                    "the checkpoint holds what was fine-tuned after the last round, which "
+                    f"{self.settings.algorithm.kind} does not do; resume with the configuration that wrote it"
+                )
             self.tuned = self._store(tuning[0], tuned=True)
             self.tuned.load_state_dict(saved["tuned"])
         self.scales.load_state_dict(saved.get("loss_scales", {}))

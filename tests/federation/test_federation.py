@@ -167,6 +167,12 @@ def test_a_saved_federation_remembers_who_fine_tuned_and_who_broke(tmp_path):
     assert equal({k: v[1] for k, v in other.personal_states(range(4)).items()}, one.global_state)
 
 
+def test_what_another_algorithm_fine_tuned_is_refused():
+    one, _ = federation("perada", task())
+    with pytest.raises(ValueError, match="fine-tuned after the last round, which PerAda does not do; resume with"):
+        one.load_state_dict(one.state_dict() | {"tuned": {"../x": 1}})
+
+
 def test_rounds_after_fine_tuning_go_on_from_the_global_state():
     """A run of two rounds that is later taken to three is a run of three rounds."""
     extended, served = federation("fedavg_ft", task())
