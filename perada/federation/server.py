@@ -137,8 +137,14 @@ class Server:
         """
         settings, round, secure = self.settings, plan.round, self.settings.secure_sums
         shares = [1.0 if settings.weighting == "uniform" else float(sizes[client]) for client in plan.clients]
-        good = self._counting(plan, updates, received, good, level, shares, report, summed is not None)
-        if not good:
+        if level is not None:  # all count, since who broke depends on their images
+            good = range(len(plan.clients))
+        elif secure is None:
+            good = self._near(plan, updates, received, good, report)
+        elif summed is None:
+            good = secure.summable(updates, shares, good)
+        least = 1 if secure is None or summed is not None else secure.least(len(plan.clients))
+        if len(good) < least:
             return None
         if level is not None:
             updates = self.privatized(level, updates, received, plan, summed is not None)
@@ -177,33 +183,15 @@ class Server:
             updates = updates.whole(partition(step.previous, self.slot.merged)[0])
         return updates, distiller.student
 
-    def _counting(
-        self,
-        plan: RoundPlan,
-        updates: Updates,
-        received: Updates,
-        good: Sequence[int],
-        level: ClientLevel | None,
-        shares: Sequence[float],
-        report: RoundReport,
-        summed: bool,
+    def _near(
+        self, plan: RoundPlan, updates: Updates, received: Updates, good: Sequence[int], report: RoundReport
     ) -> Sequence[int]:
-        """The places of the clients that count, of those at the places ``good``; none where the round is void.
-
-        The arguments are as of :meth:`close`, and the clients' ``shares`` in a mean.
-        """
-        settings, secure, all_clients = self.settings, self.settings.secure_sums, range(len(plan.clients))
-        if level is not None:  # who broke depends on their images
-            good = all_clients
-        elif secure is not None and not summed:
-            good = secure.summable(updates, shares, good)
-        elif secure is None and good:
+        """Those of the clients at the places ``good`` that count, after the far ones are named in the report."""
+        if good:
             given = self.slot.parameters, updates.part(good), received.part(good).own, plan, good
-            report.far, found = look_at(*given, "update_norms" in settings.diagnostics)
+            report.far, found = look_at(*given, "update_norms" in self.settings.diagnostics)
             report.metrics |= found
-        if secure is not None and not summed and len(good) < secure.least(len(all_clients)):
-            return ()
-        return [place for place in good if not settings.refuse_far or plan.clients[place] not in report.far]
+        return [place for place in good if not self.settings.refuse_far or plan.clients[place] not in report.far]
 
     def _predict(
         self,
