@@ -3,7 +3,7 @@
 
 import json
 
-from perada.core.files import KEY, SUMS_FILE
+from perada.core.digests import KEY, SUMS_FILE
 
 
 def without(content):

@@ -9,7 +9,7 @@ import yaml
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.core.files import check_sealed
+from perada.core.digests import check_sealed
 from perada.results.restore import CHECKPOINT_FORMAT, CHECKPOINT_KEY
 from tests.surface import Parts
 

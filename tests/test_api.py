@@ -18,7 +18,7 @@ import perada
 from perada.api import argument_texts, as_plain, make_trainer
 from perada.cli import main
 from perada.cli.runs import PeradaCLI
-from perada.core.files import check_sealed
+from perada.core.digests import check_sealed
 from perada.server import Distillation, SecureSums
 
 

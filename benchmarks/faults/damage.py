@@ -16,7 +16,7 @@ import numpy as np
 import perada
 from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
-from perada.core.files import sealed
+from perada.core.digests import sealed
 from perada.data import FromFile
 from perada.data.partitions import Split
 from perada.studies.compare.results import Results

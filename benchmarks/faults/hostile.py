@@ -25,7 +25,7 @@ from benchmarks.faults.damage import FILES, Read, divided, example
 from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
 from perada.cli.main import _tables
-from perada.core.files import KEY, sealed, write_sums
+from perada.core.digests import KEY, sealed, write_sums
 from perada.lightning.checkpoint import WholeCheckpointIO
 from perada.results.clients import forget
 from perada.studies.report.page import write_page

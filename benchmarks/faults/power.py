@@ -19,7 +19,7 @@ import torch
 import perada
 from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
-from perada.core.files import digest_of
+from perada.core.digests import digest_of
 from perada.federation.store import locate
 from perada.lightning.checkpoint import WholeCheckpointIO
 from perada.results.restore import newest_whole

@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perada.core.files import KEY, FolderLock, digest_of, sealed, sync, write_atomic
+from perada.core.digests import KEY, digest_of, sealed
+from perada.core.files import FolderLock, sync, write_atomic
 from perada.deploy.protocol import SUMS, Answer, Order, Refused, canonical, digest, header_of, sizes_of
 
 LOG, HEAD = "audit.jsonl", "audit.head"

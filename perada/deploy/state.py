@@ -20,7 +20,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from perada.algorithms import Stacks
-from perada.core.files import FolderLock, WrongFormat, check_format, write_atomic
+from perada.core.digests import WrongFormat, check_format
+from perada.core.files import FolderLock, write_atomic
 from perada.core.states import State
 from perada.deploy.audit import AuditLog, Tip, check_state, read_log
 from perada.deploy.protocol import header_of, pack

@@ -21,7 +21,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from perada.algorithms.base import Stacks
-from perada.core.files import Scratch, digest_of, open_atomic, sync
+from perada.core.digests import digest_of
+from perada.core.files import Scratch, open_atomic, sync
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan
 from perada.core.states import expand, gather

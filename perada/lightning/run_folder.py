@@ -19,7 +19,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from perada.core.files import clear, sealed
+from perada.core.digests import sealed
+from perada.core.files import clear
 from perada.federation.settings import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.parts import Parts, run_folder

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from perada.core.files import Scratch, check_sums
+from perada.core.digests import check_sums
+from perada.core.files import Scratch
 from perada.core.states import Factors, State, get_state, narrowed, set_state, trained_keys, widened
 from perada.models.adapted import AdaptedModel, is_adapter_key, make_slot, plain_names, saved_tensors
 from perada.models.weight_files import LITE0, SHIPPED

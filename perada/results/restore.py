@@ -18,7 +18,7 @@ from torch import nn
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of
 from perada.core.checks import check_whole
-from perada.core.files import check_format
+from perada.core.digests import check_format
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state, trained_keys, unstack
 from perada.engine.engine import Engine

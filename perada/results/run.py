@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from perada.algorithms import Algorithm
-from perada.core.files import digest_of, write_sums
+from perada.core.digests import digest_of, write_sums
 from perada.core.ranks import this_rank
 from perada.core.states import State
 from perada.data.preprocessing import Preprocessing

@@ -14,18 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from perada.core.checks import check_whole
-from perada.core.files import (
-    SUMS_FILE,
-    WrongFormat,
-    check_format,
-    check_links,
-    check_sealed,
-    digest_of,
-    locked,
-    sealed,
-    sync,
-    write_atomic,
-)
+from perada.core.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
+from perada.core.files import check_links, locked, sync, write_atomic
 
 STAGE, READY = ".perada-saving", ".perada-saved"
 """Folders within the folder: of what is being written, and of what has been written in full and is to be moved."""
@@ -210,7 +200,7 @@ def write_run(folder: Path, content: RunFile) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file, whole or not at all: NaN becomes null, infinity a word, and a list of numbers is one line.
 
-    Its first entry is a digest of the others (:func:`perada.core.files.sealed`).
+    Its first entry is a digest of the others (:func:`perada.core.digests.sealed`).
     """
     text = json.dumps(sealed(_replace(content, _to_json)), indent=2, allow_nan=False)
     # No string of JSON holds a line break, so that only what is between values is taken out.

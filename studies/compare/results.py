@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from perada.core.files import check_sealed, sealed, write_atomic
+from perada.core.digests import check_sealed, sealed
+from perada.core.files import write_atomic
 from perada.core.text import printable
 from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, percent, shift_names, table
 from perada.studies.compare.grid import Point

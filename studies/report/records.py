@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perada.core.files import check_sealed
+from perada.core.digests import check_sealed
 from perada.results.report import (
     EPSILONS,
     MODES,

@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 
 import perada
-from perada.core.files import KEY, check_sealed, sealed, write_sums
+from perada.core.digests import KEY, check_sealed, sealed, write_sums
 from perada.data.partitions import FromFile, Split
 from perada.results.clients import forget
 from perada.results.run_file import READY, STAGE, finish, together

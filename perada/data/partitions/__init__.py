@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from perada.core.checks import Options, check_name, check_number, check_whole
-from perada.core.files import check_sealed
+from perada.core.digests import check_sealed
 from perada.core.seeding import derive_seed
 from perada.data.partitions.shares import Array, apportion, check_enough, deal, even, raise_to_minimum, rows_of
 

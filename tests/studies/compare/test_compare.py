@@ -20,7 +20,7 @@ from perada.algorithms import ALGORITHMS, make_algorithm
 from perada.cli import main
 from perada.cli.recipes import comparison_file
 from perada.cli.runs import PeradaCLI
-from perada.core.files import KEY
+from perada.core.digests import KEY
 from perada.data import Digits
 from perada.studies.compare import file
 from perada.studies.compare.command import Comparison
