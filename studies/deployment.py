@@ -20,7 +20,7 @@ import yaml
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import write_server_keys, write_site_keys
 from perada.deploy.flower.running import QUIET, Link, check_flower, program, run_app, write_connection
-from perada.deploy.protocol import Terms
+from perada.deploy.transport import Terms
 
 QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 SITES = ("alpha", "beta", "gamma")

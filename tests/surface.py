@@ -308,7 +308,7 @@ def _argument(action: Action) -> tuple[str, str]:
 
 def messages() -> dict[str, Parts]:
     """Fields of orders and answers, kinds and codes, the files of the parties."""
-    from perada.deploy import protocol, state
+    from perada.deploy import protocol, state, transport
     from perada.deploy.site import file
     from perada.deploy.sums.keys import Advert
 
@@ -323,14 +323,14 @@ def messages() -> dict[str, Parts]:
         "Answer": fields(protocol.Answer),
         "kind": dict.fromkeys(get_args(protocol.Kind), ""),
         "code": dict.fromkeys(get_args(protocol.Code), ""),
-        "failure": dict.fromkeys(protocol.CODES, ""),
+        "failure": dict.fromkeys(transport.CODES, ""),
         "sums: advert": fields(Advert),
         "may_send": dict.fromkeys(protocol.SENDABLE, ""),
         "site.yaml": fields(file.SiteFile),
         "site.yaml: recipes": fields(file.Approved),
         "site.yaml: limits": fields(file.Limits),
         "site.yaml: secure_sums": fields(file.Hiding),
-        "terms": fields(protocol.Terms),
+        "terms": fields(transport.Terms),
         state.SITE_STATE: {"": f"format {state.SITE_FORMAT}"},
         state.SERVER_STATE: {"": f"format {state.SERVER_FORMAT}"},
     }

@@ -13,7 +13,7 @@ import pytest
 
 import perada
 from perada.cli.parser import SECTIONS
-from perada.deploy import protocol
+from perada.deploy import protocol, transport
 from tests.surface import changes, collect, commands, messages, names, options, unsaid
 from tests.surface_page import BASELINE, PAGE, page
 
@@ -99,7 +99,7 @@ def the_protocol_changes(patch):
 
 
 def a_code_comes(patch):
-    patch.setattr(protocol, "CODES", (*protocol.CODES, "asleep"))
+    patch.setattr(transport, "CODES", (*transport.CODES, "asleep"))
 
 
 READ = {"names": names, "options": options, "commands": commands, "messages": messages}

@@ -22,7 +22,7 @@ from perada.core.states import State, megabytes, to_device, unstack
 from perada.core.text import printable
 from perada.deploy.flower.socket import Listener, supervised
 from perada.deploy.monitoring import Monitoring, json_logs, stamp
-from perada.deploy.protocol import LocalTransport, Order, Terms, Transport
+from perada.deploy.protocol import Order
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.site.client import Client
@@ -32,6 +32,7 @@ from perada.deploy.site.split import image_split, remember
 from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import IMAGES, WHOLE, Book, Progress, RunState, read_progress, read_runs
 from perada.deploy.sums.vector import check_cryptography
+from perada.deploy.transport import LocalTransport, Terms, Transport
 from perada.privacy.accounting import Ledger
 from perada.results.export import PeftFolders
 from perada.results.report import epsilon_text, table

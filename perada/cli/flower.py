@@ -17,7 +17,7 @@ from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
 from perada.deploy.monitoring import Monitoring, json_handler, json_logs
-from perada.deploy.protocol import Terms, Transport
+from perada.deploy.transport import Terms, Transport
 
 
 def init(parser: ArgumentParser, words: list[str]) -> None:

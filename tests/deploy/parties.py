@@ -12,7 +12,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.algorithms import make_algorithm
 from perada.data import FederatedDataModule
-from perada.deploy.protocol import LocalTransport, Terms
 from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.site.client import Client, only
@@ -20,6 +19,7 @@ from perada.deploy.site.file import Limits
 from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import Book
 from perada.deploy.sums.party import Party
+from perada.deploy.transport import LocalTransport, Terms
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.server import Distillation

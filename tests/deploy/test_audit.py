@@ -19,8 +19,9 @@ import pytest
 
 from perada.cli.main import main
 from perada.deploy.audit import HEAD, LOG, AuditLog, read_log
-from perada.deploy.protocol import Answer, LocalTransport, Order, digest, header_of, pack
+from perada.deploy.protocol import Answer, Order, digest, header_of, pack
 from perada.deploy.state import Book
+from perada.deploy.transport import LocalTransport
 from perada.privacy.accounting import history_epsilon
 from perada.server.sums import SecureSums
 

@@ -10,7 +10,7 @@ from pytorch_lightning.loggers import Logger
 
 from perada.cli import main
 from perada.cli.deployed_recipes import server_recipe
-from perada.deploy.protocol import LocalTransport
+from perada.deploy.transport import LocalTransport
 
 from .parties import Parties
 from .test_site_file import PART, RECIPE

@@ -29,9 +29,9 @@ from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import write_server_keys
 from perada.deploy.flower.running import Link, run_app, write_connection
 from perada.deploy.monitoring import Monitoring
-from perada.deploy.protocol import LocalTransport, Terms
 from perada.deploy.site.file import read_site
 from perada.deploy.sums.identity import read_identity, read_sites, write_identity
+from perada.deploy.transport import LocalTransport, Terms
 
 UNITS = ("perada-site.service", "perada-supernode.service")
 AUTHORITY = """\

@@ -17,7 +17,7 @@ import pytest
 
 from perada.deploy.flower import socket as module
 from perada.deploy.flower.socket import LONGEST_NAME, STALLED, Listener, ask, supervised
-from perada.deploy.protocol import CODES, Failure
+from perada.deploy.transport import CODES, Failure
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from perada.deploy.flower import app
 from perada.deploy.flower.app import FlowerTransport, client_app, packed, unpacked
-from perada.deploy.protocol import CODES, Failure
+from perada.deploy.transport import CODES, Failure
 
 
 @pytest.fixture(autouse=True)

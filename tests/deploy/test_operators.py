@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 
 from perada.cli.deploy import shown_rounds
 from perada.cli.main import main
-from perada.deploy.protocol import Failure, LocalTransport, header_of
+from perada.deploy.protocol import header_of
 from perada.deploy.site.file import Limits, read_site
 from perada.deploy.state import read_state
+from perada.deploy.transport import Failure, LocalTransport
 
 from .parties import Parties
 from .test_rounds import Troubled

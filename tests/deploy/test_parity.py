@@ -10,9 +10,9 @@ from timm.models.vision_transformer import VisionTransformer
 
 from perada.algorithms import ALGORITHMS, Ditto, FedAvgFT, FedBE, FedEnsemble, FFALoRA, HetLoRA, PerAda
 from perada.data import FederatedData
-from perada.deploy.protocol import LocalTransport
 from perada.deploy.server.rounds import _row
 from perada.deploy.state import read_state
+from perada.deploy.transport import LocalTransport
 from perada.server.rules import SVD, FedAdam, LoRAFair, Median
 
 from ..algorithms.problems import ADAPTER_OF, OF_LORA

@@ -5,8 +5,9 @@ import torch
 from safetensors.torch import load
 
 from perada.algorithms import HetLoRA
-from perada.deploy.protocol import LocalTransport, header_of
+from perada.deploy.protocol import header_of
 from perada.deploy.state import read_state
+from perada.deploy.transport import LocalTransport
 
 from .parties import Parties
 

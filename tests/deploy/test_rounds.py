@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from perada.deploy import state as records
-from perada.deploy.protocol import Answer, Failure, LocalTransport, Terms, digest, header_of, pack, spec_of, unpack
+from perada.deploy.protocol import Answer, digest, header_of, pack, spec_of, unpack
 from perada.deploy.site.file import Limits
+from perada.deploy.transport import Failure, LocalTransport, Terms
 from perada.privacy import ClientPrivacy
 from perada.server.rules import Median
 

@@ -89,7 +89,7 @@ def test_reading_it_needs_no_torch(tmp_path):
     path = write(tmp_path, "a")
     program = (
         "import sys; from pathlib import Path; from perada.deploy.site.file import read_site; "
-        "import perada.deploy.protocol; "
+        "import perada.deploy.protocol, perada.deploy.transport; "
         f"from perada.deploy.protocol import header_of, pack; read_site(Path({str(path)!r})); header_of(pack({{}})); "
         "sys.exit('torch' in sys.modules or 'flwr' in sys.modules)"
     )

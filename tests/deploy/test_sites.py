@@ -14,20 +14,10 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.files import sync
-from perada.deploy.protocol import (
-    Answer,
-    Failure,
-    LocalTransport,
-    Order,
-    Refused,
-    digest,
-    header_of,
-    pack,
-    spec_of,
-    unpack,
-)
+from perada.deploy.protocol import Answer, Order, Refused, digest, header_of, pack, spec_of, unpack
 from perada.deploy.site.client import only
 from perada.deploy.state import Book, read_state
+from perada.deploy.transport import Failure, LocalTransport
 from perada.privacy import Privacy
 from perada.privacy.accounting import history_epsilon
 

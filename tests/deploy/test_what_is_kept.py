@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from perada.deploy import state as records
-from perada.deploy.protocol import TABLE, Failure, LocalTransport, header_of
+from perada.deploy.protocol import TABLE, header_of
 from perada.deploy.state import SITE_FORMAT, Book, read_kept, write_kept
+from perada.deploy.transport import Failure, LocalTransport
 
 from .parties import Parties
 from .test_rounds import Troubled

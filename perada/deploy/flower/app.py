@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from perada.deploy.flower.socket import ask
 from perada.deploy.monitoring import Monitoring
-from perada.deploy.protocol import CODES, MOST, Failure, Terms, Transport, digest
+from perada.deploy.protocol import digest
+from perada.deploy.transport import CODES, MOST, Failure, Terms, Transport
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message, RecordDict

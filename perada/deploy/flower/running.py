@@ -19,7 +19,7 @@ from pathlib import Path
 
 from perada.deploy.flower.keys import check_hosts
 from perada.deploy.monitoring import Monitoring, as_json_line
-from perada.deploy.protocol import Terms
+from perada.deploy.transport import Terms
 
 WATCH = Monitoring()
 QUIET = {

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from perada.deploy.protocol import CODES, MOST, Failure
+from perada.deploy.transport import CODES, MOST, Failure
 
 LONGEST_NAME = 200
 """Bytes of a run's name."""

@@ -13,7 +13,7 @@ import torch
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State, narrowed, widened
-from perada.deploy.protocol import Answer, Kind, Order, Refused, Terms, Transport, largest, pack, spec_of
+from perada.deploy.protocol import Answer, Kind, Order, Refused, largest, pack, spec_of
 from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
 from perada.deploy.scores import mean_scores, summed_scores
 from perada.deploy.server.rounds import (
@@ -26,6 +26,7 @@ from perada.deploy.server.rounds import (
 )
 from perada.deploy.state import SERVER_STATE, Progress, Record, read_progress, write_progress
 from perada.deploy.sums.vector import Contents, Summed, check_cryptography
+from perada.deploy.transport import Terms, Transport
 from perada.federation.cohort import Site
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import Server

@@ -15,8 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from perada.deploy.protocol import Code, Failure, Refused, Transport, header_of
+from perada.deploy.protocol import Code, Refused, header_of
 from perada.deploy.state import Progress
+from perada.deploy.transport import Failure, Transport
 
 SCORES = ("personal/", "global/")
 """Beginnings of the names of scores, among the metrics of a round."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from perada.algorithms import ALGORITHMS, FedBE, FFALoRA, PerAda
-from perada.deploy.protocol import Answer, Failure, LocalTransport, header_of, pack
+from perada.deploy.protocol import Answer, header_of, pack
 from perada.deploy.state import read_state
+from perada.deploy.transport import Failure, LocalTransport
 from perada.server.rules import FedAdam
 from perada.server.sums import SecureSums
 from tests.algorithms.problems import ADAPTER_OF, MERGING, OF_LORA

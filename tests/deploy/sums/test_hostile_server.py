@@ -11,10 +11,11 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from perada.deploy.protocol import LocalTransport, Order, header_of, pack, unpack
+from perada.deploy.protocol import Order, header_of, pack, unpack
 from perada.deploy.server import coordinator, summing
 from perada.deploy.state import read_state
 from perada.deploy.sums import keys, site
+from perada.deploy.transport import LocalTransport
 from perada.server.sums import SecureSums
 
 from ..test_parity import normalized

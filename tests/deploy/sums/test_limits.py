@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import conv2d
 
 from perada.core.states import clone
-from perada.deploy.protocol import LocalTransport, Order, header_of
+from perada.deploy.protocol import Order, header_of
 from perada.deploy.state import RunState
+from perada.deploy.transport import LocalTransport
 
 from .test_deployed_sums import CASES, Liar, asks, parties, updates
 from .test_hostile_server import changed

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from perada.deploy.protocol import LocalTransport, header_of, pack
+from perada.deploy.protocol import header_of, pack
 from perada.deploy.sums.keys import sign
 from perada.deploy.sums.party import Party
+from perada.deploy.transport import LocalTransport
 
 from .test_deployed_sums import FOUR, asks, mean_of, parties, updates
 

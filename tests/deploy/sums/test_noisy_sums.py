@@ -12,11 +12,12 @@ from scipy import stats
 
 from perada.cli.deploy import _site_status, shown_level
 from perada.core.seeding import generator
-from perada.deploy.protocol import Failure, LocalTransport, Order, header_of, pack
+from perada.deploy.protocol import Order, header_of, pack
 from perada.deploy.server import coordinator as module
 from perada.deploy.site.file import Limits
 from perada.deploy.state import WHOLE, read_state
 from perada.deploy.sums.site import SiteRound
+from perada.deploy.transport import Failure, LocalTransport
 from perada.federation.cohort import Cohort
 from perada.privacy import ClientPrivacy
 from perada.privacy.client_level import ClientLevel

@@ -3,8 +3,9 @@
 
 import pytest
 
-from perada.deploy.protocol import LocalTransport, header_of
+from perada.deploy.protocol import header_of
 from perada.deploy.state import read_state
+from perada.deploy.transport import LocalTransport
 
 from .test_deployed_sums import FOUR, Liar, parties
 

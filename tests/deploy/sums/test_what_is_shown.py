@@ -9,8 +9,9 @@ import yaml
 
 from perada.cli import main
 from perada.cli.deploy import shown_sent, shown_sums
-from perada.deploy.protocol import Failure, LocalTransport, header_of
+from perada.deploy.protocol import header_of
 from perada.deploy.sums.party import Party
+from perada.deploy.transport import Failure, LocalTransport
 
 from ..test_rounds import Troubled
 from .test_deployed_sums import FOUR, Liar, asks, parties
