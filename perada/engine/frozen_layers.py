@@ -223,11 +223,14 @@ class _Normalise(torch.autograd.Function):
                 gradient, gradient, weight, mean, var, None, None, False, ctx.eps, [True, False, False]
             )  # in the place of the input the gradient, for its shape: values are not looked at
         else:  # a GPU's also asks for a batch's statistics: the derivative of a scale and a shift is the scale
-            inputs = scaled(gradient, weight, var, ctx.eps)
+            inputs = input_gradient(gradient, weight, var, ctx.eps)
         return inputs, None, None, None, None, None
 
 
-def scaled(gradient: Tensor, weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
-    """The gradient of a BatchNorm's input (B, D, ...), in evaluation mode: a BatchNorm without mean and bias."""
+def input_gradient(gradient: Tensor, weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
+    """The gradient of a BatchNorm's input in evaluation mode, (B, D, ...), from that of its output.
+
+    It is weight / √(var + eps) times that, with weight and var (D,): the same BatchNorm without mean and bias.
+    """
     zeros = torch.zeros_like(var)
     return F.batch_norm(gradient, zeros, var, weight, None if weight is None else zeros, False, 0.0, eps)

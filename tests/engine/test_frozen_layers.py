@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from perada.core.states import train_mode
 from perada.engine import Engine
 from perada.engine.fold import fold
-from perada.engine.frozen_layers import FrozenConv2d, scaled
+from perada.engine.frozen_layers import FrozenConv2d, input_gradient
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -276,4 +276,5 @@ def test_the_gradient_of_a_frozen_batch_norm_on_other_devices(affine, memory_for
     x = torch.randn(4, 6, 3, 2).double().to(memory_format=memory_format).requires_grad_()
     gradient = torch.randn(4, 6, 3, 2).double().to(memory_format=memory_format)
     (expected,) = torch.autograd.grad(norm(x), x, gradient)
-    torch.testing.assert_close(scaled(gradient, norm.weight, norm.running_var, norm.eps), expected, rtol=1e-13, atol=0)
+    found = input_gradient(gradient, norm.weight, norm.running_var, norm.eps)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
