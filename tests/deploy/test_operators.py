@@ -6,7 +6,7 @@ import logging
 import pytest
 from safetensors.torch import load_file
 
-from perada.cli.deploy import shown_rounds
+from perada.cli.deploy_status import shown_rounds
 from perada.cli.main import main
 from perada.deploy.protocol import header_of
 from perada.deploy.site.file import Limits, read_site

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from perada.cli.deploy import shown_memory, shown_privacy, try_step
+from perada.cli.deploy_status import shown_memory, shown_privacy, try_step
 from perada.privacy.accounting import history_epsilon
 
 from .parties import Parties

@@ -10,7 +10,7 @@ import torch
 from opacus.accountants import RDPAccountant
 from scipy import stats
 
-from perada.cli.deploy import _site_status, shown_level
+from perada.cli.deploy_status import shown_level, site_status
 from perada.core.seeding import generator
 from perada.deploy.protocol import Order, header_of, pack
 from perada.deploy.server import coordinator as module
@@ -223,7 +223,7 @@ def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
     assert spent(workers) == {name: {1.0: 2} for name in made.names}
     for worker in workers.values():
         worker.book.close()
-    shown = _site_status(SimpleNamespace(name="site0", state=made.folder / "site0", limits=Limits()))
+    shown = site_status(SimpleNamespace(name="site0", state=made.folder / "site0", limits=Limits()))
     epsilon = f"{by_opacus(2, delta=1e-5):.2f}"
     assert f"as a whole, all noisy sums together: ε {epsilon} (the limit is one whole run's) at δ = 1e-05" in shown
     assert "Single images, all runs together: ε ∞" in shown and "2 rounds had no privacy" in shown

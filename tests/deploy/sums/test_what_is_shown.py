@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from perada.cli import main
-from perada.cli.deploy import shown_sent, shown_sums
+from perada.cli.deploy_status import shown_sent, shown_sums
 from perada.deploy.protocol import header_of
 from perada.deploy.sums.party import Party
 from perada.deploy.transport import Failure, LocalTransport
