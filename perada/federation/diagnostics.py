@@ -19,7 +19,7 @@ from perada.core.rounds import CohortBatch, Shares
 from perada.core.states import State
 from perada.engine.engine import Engine, client_losses
 from perada.federation.cohort import Cohort
-from perada.federation.metrics import probabilities
+from perada.federation.scores import probabilities
 from perada.federation.settings import FederationData, Settings
 from perada.server import Updates
 from perada.server.aggregate import client_weights, double

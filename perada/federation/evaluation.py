@@ -13,7 +13,8 @@ from perada.core.seeding import generator
 from perada.core.states import send
 from perada.engine.engine import ensemble
 from perada.federation.federation import Federation
-from perada.federation.metrics import Metric, Scores, Tally, probabilities, spread
+from perada.federation.metrics import Metric, spread
+from perada.federation.scores import Scores, Tally, probabilities
 
 
 def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:

@@ -47,7 +47,7 @@ class Models:
             ``initial``, the clients' scores before the first round, by name; ``by_round``, ``{"round": 0,
             "personal/local_test": [...]}`` for each evaluation; ``global/local_test``, the global model's score on each
             client's test images; ``partition``, images (M, K) of each client and class by ``train`` and ``test``;
-            ``predictions``, by ``personal`` and ``global`` what :meth:`perada.federation.metrics.Tally.record` gives.
+            ``predictions``, by ``personal`` and ``global`` what :meth:`perada.federation.scores.Tally.record` gives.
         info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
             ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
             what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.federation.metrics import Scores, make_metrics, metric_names, spread
+from perada.federation.metrics import make_metrics, metric_names, spread
+from perada.federation.scores import Scores
 
 CLASSES = 4
 F2 = {"MulticlassFBetaScore": {"beta": 2.0, "average": "macro", "name": "f2"}}

@@ -8,7 +8,8 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 from torchmetrics.functional.classification import multiclass_accuracy, multilabel_accuracy
 
 from perada.core.ranks import Ranks
-from perada.federation.metrics import Scores, make_metrics
+from perada.federation.metrics import make_metrics
+from perada.federation.scores import Scores
 
 MODELS, IMAGES, CLASSES = 3, 60, 4
 

@@ -6,7 +6,7 @@ import torch
 from torchmetrics.functional.classification import multiclass_calibration_error, multiclass_confusion_matrix
 
 from perada.core.ranks import Ranks
-from perada.federation.metrics import BINS, Tally
+from perada.federation.scores import BINS, Tally
 
 
 def test_counts_are_those_of_torchmetrics():

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from perada.algorithms import APFL
 from perada.federation.evaluation import predictive_entropy
-from perada.federation.metrics import Tally
+from perada.federation.scores import Tally
 from perada.privacy.client_level import clip_updates, noisy_updates
 from perada.privacy.gradients import Whole
 from perada.server import aggregate

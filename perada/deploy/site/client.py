@@ -26,7 +26,7 @@ from perada.deploy.state import IMAGES, RunState
 from perada.deploy.sums.vector import Whole
 from perada.engine.engine import compare, ensemble
 from perada.federation.cohort import Cohort, Site, Trained
-from perada.federation.metrics import Scores
+from perada.federation.scores import Scores
 from perada.federation.settings import Settings
 from perada.lightning.parts import Parts
 from perada.lightning.setup import check_first, check_private, configure_rounds, protect

@@ -33,7 +33,7 @@ from perada.deploy.scores import numbers_of
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
 from perada.deploy.state import IMAGES, WHOLE, Book, RunState
-from perada.federation.metrics import Scores
+from perada.federation.scores import Scores
 from perada.privacy.account import Account, Row
 from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
