@@ -30,7 +30,8 @@ from perada.data.batches.datasets import length
 from perada.data.batches.features import FeatureCache
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, Store, loader
 from perada.data.batches.transforms import BatchT, Preparation
-from perada.data.federated import Checked, FederatedData, check
+from perada.data.checked import Checked, check
+from perada.data.federated import FederatedData
 from perada.data.inspection import OnBroken, without_broken
 from perada.data.partitions import Partition
 from perada.data.partitions.division import Division, hold_out

@@ -27,7 +27,8 @@ from perada.data.batches.transforms import (
     resize_uint8,
     to_image,
 )
-from perada.data.federated import Checked, FederatedData
+from perada.data.checked import Checked
+from perada.data.federated import FederatedData
 from perada.data.sets.manifest import ImageFiles
 
 Kind = Literal["uint8", "float", "tokens"]

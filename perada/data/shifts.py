@@ -21,7 +21,8 @@ from perada.core.text import SPREADS
 from perada.data.batches.datasets import isolated_randomness, seed_all
 from perada.data.batches.samples import Rows, Samples, Store, TensorStore
 from perada.data.batches.transforms import resize_uint8
-from perada.data.federated import Checked, FederatedData, check
+from perada.data.checked import Checked, check
+from perada.data.federated import FederatedData
 from perada.data.sets.arrays import CORRUPTIONS
 from perada.data.sets.base import ImageSet, split_of
 

@@ -176,7 +176,7 @@ def test_of_many_classes_a_few_are_named():
 
 
 def test_many_words_that_nobody_declares_need_classes(monkeypatch):
-    monkeypatch.setattr("perada.data.federated.SCAN_LIMIT", 2)
+    monkeypatch.setattr("perada.data.checked.SCAN_LIMIT", 2)
     with pytest.raises(
         ValueError, match=r"declares no labels, and the 3 training samples are too many .* or classes where"
     ):

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.samples import make_store
-from perada.data.federated import Checked, first_image
+from perada.data.checked import Checked, first_image
 
 GREY = torch.arange(6 * 16, dtype=torch.uint8).view(6, 4, 4)
 
