@@ -309,6 +309,7 @@ def _argument(action: Action) -> tuple[str, str]:
 def messages() -> dict[str, Parts]:
     """Fields of orders and answers, kinds and codes, the files of the parties."""
     from perada.deploy import protocol, state, transport
+    from perada.deploy.server import progress
     from perada.deploy.site import file
     from perada.deploy.sums.keys import Advert
 
@@ -332,7 +333,7 @@ def messages() -> dict[str, Parts]:
         "site.yaml: secure_sums": fields(file.Hiding),
         "terms": fields(transport.Terms),
         state.SITE_STATE: {"": f"format {state.SITE_FORMAT}"},
-        state.SERVER_STATE: {"": f"format {state.SERVER_FORMAT}"},
+        progress.SERVER_STATE: {"": f"format {progress.SERVER_FORMAT}"},
     }
 
 

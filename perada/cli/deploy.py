@@ -32,11 +32,12 @@ from perada.deploy.flower.socket import Listener, supervised
 from perada.deploy.monitoring import Monitoring, json_logs, stamp
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
+from perada.deploy.server.progress import Progress, read_progress
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Approved, SiteFile, read_site
 from perada.deploy.site.split import image_split, remember
 from perada.deploy.site.worker import SiteWorker
-from perada.deploy.state import Book, Progress, read_progress, read_runs
+from perada.deploy.state import Book, read_runs
 from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import LocalTransport, Terms, Transport
 from perada.results.export import PeftFolders

@@ -13,10 +13,11 @@ import torch
 
 from perada.core.states import megabytes
 from perada.deploy.protocol import Order
+from perada.deploy.server.progress import Progress
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits, SiteFile
 from perada.deploy.site.level import SiteLevel
-from perada.deploy.state import IMAGES, WHOLE, Progress, RunState, read_runs
+from perada.deploy.state import IMAGES, WHOLE, RunState, read_runs
 from perada.privacy.accounting import Ledger
 from perada.results.report import epsilon_text, table
 

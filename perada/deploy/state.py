@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the parties keep on their disks: a file of nested values and tensors each, written all at once.
 
-A site's has its personal state, its ledgers and its last reply; the server's its states, the sites that take part, and
-what happened in each round.
+A site's, which is here, has its personal state, its ledgers and its last reply. The server's is
+:mod:`perada.deploy.server.progress`.
 """
 
-import csv
-import io
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +27,6 @@ from perada.privacy.accounting import Ledger
 IMAGES, WHOLE = 0, 1
 """By which numbers a site's ledger knows what was spent of its images, and of the site as a whole."""
 SITE_STATE, SITE_FORMAT = "state.safetensors", 4
-SERVER_STATE, SERVER_FORMAT, METRICS = "server.safetensors", 3, "metrics.csv"
 KeptT = TypeVar("KeptT")
 
 
@@ -227,93 +223,3 @@ def read_runs(folder: Path) -> tuple[list[RunState], dict[str, Any]]:
     current, all_runs = read_state(folder / SITE_STATE)
     former = [read_state(path)[0] for path in sorted((folder / "runs").glob("*.safetensors"))]
     return [current, *(one for one in former if one.run != current.run)], all_runs
-
-
-@dataclass
-class Member:
-    """A site of the roster; its place there is its number in the run."""
-
-    name: str  # as the transport knows it
-    size: int | None  # training images; None where the site does not say
-    joined: int  # the first round that it could take part in
-    left: str = ""  # why it takes part no more; empty if it does
-    late: int = -1  # the last round in which it did not answer in time
-    rounds: int = 0  # that it took part in
-    epsilon: dict[str, float | None] = field(default_factory=dict)  # by ledger, as it last said
-
-
-@dataclass
-class Record:
-    """What happened in a round; sites go by their names."""
-
-    round: int  # counted from 0
-    asked: list[str] = field(default_factory=list)
-    answered: list[str] = field(default_factory=list)  # of whom the answer counted
-    summed: list[str] = field(default_factory=list)  # who is in the secure sum
-    masked: list[str] = field(default_factory=list)  # whose numbers came under masks
-    failed: dict[str, str] = field(default_factory=dict)  # code of each other site
-    far: dict[str, float] = field(default_factory=dict)  # whose change was so many times as long as the median
-    outside: dict[str, str] = field(default_factory=dict)  # why sites that were connected have not joined
-    void: str = ""  # why the global state stayed as it was; empty if it moved
-    seconds: float = 0.0  # from the first message to the new state
-    up: float = 0.0  # megabytes of replies
-    down: float = 0.0  # and of messages
-
-
-@dataclass
-class Progress:
-    """How far a run is."""
-
-    run: str  # its id
-    recipe: str  # its digest
-    rounds: int
-    done: int = 0  # rounds that are over
-    tuned: bool = False  # whether the fine-tuning after them is
-    scored: int = -1  # the round after which models were last scored
-    roster: list[Member] = field(default_factory=list)  # all sites that ever joined, in the order of their numbers
-    labels: str = ""  # digest of the classes that all sites have
-    records: list[Record] = field(default_factory=list)  # of each round
-    history: list[dict[str, float]] = field(default_factory=list)  # metrics of each round
-    asked: list[str] = field(default_factory=list)  # sites asked in the round that is under way, in their order
-    lengths: list[int] = field(default_factory=list)  # its phases' steps
-    plain: bool = False  # whether the tensors of the global state are laid out row by row
-    level: dict[str, Any] | None = None  # state of the privacy of whole clients
-
-
-def write_progress(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
-    """Write the states of the server and how far it is, all at once, and the metrics beside them."""
-    if progress.history:  # first: a run that was killed in between writes them again
-        write_atomic(folder / METRICS, _csv(progress.history).encode(), private=True)
-    write_kept(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
-
-
-def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
-    """What :func:`write_progress` wrote.
-
-    Raises:
-        FileNotFoundError: If there is nothing.
-        ValueError: If it is damaged.
-    """
-    path = folder / SERVER_STATE
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{str(folder)!r} holds no deployed run: it has no {SERVER_STATE}; give the folder of one"
-        )
-
-    def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
-        progress["roster"] = [Member(**member) for member in progress["roster"]]
-        progress["records"] = [Record(**record) for record in progress["records"]]
-        return Progress(**progress), states
-
-    return read_kept(path, SERVER_FORMAT, build)
-
-
-def _csv(history: list[dict[str, float]]) -> str:
-    """The rounds as a simulation's ``metrics.csv`` has them."""
-    text, names = io.StringIO(), sorted({name for row in history for name in row} - {"round", "step"})
-    writer = csv.DictWriter(text, ["epoch", "round", "step", *names], restval="", lineterminator="\n")
-    writer.writeheader()
-    for row in history:
-        shown = {name: value for name, value in row.items() if not math.isnan(value)}
-        writer.writerow({"epoch": int(row["round"]), **shown})
-    return text.getvalue()

@@ -15,8 +15,8 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada
 
 from perada.cli import main
 from perada.cli.flower import recipe_digest
-from perada.deploy import state as records
 from perada.deploy.audit import HEAD, LOG
+from perada.deploy.server import progress as records
 from perada.deploy.state import SITE_STATE, Book, read_state
 from perada.studies.deployment import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, site_file
 

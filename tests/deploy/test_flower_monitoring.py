@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from perada.cli import main
 from perada.cli.flower import recipe_digest
-from perada.deploy.state import read_progress
+from perada.deploy.server.progress import read_progress
 from perada.studies.deployment import ENVIRONMENT, SITES, Demo, free_port
 
 pytestmark = pytest.mark.slow

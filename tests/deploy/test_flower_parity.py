@@ -13,8 +13,8 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada
 
 from perada.cli import main
 from perada.cli.flower import recipe_digest
-from perada.deploy import state as records
 from perada.deploy.flower.running import program
+from perada.deploy.server import progress as records
 from perada.deploy.state import SITE_STATE, read_state
 from perada.studies.deployment import ENVIRONMENT, LINK, SITES, Demo, demo_recipe, run_demo, site_file
 

@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load
 
 from perada.deploy.protocol import Answer, digest, header_of, pack, spec_of
+from perada.deploy.server.progress import Record
 from perada.deploy.server.rounds import ask
-from perada.deploy.state import Record
 from perada.deploy.transport import Failure
 from perada.federation.cohort import Cohort
 

@@ -21,7 +21,7 @@ from perada.deploy.flower.running import Link, run_app
 from perada.deploy.monitoring import JsonLines, Monitoring, as_json_line, stamp
 from perada.deploy.protocol import header_of, pack
 from perada.deploy.server.metrics import Counted, serving
-from perada.deploy.state import read_progress
+from perada.deploy.server.progress import read_progress
 from perada.deploy.transport import Failure, LocalTransport, Terms
 from perada.server.sums import SecureSums
 from perada.studies.deployment import free_port

@@ -8,8 +8,9 @@ import shutil
 import pytest
 import torch
 
-from perada.deploy import state as records
+from perada.deploy import state as kept
 from perada.deploy.protocol import Answer, digest, header_of, pack, spec_of, unpack
+from perada.deploy.server import progress as records
 from perada.deploy.site.file import Limits
 from perada.deploy.transport import Failure, LocalTransport, Terms
 from perada.privacy import ClientPrivacy
@@ -144,7 +145,7 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
     workers = parties.workers()
     first = parties.coordinator(LocalTransport(workers))
 
-    real, calls = records.write_atomic, []
+    real, calls = kept.write_atomic, []
 
     def stopping(path, content, **options):
         calls.append(path.name)
@@ -153,7 +154,7 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
         real(path, content, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "write_atomic", stopping)
+        patch.setattr(kept, "write_atomic", stopping)
         with pytest.raises(Stopped):
             first.run()
     first.close()
@@ -200,7 +201,7 @@ def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
     place, uninterrupted, tiny, tmp_path, monkeypatch
 ):
     parties = Parties(tiny, tmp_path, "ditto")
-    workers, real, calls = parties.workers(), records.write_atomic, []
+    workers, real, calls = parties.workers(), kept.write_atomic, []
 
     def stopping(path, content, **options):
         calls.append(path)
@@ -212,7 +213,8 @@ def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
 
     killed = parties.coordinator(LocalTransport(workers))
     with monkeypatch.context() as patch:
-        patch.setattr(records, "write_atomic", stopping)
+        for module in (kept, records):
+            patch.setattr(module, "write_atomic", stopping)
         with pytest.raises(Stopped):
             killed.run()
     killed.close()

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from perada.deploy import state as records
 from perada.deploy.protocol import TABLE, header_of
+from perada.deploy.server import progress as records
 from perada.deploy.state import SITE_FORMAT, Book, read_kept, write_kept
 from perada.deploy.transport import Failure, LocalTransport
 

@@ -16,6 +16,7 @@ from perada.core.states import State, narrowed, widened
 from perada.deploy.protocol import Answer, Kind, Order, Refused, largest, pack, spec_of
 from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
 from perada.deploy.scores import mean_scores, summed_scores
+from perada.deploy.server.progress import SERVER_STATE, Progress, Record, read_progress, write_progress
 from perada.deploy.server.rounds import (
     PASSING,
     Roster,
@@ -24,7 +25,6 @@ from perada.deploy.server.rounds import (
     log_each,
     log_round,
 )
-from perada.deploy.state import SERVER_STATE, Progress, Record, read_progress, write_progress
 from perada.deploy.sums.vector import Contents, Summed, check_cryptography
 from perada.deploy.transport import Terms, Transport
 from perada.federation.cohort import Site

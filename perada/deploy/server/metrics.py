@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from perada.deploy.protocol import Code, Refused, header_of
-from perada.deploy.state import Progress
+from perada.deploy.server.progress import Progress
 from perada.deploy.transport import Failure, Transport
 
 SCORES = ("personal/", "global/")

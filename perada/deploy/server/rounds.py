@@ -15,7 +15,7 @@ from perada.core.rounds import RoundPlan, make_plan
 from perada.core.states import State, stack, to_device
 from perada.deploy.protocol import STEPS, Answer, Order, Refused, Spec, digest, header_of, unpack
 from perada.deploy.recipe import Recipe
-from perada.deploy.state import Member, Progress, Record
+from perada.deploy.server.progress import Member, Progress, Record
 from perada.deploy.transport import Failure, Terms, Transport
 from perada.federation.server import RoundReport, Server, parameter_counts
 from perada.federation.settings import lora_ranks

@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada
 
 from perada.cli import main
 from perada.cli.flower import recipe_digest
-from perada.deploy import state as records
+from perada.deploy.server import progress as records
 from perada.deploy.state import SITE_STATE, read_state
 from perada.studies import deployment
 from perada.studies.deployment import ENVIRONMENT, PROGRAM, Demo, demo_recipe, run_demo
