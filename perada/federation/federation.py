@@ -16,7 +16,7 @@ from perada.federation.cohort import Cohort, Outcomes, Site
 from perada.federation.diagnostics import Measuring, gradient_norms
 from perada.federation.server import Progress, RoundReport, Server, megabytes_held, parameter_counts
 from perada.federation.settings import FederationData, Loader, Settings
-from perada.federation.store import SharedStore
+from perada.federation.shared_store import SharedStore
 from perada.privacy.protection import Protection
 from perada.server import Updates
 

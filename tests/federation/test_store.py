@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from perada.federation.settings import Storage
-from perada.federation.store import ClientStore, DiskStore, joined, locate, restricted
+from perada.federation.shared_store import joined, restricted
+from perada.federation.store import ClientStore, DiskStore, locate
 
 
 def kept(clients, seed=1):
