@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from perada.core.seeding import Streams
 from perada.core.states import Merged
-from perada.engine.frozen_layers import FrozenBatchNorm, FrozenConv2d, is_small_map, pixel_tap
+from perada.engine.frozen_layers import FrozenBatchNorm, FrozenConv2d, autocast_dtype, is_small_map, pixel_tap
 
 
 @dataclass
@@ -153,9 +153,33 @@ def _joined(outputs: list[Tensor]) -> Tensor:
 
 def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(C, N, D_in), (C, D_out, D_in), (C, D_out) to (C, N, D_out)."""
-    if bias is None:
+    if bias is not None:
+        return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
+    if (dtype := autocast_dtype(x_CND, weight)) is not None:
+        x_CND, weight = x_CND.to(dtype), weight.to(dtype)
+    out: Tensor = _BatchedProduct.apply(x_CND, weight)
+    return out
+
+
+class _BatchedProduct(torch.autograd.Function):
+    """(C, N, D_in), (C, D_out, D_in) to (C, N, D_out), with a gradient of the weights that lies in memory as they do.
+
+    That of torch's own product lies transposed, and is copied for each optimiser.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_CND: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401  # torch gives it no type
+        ctx.save_for_backward(x_CND, weight)
         return torch.bmm(x_CND, weight.transpose(1, 2))
-    return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as above
+        x_CND, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        return (
+            torch.bmm(gradient, weight) if of_x else None,
+            torch.bmm(gradient.transpose(1, 2), x_CND) if of_weight else None,
+        )
 
 
 class StackedBatchNorm(Twin):

@@ -66,9 +66,9 @@ class FrozenConv2d(Frozen):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, in, H, W) to (B, out, H', W')."""
         conv: nn.Conv2d = self.original[0]
-        half = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, conv.weight.dtype)
-        dtype = torch.get_autocast_dtype(x.device.type) if half else x.dtype
-        other = not half and conv.weight.dtype != dtype  # an error, which is torch's to raise
+        half = autocast_dtype(x, conv.weight)
+        dtype = half or x.dtype
+        other = half is None and conv.weight.dtype != dtype  # an error, which is torch's to raise
         if other or torch.compiler.is_compiling() or is_hooked(conv):
             return conv(x)  # type: ignore[no-any-return]  # a tensor
         if dtype == torch.bfloat16 and is_strided_depthwise(conv, x):
@@ -99,6 +99,12 @@ class FrozenConv2d(Frozen):
             for old in list(self._kept)[:-2]:
                 del self._kept[old]
         return self._kept[key]
+
+
+def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+    """In which dtype autocast has a product of the two computed; ``None`` where it leaves them as they are."""
+    half = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
+    return torch.get_autocast_dtype(x.device.type) if half else None
 
 
 def is_hooked(module: nn.Module) -> bool:
