@@ -19,6 +19,7 @@ from perada.core.states import State, clone, expand, get_state, parameter_keys, 
 from perada.engine import Engine
 from perada.server import Distiller
 from perada.server.aggregate import double
+from perada.server.distill import PUBLIC_BATCH
 
 KINDS = ("fp32", "bf16")
 
@@ -68,7 +69,7 @@ def _distil(
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         if teachers == "once":
-            logits = torch.cat([ensemble_logits(part) for part in x.split(256)])
+            logits = torch.cat([ensemble_logits(part) for part in x.split(PUBLIC_BATCH)])
         for rows in indices:
             if teachers == "once":
                 yield x[rows], logits[rows]

@@ -151,18 +151,19 @@ class Engine:
     def shared_logits(self, states: State, x: Tensor, rows: int | None = None) -> Tensor:
         """Logits (C, B, K) of C states (C, ...) on the same images (B, ...), in evaluation mode and without gradients.
 
-        At most about so many ``rows`` run at once, an image counted for each state. By default 512 images of 32×32 on a
-        CPU, whose caches larger batches outgrow, and 131,072 on a GPU; fewer of larger ones. A token of a text counts
-        as 32 numbers, since the model makes a vector of it.
+        At most about so many ``rows`` run at once, an image counted for each state; of many images, a group at a time
+        of one state. By default 512 images of 32×32 on a CPU, whose caches larger batches outgrow, and 131,072 on a
+        GPU; fewer of larger ones, but 16. A token of a text counts as 32 numbers, since the model makes a vector of it.
         """
         size = x[0].numel() * (1 if x.is_floating_point() else 32)
-        rows = rows or 3 * 2 ** (27 if x.is_cuda else 19) // size
+        rows = rows or max(16, 3 * 2 ** (27 if x.is_cuda else 19) // size)
         chunks = zip(*(torch.split(value, max(1, rows // len(x))) for value in states.values()), strict=True)
+        parts = []
         with torch.no_grad():
-            parts = [
-                self.logits(dict(zip(states, chunk, strict=True)), x.expand(len(chunk[0]), *x.shape))
-                for chunk in chunks
-            ]
+            for chunk in chunks:
+                own, clients = dict(zip(states, chunk, strict=True)), len(chunk[0])
+                groups = [self.logits(own, group.expand(clients, *group.shape)) for group in x.split(rows)]
+                parts.append(torch.cat(groups, 1))
         return torch.cat(parts)
 
     def _folded(self, states: State, x: Tensor, counts: tuple[int, ...] | None, streams: Streams | None) -> Tensor:

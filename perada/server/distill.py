@@ -22,8 +22,8 @@ from perada.server.sums import SecureSums
 ServerOptimizer = Literal["adam", "sgd"]
 ONLY = slice(0, 1)
 """The student among the states that are scaled."""
-PUBLIC_BATCH = 256
-"""Public images in a pass of the teachers."""
+PUBLIC_BATCH = 512
+"""Public images that are prepared at once for the teachers."""
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:

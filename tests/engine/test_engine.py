@@ -325,10 +325,11 @@ def test_many_states_on_the_same_images_in_parts():
     x = torch.randn(6, 3, size, size, dtype=torch.float64)
     for kind in ("folded", "loop"):
         engine = Engine(model, kind)
-        out = engine.shared_logits(stack(states), x, rows=13)  # two clients at once
-        assert not out.requires_grad
-        for state, logits in zip(states, out, strict=True):
-            torch.testing.assert_close(logits, functional_call(model.eval(), state, (x,)))
+        for rows in (13, 4, 6):  # two states at once, four images and then two of one state, all images of one state
+            out = engine.shared_logits(stack(states), x, rows)
+            assert not out.requires_grad
+            for state, logits in zip(states, out, strict=True):
+                torch.testing.assert_close(logits, functional_call(model.eval(), state, (x,)))
 
 
 class Scaled(nn.Module):
