@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from perada.algorithms import Algorithm
 from perada.algorithms.trial import example_sent, is_own, try_rounds
 from perada.data import FederatedDataModule
-from perada.engine.engine import check_fold
+from perada.engine.fold_check import check_fold
 from perada.engine.prefix import Prefix
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
 from perada.federation.settings import Settings, without_factors

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.engine.engine import check_fold
+from perada.engine.fold_check import check_fold
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 
