@@ -18,7 +18,8 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from perada.core.states import train_mode
-from perada.engine.fold import StackedDropout, draws, fold
+from perada.engine.fold import draws, fold
+from perada.engine.stacked_layers import StackedDropout
 
 
 class _Enough(Exception):

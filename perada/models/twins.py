@@ -17,11 +17,8 @@ from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Tensor, nn
 
 from perada.adapters.prompt import Prompts
-from perada.engine.fold import (
-    OWNER_TWINS,
-    RANDOM_TWINS,
-    ROW_PARAMETERS,
-    TWINS,
+from perada.engine.fold import OWNER_TWINS, RANDOM_TWINS, ROW_PARAMETERS, TWINS
+from perada.engine.stacked_layers import (
     FoldContext,
     StackedBatchNorm,
     StackedDropout,

@@ -27,8 +27,9 @@ from torch.func import functional_call
 from perada.core.seeding import Streams
 from perada.core.states import Merged, State, train_mode, trained_keys
 from perada.engine.engine import Engine, real_rows, row_losses
-from perada.engine.fold import Twin, fold, shell
+from perada.engine.fold import fold, shell
 from perada.engine.prefix import Wrapper
+from perada.engine.stacked_layers import Twin
 from perada.privacy.clipping import factors_of, noisy_mean, summed_products, wide
 from perada.privacy.options import Privacy
 from perada.server.aggregate import double, double_dtype

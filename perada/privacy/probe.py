@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from perada.core.seeding import Streams, generator, seeded
 from perada.core.states import State
 from perada.engine.engine import Engine, row_losses
-from perada.engine.fold import draws, drop_rate
+from perada.engine.fold import draws
+from perada.engine.stacked_layers import drop_rate
 from perada.privacy.gradients import Query, SampleGradients
 from perada.privacy.options import Privacy
 

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacked twins of torch's layers, for the layers of a folded model that hold trained parameters.
+
+A *twin* has the same parameter names as its original, each tensor with a leading axis C, and a forward that splits the
+batch by client. Outputs and gradients are those of C separate layers.
+
+Shape suffixes: R = C·B rows, C clients, B images a client, D features.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perada.core.seeding import Streams
+from perada.core.states import Merged
+from perada.engine.frozen_layers import autocast_dtype, is_small_map, pixel_tap
+
+
+@dataclass
+class FoldContext:
+    """What the twins need to know of the forward pass under way, set by the engine before it.
+
+    ``counts`` are the real rows of each of C ``clients``, the rest being padding; ``None`` when every row is real.
+    ``draws`` layers have drawn from the ``streams`` in this pass. ``together`` normalises all clients' batches by one
+    call where they are full: two copies more, but not a kernel for each client, which is what a GPU waits for.
+    """
+
+    clients: int = 1
+    counts: tuple[int, ...] | None = None
+    streams: Streams | None = None
+    draws: int = 0
+    together: bool = False
+
+    def begin(self, clients: int, counts: tuple[int, ...] | None, streams: Streams | None) -> None:
+        """Start a pass."""
+        self.clients, self.counts, self.streams, self.draws = clients, counts, streams, 0
+
+    def next_streams(self) -> Streams:
+        """The streams of the next layer that draws; a RuntimeError where the pass was given none."""
+        if self.streams is None:
+            raise RuntimeError("the model drops at random in training, and no streams were given to draw from")
+        self.draws += 1
+        return self.streams.fork("layer", self.draws)
+
+
+def _per_client(x_R: Tensor, clients: int) -> Tensor:
+    """View (R, ...) as (C, B, ...)."""
+    return x_R.view(clients, -1, *x_R.shape[1:])
+
+
+class Twin(nn.Module):
+    """Base of the stacked twins: holds the original's tensors under their names, to be replaced by stacked ones.
+
+    The stacked tensors are handed in for each forward pass by ``torch.func.functional_call``. A parameter of the
+    original that is not trained stays as it is, without a client axis.
+    """
+
+    like_torch: ClassVar[bool] = True
+    """Whether the original computes what the layer of torch does that it is derived from."""
+
+    def __init__(self, original: nn.Module, context: FoldContext) -> None:
+        super().__init__()
+        self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
+        self.context = context
+        named = list(original.named_parameters(recurse=False))
+        self.frozen = {name for name, p in named if not p.requires_grad}
+        self.merged = {name for name, p in named if isinstance(p, Merged)}
+        for name, parameter in named:
+            self.register_parameter(name, parameter)
+        for name, buffer in original._buffers.items():  # also those that are None
+            self.register_buffer(name, buffer)
+
+    def stacked(self, name: str) -> Tensor | None:
+        """The tensor called ``name`` with its client axis, (C, ...); a frozen one is expanded."""
+        value: Tensor | None = getattr(self, name, None)
+        if value is not None and name in self.frozen:
+            return value.unsqueeze(0).expand(self.context.clients, *value.shape)
+        return value
+
+    def common(self, name: str) -> Tensor | None:
+        """The tensor called ``name`` without a client axis, where it is not trained and the same for all clients."""
+        value: Tensor = getattr(self, name)
+        if name in self.frozen:
+            return value
+        return value[0] if name in self.merged and (len(value) == 1 or value.stride(0) == 0) else None
+
+    def affine(self, x_R: Tensor, shape: list[int], names: tuple[str, str] = ("weight", "bias")) -> Tensor:
+        """Scale and shift each client's rows of (R, ...) by its own weight and bias, reshaped to (C, *shape)."""
+        x_CB = _per_client(x_R, self.context.clients)
+        weight, bias = (self.stacked(name) for name in names)
+        if weight is not None:
+            x_CB = x_CB * weight.reshape(len(weight), *shape)
+        if bias is not None:
+            x_CB = x_CB + bias.reshape(len(bias), *shape)
+        return x_CB.flatten(0, 1)
+
+
+class StackedLinear(Twin):
+    """C linear layers on one batch: a batched matrix product."""
+
+    weight: Tensor
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Map (R, ..., D_in) to (R, ..., D_out)."""
+        bias = self.stacked("bias")
+        if (weight := self.common("weight")) is not None:
+            out = F.linear(x_R, weight)
+            return out if bias is None else self.affine(out, [1] * (out.dim() - 1) + [-1], ("", "bias"))
+        x_CND = x_R.reshape(self.context.clients, -1, x_R.shape[-1])
+        out = _batched_linear(x_CND, self.weight, bias)
+        return out.reshape(*x_R.shape[:-1], out.shape[-1])
+
+
+class StackedConv2d(Twin):
+    """C convolutions on one batch: a batched matrix product for 1×1 kernels and maps, or one native call per client."""
+
+    weight: Tensor
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Map (R, in, H, W) to (R, out, H', W')."""
+        conv = self.original[0]
+        bias = self.stacked("bias")
+        if (weight := self.common("weight")) is not None:
+            out = conv._conv_forward(x_R, weight, None)
+            return out if bias is None else self.affine(out, [1, -1, 1, 1], ("", "bias"))
+        x_CB = _per_client(x_R, self.context.clients)
+        tap = pixel_tap(conv) if x_R.shape[2:] == (1, 1) and is_small_map(conv, x_R) else None
+        if tap is not None and conv.kernel_size != (1, 1):  # all other taps fall on padding
+            out = _batched_linear(x_CB.flatten(2), self.weight[..., tap[0], tap[1]], bias)
+            return out.flatten(0, 1)[..., None, None]
+        shape = conv.kernel_size, conv.stride, conv.groups
+        if shape == ((1, 1), (1, 1), 1) and conv.padding in ((0, 0), "valid"):  # a linear map of the pixels
+            pixels = x_CB.permute(0, 1, 3, 4, 2)
+            out = _batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
+            return out.view(*pixels.shape[:-1], -1).flatten(0, 1).permute(0, 3, 1, 2)
+        biases = [None] * len(x_CB) if bias is None else bias
+        return _joined([conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)])
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    """The clients' outputs (B, ...) as one batch (R, ...); that of a single client is not copied."""
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(C, N, D_in), (C, D_out, D_in), (C, D_out) to (C, N, D_out)."""
+    if bias is not None:
+        return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
+    if (dtype := autocast_dtype(x_CND, weight)) is not None:
+        x_CND, weight = x_CND.to(dtype), weight.to(dtype)
+    out: Tensor = _BatchedProduct.apply(x_CND, weight)
+    return out
+
+
+class _BatchedProduct(torch.autograd.Function):
+    """(C, N, D_in), (C, D_out, D_in) to (C, N, D_out), with a gradient of the weights that lies in memory as they do.
+
+    That of torch's own product lies transposed, and is copied for each optimiser.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_CND: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401  # torch gives it no type
+        ctx.save_for_backward(x_CND, weight)
+        return torch.bmm(x_CND, weight.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as above
+        x_CND, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        return (
+            torch.bmm(gradient, weight) if of_x else None,
+            torch.bmm(gradient.transpose(1, 2), x_CND) if of_weight else None,
+        )
+
+
+class StackedBatchNorm(Twin):
+    """C batch normalisations on one batch, each with its own statistics over its own real rows."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Normalise (R, D, ...) per client; in training mode the running statistics are updated in place."""
+        norm = self.original[0]
+        momentum = norm.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        means, variances = self.running_mean, self.running_var
+        if momentum is None and self.training and means is not None and variances is not None:
+            batch = torch.zeros_like(means), torch.zeros_like(variances)
+            out = self._normalise(x_R, *batch, 1.0)
+            assert self.num_batches_tracked is not None
+            share = 1 / self.num_batches_tracked.view(-1, 1)  # without a momentum these are cumulative means
+            for running, own in zip((means, variances), batch, strict=True):
+                running.lerp_(own, share.to(own.dtype))
+            return out
+        return self._normalise(x_R, means, variances, 0.0 if momentum is None else momentum)
+
+    def _normalise(self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float) -> Tensor:
+        """Normalise with running statistics (C, D), which training mode updates."""
+        norm = self.original[0]
+        weights, biases = self.stacked("weight"), self.stacked("bias")
+        use_batch = self.training or means is None
+        clients, counts = self.context.clients, self.context.counts
+        if self.context.together and counts is None and clients > 1:
+            # One normalisation of C·D channels: last in memory, so that those of all clients can lie side by side.
+            x_RSD = x_R.movedim(1, -1)
+            x_BSCD = _per_client(x_RSD, clients).movedim(0, -2)
+            mean, variance = (v if v is None else v.view(-1) if use_batch else v.flatten() for v in (means, variances))
+            weight, bias = (None if value is None else value.flatten() for value in (weights, biases))
+            x = x_BSCD.flatten(-2).movedim(-1, 1)
+            out = F.batch_norm(x, mean, variance, weight, bias, use_batch, momentum, norm.eps)
+            out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
+            return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
+        outputs = []
+        tensors = [(None,) * clients if v is None else v.unbind() for v in (means, variances, weights, biases)]
+        parts = x_R.chunk(clients) if clients > 1 else (x_R,)
+        for index, (x, mean, variance, weight, bias) in enumerate(zip(parts, *tensors, strict=True)):
+            real = x if counts is None else x[: counts[index]]
+            out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
+            outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
+        return _joined(outputs)
+
+
+class StackedNorm(Twin):
+    """C layer or group normalisations: one normalisation of all rows, then each client's scale and shift."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Normalise (R, ..., D) by layers, or (R, D, ...) by groups."""
+        norm = self.original[0]
+        if isinstance(norm, nn.GroupNorm):
+            shape = [1, norm.num_channels] + [1] * (x_R.dim() - 2)
+            return self.affine(F.group_norm(x_R, norm.num_groups, None, None, norm.eps), shape)
+        shape = [1] * (x_R.dim() - len(norm.normalized_shape)) + list(norm.normalized_shape)
+        return self.affine(F.layer_norm(x_R, norm.normalized_shape, None, None, norm.eps), shape)
+
+
+class StackedDropout(Twin):
+    """Dropout with one random stream per client, so that a client's masks do not depend on the others.
+
+    Four keep-or-drop decisions are cut from each 64-bit draw; the drop rate is thereby rounded to a multiple of 2**-16.
+    """
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Drop single elements of (R, ...)."""
+        return x_R * self.mask(x_R, x_R.dim()) if self.training else x_R
+
+    def mask(self, x_R: Tensor, dims: int) -> Tensor:
+        """0 or 1/(1-p) for all that has one place in the first ``dims`` axes: (R, ...), of size 1 along the others."""
+        shape = [*x_R.shape[:dims], *[1] * (x_R.dim() - dims)]
+        rate = drop_rate(self.original[0])
+        threshold = round(rate * 2**16) - 2**15
+        if threshold >= 2**15:
+            return x_R.new_zeros(shape)
+        keep = self.context.next_streams().bits(math.prod(shape) // self.context.clients) >= threshold
+        mask = torch.empty_like(x_R) if dims == x_R.dim() else x_R.new_empty(shape)
+        return mask.copy_(keep.view(shape)).mul_(1 / (1 - rate))
+
+
+class StackedChannelDropout(StackedDropout):
+    """Dropout of whole channels with one random stream per client."""
+
+    def forward(self, x_R: Tensor) -> Tensor:
+        """Drop channels of (R, D, ...)."""
+        return x_R * self.mask(x_R, 2) if self.training else x_R
+
+
+def drop_rate(module: nn.Module) -> float:
+    """Probability of dropping: ``p`` of torch's layers, ``drop_prob`` of timm's."""
+    rate = getattr(module, "p", None)
+    return float((getattr(module, "drop_prob", None) if rate is None else rate) or 0.0)
