@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the methods share: the blocks of a network, in order, and layers that are added behind a module."""
+"""What the methods share: checks of options, the blocks of a network, in order, and layers added behind a module."""
 
 import re
 from abc import abstractmethod
@@ -36,6 +36,19 @@ def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def is_norm(module: nn.Module) -> bool:
     """Whether it is a normalisation layer that can be trained."""
     return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
+
+
+class AdapterConfig(PeftConfig):
+    """Configuration of a method of perada's own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]  # PEFT gives it no type
+
+
+def check_dropout(rate: float) -> None:
+    """Refuse, by a ValueError, a probability of the dropout that is none, or drops everything."""
+    if not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise ValueError(f"dropout={rate!r} is not a probability: give a number from 0 to below 1")
 
 
 def check_last_blocks(count: int | None) -> None:

@@ -4,14 +4,13 @@
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from peft import PeftConfig
 from torch import nn
 
-from .added import AddedLayer, AddingModel, check_last_blocks, reached
+from .added import AdapterConfig, AddedLayer, AddingModel, check_dropout, check_last_blocks, reached
 
 
 @dataclass
-class BottleneckConfig(PeftConfig):
+class BottleneckConfig(AdapterConfig):
     """A bottleneck adapter ``x + up(dropout(activation(down(x))))`` on the output ``x`` of a module.
 
     ``up`` starts at zero, so the adapted network starts as the plain one.
@@ -43,7 +42,7 @@ class BottleneckConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
-        super().__post_init__()  # type: ignore[no-untyped-call]  # a method of an untyped base
+        super().__post_init__()
         self.peft_type = "PERADA_BOTTLENECK"
         if self.reduction < 1:
             raise ValueError(f"reduction={self.reduction!r} is too small: give 1 or more")
@@ -51,8 +50,7 @@ class BottleneckConfig(PeftConfig):
             raise ValueError(f"bottleneck_dim={self.bottleneck_dim!r} is too small: give 1 or more, or leave it out")
         if self.activation not in ("relu", "gelu", "silu", "tanh"):
             raise ValueError(f"activation={self.activation!r} is unknown: choose 'relu', 'gelu', 'silu' or 'tanh'")
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")
+        check_dropout(self.dropout)
         if self.placement not in ("pfeiffer", "houlsby"):
             raise ValueError(f"placement={self.placement!r} is unknown: choose 'pfeiffer' or 'houlsby'")
         check_last_blocks(self.last_blocks)

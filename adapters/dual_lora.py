@@ -4,14 +4,13 @@
 from dataclasses import dataclass
 from typing import Any, cast
 
-from peft import PeftConfig
 from torch import Tensor, nn
 
-from .added import AddedLayer, AddingModel
+from .added import AdapterConfig, AddedLayer, AddingModel
 
 
 @dataclass
-class DualLoraConfig(PeftConfig):
+class DualLoraConfig(AdapterConfig):
     """Two LoRA branches on the input ``x`` of a layer: ``layer(x) + s · B_g · A_g · x + s · B_p · A_p · x``.
 
     s is ``lora_alpha / r``. g is the shared branch, p the private one; an algorithm says what becomes of them. Both B
@@ -42,7 +41,7 @@ class DualLoraConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
-        super().__post_init__()  # type: ignore[no-untyped-call]  # a method of an untyped base
+        super().__post_init__()
         self.peft_type = "PERADA_DUAL_LORA"
         if self.r < 1:
             raise ValueError(f"r={self.r!r} is too small: give 1 or more")

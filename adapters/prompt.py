@@ -11,11 +11,11 @@ from peft import PeftConfig
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from .added import AddedLayer, AddingModel, check_last_blocks, own_modules, reached
+from .added import AdapterConfig, AddedLayer, AddingModel, check_dropout, check_last_blocks, own_modules, reached
 
 
 @dataclass
-class PromptConfig(PeftConfig):
+class PromptConfig(AdapterConfig):
     """Tokens (T, D) before those of the patches, behind the class token: the same for all images, and trained.
 
     With ``deep`` each block has tokens of its own, whose outputs are left out. Otherwise those of the first block go
@@ -45,12 +45,11 @@ class PromptConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
-        super().__post_init__()  # type: ignore[no-untyped-call]  # a method of an untyped base
+        super().__post_init__()
         self.peft_type = "PERADA_PROMPT"
         if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
             raise ValueError(f"tokens={self.tokens!r} is not a number of tokens: give 1 or more")
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")
+        check_dropout(self.dropout)
         check_last_blocks(self.last_blocks)
         try:
             re.compile(self.target_modules or "")

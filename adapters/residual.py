@@ -9,11 +9,20 @@ from typing import Any, Literal, cast
 from peft import PeftConfig
 from torch import nn
 
-from .added import AddedLayer, AddingModel, check_last_blocks, is_norm, own_modules, reached
+from .added import (
+    AdapterConfig,
+    AddedLayer,
+    AddingModel,
+    check_dropout,
+    check_last_blocks,
+    is_norm,
+    own_modules,
+    reached,
+)
 
 
 @dataclass
-class ResidualConfig(PeftConfig):
+class ResidualConfig(AdapterConfig):
     """A residual adapter ``x + conv1x1(dropout(norm(x)))`` on the output ``x`` of a convolution.
 
     Source: the adapter of PerAda (Xie et al., CVPR 2024), after Rebuffi et al. (NeurIPS 2017).
@@ -47,10 +56,9 @@ class ResidualConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
-        super().__post_init__()  # type: ignore[no-untyped-call]  # a method of an untyped base
+        super().__post_init__()
         self.peft_type = "PERADA_RESIDUAL"
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} is not a probability: give a number from 0 to below 1")
+        check_dropout(self.dropout)
         if self.norm not in ("batch", "group", "none"):
             raise ValueError(f"norm={self.norm!r} is unknown: choose 'batch', 'group' or 'none'")
         if self.init_std < 0:

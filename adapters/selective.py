@@ -9,11 +9,11 @@ from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from .added import check_last_blocks, reached
+from .added import AdapterConfig, check_last_blocks, reached
 
 
 @dataclass
-class SelectiveConfig(PeftConfig):
+class SelectiveConfig(AdapterConfig):
     """Train, save and load a selection of the network's own parameters, in place and under their own names.
 
     The buffers of a module that owns a selected parameter (the running statistics of a BatchNorm) are saved with it.
@@ -32,7 +32,7 @@ class SelectiveConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError for an unknown word, or if nothing is selected."""
-        super().__post_init__()  # type: ignore[no-untyped-call]  # a method of an untyped base
+        super().__post_init__()
         self.peft_type = "PERADA_SELECTIVE"
         unknown = sorted(set(self.select) - {"all", "bias", "norm"})
         if unknown:
