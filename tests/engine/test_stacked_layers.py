@@ -26,6 +26,7 @@ LAYERS = {
     "conv": (lambda: nn.Conv2d(6, 4, 3, stride=2, padding=1), IMAGE),
     "conv without bias": (lambda: nn.Conv2d(6, 4, 3, bias=False), IMAGE),
     "conv 1x1": (lambda: nn.Conv2d(6, 4, 1), IMAGE),
+    "conv 1x1 without bias": (lambda: nn.Conv2d(6, 4, 1, bias=False), IMAGE),
     "conv 1x1 with stride": (lambda: nn.Conv2d(6, 4, 1, stride=2), IMAGE),
     "conv 1x1 with padding": (lambda: nn.Conv2d(6, 4, 1, padding=1), IMAGE),
     "conv in groups": (lambda: nn.Conv2d(6, 6, 3, groups=3, padding="same"), IMAGE),
@@ -55,6 +56,22 @@ def freeze(layer, trained):
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trained in ("all", name))
     return any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_the_gradient_of_stacked_weights_lies_in_memory_as_they_do():
+    folded = fold(nn.Linear(6, 5, bias=False).double())
+    folded.context.clients = CLIENTS
+    x = torch.randn(CLIENTS, ROWS, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(CLIENTS, 5, 6, dtype=torch.float64, requires_grad=True)
+    of_out = torch.randn(CLIENTS * ROWS, 5, dtype=torch.float64)
+
+    def run(x, weight):
+        return functional_call(folded.model, {"weight": weight}, (x.flatten(0, 1),))
+
+    (gradient,) = torch.autograd.grad(run(x, weight), [weight], of_out)
+    assert gradient.is_contiguous()
+    close(gradient, torch.einsum("cno,cni->coi", of_out.view(CLIENTS, ROWS, 5), x))
+    assert torch.autograd.gradgradcheck(run, (x, weight))  # what a user's algorithm may ask for
 
 
 @pytest.mark.parametrize("trained", ["all", "weight", "bias"])
