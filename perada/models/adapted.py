@@ -296,7 +296,10 @@ def _named(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
     for name, value in sorted(options.items()):
         if name not in known:
             choice = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"adapter {adapter!r} has no option {name!r}: its options are {choice}")
+            raise ValueError(
+                f"adapter {adapter!r} has no option {name!r}: its options are {choice}; leave it out of "
+                "adapter_options (another recipe may have set it), or choose an adapter that has it"
+            )
         if name in hints.keys() - {"last_blocks"} and not _is_of(value, hints[name]):
             what = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
             raise ValueError(f"adapter_options: {name}={value!r} cannot be used; adapter {adapter!r} takes {what}")

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
     [
         ("net", "adaptor", {}, r"adapter 'adaptor' is unknown: choose one of \['residual', "),
         ("resnet", "residual", {"drop": 0.1}, r"'residual' has no option 'drop': its options are dropout, exclude_"),
-        ("resnet", "full", {"r": 4}, r"adapter 'full' has no option 'r': its options are last_blocks"),
+        (
+            "resnet",
+            "full",
+            {"r": 4},
+            r"adapter 'full' has no option 'r': its options are last_blocks; leave it out of adapter_options",
+        ),
         ("vit", "residual", {}, r"'residual' does not fit backbone 'test_vit': .* not VisionTransformer"),
         ("resnet", "bottleneck", {}, r"'bottleneck' does not fit backbone 'ResNet': .* name the modules in target_"),
         (
