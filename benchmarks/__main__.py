@@ -28,7 +28,7 @@ from benchmarks.private_step import private_memory, private_step
 from benchmarks.ranks import ranks
 from benchmarks.round import round_last_stage, round_lite0, round_profile, round_resnet, round_vit
 from benchmarks.secure_sums import secure_sums
-from benchmarks.server import distillation, evaluation
+from benchmarks.server import distillation, evaluation, groups
 from benchmarks.small_maps import small_maps
 from perada.results.report import table
 
@@ -45,6 +45,7 @@ BENCHMARKS = {
     "not_taken": not_taken,
     "distillation": distillation,
     "evaluation": evaluation,
+    "groups": groups,
     "ranks": ranks,
     "federation_size": federation_size,
     "private_step": private_step,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server does: distillation with the teachers' logits computed once or in every step, and evaluation."""
+"""Distillation with the teachers' logits computed once or in every step, evaluation, and how many images at once."""
 
 import copy
+import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.naive import Naive
-from benchmarks.timing import ratio, take_turns
+from benchmarks.round import LITE0, RESNET, SMALL, VIT
+from benchmarks.timing import alone, growth, ratio, take_turns
 from benchmarks.workload import Workload
 from perada.core.rounds import batch_indices
 from perada.core.states import State, clone, expand, get_state, parameter_keys, unstack
@@ -103,6 +105,47 @@ def evaluation(device: torch.device, repeats: int, quick: bool) -> Iterator[dict
         }
 
 
+def groups(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """Two models on many images: a group of images and one model at a time, as perada does, against two other ways.
+
+    They are all images of one model at once, and half a group of them for both models at once.
+    """
+    works = ((SMALL, 64),) if quick else ((RESNET, 1024), (LITE0, 256), (VIT, 64))
+    for (work, count), bf16 in itertools.product(works, (False, True)):
+        engine, states = _models(work, device, 2)
+        x = torch.randn(count, 3, work.side, work.side, device=device)
+        group = 16 if quick else max(16, 512 * 32**2 // work.side**2)
+        ways = {
+            "groups": partial(_pass, engine, states, x.split(count), group, bf16),
+            "all images": partial(_pass, engine, states, x.split(count), count, bf16),
+            "two models": partial(_pass, engine, states, x.split(group // 2), group, bf16),
+        }
+        seconds = take_turns(ways, device, repeats)
+        yield {
+            "model": f"{work.backbone}, {work.side}×{work.side}",
+            "precision": KINDS[bf16],
+            "images": count,
+            "group": group,
+            "all images / groups": ratio(seconds["all images"], seconds["groups"]),
+            "two models / groups": ratio(seconds["two models"], seconds["groups"]),
+            "fp32: groups, MB": round(alone(_memory, work, device, count, group)),
+            "all images, MB": round(alone(_memory, work, device, count, count)),
+        }
+
+
+def _memory(work: Workload, device: torch.device, count: int, rows: int) -> float:
+    """How much the memory in use grows at its peak by one model's pass, in MB."""
+    engine, states = _models(work, device, 1)
+    x = torch.randn(count, 3, work.side, work.side, device=device)
+    return growth(lambda: engine.shared_logits(states, x, rows), device)
+
+
+def _pass(engine: Engine, states: State, batches: Sequence[Tensor], rows: int, bf16: bool) -> None:
+    with torch.autocast(batches[0].device.type, torch.bfloat16, enabled=bf16):
+        for x in batches:
+            engine.shared_logits(states, x, rows)
+
+
 def _one_by_one(engine: Engine, states: State, x: Tensor) -> Tensor:
     clients = len(next(iter(states.values())))
     rows = [{key: value[index : index + 1] for key, value in states.items()} for index in range(clients)]
@@ -118,4 +161,6 @@ def _models(work: Workload, device: torch.device, count: int) -> tuple[Engine, S
     """The engine, and a stack of equal states."""
     module = work.module()
     model = module.model.to(device)
-    return Engine(model, "folded", channels_last=True), clone(expand(get_state(model), count))
+    return Engine(model, "folded", channels_last="vit" not in str(work.backbone)), clone(
+        expand(get_state(model), count)
+    )
