@@ -240,42 +240,6 @@ def test_source_files_name_their_licence():
     assert [str(p.relative_to(ROOT)) for p in files if not p.read_text().startswith(line)] == []
 
 
-def too_long(lines: dict[str, int], most: int = 400) -> list[str]:
-    """Names of what has more than ``most`` lines, with their number."""
-    return [f"{name}: {count}" for name, count in lines.items() if count > most]
-
-
-def test_files_are_not_too_long():
-    """Of tests, which list cases, it is not asked."""
-    paths = [*MODULES.values(), *sorted((ROOT / "benchmarks").rglob("*.py"))]
-    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
-    assert lines["perada/models/backbones.py"] > 100
-    assert too_long(lines) == []
-    assert too_long({"one": 400, "other": 401}) == ["other: 401"]
-
-
-def function_lines(source: str) -> dict[str, int]:
-    """Lines of the bodies of functions, without docstrings, by name."""
-    found = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            body = node.body[ast.get_docstring(node) is not None :] or node.body
-            found[node.name] = max(found.get(node.name, 0), node.body[-1].end_lineno - body[0].lineno + 1)
-    return found
-
-
-def test_functions_are_not_too_long():
-    paths = [*MODULES.values(), *sorted((ROOT / "benchmarks").rglob("*.py"))]
-    lines = {
-        f"{path.relative_to(ROOT)}: {name}": count
-        for path in paths
-        for name, count in function_lines(path.read_text(encoding="utf-8")).items()
-    }
-    assert too_long(lines, 49) == []
-    source = 'def f(\n    x,\n):\n    """One.\n\n    More.\n    """\n    y = x\n\n    return y\n'
-    assert function_lines(source) == {"f": 3}
-
-
 def test_recipes_are_listed():
     """Those of the papers' tables and figures on a page of their own."""
     pages = [(ROOT / page).read_text() for page in ("docs/recipes.md", "docs/papers.md")]
