@@ -32,6 +32,7 @@ from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Sam
 from perada.data.batches.transforms import BatchT, Preparation
 from perada.data.checked import Checked, check
 from perada.data.federated import FederatedData
+from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.data.inspection import OnBroken, without_broken
 from perada.data.partitions import Partition
 from perada.data.partitions.division import Division, hold_out
@@ -359,6 +360,11 @@ class FederatedDataModule(pl.LightningDataModule):
         """What ``partition.json`` holds."""
         self.setup()
         return self._record
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Names and hashes of the data, which a checkpoint holds so that a run resumes with the same data only."""
+        return fingerprint_of(self.checked, self.client_names, self.evaluate_on)
 
     def transfer_batch_to_device(self, batch: BatchT, device: torch.device, dataloader_idx: int) -> BatchT:
         """Move a batch; who owns the images of test data stays with the host, which arranges the evaluation by it."""

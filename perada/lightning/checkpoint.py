@@ -19,6 +19,7 @@ from perada.core.checks import check_choice
 from perada.core.files import open_atomic
 from perada.core.ranks import Ranks
 from perada.data import FederatedDataModule
+from perada.data.fingerprints import difference_in_content, difference_in_names, same_training_data
 from perada.lightning.parts import Parts
 from perada.results.restore import LAST, LENGTH, MARK, PREVIOUS, check_whole_file, newest_whole
 
@@ -64,6 +65,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 CLIENTS = "clients"
 """What ``resume_allow`` must name for more clients."""
+CONTENT = "images"
+"""What ``resume_allow`` must name for other images or labels of the same clients."""
 OF_CLIENTS = ("number of clients", "clients' numbers of images", "partition of the data")
 """What a checkpoint then need not have in common with the run that loads it."""
 
@@ -116,7 +119,7 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
     """What a checkpoint says of its run, in plain types.
 
     It ``belongs`` to runs that have these in common, with a mark in the place of a seed that is not to be told; its
-    ``options`` change what rounds compute, by the names that users give them.
+    ``options`` change what rounds compute, by the names that users give them; ``data`` is the fingerprint of the data.
     """
     settings, data, module, training = parts.settings, parts.data, parts.module, parts.settings.training
     model = module.model.state_dict()
@@ -149,7 +152,7 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
         "secure_sums": repr(settings.secure_sums),
         **{f"distillation.{name}": value for name, value in asdict(settings.distillation).items()},
     }
-    return {"belongs": belongs, "options": options}
+    return {"belongs": belongs, "options": options, "data": data.fingerprint}
 
 
 def alike(parts: Parts, done: int) -> dict[str, Any]:
@@ -166,6 +169,7 @@ def alike(parts: Parts, done: int) -> dict[str, Any]:
         "global_test_clients": parts.module.global_test_clients,
         "metric": parts.module.metric,
         "privacy": repr((parts.settings.privacy, parts.settings.client_privacy)),
+        "data": said["data"],
     }
 
 
@@ -173,7 +177,13 @@ def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
     """Refuse, by a ValueError that names the first difference, processes that are about to train different things."""
     for rank, other in enumerate(ranks.gather(mine)):
         for name, value in mine.items():
-            if other.get(name) != value:
+            if name == "data":
+                # Datasets that return other images each time are compared by names and labels only.
+                theirs = other.get(name, {})
+                differs = bool(difference_in_names(theirs, value) or difference_in_content(theirs, value))
+            else:
+                differs = other.get(name) != value
+            if differs:
                 who = f"process {rank} has another {name} than process {ranks.rank}"
                 raise ValueError(f"{who}: data and options must be alike in all; draw from a fixed seed in your script")
 
@@ -182,21 +192,29 @@ def check_saved(saved: dict[str, Any], parts: Parts, training: bool, allowed: Se
     """Refuse, by a ValueError, a checkpoint of which :func:`described` said other things than it says now.
 
     Options count where ``training`` resumes, but for those that are ``allowed``, as may be ``clients`` for more
-    clients. In the test mode of privacy, who only evaluates need not know the seed.
+    clients and ``images`` for other images of the same clients. In the test mode of privacy, who only evaluates need
+    not know the seed.
     """
     here = described(parts)
     for name in allowed:
-        check_choice("resume_allow", name, (*here["options"], CLIENTS))
+        check_choice("resume_allow", name, (*here["options"], CLIENTS, CONTENT))
     more = CLIENTS in allowed and saved["belongs"]["number of clients"] != here["belongs"]["number of clients"]
-    free = OF_CLIENTS if more else ("seed",) if parts.settings.test_mode and not training else ()
+    free: Sequence[str]
+    if more:
+        free = OF_CLIENTS
+    elif parts.settings.test_mode and not training:
+        free = ("seed",)
+    else:
+        free = ()
     for name, value in here["belongs"].items():
         former = saved["belongs"].get(name)
+        if name == "clients' numbers of images" and not more:
+            # Names before numbers: clients in another order usually differ in both.
+            _check_names(saved["data"], here["data"], training)
         if former != value and name not in free:
-            remedy = "give the configuration that wrote it"
-            if not training:
-                remedy += "; other test images belong in data.shifts (docs/shifts.md)"
-            what = f"its {name} {_difference(former, value)}"
-            raise ValueError(f"the checkpoint belongs to another run: {what}; {remedy}")
+            raise ValueError(_of_another_run(f"its {name} {_difference(former, value)}", training))
+    if not more:
+        _check_content(saved["data"], here["data"], parts, training, allowed)
     for name, value in here["options"].items() if training else ():
         former = saved["options"].get(name)
         if former != value and name not in allowed:
@@ -204,6 +222,44 @@ def check_saved(saved: dict[str, Any], parts: Parts, training: bool, allowed: Se
                 f"the checkpoint belongs to a run with {name}={_short(former)}, and here it is {_short(value)}; resume "
                 f"with the former, or accept the change by resume_allow=[{name!r}] (--federated.resume_allow=[{name}])"
             )
+
+
+def _of_another_run(difference: str, training: bool) -> str:
+    remedy = "give the configuration that wrote it"
+    if not training:
+        remedy += "; other test images belong in data.shifts (docs/shifts.md)"
+    return f"the checkpoint belongs to another run: {difference}; {remedy}"
+
+
+def _check_names(former: dict[str, Any], here: dict[str, Any], training: bool) -> None:
+    """Refuse clients or classes with other names or in another order: states and noise are known by their numbers."""
+    difference = difference_in_names(former, here)
+    if difference is None:
+        return
+    if training:
+        raise ValueError(f"the checkpoint belongs to another run: {difference}")
+    raise ValueError(_of_another_run(difference, training))
+
+
+def _check_content(
+    former: dict[str, Any], here: dict[str, Any], parts: Parts, training: bool, allowed: Sequence[str]
+) -> None:
+    """Refuse other images or labels than those that the run was trained on, unless they are allowed."""
+    difference = difference_in_content(former, here)
+    ledgers_count_on = training and parts.settings.private
+    if difference is None or (CONTENT in allowed and not ledgers_count_on):
+        return
+    if not training:
+        raise ValueError(_of_another_run(difference, training))
+    if ledgers_count_on:
+        raise ValueError(
+            f"the checkpoint belongs to a private run on other data: {difference}; its noise and its ledgers are of "
+            "the former images. Give these in the former order, or start anew"
+        )
+    raise ValueError(
+        f"the checkpoint belongs to a run on other data: {difference}; give the former data in the former order, "
+        f"or accept the change by resume_allow=[{CONTENT!r}] (--federated.resume_allow=[{CONTENT}])"
+    )
 
 
 @cache
@@ -265,13 +321,20 @@ def grown(saved: dict[str, Any], data: FederatedDataModule, allowed: Sequence[st
         return saved
     if names is None or here is None:
         names, here = range(former["number of clients"]), range(data.num_clients)
-    places, numbers = {name: place for place, name in enumerate(here)}, []
-    for name, images in zip(names, former["clients' numbers of images"], strict=True):
+    places = {name: place for place, name in enumerate(here)}
+    numbers = []
+    for number, (name, images) in enumerate(zip(names, former["clients' numbers of images"], strict=True)):
         found = data.train_sizes[places[name]] if name in places else "none"
         if images != found:
             raise ValueError(
                 f"client {name} had {images} training images when the checkpoint was written, and here it has {found}; "
                 "resume with all former clients, with the images that they had, and others"
+            )
+        if CONTENT not in allowed and not same_training_data(saved["data"], number, data.fingerprint, places[name]):
+            raise ValueError(
+                f"client {name} has other training images or labels than when the checkpoint was written; resume with "
+                "all former clients, with the images that they had, and others, or accept the change by "
+                f"resume_allow=[{CLIENTS!r}, {CONTENT!r}]"
             )
         numbers.append(places[name])
     ledgers = saved["federation"]["privacy"] or {}

@@ -64,7 +64,8 @@ class FederatedLoop(pl.Callback):
         secure_sums: Let the server see sums over clients alone (docs/secure_sums.md); it sees each update by default.
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         diagnostics: Measures of PerAda's theorems in each round, or true for all (docs/diagnostics.md).
-        resume_allow: Options, such as ``lr_local``, that may be others than when the run began; ``clients`` for more.
+        resume_allow: Options, such as ``lr_local``, that may be others than when the run began; ``clients`` for more
+            clients, ``images`` for other images of the same clients.
         max_failures: End the run in an error once the clients' training failed more often; by default it continues.
         refuse_far: Leave updates out that are more than 50 times as long as the median of the round's.
         seed: Seed that all randomness is derived from.

@@ -118,6 +118,8 @@ def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file h
         RunFile(saved["belongs"]["number of clients"], saved["info"], saved["metrics"]).check()
         if "privacy" not in saved["info"]:
             raise KeyError("privacy")
+        if not isinstance(saved["data"]["train"], dict):
+            raise TypeError("the fingerprint of the training data must be a dictionary")
     found: dict[str, Any] = saved
     return found
 

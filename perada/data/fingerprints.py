@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints of the data that a run was trained on, so that it is not resumed with other clients or images.
+
+A fingerprint holds hashes and names only, in plain types, and is part of a checkpoint. What is hashed:
+
+- Labels: all of them where they are known without reading an image, else those of the images that are hashed.
+- Images in memory: all of them up to :data:`BYTES_LIMIT` in a part of the data, beyond that evenly spaced ones.
+- Image files: their content as stored, of up to :data:`FILES_LIMIT` files in a part, so that another version of a
+  decoder changes nothing.
+- Items of other datasets: of up to :data:`ITEMS_LIMIT` evenly spaced ones in a part, as the dataset returns them.
+
+A dataset may return another image each time it is asked, from a generator of its own. Some items of each part are
+therefore read twice. If any of them differs, no images of that part are hashed, and only names, numbers of images and
+labels are compared.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perada.core.text import some
+from perada.data.batches.datasets import as_labels, isolated_randomness, resolved, seed_all
+from perada.data.batches.samples import MapStore, Store, TensorStore
+from perada.data.checked import Checked
+from perada.data.sets.manifest import ImageFiles
+
+BYTES_LIMIT = 2**30
+"""Bytes of images in memory that are hashed in each part of the data, at most."""
+FILES_LIMIT = 20_000
+ITEMS_LIMIT = 1_000
+REPEATED_ITEMS = 16
+"""Items of each client that are read twice, at most."""
+_CHUNK = 4096  # images of a tensor that are gathered at a time
+
+Fingerprint = dict[str, Any]
+
+
+def fingerprint_of(data: Checked, client_names: Sequence[str] | None, evaluated: str) -> Fingerprint:
+    """Compute the fingerprint of checked data.
+
+    Args:
+        data: The data.
+        client_names: Names of the clients, or None.
+        evaluated: Which images clients are evaluated on, ``test`` or ``validation``.
+
+    Returns:
+        ``clients`` and ``classes`` (names or None) and, for each part of the data, ``labels`` and ``images``: a list
+        with a hash per client, or None where they cannot be compared.
+    """
+    fingerprint: Fingerprint = {
+        "clients": None if client_names is None else list(client_names),
+        "classes": data.classes,
+        "train": part_fingerprint(data.train),
+    }
+    others = {evaluated: data.test, "public": data.public, "server_validation": data.server_validation}
+    for part, store in others.items():
+        if store is not None:
+            fingerprint[part] = part_fingerprint(store)
+    return fingerprint
+
+
+def part_fingerprint(store: Store) -> dict[str, list[str] | None]:
+    """Hash the labels and the images of each client in a store."""
+    if isinstance(store, TensorStore):
+        return _fingerprint_of_tensors(store)
+    return _fingerprint_of_items(store)
+
+
+def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
+    image_bytes = store.images[:1].numel() * store.images.element_size()
+    limit = BYTES_LIMIT // max(1, image_bytes)
+    image_hashes = []
+    for rows in torch.split(store.table, list(store.sizes)):
+        chosen = rows[_evenly_spaced(len(rows), limit * len(rows) // len(store.table))]
+        image_hash = _new_hash()
+        for chunk in torch.split(chosen, _CHUNK):
+            _update(image_hash, store.images[chunk.to(store.images.device)])
+        image_hashes.append(image_hash.hexdigest())
+    labels = None if store.labels is None else [_hash_of(own) for own in store.client_labels()]
+    return {"labels": labels, "images": image_hashes}
+
+
+def _fingerprint_of_items(store: MapStore) -> dict[str, list[str] | None]:
+    total = max(1, sum(store.sizes))
+    image_hashes = list[str | None]()
+    label_hashes = list[str | None]()
+    for client, size in enumerate(store.sizes):
+        known = store.known[client] if store.labelled else None
+        labels_hash = None if known is None else _hash_of(known)
+        base, rows = resolved(store.datasets[client])
+        if isinstance(base, ImageFiles):
+            chosen = _evenly_spaced(size, FILES_LIMIT * size // total).tolist()
+            paths = [base.manifest.paths[rows[place]] for place in chosen]
+            with ThreadPoolExecutor(8) as pool:
+                images_hash: str | None = _hash_of_words(pool.map(base.digest, paths))
+        else:
+            samples = _read_samples(store, client, ITEMS_LIMIT * size // total)
+            images_hash = None if samples is None else _hash_of_words(image for image, _ in samples)
+            if known is None and samples is not None:
+                labels_hash = _hash_of_words(label for _, label in samples)
+        image_hashes.append(images_hash)
+        label_hashes.append(labels_hash)
+    return {
+        "labels": _all_or_none(label_hashes) if store.labelled else None,
+        # One client's generator tells of all: by chance, another one's items may have been the same twice.
+        "images": _all_or_none(image_hashes),
+    }
+
+
+def _all_or_none(hashes: Sequence[str | None]) -> list[str] | None:
+    known = [value for value in hashes if value is not None]
+    return known if len(known) == len(hashes) else None
+
+
+def _read_samples(store: MapStore, client: int, limit: int) -> list[tuple[str, str]] | None:
+    """Hash images and labels of some of a client's items; None if they cannot be read, or change from read to read."""
+    chosen = _evenly_spaced(store.sizes[client], limit).tolist()
+    repeated = _evenly_spaced(len(chosen), REPEATED_ITEMS).tolist()
+    try:
+        with isolated_randomness():
+            samples = [_hash_item(store, client, index) for index in chosen]
+            again = [_hash_item(store, client, chosen[place]) for place in repeated]
+    except Exception:  # whatever a dataset raises; the client's training reports it
+        return None
+    return samples if again == [samples[place] for place in repeated] else None
+
+
+def _hash_item(store: MapStore, client: int, index: int) -> tuple[str, str]:
+    seed_all(0)  # transforms that draw from a global generator always draw alike
+    image, label = store.item(client, index, resize=False)
+    return _hash_of(image), "" if label is None else _hash_of(as_labels(label))
+
+
+def _evenly_spaced(count: int, limit: int) -> Tensor:
+    """Up to ``limit`` of ``count`` places, at least two where there are two, with the first and the last."""
+    limit = min(count, max(2, limit))
+    return torch.from_numpy(np.linspace(0, count - 1, limit).round().astype(np.int64))
+
+
+def _new_hash() -> "hashlib.blake2b":
+    return hashlib.blake2b(digest_size=16)
+
+
+def _update(target: "hashlib.blake2b", values: Tensor) -> None:
+    target.update(f"{tuple(values.shape[1:])} {values.dtype} ".encode())
+    content = values.detach().cpu().contiguous().reshape(-1)
+    target.update(content.view(torch.uint8).numpy().tobytes())
+
+
+def _hash_of(values: Tensor) -> str:
+    result = _new_hash()
+    _update(result, values.unsqueeze(0))
+    return result.hexdigest()
+
+
+def _hash_of_words(words: Iterable[str]) -> str:
+    result = _new_hash()
+    for word in words:
+        result.update(f"{word}\n".encode())
+    return result.hexdigest()
+
+
+def difference_in_names(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Describe how the clients or classes of two fingerprints differ in their names or order; None if they do not.
+
+    The result continues a sentence about the former data.
+    """
+    for what, remedy in (
+        ("clients", "give the former clients in the former order"),
+        ("classes", "number the classes as before"),
+    ):
+        before, now = former.get(what), here.get(what)
+        if before == now:
+            continue
+        if isinstance(before, list) and isinstance(now, list) and sorted(map(str, before)) == sorted(map(str, now)):
+            change = f"are {some(before)} in this order, and here they are {some(now)}"
+        else:
+            change = f"are {_names(before)}, and here they are {_names(now)}"
+            if isinstance(before, list) and isinstance(now, list):
+                pairs = zip(before, now, strict=False)
+                first = next((f" ({old!r} became {new!r})" for old, new in pairs if old != new), "")
+                change += first
+        return f"its {what} {change}; {remedy}"
+    return None
+
+
+def _names(names: object) -> str:
+    return some(list(map(str, names))) if isinstance(names, list) else "without names"
+
+
+def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Describe how the labels or images of two fingerprints differ; None if they do not, as far as is known."""
+    for part, title in (
+        ("train", "training images"),
+        ("test", "test images"),
+        ("validation", "validation images"),
+        ("public", "public images"),
+        ("server_validation", "validation images on the server"),
+    ):
+        before, now = former.get(part), here.get(part)
+        if not isinstance(before, dict) or not isinstance(now, dict):
+            continue  # the numbers of images are compared elsewhere
+        for what, whose in (("labels", f"the labels of the {title}"), ("images", f"the {title}")):
+            old, new = before.get(what), now.get(what)
+            if not isinstance(old, list) or not isinstance(new, list) or old == new:
+                continue
+            if part in ("public", "server_validation"):
+                return f"{whose} are not those of the checkpoint"
+            return f"{whose} of {_clients(old, new, here.get('clients'))}"
+    return None
+
+
+def _clients(old: Sequence[str], new: Sequence[str], names: Sequence[str] | None) -> str:
+    """Name the clients whose hashes differ, and the first one that has what was another's."""
+    shown = list(map(str, range(len(new)))) if names is None else list(map(repr, names))
+    changed = [client for client, value in enumerate(new) if client >= len(old) or old[client] != value]
+    title = f"client{'s' * (len(changed) > 1)} {some([shown[client] for client in changed])}"
+    text = f"{title} are not those of the checkpoint"
+    for client in changed:
+        if new[client] in old:
+            former = old.index(new[client])
+            owner = shown[former] if former < len(shown) else str(former)
+            return f"{text} (client {shown[client]} now has those of client {owner})"
+    return text
+
+
+def same_training_data(former: Mapping[str, Any], place: int, here: Mapping[str, Any], new_place: int) -> bool:
+    """Whether a client's training labels and images are those of another fingerprint's client, as far as is known."""
+    for what in ("labels", "images"):
+        old, new = former["train"][what], here["train"][what]
+        if old is not None and new is not None and old[place] != new[new_place]:
+            return False
+    return True

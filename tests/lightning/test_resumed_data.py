@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run resumes with the clients and the images that it began with, or is refused with what differs."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+import perada
+from perada.data import FederatedData, fingerprints
+
+SIZE = 12
+NAMES = ["north", "south", "east"]
+
+
+def images(client, size=SIZE):
+    """Images and labels of a client, from a stream of its own."""
+    generator = torch.Generator().manual_seed(client)
+    x = torch.randint(0, 256, (size, 1, 4, 4), dtype=torch.uint8, generator=generator)
+    return x, torch.arange(size) % 3
+
+
+class Items(Dataset):
+    """Images that are read one by one; ``draw`` changes an image each time it is read."""
+
+    def __init__(self, pairs, draw=None):
+        self.pairs, self.draw = pairs, draw
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, index):
+        image, label = self.pairs[index]
+        return (image if self.draw is None else self.draw(image)), int(label)
+
+
+def dataset(client, kind="tensors", draw=None, size=SIZE):
+    x, y = images(client, size)
+    if kind == "tensors":
+        return TensorDataset(x, y)
+    return Items(list(zip(x, y, strict=True)), draw)
+
+
+def data(order=(0, 1, 2), names=None, kind="tensors", draw=None, test=(10, 11, 12), public=20, **others):
+    return FederatedData(
+        [dataset(client, kind, draw) for client in order],
+        [dataset(client) for client in test],
+        dataset(public),
+        num_classes=3,
+        client_names=names,
+        **others,
+    )
+
+
+def fit(folder, given, rounds=1, **options):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    options = {"algorithm": "ditto", "adapter": "head", "batch_size": 6, "num_classes": 3} | options
+    options |= {"enable_progress_bar": False, "accelerator": "cpu", "default_root_dir": str(folder)}
+    return perada.finetune(net, given, rounds=rounds, **options)
+
+
+def other_label(client):
+    x, y = images(client)
+    y[3] = (y[3] + 1) % 3
+    return TensorDataset(x, y)
+
+
+def other_pixel(client):
+    x, y = images(client)
+    x[5, 0, 2, 2] ^= 1
+    return TensorDataset(x, y)
+
+
+PRIVATE = {"privacy": {"noise_multiplier": 1.0, "delta": 1e-3}}
+CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-2}, "algorithm": "fedavg"}
+
+
+@pytest.mark.parametrize("kind", ["tensors", "items"])
+@pytest.mark.parametrize("options", [{}, PRIVATE, CLIENT_PRIVATE], ids=["plain", "private", "client_private"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"order": (1, 0, 2), "names": ["south", "north", "east"]},
+            "clients are north, south, east in this order, and",
+        ),
+        ({"names": ["north", "west", "east"]}, r"clients are north, south, east, and here .*'south' became 'west'"),
+        ({"names": None}, "clients are north, south, east, and here they are without names"),
+        ({"order": (1, 0, 2)}, r"images of clients 'north', 'south' .*client 'north' now has those of client 'south'"),
+        ({"order": (0, 7, 2)}, "images of client 'south' are not those of the checkpoint"),
+    ],
+    ids=["swapped", "renamed", "unnamed", "images swapped", "other images"],
+)
+@pytest.mark.every(7)
+def test_other_clients_are_refused(tmp_path, kind, options, change, message):
+    given = {"names": NAMES, "kind": kind, "public": 20}
+    if options:
+        options = options | {"distill_steps": 0}
+    fit(tmp_path, data(**given), **options)
+    with pytest.raises(ValueError, match=message) as error:
+        fit(tmp_path, data(**given | change), 2, ckpt_path="last", **options)
+    assert "\n" not in str(error.value)
+    fit(tmp_path, data(**given), 2, ckpt_path="last", **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"test": (10, 12, 11)}, r"the test images of clients 1, 2 .*client 1 now has those of client 2"),
+        ({"public": 21}, "the public images are not those"),
+        ({"server_validation": dataset(31)}, "the validation images on the server are not those"),
+        ({"classes": ["a", "c", "b"]}, "its classes are a, b, c in this order"),
+        ({"classes": None}, "its classes are a, b, c, and here they are without names"),
+    ],
+)
+def test_other_tests_public_images_and_classes_are_refused(tmp_path, change, message):
+    given = {"classes": ["a", "b", "c"], "server_validation": dataset(30)}
+    fit(tmp_path, data(**given))
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, data(**given | change), 2, ckpt_path="last")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [(other_label, "the labels of the training images"), (other_pixel, "the training images")]
+)
+def test_one_changed_image_or_label_is_noticed(tmp_path, change, what):
+    fit(tmp_path, data())
+    changed = data()
+    changed.train = [changed.train[0], change(1), changed.train[2]]
+    with pytest.raises(ValueError, match=f"{what} of client 1 are not those") as error:
+        fit(tmp_path, changed, 2, ckpt_path="last")
+    assert "resume_allow=['images']" in str(error.value)
+    run = fit(tmp_path, changed, 2, ckpt_path="last", resume_allow=["images"])
+    assert len(run.metrics["rounds"]) == 2
+
+
+def test_other_images_cannot_be_allowed_in_a_private_run(tmp_path):
+    fit(tmp_path, data(), distill_steps=0, **PRIVATE)
+    with pytest.raises(ValueError, match=r"private run on other data.*ledgers are of the former images"):
+        fit(tmp_path, data((1, 0, 2)), 2, ckpt_path="last", distill_steps=0, resume_allow=["images"], **PRIVATE)
+
+
+def test_a_checkpoint_is_not_evaluated_on_other_clients(tmp_path):
+    fit(tmp_path, data(names=NAMES))
+    path = next(tmp_path.glob("lightning_logs/*/checkpoints/last.ckpt"))
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    loop = perada.FederatedLoop(perada.make_algorithm("ditto"))
+    module = perada.FederatedClassifier(net, adapter="head")
+    trainer = perada.api.make_trainer(loop, 1, accelerator="cpu", logger=False, enable_progress_bar=False)
+    swapped = perada.FederatedDataModule(
+        data((1, 0, 2), ["south", "north", "east"], test=(11, 10, 12)), batch_size=6, num_classes=3
+    )
+    with pytest.raises(ValueError, match=r"its clients are north, south, east in this order.*data\.shifts"):
+        trainer.validate(module, swapped, ckpt_path=str(path), verbose=False)
+
+
+def test_more_clients_are_compared_too(tmp_path):
+    fit(tmp_path, data(names=NAMES))
+    more = data((3, 1, 0, 2), ["west", "south", "north", "east"], test=(13, 11, 10, 12))
+    run = fit(tmp_path, more, 2, ckpt_path="last", resume_allow=["clients"])
+    assert run.num_clients == 4
+    for folder in tmp_path.glob("lightning_logs/version_1"):
+        folder.rename(tmp_path / "other")
+    mixed = data((3, 0, 1, 2), ["west", "south", "north", "east"], test=(13, 11, 10, 12))
+    with pytest.raises(ValueError, match="client north has other training images or labels"):
+        fit(tmp_path, mixed, 2, ckpt_path="last", resume_allow=["clients"])
+
+
+@pytest.mark.parametrize("draw", ["own generator", "global generator", "counter"])
+def test_datasets_that_draw_at_random_resume(tmp_path, draw):
+    """With a generator of its own nobody knows the images of another session; the labels are still compared."""
+    calls = iter(range(10**6))
+    own = random.Random()
+
+    def drawn(image):
+        if draw == "own generator":
+            return image.flip(-1) if own.random() < 0.5 else image
+        if draw == "global generator":
+            return image.flip(-1) if random.random() < 0.5 else image
+        return image + next(calls) % 7
+
+    fit(tmp_path, data(kind="items", draw=drawn))
+    fit(tmp_path, data(kind="items", draw=drawn), 2, ckpt_path="last")
+    changed = data(kind="items", draw=drawn)
+    changed.train = [changed.train[0], Items(list(zip(*other_label(1).tensors, strict=True)), drawn), changed.train[2]]
+    with pytest.raises(ValueError, match="the labels of the training images of client 1 are not"):
+        fit(tmp_path, changed, 2, ckpt_path="last")
+
+
+class Counting(Items):
+    read = 0
+
+    def __getitem__(self, index):
+        Counting.read += 1
+        return super().__getitem__(index)
+
+
+def test_of_many_items_only_some_are_read(monkeypatch):
+    monkeypatch.setattr(fingerprints, "ITEMS_LIMIT", 40)
+    x, y = images(0, 500)
+    given = FederatedData([Counting(list(zip(x, y, strict=True))) for _ in range(2)], num_classes=3)
+    module = perada.FederatedDataModule(given, num_classes=3)
+    module.setup()
+    before = Counting.read
+    assert module.fingerprint["train"]["images"] is not None
+    assert Counting.read - before == 2 * (20 + fingerprints.REPEATED_ITEMS)
+
+
+def test_of_a_large_tensor_the_first_and_the_last_image_are_hashed(monkeypatch):
+    monkeypatch.setattr(fingerprints, "BYTES_LIMIT", 16 * 4)  # of four images of 16 bytes
+    x, y = images(0, 500)
+
+    def hashes(pixels):
+        module = perada.FederatedDataModule(FederatedData([TensorDataset(pixels, y)], num_classes=3), num_classes=3)
+        return module.fingerprint["train"]["images"]
+
+    first, last = x.clone(), x.clone()
+    first[0] += 1
+    last[-1] += 1
+    assert len({*hashes(x), *hashes(first), *hashes(last)}) == 3
+
+
+def write(folder, client, name, shade):
+    from PIL import Image
+
+    path = folder / client / "cat" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (shade, 10 * shade % 255, 7)).save(path)
+
+
+def test_image_files_with_other_content_are_refused(tmp_path):
+    def given():
+        sets = perada.data.Images(str(tmp_path / "images"), size=8, classes=["cat", "dog"])
+        return perada.FederatedDataModule(dataset=sets, partition=perada.data.ByDomain("client"), batch_size=4)
+
+    for client in ("a", "b"):
+        for number in range(10):
+            write(tmp_path / "images", client, f"{number}.png", number + 20 * (client == "b"))
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8 * 8 * 3, 2))
+    options = {"adapter": "head", "algorithm": "fedavg", "accelerator": "cpu", "enable_progress_bar": False}
+    options["default_root_dir"] = str(tmp_path)
+    perada.finetune(net, given(), rounds=1, **options)
+    # The names of the files and what is drawn as test images by their content stay; a client's images do not.
+    before = given().fingerprint
+    for number in range(10):
+        write(tmp_path / "images", "b", f"{number}.png", number + 50)
+    assert given().fingerprint["train"]["images"] != before["train"]["images"]
+    with pytest.raises(ValueError, match="belongs to"):
+        perada.finetune(net, given(), rounds=2, ckpt_path="last", **options)
