@@ -26,6 +26,7 @@ from perada.algorithms import (
     Standalone,
     make_algorithm,
 )
+from perada.core.states import Factors
 
 from .problems import LORA, OF_BRANCHES, OF_LORA, finetune
 
@@ -135,14 +136,22 @@ def test_splits_that_leave_nothing_are_refused_at_set_up(algorithm, problem, opt
 
 
 def test_only_personalised_algorithms_keep_states():
+    """On a network with LoRA of two branches, of which the names say what they are."""
+    shared = Factors("shared_A.weight", "shared_B.weight", 1.0)
+    private = Factors("private_A.weight", "private_B.weight", 1.0)
+    names = ("in", "bn", *shared[:2], *private[:2], "fc")
     slot = Slot(
-        keys=("in", "bn", "lora", "fc"),
-        parameters=("in", "bn", "lora", "fc"),
+        keys=names,
+        parameters=names,
         head=frozenset({"fc"}),
         norms=frozenset({"bn"}),
         input=frozenset({"in"}),
-        adapter=frozenset({"lora"}),
+        adapter=frozenset({*shared[:2], *private[:2]}),
+        factors=(shared, private),
+        shared=frozenset(shared[:2]),
+        private=frozenset(private[:2]),
     )
+    all_down, all_up = {shared.down, private.down}, {shared.up, private.up}
     state = {key: torch.zeros(1) for key in slot.keys}
     everything, kept = set(state), {}
     for name in ALGORITHMS:
@@ -168,20 +177,20 @@ def test_only_personalised_algorithms_keep_states():
         "fedbe": set(),
         "fedbe_no_kd": set(),
         "fedbn": {"bn"},
-        "lg_fedavg": {"in", "bn", "lora"},
+        "lg_fedavg": everything - {"fc"},
         "fedper": {"fc"},
         "fedrod": {"fc"},
         "fedrep": {"fc"},
         "fedalt_input": {"in"},
         "fedalt_output": {"fc"},
-        "fedalt_adapter": {"lora"},
+        "fedalt_adapter": all_down | all_up,
         "fedsim_input": {"in"},
         "fedsim_output": {"fc"},
-        "fedsim_adapter": {"lora"},
+        "fedsim_adapter": all_down | all_up,
         "ffa_lora": set(),
-        "fedsa_lora": {"fc"},
+        "fedsa_lora": all_up | {"fc"},
         "rolora": set(),
-        "feddpa": everything,
+        "feddpa": everything - {shared.down, shared.up},
         "feddpa_f": set(),
         "fedalt_row": everything,
         "het_lora": set(),

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import jsonargparse
@@ -333,7 +334,20 @@ def test_a_module_of_the_folder_that_cannot_be_imported_is_named(my_module):
 @pytest.mark.slow
 def test_processes_of_a_comparison_find_classes_of_the_folder(my_module):
     words = ["--federated.algorithm=my_part.Boosted", "--federated.server_rule", "my_part.Rule"]
+    notes = textwrap.dedent("""
+        import os, pathlib
+
+        def note(what):
+            pathlib.Path(f"{what}_used_in_{os.getpid()}").touch()
+
+        Boosted.server_step = lambda self, server: note("algorithm") or FedAvg.server_step(self, server)
+        Rule.__call__ = lambda self, given: note("rule") or my_neighbour.Mean.__call__(self, given)
+    """)
+    with (my_module / "my_part.py").open("a") as module:
+        module.write(notes)
     program(my_module, "compare", "tiny.yaml", "--jobs", "2", "--seeds", "0", "1", *words, "--trainer.max_epochs=1")
+    assert len(list(my_module.glob("algorithm_used_in_*"))) == 2
+    assert len(list(my_module.glob("rule_used_in_*"))) == 2
 
 
 def test_a_refused_run_leaves_no_folder(folder, monkeypatch, capsys):

@@ -190,6 +190,24 @@ def test_public_images_come_without_labels(public):
     assert made.public_indices(0, 2, "full").sort().values.tolist() == [list(range(len(public)))] * 2
 
 
+class RandomShade(Dataset):
+    """Images of one random value, which is another at each reading."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.rand(()).expand(1, 5, 5)
+
+
+def test_a_random_public_image_is_the_same_whenever_it_is_read():
+    """Teachers and student see it in different batches and steps: they must see the same image."""
+    made = module(FederatedData(tensors(), public=RandomShade()))
+    alone = [made.public_images(torch.tensor([position])) for position in range(6)]
+    assert len({float(image.flatten()[0]) for image in alone}) == 6
+    assert torch.equal(made.public_images(torch.tensor([4, 1, 4])), torch.cat([alone[4], alone[1], alone[4]]))
+
+
 def test_server_validation():
     made = module(FederatedData(tensors(), server_validation=tensors((7,), seed=1)[0]))
     assert [(x.shape, x.dtype, len(y)) for x, y in made.validation_batches()] == [

@@ -5,8 +5,11 @@ import json
 import random
 
 import pytest
+import torch
 from safetensors.torch import load
 
+from perada.algorithms import FedEnsemble
+from perada.algorithms.ensembles import MODE
 from perada.deploy.protocol import Answer, digest, header_of, pack, spec_of
 from perada.deploy.server.progress import Record
 from perada.deploy.server.rounds import ask
@@ -163,3 +166,21 @@ def test_no_change_of_a_reply_stops_the_server(tiny, tmp_path):
         assert len(answers) + len(failed) == 1
         codes |= set(failed.values())
     assert "malformed" in codes
+
+
+@pytest.mark.parametrize("number", [1, 2, 99, 2**40, -1, -99])
+def test_a_mode_that_the_run_does_not_have_is_malformed_and_the_run_goes_on(number, tiny, tmp_path):
+    """It would be an index into the models of the ensemble."""
+    parties = Parties(tiny, tmp_path, FedEnsemble(modes=2), rounds=2)
+
+    def lie(who, what, reply, _):
+        if (who, what) != ("site1", "train"):
+            return reply
+        sent = load(reply)
+        sent[MODE] = torch.full_like(sent[MODE], number)
+        return pack(header_of(reply), sent)
+
+    progress = parties.coordinator(Lying(parties.workers(), lie), min_sites=2).run()
+    assert progress.done == 2
+    failed = {} if number == 1 else {"site1": "malformed"}  # 1 is a mode of this run
+    assert [record.failed for record in progress.records] == [failed] * 2

@@ -57,6 +57,17 @@ def test_a_folded_frozen_batch_norm_follows_the_model():
     torch.testing.assert_close(folded(x), (x - 2) / (1 + norm.eps) ** 0.5)
 
 
+def test_one_layer_serves_both_memory_formats_in_turn():
+    """The matrix of a small map has its rows in the order of the map's memory: one for each format is kept."""
+    conv = nn.Conv2d(8, 6, 3, padding=1).requires_grad_(False)
+    layer = FrozenConv2d(conv)
+    x = torch.randn(5, 8, 2, 2)
+    expected = conv(x)
+    for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+        torch.testing.assert_close(layer(x.to(memory_format=memory_format)), expected)
+    assert len(layer._kept) == 2  # otherwise torch's own convolution was compared with itself
+
+
 def test_a_norm_without_running_statistics_stays_as_it_is():
     norm = nn.BatchNorm2d(3, track_running_stats=False).requires_grad_(False)
     assert fold(nn.Sequential(norm)).model[0] is norm

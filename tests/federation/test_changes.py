@@ -107,8 +107,29 @@ def test_robust_rules_keep_the_model_near_the_honest_one(tiny, rule):
         assert distance(finetune(tiny, Hostile(1e3)), honest) > 20 * moved
 
 
+def far_clients(norms, steps=(2, 2, 2, 2)):
+    """Of four clients called 4, 6, 7 and 9, who moved from 0 to ``norms``, those that are named, and by how much."""
+    plan = RoundPlan(0, (4, 6, 7, 9), (steps,))
+    updates = Updates({"w": torch.tensor(norms).view(4, 1)})
+    received = {"w": torch.zeros(4, 1)}
+    far, metrics = look_at(["w"], updates, received, plan, range(4), shown=False)
+    assert metrics == {}
+    return far
+
+
+def test_an_update_is_far_beyond_fifty_times_the_median():
+    """The median of an even number of norms is the lower one of the two in the middle: here 2."""
+    assert far_clients([2.0, 1.0, 99.0, 2.5]) == {}
+    assert far_clients([2.0, 1.0, 101.0, 2.5]) == {7: 50.5}
+
+
 def test_a_client_that_took_more_steps_may_go_as_many_times_as_far():
-    clients, steps, norms = (4, 6, 7, 9), (60, 3, 2, 2), torch.tensor([20.0, 1.0, 1.5, 300.0])
-    plan = RoundPlan(0, clients, (steps,))
-    updates, received = Updates({"w": norms.view(4, 1)}), {"w": torch.zeros(4, 1)}
-    assert look_at(["w"], updates, received, plan, range(4), shown=False) == ({9: 200.0}, {})
+    """Thirty times the usual two steps: 1,500 times the median, where others may go 50 times as far."""
+    steps = (60, 3, 2, 2)
+    assert far_clients([1490.0, 1.0, 1.5, 0.5], steps) == {}
+    assert far_clients([1510.0, 1.0, 1.5, 0.5], steps) == {4: 1510.0}
+    assert far_clients([0.5, 1.0, 1.5, 1490.0], steps) == {9: 1490.0}
+
+
+def test_a_client_that_took_fewer_steps_may_go_as_far_as_others():
+    assert far_clients([1.0, 49.0, 1.5, 0.5], (40, 2, 40, 40)) == {}

@@ -2,7 +2,6 @@
 """The LightningModule: options, building, learning rates over the rounds, scores."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
@@ -10,10 +9,12 @@ import timm
 import torch
 from sklearn.metrics import roc_auc_score
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from perada import FederatedClassifier, FederatedDataModule, finetune
+from perada import FederatedClassifier, FederatedData, FederatedDataModule, finetune
 from perada.algorithms import make_algorithm
 from perada.api import make_trainer
+from perada.core.rounds import EvalBatch
 from perada.core.states import get_state
 from perada.lightning import FederatedLoop
 from perada.lightning import module as lightning_module
@@ -170,21 +171,24 @@ def test_where_clients_share_the_global_model_each_has_its_scores(tiny):
     assert len(set(run.metrics["clients"]["personal/global_test"])) == 1
 
 
-@pytest.mark.parametrize("images", [torch.uint8, torch.int64, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("trained", [torch.bfloat16, torch.float32, torch.float64])
-def test_processes_add_predictions_of_one_dtype(monkeypatch, images, trained):
+@pytest.mark.parametrize(("trained", "half"), [(torch.float32, False), (torch.float32, True), (torch.float64, False)])
+def test_processes_add_predictions_of_one_dtype(tiny, monkeypatch, trained, half):
     """A process without rows adds zeros to the others' logits, which are half as long under autocast."""
     added = []
-    federation = SimpleNamespace(
-        personalized=True,
-        ranks=SimpleNamespace(sum_=added.extend),
-        settings=SimpleNamespace(algorithm=SimpleNamespace(global_model=False)),
-    )
-    batch = SimpleNamespace(x=torch.zeros(2, 5).to(images), y=torch.zeros(2), owner=torch.zeros(2))
-    model = torch.nn.Linear(1, 1).to(trained)
-    module = SimpleNamespace(num_classes=3, _states=lambda: federation, model=model)
-    for found in (None, torch.ones(2, 3, dtype=torch.bfloat16)):
-        monkeypatch.setattr(lightning_module, "own_logits", lambda *_, found=found: found)
-        FederatedClassifier.predict_step(module, batch, 0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3)).to(trained)
+    module = FederatedClassifier(net, "full", lr_personal=0.1, lr_local=0.1)
+    parts = [TensorDataset(x.to(trained), y) for x, y in (part.tensors for part in tiny.data().train)]
+    data = FederatedDataModule(FederatedData(parts), batch_size=4)
+    loop = FederatedLoop(make_algorithm("ditto"), clients_per_round=2, local_steps=1)
+    trainer = make_trainer(loop, 1, logger=False, accelerator="cpu", enable_progress_bar=False)
+    trainer.fit(module, data)
+    monkeypatch.setattr(module.federation.ranks, "sum_", added.extend)
+    images = torch.randn(2, 1, 8, 8).to(trained)
+    batch = EvalBatch(images, torch.zeros(2, dtype=torch.long), torch.tensor([1, 3]))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        logits = module.predict_step(batch, 0)["personal"]
+        monkeypatch.setattr(lightning_module, "own_logits", lambda *_: None)  # as where a process holds no owner
+        zeros = module.predict_step(batch, 0)["personal"]
     wide = torch.float64 if trained == torch.float64 else torch.float32
-    assert [(one.dtype, one.shape) for one in added] == [(wide, (2, 3))] * 2
+    assert [(rows.dtype, rows.shape) for rows in added] == [(wide, (2, 3))] * 2
+    assert logits.any() and not zeros.any()

@@ -385,6 +385,20 @@ def test_variances_stay_at_least_zero():
     }
 
 
+def test_noise_leaves_no_negative_variance_in_a_model():
+    """A network normalises by its square root: a model with a negative one predicts NaN."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 16, 2))
+    parts = [TensorDataset(torch.randn(8, 1, 6, 6), torch.arange(8) % 2) for _ in range(4)]
+    options = {"adapter": "full", "algorithm": "fedavg", "rounds": 1, "local_steps": 1, "batch_size": 4, **QUIET}
+    level = ClientPrivacy(noise_multiplier=50.0, max_norm=1.0, secure_rng=False)
+    run = perada.finetune(net, perada.FederatedData(parts, parts), client_privacy=level, **options)
+    variances = run.state("global")["1.running_var"]
+    assert (variances == 0).any()  # noise of 12 on variances of 1: some were below
+    assert (variances >= 0).all()
+    assert run.global_model()(torch.randn(2, 1, 6, 6)).isfinite().all()
+
+
 # Every algorithm and every rule: it passes the check if and only if the server's step is a function of the mean.
 
 SLOT = Slot(("a", "b", "mean"), ("a", "b"), frozenset({"b"}), frozenset({"mean"}), frozenset({"a"}), frozenset({"a"}))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import perada
+from perada.algorithms import FedAvg, HetLoRA
 from perada.cli import main
 
 from .test_model_card import made
@@ -232,3 +233,19 @@ def test_test_mode_is_warned_of(hub, capsys):
     with pytest.warns(UserWarning, match="Test mode, not private"):
         run.push_to_hub("me/it", token="hf_x")
     assert "which protects nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("client", [None, "south"])
+def test_of_the_other_clients_ranks_nothing_leaves(hub, client):
+    """A rank tells what a client's machine can hold: beside one adapter there is no list of all."""
+    run = made(adapter="lora", algorithm=HetLoRA(FedAvg(), [3, 2]))
+    assert run.info["lora_ranks"] == [3, 2]
+    run.push_to_hub("me/adapter", client=client, token="hf_x")
+    content = json.loads(hub.repos["me/adapter"]["files"]["run.json"])
+    assert "lora_ranks" not in content["info"]
+    images = torch.randn(2, 3, 32, 32)
+    shared = perada.Run.from_hub("me/adapter", token="hf_x")
+    model = run.global_model() if client is None else run.personal(client)
+    copy = shared.global_model() if client is None else shared.personal(client)
+    with torch.no_grad():
+        assert torch.equal(copy(images), model(images))

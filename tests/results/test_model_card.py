@@ -14,15 +14,18 @@ from perada.data import FederatedData
 OPTIONS = {"rounds": 1, "local_steps": 1, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 
-def made(adapter="residual", pretrained=False, backbone="test_resnet", **options):
+def federation(classes, client_names):
     generator = torch.Generator().manual_seed(0)
 
     def part(count):
         x = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
         return TensorDataset(x, torch.arange(count) % 3)
 
-    names = {"classes": ["benign", "a`<script>", "other"], "client_names": ["north", "south"]}
-    data = FederatedData([part(8), part(6)], [part(4), part(5)], **names)
+    return FederatedData([part(8), part(6)], [part(4), part(5)], classes=classes, client_names=client_names)
+
+
+def made(adapter="residual", pretrained=False, backbone="test_resnet", **options):
+    data = federation(["benign", "a`<script>", "other"], ["north", "south"])
     given = OPTIONS | {"adapter": adapter, "algorithm": "ditto", "pretrained": pretrained} | options
     return perada.finetune(backbone, data, **given)
 
@@ -50,6 +53,20 @@ def test_the_card_says_what_the_run_was(tmp_path):
     assert "More Information Needed" not in card.text
     whole = (tmp_path / "global" / "README.md").read_text()
     assert f"{100 * run.metrics['rounds'][-1]['global/global_test']:.2f} %" in whole
+
+
+@pytest.mark.parametrize("letter", ["\n", "\r", "\x1b", "\u202e", "\u2028", "\x00", "`", "<", ">"])
+def test_no_name_can_write_markdown_html_or_control_characters_into_the_card(tmp_path, letter):
+    """Names of clients and classes come from folders and tables, which anyone may have written."""
+    data = federation(["benign", f"a{letter}# b", "other"], ["north", f"s{letter}# outh"])
+    run = perada.finetune("test_resnet", data, adapter="residual", algorithm="ditto", pretrained=False, **OPTIONS)
+    run.save(tmp_path)
+    text = (tmp_path / "client_1" / "README.md").read_bytes().decode()
+    shown = "'" if letter in "`<>" else "?"
+    assert f"# The adapter of client `s{shown}# outh`" in text.splitlines()
+    assert f"`a{shown}# b`" in text
+    written = text[text.index("# The adapter") :].replace("\n", "")
+    assert all(character.isprintable() for character in written)
 
 
 def test_the_base_model_is_in_the_header_where_its_weights_are_the_hubs(tmp_path):

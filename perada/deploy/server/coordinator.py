@@ -188,11 +188,18 @@ class Coordinator:
                 time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
 
     def _fits(self, state: State) -> bool:
-        """Whether the whole numbers that travel beside the model, such as a mode's, can be meant."""
-        modes = self.settings.algorithm.modes
-        beside = (value for key, value in state.items() if key not in self.recipe.module.slot.keys)
-        free = torch.uint64  # numbers under masks
-        return all(value.is_floating_point() or value.dtype == free or int(value.max()) < modes for value in beside)
+        """Tell whether the integers that travel beside the model are numbers of modes that the run has.
+
+        Negative ones are rejected where the reply is unpacked.
+        """
+        num_modes = self.settings.algorithm.modes
+        for key, value in state.items():
+            is_masked = value.dtype == torch.uint64  # any number is possible under masks
+            if key in self.recipe.module.slot.keys or value.is_floating_point() or is_masked:
+                continue
+            if int(value.max()) >= num_modes:
+                return False
+        return True
 
     def _everyone(self, kind: Kind, tensors: State, **given: Any) -> dict[str, Answer]:
         """Ask all sites that are there, within the deadline."""

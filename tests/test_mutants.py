@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests of privacy are tested: each of many mistakes, made on purpose, must fail the test that is named for it."""
+"""The tests are tested: each of many mistakes, made on purpose, must fail the test that is named for it.
+
+A table ``mutants.yaml`` stands in the folder of each kind of tests. It lists mistakes by the file below ``perada/``
+that they are in: the text that stands there once, the text put in its place, and the test that must notice, below
+``tests/`` and without ``.py``.
+"""
 
 import os
 import shutil
@@ -12,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 COPIED = ("perada", "adapters", "recipes", "studies", "tests", "benchmarks", "pyproject.toml", "README.md")
 
 
@@ -23,8 +28,13 @@ class Mutant(NamedTuple):
     test: str
 
 
-TABLE = yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text(encoding="utf-8"))
-MUTANTS = [Mutant(file, **row) for file, rows in TABLE.items() for row in rows]
+def read_table(path: Path) -> list[Mutant]:
+    table = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [Mutant(file, **row) for file, rows in table.items() for row in rows]
+
+
+TABLES = sorted(Path(__file__).parent.glob("*/mutants.yaml"))
+MUTANTS = [mutant for path in TABLES for mutant in read_table(path)]
 
 
 def name(mutant: Mutant) -> str:
