@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,7 +39,14 @@ from perada.data.batches.datasets import (
     resolved,
     tensor_source,
 )
-from perada.data.batches.transforms import UNREADABLE, WHOLE_SCALE, MissingImageError, UnreadableImageError, to_image
+from perada.data.batches.transforms import (
+    WHOLE_SCALE,
+    MissingImageError,
+    UnreachableImageError,
+    UnreadableImageError,
+    load_pixels,
+    to_image,
+)
 from perada.data.federated import FederatedData
 from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
@@ -47,7 +54,8 @@ from perada.data.sets.base import ImageSet, split_of
 from perada.data.sets.manifest import ImageFiles
 
 OnBroken = Literal["refuse", "skip"]
-_REMEDY = re.compile(r": (fix it|fetch it again|take it out)[^:]*$")
+_REMEDY = re.compile(r": (fix it|fetch it again|take it out|take the row out|check the disk)[^:]*$")
+T = TypeVar("T")
 
 
 @dataclass
@@ -196,12 +204,22 @@ def _look(part: ImageSet, row: int) -> _Seen:
     try:
         part.read(name)
         content = part.content(name)
-        with Image.open(io.BytesIO(content)) as picture:
-            brightest = int(np.asarray(picture).max()) if picture.mode.startswith("I") else 0
-            frames = getattr(picture, "n_frames", 1)
-            return _Seen(name, hashlib.sha256(content).digest(), picture.size, picture.mode, "", frames, brightest)
     except (OSError, ValueError) as error:
         return _Seen(name, error=str(error))
+    with Image.open(io.BytesIO(content)) as picture:
+        load_pixels(picture)
+        brightest = int(np.asarray(picture).max()) if picture.mode.startswith("I") else 0
+        return _Seen(
+            name, hashlib.sha256(content).digest(), picture.size, picture.mode, "", _frames_in(picture), brightest
+        )
+
+
+def _frames_in(picture: Image.Image) -> int:
+    """The number of frames of an opened file; 1 where its table of frames is damaged, since only the first is read."""
+    try:
+        return int(getattr(picture, "n_frames", 1))
+    except Exception:  # Pillow's plugins raise many types
+        return 1
 
 
 def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> FederatedData:
@@ -280,31 +298,70 @@ def _broken(base: Dataset[Any], rows: list[int], who: str, workers: int) -> dict
 
 
 def _broken_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
-    paths = [base.manifest.paths[row] for row in rows]
-    made = hashlib.sha256(repr((type(base).__name__, base.mode, base.full_scale)).encode())
-    place: Path | None = None
-    with suppress(OSError, ValueError):  # a file is not there, or nothing is remembered of these files as they are now
-        for path in paths:
-            now = os.stat(path)
-            made.update(f"\0{os.path.abspath(path)}\0{now.st_size}\0{now.st_mtime_ns}".encode(errors="surrogateescape"))
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-        place = root / "perada" / "read" / f"{made.hexdigest()[:32]}.json"
-        known = json.loads(place.read_text(encoding="utf-8"))
-        return {row: str(known[path]) for row, path in zip(rows, paths, strict=True) if path in known}
+    """Why files cannot be read, by row; the result is remembered until one of the files changes.
+
+    Nothing is remembered if the disk failed, since the next run may find the same files whole.
+    """
+    paths = {row: os.path.abspath(base.manifest.paths[row]) for row in rows}
+    cache = _cache_of(base, paths.values())
+    if cache is not None:
+        with suppress(OSError, ValueError):  # nothing is remembered of these files as they are now
+            remembered = json.loads(cache.read_text(encoding="utf-8"))
+            return {row: str(remembered[path]) for row, path in paths.items() if path in remembered}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = _reasons(rows, pool.map(partial(_wrong, base, type(base).__name__), rows))
-    if place is not None:
+        problems = _progress(pool.map(partial(_problem_of_file, base), rows), len(rows))
+        broken = {row: problem for row, problem in zip(rows, problems, strict=True) if problem is not None}
+    reasons = {row: _without_remedy(str(problem)) for row, problem in broken.items()}
+    # A missing file has no state by which it could be remembered, and one that the disk did not give may be whole.
+    certain = all(type(problem) is UnreadableImageError for problem in broken.values())
+    if cache is not None and certain:
         with suppress(OSError):  # the next run reads them again
-            place.parent.mkdir(parents=True, exist_ok=True)
-            known = {path: found[row] for row, path in zip(rows, paths, strict=True) if row in found}
-            write_atomic(place, json.dumps(known).encode(), durable=False)
-    return found
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({paths[row]: reason for row, reason in reasons.items()})
+            write_atomic(cache, content.encode(), durable=False)
+    return reasons
 
 
-def _reasons(rows: list[int], found: Iterable[str]) -> dict[int, str]:
-    """The reasons that are not empty, by row, without a remedy each."""
-    shown = tqdm(found, total=len(rows), desc="Read all images once", leave=False, disable=None)
-    return {row: _REMEDY.sub("", why) for row, why in zip(rows, shown, strict=True) if why}
+def _cache_of(base: ImageFiles, paths: Iterable[str]) -> Path | None:
+    """The file that remembers which of these files are broken, by all their states; None if one has no state."""
+    digest = hashlib.sha256(repr((type(base).__name__, base.mode, base.full_scale)).encode())
+    try:
+        for path in paths:
+            state = os.stat(path)
+            # The time of the last change of status also tells a file that was put back with its former time.
+            times = f"{state.st_mtime_ns}\0{state.st_ctime_ns}"
+            digest.update(f"\0{path}\0{state.st_size}\0{times}".encode(errors="surrogateescape"))
+    except (OSError, ValueError):
+        return None
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return root / "perada" / "read" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _problem_of_file(base: ImageFiles, row: int) -> Exception | None:
+    """What stands in the way of reading a file, if anything does."""
+    try:
+        base.read(base.manifest.paths[row])
+    except (UnreadableImageError, MissingImageError) as error:
+        return error
+    except OSError as error:  # a source that reads its own files
+        return UnreachableImageError(f"{base.manifest.paths[row]} could not be read ({error})")
+    return None
+
+
+def _reasons(rows: list[int], problems: Iterable[str]) -> dict[int, str]:
+    """The problems that are not empty, by row."""
+    shown = _progress(problems, len(rows))
+    return {row: _without_remedy(problem) for row, problem in zip(rows, shown, strict=True) if problem}
+
+
+def _progress(results: Iterable[T], total: int) -> Iterable[T]:
+    """Show the progress of a pass over all images."""
+    return tqdm(results, total=total, desc="Read all images once", leave=False, disable=None)
+
+
+def _without_remedy(problem: str) -> str:
+    """A message without its last part, since a list of many ends in one remedy for all."""
+    return _REMEDY.sub("", problem)
 
 
 def _wrong(dataset: Dataset[Any], who: str, row: int) -> str:
@@ -316,8 +373,8 @@ def _wrong(dataset: Dataset[Any], who: str, row: int) -> str:
     with suppress(TypeError, IndexError):  # of another kind than images, which is said later
         try:  # a picture may be read only now
             image = to_image(entries(item, labelled=False)[0])
-        except UNREADABLE as error:
-            return f"sample {row} cannot be read ({' '.join(str(error).split())})"
+        except ValueError as error:
+            return f"sample {row} cannot be read ({_without_remedy(' '.join(str(error).split()))})"
         if image.is_floating_point() and not image.isfinite().all():
             return f"sample {row} is an image with NaN or infinity"
     return ""

@@ -20,7 +20,7 @@ from perada.data.batches.samples import MapStore
 from perada.data.batches.transforms import (
     Preparation,
     check_full_scale,
-    decode,
+    decode_opened,
     is_tokens,
     prepare_images,
     read_image,
@@ -181,7 +181,7 @@ class Preprocessing:
             )
         mode = "L" if self.channels == 1 else "RGB"
         if isinstance(image, Image.Image):
-            return decode(image, mode, self.full_scale)
+            return decode_opened(image, mode, self.full_scale)
         return read_image(image, "fix it, or leave it out", mode, self.full_scale)
 
     def _ready(self, x: Tensor) -> Tensor:

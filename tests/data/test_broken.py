@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images that cannot be read are found before the first round, all of them."""
 
+import errno
 import io
 import os
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,6 +91,55 @@ def test_files_are_read_once_until_one_changes(root, cache, monkeypatch):
         module(root).setup()
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
     with pytest.raises(ValueError, match="5 images cannot be read"):
+        module(root).setup()
+
+
+def test_what_is_remembered_holds_under_any_spelling_of_the_path(root, monkeypatch):
+    monkeypatch.chdir(root.parent)
+    for spelling in ("images", root, "./images/../images", root.parent / "." / "images"):
+        with pytest.raises(ValueError, match="4 images cannot be read"):
+            module(spelling).setup()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, None])
+@pytest.mark.parametrize("where", ["open", "decoder"])
+def test_an_error_of_the_disk_is_not_remembered(root, monkeypatch, number, where):
+    """Neither that the file is broken, nor what was found of the others."""
+    failing = str(root / "south/train/class1/1.png")
+    error = MemoryError() if number is None else OSError(number, os.strerror(number), failing)
+    open_image, read_bytes = Image.open, Path.read_bytes
+
+    def failing_open(file, *args):
+        if str(file) == failing:
+            raise OSError("decoder error -2") if where == "decoder" else error
+        return open_image(file, *args)
+
+    def failing_read(path):
+        if str(path) == failing:
+            raise error
+        return read_bytes(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Image, "open", failing_open)
+        patched.setattr(Path, "read_bytes", failing_read)
+        with pytest.raises(ValueError, match=rf"^5 images .*{failing} could not be read \("):
+            module(root).setup()
+    with pytest.raises(ValueError, match=r"^4 images"):
+        module(root).setup()
+
+
+def test_a_file_that_was_put_back_with_its_former_time_is_read_again(root):
+    path = root / BROKEN[1]
+    broken = path.stat()
+    with pytest.raises(ValueError, match=r"^4 images"):
+        module(root).setup()
+    noise = np.random.default_rng(0).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    path.write_bytes(file.getvalue().ljust(broken.st_size, b"\0"))
+    os.utime(path, ns=(broken.st_atime_ns, broken.st_mtime_ns))
+    assert path.stat().st_size == broken.st_size
+    with pytest.raises(ValueError, match=r"^3 images"):
         module(root).setup()
 
 

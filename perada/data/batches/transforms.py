@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images as tensors, decoded from files of any mode, and batches of them made ready for a model."""
 
+import io
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as vision
@@ -21,8 +23,16 @@ from perada.engine.engine import real_rows
 
 BatchT = TypeVar("BatchT", CohortBatch, dict[str, CohortBatch], EvalBatch, Tensor)
 WHOLE_SCALE = 65535  # what 16 bits hold
-UNREADABLE = (OSError, SyntaxError, ValueError)  # what Pillow raises depends on the format
 _DEEP = ("F", "I", "I;16", "I;16B", "I;16L", "I;16N")
+_TURNS = {  # by the value of EXIF's orientation; 1 is upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 def check_full_scale(full_scale: float | None) -> None:
@@ -33,11 +43,12 @@ def check_full_scale(full_scale: float | None) -> None:
 def decode(image: Image.Image, mode: str | None = None, full_scale: float | None = None) -> Tensor:
     """Turn a PIL image into uint8 (Ch, H, W): one channel if it is grey, or else three.
 
-    Grey images of 16 or 32 bits and of floating point are scaled so that 0 stays 0 and ``full_scale`` becomes 255.
-    What is transparent is laid over white. Palettes and other modes become RGB.
+    The image is turned upright as its EXIF or XMP metadata ask for. Grey images of 16 or 32 bits and of floating point
+    are scaled so that 0 stays 0 and ``full_scale`` becomes 255. Transparent pixels are laid over white. Palettes and
+    other modes become RGB. Of an image with several frames, the current one is used: the first, once it is opened.
 
     Args:
-        image: The image.
+        image: The image, which may be opened without being loaded.
         mode: ``L`` or ``RGB`` for one or three channels, whatever the image has.
         full_scale: The value of white in grey images of more than 8 bits; by default 65535, or 1 of floating point.
 
@@ -47,14 +58,89 @@ def decode(image: Image.Image, mode: str | None = None, full_scale: float | None
     >>> decode(Image.fromarray(np.array([[0, 4095]], dtype=np.uint16)), full_scale=4095).tolist()
     [[[0, 255]]]
     """
+    load_pixels(image)
+    image = _upright(image)
     if image.mode in _DEEP:
-        image = Image.fromarray(_scaled(np.asarray(image), image.mode, full_scale))
-    elif image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        over = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), over).convert("RGB")
-    mode = mode or ("L" if image.mode in ("1", "L") else "RGB")
+        image = _scaled_to_8_bits(image, full_scale)
+    elif image.has_transparency_data:
+        image = _over_white(image)
+    elif image.mode == "LAB":
+        image = image.convert("RGB")  # Pillow has no direct conversion to L
+    if mode is None:
+        mode = "L" if image.mode in ("1", "L") else "RGB"
     pixels: Tensor = vision.pil_to_tensor(image if image.mode == mode else image.convert(mode))
     return pixels
+
+
+def load_pixels(image: Image.Image) -> None:
+    """Load the pixels of an opened image, even if its metadata are damaged.
+
+    Raises:
+        Exception: Whatever Pillow raises if the pixels themselves cannot be read.
+    """
+    if not isinstance(image, TiffImagePlugin.TiffImageFile):
+        image.load()
+        return
+    # Pillow 13 maps an uncompressed TIFF into memory with the size that it has once it is turned, which garbles one
+    # that is turned by 90 degrees. It maps no image without a file name.
+    filename, image.filename = image.filename, ""
+    try:
+        image.load()
+    except OSError:
+        raise
+    except Exception:
+        # Pillow parses the EXIF data of a TIFF at the end of load(), when the pixels are complete and no tile is left.
+        # A value of the wrong type there says nothing about the pixels.
+        if image.tile:
+            raise
+    finally:
+        image.filename = filename
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turn a loaded image as its metadata say.
+
+    ``ImageOps.exif_transpose`` is not used: it writes the metadata anew, which fails if any field has a value of the
+    wrong type, such as a text in a numeric field.
+    """
+    turn = _TURNS.get(_orientation(image) or 1)
+    return image if turn is None else image.transpose(turn)
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """The orientation that EXIF or XMP metadata give; None without one, or where it is no number."""
+    # A damaged field ends the first call with one of many errors. The second returns the fields before it.
+    for _ in range(2):
+        with suppress(Exception):
+            orientation = image.getexif().get(ExifTags.Base.Orientation)
+            return orientation if isinstance(orientation, int) else None
+    return None
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    """Lay an image with an alpha channel, or with transparent colours, over white."""
+    if image.mode == "La":
+        image = image.convert("LA")  # the only mode that Pillow converts it to
+    layer = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, layer).convert("RGB")
+
+
+def _scaled_to_8_bits(image: Image.Image, full_scale: float | None) -> Image.Image:
+    """Scale a grey image of more than 8 bits, so that ``full_scale`` becomes 255; its transparent value is white."""
+    values = np.asarray(image).astype(np.float64)
+    white = full_scale or (1.0 if image.mode == "F" else float(WHOLE_SCALE))
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        # Pillow's own conversion cuts 16 bits off at 255 before it compares.
+        values[values == transparent] = white
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= white):  # NaN too
+        raise ValueError(
+            f"its values are from {low:g} to {high:g}, and 0 to {white:g} is expected: set full_scale to the value of "
+            "white, or rescale the file"
+        )
+    return Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
 
 
 def read_image(
@@ -64,34 +150,63 @@ def read_image(
     full_scale: float | None = None,
     name: str | None = None,
 ) -> Tensor:
-    """Read a picture file as :func:`decode` does, turned as its EXIF data say.
+    """Read a picture file as :func:`decode` does.
 
     Messages name the file by ``name``, by default its path, and end in ``remedy``.
 
     Raises:
         MissingImageError: If it does not exist.
+        UnreachableImageError: If the disk or the memory fails, which says nothing about the file.
         UnreadableImageError: If it is not an image, is cut short, or has values that cannot be scaled.
     """
+    name = name or str(path)
     try:
-        with Image.open(path) as image:
-            return decode(ImageOps.exif_transpose(image), mode, full_scale)
+        return _decode_file(path, mode, full_scale)
     except FileNotFoundError:
-        raise MissingImageError(f"{name or path} does not exist: {remedy}") from None
-    except (*UNREADABLE, Image.DecompressionBombError) as error:
-        reason = " ".join(str(error).split())
-        raise UnreadableImageError(f"{name or path} is not a readable image ({reason}): {remedy}") from None
+        raise MissingImageError(f"{name} does not exist: {remedy}") from None
+    except Exception as error:  # Pillow's decoders raise many types
+        problem = error
+    if isinstance(path, str | Path):
+        # Some decoders report an error of the disk as a damaged file. Bytes in memory tell one from the other.
+        try:
+            return _decode_file(io.BytesIO(Path(path).read_bytes()), mode, full_scale)
+        except Exception as error:
+            problem = error
+    raise _unreadable(problem, name, remedy) from None
 
 
-def _scaled(values: np.ndarray[Any, Any], mode: str, full_scale: float | None) -> np.ndarray[Any, Any]:
-    """Values from 0 to ``full_scale`` as uint8, rounded."""
-    top = full_scale or (1.0 if mode == "F" else float(WHOLE_SCALE))
-    low, high = float(values.min()), float(values.max())
-    if not (low >= 0 and high <= top):  # NaN too
-        raise ValueError(
-            f"its values are from {low:g} to {high:g}, and 0 to {top:g} is expected: set full_scale to the value of "
-            "white, or rescale the file"
+def _decode_file(file: str | Path | IO[bytes], mode: str | None, full_scale: float | None) -> Tensor:
+    with Image.open(file) as image:
+        return decode(image, mode, full_scale)
+
+
+def decode_opened(image: Image.Image, mode: str | None = None, full_scale: float | None = None) -> Tensor:
+    """Decode an image that the caller opened or made; an error names its file, if it has one.
+
+    Raises:
+        UnreachableImageError: If the disk or the memory fails.
+        UnreadableImageError: If its pixels cannot be read or scaled.
+    """
+    try:
+        return decode(image, mode, full_scale)
+    except Exception as error:  # Pillow's decoders raise many types
+        name = getattr(image, "filename", "") or f"an image of mode {image.mode} and size {image.size}"
+        raise _unreadable(error, str(name), "fix it, or leave it out") from None
+
+
+def _unreadable(error: Exception, name: str, remedy: str) -> "UnreadableImageError":
+    """The error for an image that Pillow could not read, by what it raised."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+        # Pillow's own OSErrors have no number; one with a number comes from the operating system.
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        return UnreachableImageError(
+            f"{name} could not be read ({reason}): check the disk and the file's permissions, and try again"
         )
-    return np.rint(values.astype(np.float64) * (255 / top)).astype(np.uint8)
+    if isinstance(error, UnidentifiedImageError):
+        reason = "no known image format"  # Pillow's text repeats the path, or names an object in memory
+    else:
+        reason = " ".join(str(error).split()) or type(error).__name__
+    return UnreadableImageError(f"{name} is not a readable image ({reason}): {remedy}")
 
 
 class _OneLineError(Exception):
@@ -107,6 +222,10 @@ class UnreadableImageError(_OneLineError, ValueError):
     """A file that is not an image, or a sample that a dataset does not give, or one that is NaN."""
 
 
+class UnreachableImageError(UnreadableImageError):
+    """A file that the disk or the memory did not give this time, and that may be whole."""
+
+
 class MissingImageError(_OneLineError, FileNotFoundError):
     """A file that is not there."""
 
@@ -119,13 +238,13 @@ def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If a PIL image has values that cannot be scaled.
+        UnreadableImageError: If the pixels of a PIL image cannot be read, or have values that cannot be scaled.
 
     >>> to_image(np.zeros((4, 5, 3), dtype=np.uint8)).shape
     torch.Size([3, 4, 5])
     """
     if isinstance(image, Image.Image):
-        return decode(image)
+        return decode_opened(image)
     if isinstance(image, np.ndarray):
         channels_last = image.dtype == np.uint8 and image.ndim == 3
         image = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1) if channels_last else image))
