@@ -133,7 +133,7 @@ sbom: $(VENV)/.installed $(VENV)-tools/.installed
 lock: $(VENV)-tools/.installed
 	@mkdir -p dist
 	$(VENV)-tools/bin/uv pip compile pyproject.toml --extra examples --extra privacy --universal --generate-hashes --quiet --output-file dist/requirements.txt
-	$(VENV)-tools/bin/uv pip compile pyproject.toml --extra flower --extra privacy --universal --generate-hashes --quiet --output-file dist/requirements-flower.txt
+	$(VENV)-tools/bin/uv pip compile pyproject.toml --extra flower --extra privacy --extra monitoring --extra examples --universal --generate-hashes --quiet --output-file dist/requirements-flower.txt
 
 clean:
 	rm -rf $(VENV) $(VENV)-tools build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -116,6 +116,22 @@ def test_containers_have_no_more_rights_than_they_need():
         assert "privileged" not in service and "pid" not in service and "cap_add" not in service
 
 
+def test_containers_are_limited_and_reached_from_where_the_operator_says():
+    """An engine publishes a port without an address on all interfaces, past the firewall."""
+    for service in services().values():
+        assert service["mem_limit"] and service["pids_limit"] <= 4096
+        assert service["logging"]["options"].keys() == {"max-size", "max-file"}
+        assert all("size=" in place for place in service["tmpfs"])
+        for port in service.get("ports", ()):
+            assert re.fullmatch(r"\$\{PERADA_\w*BIND:-127\.0\.0\.1\}:(\d+):\1", port)
+
+
+def test_the_image_has_what_a_recipe_and_the_metrics_port_need():
+    lock = (ROOT / "Makefile").read_text()
+    command = next(line for line in lock.splitlines() if "requirements-flower.txt" in line and "compile" in line)
+    assert {"flower", "privacy", "monitoring", "examples"} <= set(re.findall(r"--extra (\w+)", command))
+
+
 def test_who_sees_the_images_has_no_network_and_who_has_one_does_not_see_them():
     of = services()
     private = {"/srv/images", "/var/lib/perada-site"}

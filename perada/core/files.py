@@ -8,6 +8,7 @@ can be told from what another process is writing.
 import os
 import re
 import shutil
+import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +19,12 @@ from typing import Any, BinaryIO
 
 try:
     import fcntl
+    import grp
+    import pwd
 except ModuleNotFoundError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
+    grp = None  # type: ignore[assignment]
+    pwd = None  # type: ignore[assignment]
 
 PREFIX = "perada-scratch-"
 """Of the names of temporary folders."""
@@ -37,6 +42,39 @@ def sync(paths: Iterable[Path]) -> None:
     paths = [*paths]
     with ThreadPoolExecutor(_TOGETHER) as pool:
         list(pool.map(_sync, (paths[at::_TOGETHER] for at in range(_TOGETHER))))
+
+
+def is_owner_only(status: os.stat_result, rights: int = 0o7) -> bool:
+    """Tell whether only the owner has rights to a file or folder: not other users, nor a group that has other members.
+
+    A group may have them if it is one of this process's and no other account is in it. Kubernetes gives a Secret to
+    the root user and the Pod's ``fsGroup``, with mode 0440.
+
+    Args:
+        status: What ``stat`` returns of the file or folder.
+        rights: Which rights count: 4 to read, 2 to write, 1 to execute, or a sum of them.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & rights:
+        return False
+    if not mode & (rights << 3):
+        return True
+    if pwd is None or grp is None:
+        return False
+    groups_of_process = {os.getegid(), *os.getgroups()}
+    return status.st_gid in groups_of_process and not _other_members(status.st_gid)
+
+
+def _other_members(group: int) -> set[int]:
+    """Ids of the accounts in a group, but for root and this process's own."""
+    accounts = pwd.getpwall()
+    members = {account.pw_uid for account in accounts if account.pw_gid == group}
+    try:
+        names = grp.getgrgid(group).gr_mem
+    except KeyError:  # a number without a name, such as an fsGroup: no account is listed in it
+        names = []
+    members |= {account.pw_uid for account in accounts if account.pw_name in names}
+    return members - {0, os.geteuid()}
 
 
 @contextmanager
@@ -238,8 +276,8 @@ class FolderLock:
 
     def __init__(self, folder: Path, whose: str) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if folder.stat().st_mode & 0o022:
-            raise OSError(f"the folder {str(folder)!r} can be written to by others; chmod 700 it")
+        if not is_owner_only(folder.stat(), rights=0o2):
+            raise OSError(f"the folder {str(folder)!r} can be written to by other users; chmod 700 it")
         self._file = file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self.close = weakref.finalize(self, os.close, file)
         try:

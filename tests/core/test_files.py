@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process that was killed left is deleted, and what another one is writing is not."""
 
+import grp
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 
-from perada.core.files import PREFIX, Scratch, clear, locked, open_atomic
+from perada.core.files import PREFIX, Scratch, clear, is_owner_only, locked, open_atomic
 
 WAITS = "import time; print('ready', flush=True); time.sleep(60)"
 
@@ -98,3 +101,29 @@ def test_what_a_link_leads_to_is_not_locked(tmp_path):
             assert alone
     with locked(link), locked(outside) as free:
         assert free
+
+
+def file_of(mode, group):
+    return SimpleNamespace(st_mode=mode, st_gid=group)
+
+
+def test_a_file_is_only_its_owners_where_its_group_has_no_other_member(monkeypatch):
+    """The accounts and groups are made here: 7 has a second member by name, 8 by an account's own group, 9 nobody."""
+    me = SimpleNamespace(pw_name="me", pw_uid=os.geteuid(), pw_gid=5)
+    other = SimpleNamespace(pw_name="other", pw_uid=10002, pw_gid=8)
+    root = SimpleNamespace(pw_name="root", pw_uid=0, pw_gid=9)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [me, other, root])
+    groups = {7: SimpleNamespace(gr_mem=["me", "other"]), 8: SimpleNamespace(gr_mem=["me"])}
+    monkeypatch.setattr(grp, "getgrgid", lambda group: groups[group])
+    monkeypatch.setattr(os, "getgroups", lambda: [7, 8, 9])
+    monkeypatch.setattr(os, "getegid", lambda: 5)
+    assert is_owner_only(file_of(0o400, 7))
+    assert is_owner_only(file_of(0o440, 9))
+    assert is_owner_only(file_of(0o440, 5))
+    assert not is_owner_only(file_of(0o440, 7))
+    assert not is_owner_only(file_of(0o440, 8))
+    assert not is_owner_only(file_of(0o440, 6))  # a group that this process is not in
+    assert not is_owner_only(file_of(0o404, 9))
+    assert is_owner_only(file_of(0o2775, 9), rights=0o2)
+    assert not is_owner_only(file_of(0o2775, 7), rights=0o2)
+    assert not is_owner_only(file_of(0o702, 9), rights=0o2)

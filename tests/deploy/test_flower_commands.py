@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -24,6 +25,7 @@ from jsonargparse import ArgumentError
 from perada.cli import main
 from perada.cli.flower import serve
 from perada.cli.runs import REFUSALS
+from perada.core import files
 from perada.deploy.flower import keys, running
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.keys import write_server_keys
@@ -123,33 +125,46 @@ def test_a_sites_identity_is_for_its_worker_alone(tmp_path):
     assert "deploy site /etc/perada/site.yaml\n" in worker and hiding.identity.parent == file.parent
 
 
-def test_an_identity_that_others_may_read_is_refused(tmp_path):
+def test_an_identity_that_others_may_read_is_refused(tmp_path, monkeypatch):
+    """A group may read it that nobody else is in, as that of a Secret of Kubernetes, which has mode 0440."""
     pytest.importorskip("cryptography")
     write_identity(tmp_path, "st-marys")
     file = tmp_path / "st-marys.id"
-    for mode in (0o600, 0o400):
+    monkeypatch.setattr(os, "getgroups", lambda: [file.stat().st_gid])
+    monkeypatch.setattr(files, "_other_members", lambda group: set())
+    for mode in (0o600, 0o400, 0o440):
         file.chmod(mode)
         read_identity(file)
+    monkeypatch.setattr(files, "_other_members", lambda group: {10002})
     for mode in (0o440, 0o404, 0o620):
         file.chmod(mode)
-        with pytest.raises(ValueError, match=rf"\.id' may be read by others \(mode {mode:04o}\); chmod 0400"):
+        with pytest.raises(ValueError, match=rf"\.id' may be read by other users \(mode {mode:04o}\); chmod 0400"):
             read_identity(file)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 @pytest.mark.slow
 def test_systemd_accepts_the_units(app, tmp_path):
-    files = []
+    units = []
     for file in (*app.glob("server/*"), *app.glob("site/perada*")):
         text = file.read_text()
         for program in ("flower-superlink", "flower-supernode", "perada"):
             text = text.replace(f"=/opt/perada/bin/{program} ", "=/bin/true ")
         for user in ("perada-node", "perada-site", "perada"):
             text = text.replace(f"User={user}\n", "User=root\n")
-        files.append(tmp_path / file.name)
-        files[-1].write_text(text)
-    done = subprocess.run(["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False)
+        units.append(tmp_path / file.name)
+        units[-1].write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_the_units_leave_little_to_whoever_takes_over_a_process(app):
+    """Exposure from 0 to 10, as systemd rates it: below 4 is "OK"."""
+    for file in (*app.glob("server/*.service"), *app.glob("site/*.service")):
+        command = ["systemd-analyze", "security", "--offline=true", "--threshold=40", file]
+        rated = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert rated.returncode == 0, rated.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -270,8 +270,8 @@ def test_places_where_no_socket_can_be(path):
         Listener(path)
     assert path.read_text() == "notes"
     path.unlink()
-    path.parent.chmod(0o770)
-    with pytest.raises(ValueError, match="written to by others; chmod 700"):
+    path.parent.chmod(0o702)
+    with pytest.raises(ValueError, match="written to by other users; chmod 700"):
         Listener(path)
     path.parent.chmod(0o700)
     target = path.with_name("elsewhere")

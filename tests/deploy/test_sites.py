@@ -543,8 +543,8 @@ def test_a_ledger_that_was_taken_away_is_missed(site):
 
 
 def test_a_state_folder_that_others_can_write_to_is_refused(tmp_path):
-    tmp_path.chmod(0o770)
-    with pytest.raises(OSError, match="can be written to by others; chmod 700"):
+    tmp_path.chmod(0o702)
+    with pytest.raises(OSError, match="can be written to by other users; chmod 700"):
         Book(tmp_path)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from perada.core.files import is_owner_only
 from perada.deploy.transport import CODES, MOST, Failure
 
 LONGEST_NAME = 200
@@ -194,9 +195,10 @@ def supervised() -> bool:
 
 
 def _bound(path: Path) -> socket.socket:
-    mode = path.parent.stat().st_mode
-    if mode & 0o022 and not mode & stat.S_ISVTX:
-        raise ValueError(f"{str(path.parent)!r} of the socket can be written to by others; chmod 700 it")
+    folder = path.parent.stat()
+    is_sticky = folder.st_mode & stat.S_ISVTX
+    if not is_sticky and not is_owner_only(folder, rights=0o2):
+        raise ValueError(f"{str(path.parent)!r}, the socket's folder, can be written to by other users; chmod 700 it")
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ValueError(f"{str(path)!r} is there and is not a socket; remove it, or give another path")

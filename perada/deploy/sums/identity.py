@@ -6,6 +6,7 @@ A public key is a line as OpenSSH writes it, ``ssh-ed25519 AAAA… NAME``; a lis
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -19,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from perada.core.files import write_atomic
+from perada.core.files import is_owner_only, write_atomic
 from perada.deploy.sums.keys import is_signed, sign
 
 SIGNATURE = ".sig"
@@ -50,11 +51,12 @@ def line_of(key: Ed25519PublicKey) -> str:
 def read_identity(file: Path) -> Ed25519PrivateKey:
     """The key in a file; a FileNotFoundError if it is not there.
 
-    A ValueError if it holds none, or others than its owner may read it: an app that the server ships, say.
+    A ValueError if it holds none, or if other users may read it: an app that the server ships, say.
     """
-    if (mode := file.stat().st_mode) & 0o077:
+    if not is_owner_only(file.stat()):
+        mode = stat.S_IMODE(file.stat().st_mode)
         raise ValueError(
-            f"{str(file)!r} may be read by others (mode {mode & 0o777:04o}); chmod 0400, for its owner alone"
+            f"{str(file)!r} may be read by other users (mode {mode:04o}); chmod 0400, so that only its owner can"
         )
     try:
         key = load_ssh_private_key(file.read_bytes(), None)
