@@ -2,13 +2,14 @@
 """Recipes as the parties of a deployment read them: with a site's own data, or without any client's."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser
 from pytorch_lightning.loggers import Logger
+from torch.utils.data import Dataset
 
 import perada.data
 from perada.cli.parser import full_names
@@ -17,7 +18,8 @@ from perada.cli.runs import PeradaCLI
 from perada.core.checks import check_whole
 from perada.core.files import Scratch, writing
 from perada.core.text import some
-from perada.data import FederatedDataModule
+from perada.data import FederatedData, FederatedDataModule
+from perada.data.inspection import without_broken
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.site.client import only
@@ -27,6 +29,12 @@ from perada.deploy.site.split import divided_by, remembered
 OF_ALL = "public public_fraction validation_fraction train_limit test_limit public_limit".split()
 OF_ALL += "dataset partition seed shifts shifts_when".split()
 """Options of a recipe's data that say what all clients and the server have."""
+DRAWN_BY = ("seed", "train_limit", "test_limit")
+"""Options by which a dataset is divided among clients: a site that names dataset and partition has the recipe's."""
+SHARED_BY_IMAGES = ("size", "gray", "full_scale", "test_share", "seed")
+"""Options of a recipe's image set of one's own by which a site, too, reads its files and chooses its test images."""
+SHARED_BY_TABLES = ("path", "label", "split", "separator", "group")
+"""Likewise, where both the recipe and the site have a table."""
 NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
 
@@ -52,13 +60,11 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     kept = {key: value for key, value in said.items() if key not in OF_ALL}
     named, place = _named_classes(said.get("dataset")), given.data.get("client", 0)
     own = {key: value for key, value in given.data.items() if key != "client"}
-    if "dataset" not in own:
-        options = {"size": kept["image_size"]} if kept.get("image_size") else {}
-        kind, said_options = _class_of(said.get("dataset"))
-        if kind in ("Images", "ImageTable"):  # sites divide theirs into training and test images as the recipe does
-            options |= {key: value for key, value in said_options.items() if key in ("test_share", "seed")}
-        options |= own | ({} if named is None else {"classes": list(named)})
-        dataset = {"class_path": "ImageTable" if "table" in own else "Images", "init_args": options}
+    if "dataset" in own:
+        # The site is a client of the recipe's own partition, which is drawn from these options.
+        own = {key: said[key] for key in DRAWN_BY if key in said} | own
+    else:
+        dataset = _images_of_site(own, said, named)
         own = {"dataset": dataset, "partition": NOWHERE}
     cli = _parsed(content | {"data": kept | own}, given.accelerator)
     division = cli.datamodule.division
@@ -74,13 +80,35 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
             "folder (root) or a table, whose classes are taken by their names"
         )
     options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
-    served = FederatedDataModule(data, **options, seed=said.get("seed", cli.config["data"].seed))
+    seed = own.get("seed", said.get("seed", cli.config["data"].seed))
+    served = FederatedDataModule(data, **options, seed=seed)
     algorithm = cli.loop.algorithm
     if cli.loop.secure_sums is None or not algorithm.distills or algorithm.own_teachers:
         return Recipe(text, cli.model, cli.loop, cli.trainer, served)
     whole_recipe = _parsed(content, given.accelerator).datamodule  # for its public images, whose logits are added up
-    public = whole_recipe.division.public and whole_recipe.division.public_images(whole_recipe.division.dataset, [])
-    return Recipe(text, cli.model, cli.loop, cli.trainer, served, public, whole_recipe.prepare)
+    return Recipe(text, cli.model, cli.loop, cli.trainer, served, _public_images(whole_recipe), whole_recipe.prepare)
+
+
+def _images_of_site(own: dict[str, Any], said: dict[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
+    """A site's folder or table as an image set that reads, and divides, its files as the recipe's set does.
+
+    Args:
+        own: What the site says of its images.
+        said: The section ``data`` of the recipe.
+        classes: Their names, if the recipe gives them.
+    """
+    kind, options_of_recipe = _class_of(said.get("dataset"))
+    site_kind = "ImageTable" if "table" in own else "Images"
+    shared: tuple[str, ...] = ()
+    if isinstance(set_class := getattr(perada.data, kind, None), type) and issubclass(set_class, OwnImages):
+        shared = SHARED_BY_IMAGES + (SHARED_BY_TABLES if kind == site_kind == "ImageTable" else ())
+    options = {key: options_of_recipe[key] for key in shared if key in options_of_recipe}
+    if not shared and said.get("image_size"):  # a set of other images, which says nothing of files
+        options["size"] = said["image_size"]
+    options |= own
+    if classes is not None:
+        options["classes"] = list(classes)
+    return {"class_path": site_kind, "init_args": options}
 
 
 def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
@@ -102,11 +130,20 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
     classes = len(named or ()) or data.num_classes or cli.model.num_classes or division.dataset.num_classes
     if not classes:
         raise ValueError("the recipe does not say how many classes there are; give data.num_classes")
-    public = None if division.public is None else division.public_images(division.dataset, [])
+    public = _public_images(cli.datamodule)
     multilabel = bool(getattr(division.dataset, "multilabel", False))
     loggers = [] if folder is None else _loggers(content, folder)
     parsed = cli.model, cli.loop, cli.trainer, cli.datamodule
     return ServerRecipe(text, *parsed, public, None, classes, multilabel, named, loggers)
+
+
+def _public_images(data: FederatedDataModule) -> Dataset[Any] | None:
+    """The recipe's public images that can be read, as in a simulation: ``on_broken`` refuses or skips the others."""
+    division = data.division
+    if division is None or division.public is None:
+        return None
+    public = division.public_images(division.dataset, [])
+    return without_broken(FederatedData([], public=public), data.on_broken, data.num_workers).public
 
 
 def _loggers(content: dict[str, Any], folder: Path) -> list[Logger]:

@@ -231,7 +231,7 @@ class CohortBatch(NamedTuple):
     """One local step of every active client, of whom :func:`share_out` may leave none.
 
     ``x`` is (C, B, ...), ``y`` (C, B) integers or (C, B, K) floats. Client ``clients[i]`` has ``counts[i]`` real rows;
-    the others are zero padding at the end. ``step`` is the index within the round. ``failed`` are clients of whom a
+    the others are zero padding at the end. ``step`` is the index within the phase. ``failed`` are clients of whom a
     sample could not be read, and why. ``classes`` (C, K) are the numbers of each client's training images of each
     class, without the last classes if nobody has them; ``None`` where images have several labels, labels are not all
     known, or training is private.
@@ -246,6 +246,23 @@ class CohortBatch(NamedTuple):
     round: int = 0
     failed: tuple[tuple[int, str], ...] = ()
     classes: Tensor | None = None
+
+    @property
+    def step_ids(self) -> tuple[int, ...]:
+        """What tells the draws of this step from those of the round's other steps, whoever else trains in it."""
+        return step_ids(self.phase, self.step)
+
+
+def step_ids(phase: int, step: int) -> tuple[int, ...]:
+    """Indices that tell a step's draws apart: the step within its phase, and the phase unless it is the first.
+
+    A step's place in the whole round would not do: it depends on how long the other clients train in earlier phases,
+    which a site does not know.
+
+    >>> step_ids(0, 4), step_ids(1, 4)
+    ((4,), (4, 1))
+    """
+    return (step, phase) if phase else (step,)
 
 
 AnyBatch = CohortBatch | dict[str, CohortBatch]

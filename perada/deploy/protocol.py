@@ -102,7 +102,6 @@ class Order(Header):
     client: int = 0  # the site's number in the run
     clients: int = 1  # number of sites in the run
     factor: float = 1.0  # of the learning rates
-    lengths: list[int] = field(default_factory=list)  # steps of each phase of the round's longest site, if known
     plain: bool = False  # are the tensors laid out row by row, or else as the network's? last bits depend on it
     models: int = 0  # of the ensemble that is sent to be scored, as "members"; 0 if none is
     norm: float = 0.0  # S of the round, where sites clip their changes and it moves
@@ -115,15 +114,10 @@ class Order(Header):
         check_choice("kind", self.kind, get_args(Kind))
         _check_hexadecimal("run", self.run, 32)
         _check_hexadecimal("recipe", self.recipe, 64)
-        if not isinstance(self.lengths, list) or len(self.lengths) > 16:
-            raise ValueError(f"lengths={self.lengths!r} are not a list of a few")
         limits = {"round": ROUNDS, "clients": CLIENTS, "models": MODELS, "rank": RANKS, "attempt": ROUNDS}
         for name, most in limits.items():
             check_whole(name, getattr(self, name), 0, most=most)
-        for length in self.lengths:
-            check_whole("a length", length, 0, most=STEPS)
         check_whole("client", self.client, 0, most=self.clients - 1)
-        check_whole("all lengths", sum(self.lengths), 0, most=STEPS)
         check_number("factor", self.factor, least=0, most=1e6)
         check_number("norm", self.norm, least=0, most=1e200)
         check_choice("plain", self.plain, (True, False))

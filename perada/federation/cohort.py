@@ -145,8 +145,10 @@ class _Chunk:
     def _streams(self, stream: str) -> Streams:
         """Random streams of the step's next pass that draws from ``stream``."""
         self._passes[stream] += 1
-        step = self._cohort.streams[stream][self._rows].fork("step", one_of(self._batches).step)
-        return step.fork("pass", self._passes[stream])
+        batch, streams = one_of(self._batches), self._cohort.streams[stream][self._rows]
+        if batch.phase:
+            streams = streams.fork("phase", batch.phase)
+        return streams.fork("step", batch.step).fork("pass", self._passes[stream])
 
     def _named(self, states: str | State, stream: str | None) -> tuple[State, str]:
         """The stack that is meant, and the stream that it draws from."""

@@ -105,7 +105,7 @@ class PrivateRound:
     ) -> None:
         self.account, self.gradients, self.plan, self.secure = account, gradients, plan, account.options.secure_rng
         self._queries = account.training(tuning).queries
-        self._asked: Counter[tuple[int, str, int]] = Counter()
+        self._asked: Counter[tuple[int, int, str, int]] = Counter()
         purpose = "tuning-noise" if tuning else "noise"
         self._noise = {
             stream: [generator(seed, f"{purpose}-{stream}", plan.round, client) for client in plan.clients]
@@ -121,8 +121,9 @@ class PrivateRound:
         gradients are asked for than the ledgers count.
         """
         account, batch = self.account, one_of(batches)
-        self._asked[batch.step, stream, rows.start] += 1
-        if self._asked[batch.step, stream, rows.start] > self._queries[batch.phase].get(stream, 0):
+        place = batch.phase, batch.step, stream, rows.start
+        self._asked[place] += 1
+        if self._asked[place] > self._queries[batch.phase].get(stream, 0):
             raise RuntimeError(
                 f"a local step asked for more gradients of {stream!r} than its rehearsal, which the ledgers count; an "
                 "algorithm must ask for the same number in every step"

@@ -26,6 +26,7 @@ from perada.core.rounds import (
     batch_indices,
     rows_per_batch,
     sampling_rate,
+    step_ids,
 )
 from perada.core.seeding import derive_seed, generator
 from perada.core.states import send
@@ -308,8 +309,12 @@ class RoundBatches(Dataset[AnyBatch]):
         return shuffled_batches(size, rows, steps, seed=seed, role=name, round=round, client=client, secure=secure)
 
     def _batch(self, name: str, step: int) -> CohortBatch:
-        """A stream's batch in a step. Samples that cannot be read are zeros, or, in a private round, not in it."""
-        phase, indices, round = self.walk[step][0], self.indices[step][name], self.plan.round
+        """A stream's batch in a step of the round.
+
+        Samples that cannot be read are zeros, or, in a private round, not in it.
+        """
+        indices, round = self.indices[step][name], self.plan.round
+        phase, step, _ = self.walk[step]
         clients, counts = self.plan.clients[: len(indices)], tuple(map(len, indices))
         if not clients:
             return CohortBatch((), torch.empty(0), torch.empty(0), (), phase, step, round)
@@ -317,7 +322,7 @@ class RoundBatches(Dataset[AnyBatch]):
         if not len(rows):  # an image is read for its shape, and dropped
             owners, rows = torch.tensor(clients[:1]), torch.zeros(1, dtype=torch.int64)
         stream = () if self.private is None else (derive_seed(self._items, f"stream/{name}"),)
-        x, y, reasons = self.store.read(owners, rows, (self._items, round, step, *stream))
+        x, y, reasons = self.store.read(owners, rows, (self._items, round, *step_ids(phase, step), *stream))
         assert y is not None
         failed = {int(owners[row]): str(error) for row, error in reasons.items()}
         failed |= {who: f"client {who}: {text}" for who, text in failed.items() if f"client {who}" not in text}
@@ -347,7 +352,8 @@ class EvalBatches(Dataset[EvalBatch]):
 
     def __getitem__(self, step: int) -> EvalBatch:
         rows = slice(step * self.batch_size, (step + 1) * self.batch_size)
-        x, y = self.store.take(self.owners[rows], self.indices[rows], (self.seed, -1, step))
+        # No step among the indices: which one an image is in depends on how many images other clients have.
+        x, y = self.store.take(self.owners[rows], self.indices[rows], (self.seed, -1))
         assert y is not None
         return EvalBatch(x, y, self.owners[rows])
 

@@ -350,7 +350,8 @@ class Preparation:
     """Makes a batch ready for the model, on the device it is on.
 
     uint8 images are as :func:`prepare_images` makes them. Before that, cohort batches are augmented if asked for, with
-    draws that depend on the seed, the round, the client and the step alone; for private training also on the stream.
+    draws that depend on the seed, the round, the client, the phase and the step in it only; for private training also
+    on the stream.
     Padding stays zero.
 
     The backbone asks for ``image``; the other options are the data module's, and the run's seed. With ``secure`` the
@@ -405,7 +406,7 @@ class Preparation:
             return batch.x
         purpose = "augment" if stream is None else f"augment/{stream}"
         seed = secrets.randbits(256) if self.secure and stream is not None else self.seed
-        sources = [generator(seed, purpose, batch.round, client, batch.step) for client in batch.clients]
+        sources = [generator(seed, purpose, batch.round, client, *batch.step_ids) for client in batch.clients]
         drawn = zip(batch.counts, sources, strict=True)
         own = [draw_crops(rows, self.flip, self.crop_padding, source) for rows, source in drawn]
         crops = pad(torch.cat(own), batch.counts).flatten(0, 1)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a set is divided: among clients and server, and into training and validation images."""
 
+import hashlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, Subset
 
 from perada.core.checks import check_number, check_whole
 from perada.core.seeding import derive_seed
 from perada.core.text import some
-from perada.data.batches.datasets import resolved
+from perada.data.batches.datasets import entries, isolated_randomness, read_item, resolved
+from perada.data.batches.transforms import to_image
 from perada.data.federated import FederatedData
 from perada.data.partitions import Assignment, Partition, Split
 from perada.data.partitions.shares import Array, hashed_share, whole_groups
@@ -204,14 +207,25 @@ def groups_of(dataset: Dataset[Any]) -> Array:
     return groups
 
 
+def _fingerprint(dataset: Dataset[Any]) -> int:
+    """A number that tells a client from most others: a hash of its first image, which one read gives."""
+    with isolated_randomness():  # a dataset may draw, and then draws the same at every call
+        item = read_item(dataset, 0, "a client")
+        image = to_image(entries(item, labelled=False)[0])
+    description = f"{tuple(image.shape)} {image.dtype}".encode()
+    content = image.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(description + content, digest_size=16).digest(), "little")
+
+
 def hold_out(
     datasets: Sequence[Dataset[Any]], share: float, seed: int
 ) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
     """Draw each client's validation images: about ``share`` of its training images, but at least one and never all.
 
-    Each client's draw is its own, whatever the others have. Images of one group, such as a patient's, are all held out
-    or all trained on; where each image is a group, the share is rounded to whole images. Images of one's own are chosen
-    by what they are, and not by their number (:func:`.hashed_share`).
+    A client's draw follows from the seed and from its own images, never from its place among the datasets: a site,
+    which has the data of one client only, holds out the images that the client holds out in a simulation. Images of one
+    group, such as a patient's, are all held out or all trained on; where each image is a group, the share is rounded to
+    whole images. Images of one's own are chosen by what they are, and not by their number (:func:`.hashed_share`).
 
     Returns:
         What each client trains on, and what it holds out, in the order that they had.
@@ -233,7 +247,7 @@ def hold_out(
     train, validation = list[Dataset[Any]](), list[Dataset[Any]]()
     for client, (dataset, own) in enumerate(zip(datasets, groups, strict=True)):
         if identities[client] is None:
-            rng = np.random.default_rng(derive_seed(seed, "client_validation", client))
+            rng = np.random.default_rng(derive_seed(seed, "client_validation", _fingerprint(dataset)))
             held = whole_groups(own, [round(len(own) * share)], rng, least=1)[0]
         else:
             alike: list[list[str]] = [[]] * len(own)

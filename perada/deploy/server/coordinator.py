@@ -273,7 +273,6 @@ class Coordinator:
         names = [progress.roster[number].name for number in order]
         if not progress.asked:  # else it was asked before a crash, and sites know these messages
             progress.asked = names[: self.sample]
-            progress.lengths = self.roster.lengths([numbers[name] for name in progress.asked])
         self._save()
         asked, spare = list(progress.asked), [name for name in names if name not in progress.asked]
         least = terms.min_sites if skip else None  # to say "broken" is quick, and takes nobody's place
@@ -351,7 +350,7 @@ class Coordinator:
         progress, given = self.progress, self.server.global_state
         factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
         norm = self.roster.level.norm if self.roster.level is not None and self.recipe.noisy else 0.0
-        order = self._order("train", client, factor=factor, lengths=progress.lengths, norm=norm)
+        order = self._order("train", client, factor=factor, norm=norm)
         if not self.settings.algorithm.compares:
             received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
             given = self._narrowed({key: value[0] for key, value in received.items()}, client)

@@ -60,7 +60,6 @@ class Progress:
     records: list[Record] = field(default_factory=list)  # of each round
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of each round
     asked: list[str] = field(default_factory=list)  # sites asked in the round that is under way, in their order
-    lengths: list[int] = field(default_factory=list)  # its phases' steps
     plain: bool = False  # whether the tensors of the global state are laid out row by row
     level: dict[str, Any] | None = None  # state of the privacy of whole clients
 

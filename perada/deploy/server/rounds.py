@@ -108,13 +108,6 @@ class Roster:
         sizes = [member.size or 1 for member in self.progress.roster]
         return make_plan(self.progress.done, clients, sizes, self.settings.phases, self.batch_size)
 
-    def lengths(self, clients: Sequence[int]) -> list[int]:
-        """Steps of each phase of the longest of ``clients``, if all of them say their sizes."""
-        sizes = [self.progress.roster[client].size for client in clients]
-        if self.settings.privacy is not None or any(size is None for size in sizes):
-            return []
-        return list(self.plan(clients).lengths)
-
     def note(self, record: Record, got: Mapping[int, Answer]) -> None:
         """Write down who took part, who was late and who is not to be asked any more."""
         for client, answer in got.items():
@@ -223,7 +216,7 @@ def close_round(
     )
     progress.history.append({"round": float(progress.done), **metrics})
     progress.records.append(record)
-    progress.done, progress.asked, progress.lengths = progress.done + 1, [], []
+    progress.done, progress.asked = progress.done + 1, []
     for problem in filter(None, [record.void, "the distillation diverged" if report.diverged else ""]):
         log.warning("round %d: %s", record.round, problem)
 

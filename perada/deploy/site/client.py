@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, TensorDataset
 
 from perada.algorithms import Algorithm, Broadcast, Stacks
-from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, active_steps, make_plan, one_of
+from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, make_plan, one_of
 from perada.core.states import State, cut_ranks, expand, to_device
-from perada.data.batches.samples import MapStore, RoundBatches, Samples, loader
+from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, loader
 from perada.data.federated import FederatedData
 from perada.deploy.protocol import Order, Refused
 from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
@@ -36,6 +36,11 @@ from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
 from perada.server.aggregate import double
 from perada.server.distill import PUBLIC_BATCH
+
+SamplesT = TypeVar("SamplesT", bound=Samples)
+ValueT = TypeVar("ValueT")
+EMPTY: Dataset[Any] = TensorDataset(torch.empty(0))
+"""What stands for the data of clients that a site knows nothing of."""
 
 
 class Client:
@@ -134,28 +139,34 @@ class Client:
         return made
 
     def plan(self, order: Order, phases: Sequence[Phase] = ()) -> RoundPlan:
-        """The site's steps, by default of all phases of the order, which are as long as that says, at least.
+        """The site's steps, by default of all phases of the order.
 
         Ledgers know the site as client 0, and what is private does not follow from its number. All else does: batches,
         augmentation and what datasets draw are those of a simulation.
         """
         number = 0 if self.settings.privacy is not None else order.client
         usual = [self._tuning()[1]] if order.kind == "tune" else self.settings.phases
-        plan = make_plan(order.round, [number], {number: self.size}, phases or usual, self.data.batch_size)  # type: ignore[arg-type]  # looked up only
-        if phases or order.kind == "tune" or self.settings.privacy is not None or not order.lengths:
-            return plan
-        longest = tuple(max(own, given) for own, given in zip(plan.lengths, order.lengths, strict=True))
-        return replace(plan, lengths=longest)
+        sizes = numbered_list(self.size, number, filler=0)
+        return make_plan(order.round, [number], sizes, phases or usual, self.data.batch_size)
 
     def batches(self, plan: RoundPlan, private: PrivateSampling | None = None) -> Iterator[AnyBatch]:
         """The prepared local steps of a plan."""
         data, device = self.data, self.recipe.device
         store = numbered(data.served(data.checked.train), plan.clients[0])
-        whole = RoundBatches(store, plan, data.batch_size, data.prepare.seed, private)
-        # Others may take more steps: nothing is done then, and a site may say any number.
-        own = Subset(whole, [place for place, (*_, active) in enumerate(active_steps(plan)) if active])
-        for batch in loader(own, store, data.num_workers):
+        batches = RoundBatches(store, plan, data.batch_size, data.prepare.seed, private)
+        for batch in loader(batches, store, data.num_workers):
             yield data.prepare(data.transfer_batch_to_device(batch, device, 0))
+
+    def test_batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The site's prepared test images with their labels, as a simulation gives them to the client of a number."""
+        data, device = self.data, self.recipe.device
+        if data.checked.test is None:
+            return
+        store = numbered(data.served(data.checked.test), number)
+        batches = EvalBatches(store, data.eval_batch_size, data.prepare.seed)
+        for batch in loader(batches, store, data.num_workers):
+            prepared = data.prepare(data.transfer_batch_to_device(batch, device, 0))
+            yield prepared.x, prepared.y
 
     def costs(self, order: Order, protection: Protection, total: Ledger) -> list[Row] | None:
         """What training will spend; None if the recipe's limits in this run, or the site's in all, leave no room."""
@@ -247,7 +258,7 @@ class Client:
         found = {name: Scores(module.metrics, module.multilabel) for name in models}
         average = settings.algorithm.average
         with torch.no_grad(), self.recipe.context():
-            for x, y in self.data.test_batches(self.recipe.device):
+            for x, y in self.test_batches(order.client):
                 for name, states in models.items():
                     logits = ensemble(module.engine.shared_logits(states, x), average, module.multilabel)
                     found[name].update(logits.unsqueeze(0), y)
@@ -307,12 +318,20 @@ def only(data: FederatedData, place: int) -> FederatedData:
     return replace(data, train=[data.train[place]], test=test, public=None, server_validation=None, client_names=names)
 
 
-def numbered(store: Samples, number: int) -> Samples:
-    """A store of one client, which has the ``number`` that it has in the federation."""
+def numbered(store: SamplesT, number: int) -> SamplesT:
+    """A store of one client, in which it has the ``number`` that it has in the federation.
+
+    What is drawn for a client goes by its number. The clients before it are there without samples.
+    """
     made = copy(store)
-    made.sizes = {number: store.sizes[0]}  # type: ignore[assignment]  # looked up only
-    made.starts = torch.zeros(1, dtype=torch.int64).expand(number + 1)
+    made.sizes = tuple(numbered_list(store.sizes[0], number, filler=0))
+    made.starts = torch.zeros(number + 1, dtype=torch.int64)
     made.class_counts = None if store.class_counts is None else store.class_counts.expand(number + 1, -1)
-    if isinstance(made, MapStore):  # what its datasets draw depends on the number
-        made.datasets = {number: made.datasets[0]}  # type: ignore[assignment]  # likewise
+    if isinstance(made, MapStore):
+        made.datasets = numbered_list(made.datasets[0], number, filler=EMPTY)
     return made
+
+
+def numbered_list(value: ValueT, number: int, filler: ValueT) -> list[ValueT]:
+    """A list with the ``value`` at the place ``number``, which is the last, and the ``filler`` before it."""
+    return [filler] * number + [value]

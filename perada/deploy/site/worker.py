@@ -159,8 +159,6 @@ class SiteWorker:
         whole = template.initial if tune else template.sending
         _, given = unpack(message, spec_of(whole if tune else narrowed(whole, factors, order.rank)))
         given = {key: widened(value, whole[key].shape) for key, value in given.items()}
-        phases = len(client.settings.phases)
-        refuse(len(order.lengths) not in (0, phases), f"{len(order.lengths)} lengths for {phases} phases")
         protection, total = client.protection(state.account, state.trained), deepcopy(book.total)
         sampling = self._check_limits(client.limits, state, protection)
         costs = client.costs(order, protection, total)

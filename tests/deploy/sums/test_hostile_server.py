@@ -63,11 +63,10 @@ def shifted(state):
     [
         {"tensors": shifted},  # a model of its own
         {"factor": 0.0},  # a learning rate at which the site returns what it was sent
-        {"lengths": [9]},
         {"plain": False},
         {"clients": 9},
     ],
-    ids=["model", "rate", "steps", "layout", "sites"],
+    ids=["model", "rate", "layout", "sites"],
 )
 @pytest.mark.parametrize("told", [["site1"], ["site0", "site2", "site3"]], ids=["to one", "to all but one"])
 @pytest.mark.usefixtures("_believes")

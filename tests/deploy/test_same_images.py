@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A site trains on, holds out and scores the images that its client has in the simulation, whatever its place is."""
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from perada.cli.deployed_recipes import server_recipe, site_recipe
+from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, Images, UnlabelledFolder
+from perada.deploy.protocol import Order
+from perada.deploy.site.client import Client, only
+from perada.deploy.site.file import Limits, read_site
+from perada.deploy.transport import LocalTransport
+
+from .parties import Parties
+from .test_classes import CLASSES, naming
+from .test_site_file import RECIPE
+
+CLIENTS = (0, 1, 3)
+
+
+def written(folder, recipe, data):
+    """A site with ``data`` that has a recipe, which may say no seed."""
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    content = {"name": "a", "recipes": [{"recipe": "recipe.yaml"}], "data": data}
+    (folder / "site.yaml").write_text(yaml.safe_dump(content))
+    return site_recipe(folder / "recipe.yaml", read_site(folder / "site.yaml"))
+
+
+def served(module, client):
+    """The images that a client trains on, and those that it is scored on."""
+    module.setup()
+    row = torch.arange(module.train_sizes[client])
+    kept = module.checked.train.take(torch.full_like(row, client), row)
+    scored = [(x[owner == client], y[owner == client]) for x, y, owner in module.val_dataloader()]
+    return kept, tuple(map(torch.cat, zip(*scored, strict=True)))
+
+
+def assert_same_images(simulated, site, client):
+    for expected, found in zip(served(simulated, client), served(site, 0), strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other)
+
+
+PARTITION = {"class_path": "Dirichlet", "init_args": {"num_clients": 4, "alpha": 0.5}}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("evaluate_on", ["test", "validation"])
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("limits", [{}, {"train_limit": 300, "test_limit": 90}])
+@pytest.mark.every(6)
+def test_a_client_of_the_recipes_partition_has_its_images(client, evaluate_on, seed, limits, tmp_path):
+    """The recipe's seed and limits draw the partition, though site.yaml says neither."""
+    data = {"dataset": "Digits", "partition": PARTITION, "client_validation": 0.3, "evaluate_on": evaluate_on}
+    data |= {"image_size": 32, "batch_size": 8} | limits | ({} if seed is None else {"seed": seed})
+    own = {"dataset": "Digits", "partition": PARTITION, "client": client}
+    site = written(tmp_path / "site", RECIPE | {"data": data}, own).data
+    options = {"client_validation": 0.3, "evaluate_on": evaluate_on, "seed": seed or 0, "image_size": 32} | limits
+    simulated = FederatedDataModule(dataset=Digits(), partition=Dirichlet(4, 0.5), **options)
+    assert_same_images(simulated, site, client)
+
+
+def test_a_seed_of_the_sites_own_counts(tmp_path):
+    data = RECIPE["data"] | {"partition": PARTITION, "seed": 7}
+    own = {"dataset": "Digits", "partition": PARTITION, "seed": 3, "client": 1, "train_limit": 200}
+    site = written(tmp_path / "site", RECIPE | {"data": data}, own).data
+    options = {"seed": 3, "train_limit": 200, "test_limit": data["test_limit"], "image_size": 32}
+    assert_same_images(FederatedDataModule(dataset=Digits(), partition=Dirichlet(4, 0.5), **options), site, 1)
+
+
+class Noisy(Dataset):
+    """Images to which the dataset itself adds noise, as random transforms do, also where it is scored."""
+
+    def __init__(self, size, start):
+        self.size, self.start, self.targets = size, start, torch.arange(size) % 3
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.full((1, 8, 8), (self.start + index) / 400) + torch.randn(1, 8, 8), int(self.targets[index])
+
+
+def in_memory(sizes):
+    random = torch.Generator().manual_seed(0)
+    return [TensorDataset(torch.randn(n, 1, 8, 8, generator=random), torch.arange(n) % 3) for n in sizes]
+
+
+def one_by_one(sizes):
+    return [Noisy(size, 100 * place) for place, size in enumerate(sizes)]
+
+
+def subsets(sizes):
+    (everything,) = in_memory((sum(sizes),))
+    ends = np.cumsum(sizes)
+    return [Subset(everything, range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
+
+SIZES = (12, 12, 30, 12)
+
+
+@pytest.mark.parametrize("kind", [in_memory, one_by_one, subsets])
+def test_what_a_client_holds_out_does_not_depend_on_its_place(kind):
+    whole, options = FederatedData(kind(SIZES), kind(SIZES)), {"client_validation": 0.25, "seed": 5}
+    simulated = FederatedDataModule(whole, **options)
+    simulated.setup()
+    kept = [trained_on(simulated, client) for client in range(len(SIZES))]
+    for client in range(len(SIZES)):
+        site = FederatedDataModule(only(whole, client), **options)
+        site.setup()
+        assert trained_on(site, 0) == kept[client]
+    back = FederatedDataModule(FederatedData(whole.train[::-1], whole.test[::-1]), **options)
+    back.setup()
+    assert [trained_on(back, client) for client in range(len(SIZES))] == kept[::-1]
+    if kind is one_by_one:  # of equal sizes, and yet drawn apart
+        assert len({tuple(kept[client]) for client in (0, 1, 3)}) == 3
+
+
+def trained_on(module, client):
+    """What tells the images that a client trains on: their positions in its dataset, or a number of each."""
+    store = module.checked.train
+    if hasattr(store, "datasets"):
+        return list(store.datasets[client].indices)
+    rows = store.table[store.starts[client] :][: store.sizes[client]]
+    return store.images[rows].flatten(1).sum(1).tolist()
+
+
+AUGMENTED = {"crop_padding": 2, "flip": True}
+
+
+@pytest.mark.parametrize("kind", [in_memory, one_by_one])
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedrep"])
+@pytest.mark.parametrize("number", [2, 0, 3])
+@pytest.mark.every(5)
+def test_batches_and_test_images_are_those_of_the_simulation(kind, algorithm, number, tiny, tmp_path):
+    """Also what datasets and augmentation draw, in later phases, and where nobody tells the site the others' sizes."""
+    parties = Parties(tiny, tmp_path, algorithm, sizes=SIZES, data=AUGMENTED)
+    parties.whole = FederatedData(kind(SIZES), kind((5, 9, 7, 6)), in_memory((8,))[0])
+    loop, module, data = parties.loop(), parties.module(), parties.data(parties.whole)
+    parties.rounds = 1
+    parties.trainer(loop).fit(module, datamodule=data)
+    client = Client(parties.recipe(number), Limits())
+    for round in (0, 3):
+        order = Order("train", "0" * 32, client.recipe.digest, round=round, client=number, clients=4)
+        plan = data.plan_for(range(4), round)
+        expected = []
+        for batch in map(data.prepare, data.cohort_loader(plan)):
+            if number in batch.clients:
+                place = batch.clients.index(number)
+                expected.append((batch.x[place, : batch.counts[place]], batch.y[place, : batch.counts[place]]))
+        found = [(batch.x[0], batch.y[0]) for batch in client.batches(client.plan(order))]
+        assert len(found) == len(expected) > 1
+        for one, other in zip(expected, found, strict=True):
+            assert all(map(torch.equal, one, other))
+    batches = [data.prepare(batch) for batch in data.val_dataloader()]
+    x, y, owner = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("x", "y", "owner"))
+    own = [torch.cat(parts) for parts in zip(*client.test_batches(number), strict=True)]
+    assert torch.equal(own[0], x[owner == number]) and torch.equal(own[1], y[owner == number])
+
+
+@pytest.mark.parametrize("algorithm", ["fedrep", pytest.param("fedbabu", marks=pytest.mark.slow)])
+def test_a_site_that_tells_no_sizes_trains_the_simulations_bits(algorithm, tiny, tmp_path):
+    """Dropout and augmentation of a later phase do not depend on how long others train in an earlier one."""
+    parties = Parties(tiny, tmp_path, algorithm, rounds=1, sizes=(6, 3, 14), data=AUGMENTED)
+    loop, module = parties.simulated()
+    workers = parties.workers(may_send=())
+    coordinator = parties.coordinator(LocalTransport(workers))
+    coordinator.run()
+    assert loop.history
+    for key, value in module.federation.global_state.items():
+        assert torch.equal(coordinator.server.global_state[key], value), key
+
+
+def drawn(root, clients, size=(20, 14)):
+    """A folder of clients with folders of classes, of grey images with 16 bits that all differ."""
+    for client in range(clients):
+        for number in range(18):
+            path = root / f"h{client}" / CLASSES[number % 3] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = np.random.default_rng([client, number]).integers(0, 1000, size[::-1], dtype=np.uint16)
+            Image.fromarray(pixels).save(path)
+
+
+@pytest.mark.parametrize("data", [{}, {"image_size": 24}, {"image_size": 24, "client_validation": 0.3}])
+@pytest.mark.parametrize(
+    "options", [{"size": 32, "gray": True, "full_scale": 1023.0, "test_share": 0.4, "seed": 6}, {}]
+)
+def test_a_folder_is_read_as_the_recipes_is(options, data, tmp_path):
+    """Pixels, too: in the size of the recipe's set first, then in that of the data module."""
+    drawn(tmp_path / "all", 3)
+    if not options:
+        options = {"size": 16}
+    recipe = naming()
+    recipe["data"]["dataset"]["init_args"] |= options
+    recipe["data"] = {key: value for key, value in recipe["data"].items() if key != "image_size"} | data
+    images = Images(str(tmp_path / "all"), "{client}/{class}/*", classes=CLASSES, **options)
+    simulated = FederatedDataModule(dataset=images, partition=ByDomain("client"), **data)
+    for client in range(3):
+        own = {"root": str(tmp_path / "all" / f"h{client}"), "layout": "{class}/*"}
+        site = written(tmp_path / f"site{client}", recipe, own).data
+        assert_same_images(simulated, site, client)
+
+
+def test_a_table_is_read_as_the_recipes_is(tmp_path):
+    """By the recipe's columns and separator, unless the site names its own."""
+    drawn(tmp_path / "h0", 1)
+    files = sorted((tmp_path / "h0").rglob("*.png"))
+    rows = [f"{file},{'|'.join(CLASSES[: 1 + place % 3])},p{place // 2}" for place, file in enumerate(files)]
+    for name, header in (("a", "file,finding,patient"), ("b", "picture,finding,patient")):
+        (tmp_path / f"{name}.csv").write_text("\n".join([header, *rows]))
+    table = {"path": "file", "label": "finding", "separator": "|", "group": "patient", "size": 16, "seed": 2}
+    recipe = naming()
+    recipe["data"]["dataset"] = {
+        "class_path": "ImageTable",
+        "init_args": {"table": "x.csv", "classes": CLASSES} | table,
+    }
+    sides = []
+    for name, own in (("a", {}), ("b", {"path": "picture"})):
+        site = written(tmp_path / f"site-{name}", recipe, {"table": str(tmp_path / f"{name}.csv")} | own).data
+        site.setup()
+        assert site.multilabel and site.checked.train.datasets[0].dataset.size == 16
+        sides.append(site.data.train[0].indices)
+    assert sides[0] == sides[1]
+
+
+@pytest.mark.parametrize("on_broken", ["skip", "refuse"])
+def test_public_images_that_cannot_be_read_are_those_of_the_simulation(on_broken, tmp_path):
+    drawn(tmp_path / "public", 1)
+    broken = sorted((tmp_path / "public").rglob("*.png"))[3]
+    broken.write_bytes(broken.read_bytes()[:60])
+    public = {"class_path": "UnlabelledFolder", "init_args": {"root": str(tmp_path / "public"), "size": 32}}
+    data = RECIPE["data"] | {"public": public, "on_broken": on_broken, "public_limit": 17}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"data": data}))
+    if on_broken == "refuse":
+        with pytest.raises(ValueError, match=r"1 image cannot be read .*on_broken: skip"):
+            server_recipe(str(tmp_path / "recipe.yaml"))
+        return
+    with pytest.warns(UserWarning, match="1 image cannot be read"):
+        recipe = server_recipe(str(tmp_path / "recipe.yaml"))
+    images = UnlabelledFolder(str(tmp_path / "public"), size=32)
+    simulated = FederatedDataModule(dataset=Digits(), partition=Dirichlet(2, 1.0), public=images, public_limit=17,
+                                    on_broken="skip", image_size=32)  # fmt: skip
+    with pytest.warns(UserWarning, match="1 image cannot be read"):
+        simulated.setup()
+    store, rows = simulated.checked.public, torch.arange(16)
+    expected = store.take(torch.zeros_like(rows), rows)[0]
+    assert torch.equal(torch.stack([recipe.public[row] for row in range(16)]), expected)
+    assert len(recipe.public) == store.sizes[0] == 16
