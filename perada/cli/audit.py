@@ -6,7 +6,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from perada.deploy.audit import LOG, Entry, Tip, begin_log, check_chain, check_state, read_log
+from perada.deploy.audit import LOG, Entry, begin_log, check_chain, check_state
 from perada.deploy.protocol import canonical
 from perada.deploy.site.file import read_site
 from perada.results.report import table
@@ -26,12 +26,17 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
     folder = given.where if given.where.is_dir() else read_site(given.where).state
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} is not there: the site has answered nothing yet")
+    from perada.deploy.state import check_former, check_not_lost, read_committed, read_mark, read_witnesses
+
     if given.begin:
-        kept = begin_log(folder, *_state(folder))
+        committed = read_committed(folder)
+        if not committed.commits:
+            check_not_lost(folder, read_mark(folder).commits)
+        kept = begin_log(folder, committed)
         print(f"Began a new log in {folder}; the former one is {'gone' if kept is None else kept.name}")
         return
-    found, (committed, rounds) = read_log(folder), _state(folder)
-    if found.head is None and committed is None and not found.entries and not found.torn:
+    found, committed, mark = read_witnesses(folder)
+    if found.head is None and not committed.commits and not mark.tip.lines and not found.entries and not found.torn:
         raise FileNotFoundError(
             f"{str(folder)!r} has no {LOG}: the site has answered nothing yet, or this is the wrong folder"
         )
@@ -40,7 +45,10 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
     else:
         print(table(TITLES, [_row(entry) for entry in found.entries]))
     check_chain(found)
-    check_state(found, committed, rounds)
+    if not committed.commits:
+        check_not_lost(folder, mark.commits)
+    check_state(found, committed, mark)
+    check_former(folder, committed)
     for noted in given.noted:
         if noted not in [entry["sha256"] for entry in found.entries]:
             raise ValueError(f"no line has the sha256 {noted!r}, which was noted: the log was written anew")
@@ -48,16 +56,6 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         torn = f"; {len(found.torn)} bytes of another, which was never answered" if found.torn else ""
         print(f"\n{found.tip.lines} lines, each after the one before it{torn}. Note the last one's sha256 elsewhere:")
         print(found.tip.last)
-
-
-def _state(folder: Path) -> tuple[Tip | None, int]:
-    """How far the log was when the state was last written, and how many rounds were trained by then."""
-    from perada.deploy.state import SITE_STATE, read_state
-
-    if not (folder / SITE_STATE).is_file():
-        return None, 0
-    all_runs = read_state(folder / SITE_STATE)[1]
-    return all_runs["audit"], all_runs["rounds"]
 
 
 def _row(entry: Entry) -> list[str]:

@@ -26,6 +26,10 @@ except ModuleNotFoundError:  # not a POSIX system
     grp = None  # type: ignore[assignment]
     pwd = None  # type: ignore[assignment]
 
+LOCK = "lock"
+"""Name of the file in a folder by which a process locks it."""
+_LOCK_BYTES = 512
+"""Bytes that this file may hold: no more than one sector of a disk."""
 PREFIX = "perada-scratch-"
 """Of the names of temporary folders."""
 _TOGETHER = 16
@@ -278,7 +282,7 @@ class FolderLock:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not is_owner_only(folder.stat(), rights=0o2):
             raise OSError(f"the folder {str(folder)!r} can be written to by other users; chmod 700 it")
-        self._file = file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._file = file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self.close = weakref.finalize(self, os.close, file)
         try:
             _lock(file)
@@ -287,13 +291,18 @@ class FolderLock:
             reason = f"the folder {str(folder)!r} is in use by another {whose}; stop that one first"
             raise OSError(reason) from None
 
-    @property
-    def marked(self) -> bool:
-        """Whether :meth:`mark` was ever called, by any process."""
-        return os.fstat(self._file).st_size > 0
+    def read(self) -> bytes:
+        """The content of the lock's file, which :meth:`write` wrote; empty if nothing was ever written."""
+        return os.pread(self._file, _LOCK_BYTES, 0)
 
-    def mark(self) -> None:
-        """Remember, on the disk, that the folder holds what must not be lost."""
-        if not self.marked:
-            os.pwrite(self._file, b"used\n", 0)
-            os.fsync(self._file)
+    def write(self, content: bytes) -> None:
+        """Replace the content of the lock's file, on the disk.
+
+        This is not atomic: after a power failure the file may hold a mixture of two contents. A content that always has
+        the same, small length is as good as safe, since it is in one sector of a disk.
+        """
+        if len(content) > _LOCK_BYTES:
+            raise ValueError(f"the lock's file holds at most {_LOCK_BYTES} bytes, got {len(content)}")
+        os.pwrite(self._file, content, 0)
+        os.ftruncate(self._file, len(content))
+        os.fsync(self._file)

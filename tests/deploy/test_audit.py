@@ -54,7 +54,8 @@ def message(place):
 
 
 def note(log, place):
-    log.note(message(place), pack(Answer("ok", digest(message(place)))), 0, lambda order: None)
+    reply = pack(Answer("ok", digest(message(place))))
+    log.note(message(place), reply, trained=0, commits=0, spent=lambda order: None)
 
 
 def written(folder, count):
@@ -89,6 +90,7 @@ def test_each_reply_has_a_line_that_says_what_left(tiny, tmp_path):
     assert [entry["left"]["tensors"] for entry in entries] == [{}, sent, sent, {}, {}, {}]
     assert [entry["left"]["bytes"] for entry in entries] == [len(reply) for reply in replies]
     assert [entry["trained"] for entry in entries] == [0, 1, 1, 1, 1, 1]
+    assert [entry["commits"] for entry in entries] == [0, 1, 1, 2, 2, 2]  # a repeated message changes nothing
     assert not any("epsilon" in entry or entry["left"].get("masks") for entry in entries)
 
 
@@ -284,7 +286,7 @@ from perada.deploy.protocol import Answer, Order, digest, pack
 log, place = AuditLog(Path(sys.argv[1])), 0
 while True:
     message = pack(Order("train", "ab" * 16, "cd" * 32, place))
-    log.note(message, pack(Answer("ok", digest(message))), 0, lambda order: None)
+    log.note(message, pack(Answer("ok", digest(message))), trained=0, commits=0, spent=lambda order: None)
     place += 1
     print(place, flush=True)
 """
@@ -324,7 +326,8 @@ def test_a_state_that_was_put_back_alone_is_found(tiny, tmp_path):
     folder = trained_and_copied(tiny, tmp_path)
     shutil.copy(tmp_path / "copy" / "state.safetensors", folder)
     for find in (lambda: Book(folder), lambda: main(["deploy", "audit", str(folder)])):
-        with pytest.raises(ValueError, match="the state is an older copy, which has forgotten what 2 rounds spent"):
+        said = "state.safetensors is an older copy: it was written once, and line 3 of audit.jsonl tells of 3 times"
+        with pytest.raises(ValueError, match=said):
             find()
     main(["deploy", "audit", str(folder), "--begin"])
     assert (folder / "audit-1.jsonl").read_bytes().count(b"\n") == 3
@@ -344,7 +347,7 @@ def test_a_log_that_was_put_back_or_taken_away_is_found(tiny, tmp_path):
         Book(folder)
     for name in (LOG, HEAD):
         (folder / name).unlink()
-    with pytest.raises(ValueError, match="the state was written after a line 2 that is not in it"):
+    with pytest.raises(ValueError, match=f"{LOG}: it is gone, and {HEAD} with it"):
         main(["deploy", "audit", str(folder)])
 
 

@@ -109,7 +109,7 @@ class SiteWorker:
             except Exception:
                 self.log.exception("run %s: failed", run)
                 reply = _reply("failed", answers)
-            self.book.audit.note(message, reply, self.book.rounds, self._spent)
+            self.book.note(message, reply, self._spent)
         return reply
 
     def _spent(self, order: Order) -> dict[str, float | None] | None:

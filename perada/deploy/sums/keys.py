@@ -171,7 +171,7 @@ class Advert:
 
     def __post_init__(self) -> None:
         digits, forms = "[0-9a-f]{64}", {"name": r"\S{1,64}", "numbers": ".{0,4096}", "signature": "([0-9a-f]{128})?"}
-        forms["heard"] = f"([0-9]{{1,7}}:[0-9a-f]{{32}} ){{0,{HEARD}}}"
+        forms["heard"] = f"([0-9]{{1,7}}:[0-9a-f]{{64}} ){{0,{HEARD}}}"
         for name, value in vars(self).items():
             if not isinstance(value, str) or not re.fullmatch(forms.get(name, digits), value):
                 raise ValueError(f"{name}={str(value)[:80]!r} of a site's keys is not of its form")
@@ -200,7 +200,8 @@ class Own(NamedTuple):
     def texts(self) -> dict[str, str]:
         """As an advert has them."""
         last = sorted(self.heard, key=int)[-HEARD:]
-        heard = "".join(f"{round}:{self.heard[round][:32]} " for round in last)
+        # All 256 bits: the server chooses both messages, and could find two that agree in 128 bits in 2⁶⁴ trials.
+        heard = "".join(f"{round}:{self.heard[round]} " for round in last)
         return {"numbers": " ".join(sorted(self.numbers)), "heard": heard}
 
 

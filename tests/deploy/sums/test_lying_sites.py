@@ -143,7 +143,7 @@ def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, ti
     assert "site site0: malformed in a secure sum: a public key cannot be used" in caplog.text
 
 
-@pytest.mark.parametrize("change", [{"terms": "0" * 64}, {"heard": f"0:{'0' * 32} "}], ids="".join)
+@pytest.mark.parametrize("change", [{"terms": "0" * 64}, {"heard": f"0:{'0' * 64} "}], ids="".join)
 def test_a_site_that_says_it_was_told_other_things_is_alone(change, tiny, tmp_path, caplog):
     """With its keys in the list each site would refuse it, in all rounds."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

@@ -327,6 +327,19 @@ def test_fewer_shares_than_the_threshold_say_nothing():
         assert (keys.combined(some, size) == secret) == (size >= 5)
 
 
+@pytest.mark.parametrize("differs", range(64))
+def test_digests_of_what_sites_were_told_are_compared_in_full(differs):
+    """The server chooses both messages, so that it could look for two whose digests begin alike."""
+    told = "a" * 64
+    other = told[:differs] + "b" + told[differs + 1 :]
+    adverts = [
+        SiteRound(name, IDENTITIES[name], peers(name), TERMS, keys.Own((), {"0": heard})).advertise()
+        for name, heard in zip(NAMES, (told, other), strict=False)
+    ]
+    assert keys.differing(keys.told_in(adverts[0]), adverts[1]) == ["0"]
+    assert len(bytes.fromhex(keys.told_in(adverts[0])["0"])) == 32
+
+
 @pytest.mark.parametrize(
     ("others", "rounds"),
     [
