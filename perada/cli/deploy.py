@@ -40,6 +40,7 @@ from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import Book, read_runs
 from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import LocalTransport, Terms, Transport
+from perada.privacy.accounting import Ledger
 from perada.results.export import PeftFolders
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     """Try at a site what its recipes would do; nothing is sent and nothing is kept."""
     parser.add_argument("site", type=Path, help=SITE)
     given = read_site(parser.parse_args(words).site)
+    total = _spent_before(given.state)
     for path, approved in given.recipes.items():
         client = client_of(path, given)
         tried = try_step(client)
@@ -91,11 +93,23 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             f"{tried.seconds:.2f} s, and a round has {tried.steps}",
             f"memory: {shown_memory(tried)}",
             f"sends {shown_sent(client, given.may_send)}",
-            "private training: " + (shown_privacy(client) if private else "no"),
+            "private training: " + (shown_privacy(client, total) if private else "no"),
             "secure sums: " + shown_sums(client, party_of(given)),
-            *([] if client.level is None else ["the site as a whole: " + shown_level(client.level, client)]),
+            *([] if client.level is None else ["the site as a whole: " + shown_level(client.level, client, total)]),
         ]
         print("\n  ".join(lines))
+
+
+def _spent_before(folder: Path) -> Ledger:
+    """What the runs of a state folder have spent; nothing where this user may not read it."""
+    total = Ledger()
+    try:
+        all_runs = read_runs(folder)[1]
+    except PermissionError:
+        return total
+    if all_runs:
+        total.load_state_dict(all_runs["total"])
+    return total
 
 
 def status(parser: ArgumentParser, words: list[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 from perada.core.states import megabytes
 from perada.deploy.protocol import Order
 from perada.deploy.server.progress import Progress
+from perada.deploy.site.budget import images_without_noise, site_without_noise, steps_without_noise
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits, SiteFile
 from perada.deploy.site.level import SiteLevel
@@ -86,19 +87,28 @@ def shown_sums(client: Client, party: "Party | None") -> str:
     return f"yes: hidden among at least {others}{few}"
 
 
-def shown_level(level: SiteLevel, client: Client) -> str:
-    """What a whole run spends of the site as a whole, and its limit."""
+def shown_level(level: SiteLevel, client: Client, total: Ledger | None = None) -> str:
+    """What a whole run spends of the site as a whole, its limit, and what is wrong with the ``total`` of all runs."""
     limits, rounds = client.limits, client.recipe.rounds
     spent = epsilon_text(level.budget.epsilon({level.cost: rounds}))
     hidden = f"noise of its own in each sum; {rounds} rounds spend ε ≤ {spent} {shown_measure(limits)}"
-    return f"{hidden}, also against the server; {shown_limit(limits.max_site_epsilon)}"
+    amiss = _amiss(site_without_noise(total or Ledger()), limits.max_site_epsilon)
+    return f"{hidden}, also against the server; {shown_limit(limits.max_site_epsilon)}{amiss}"
 
 
-def shown_privacy(client: Client) -> str:
-    """What a whole run spends at the site, if it takes part in every round, and the site's limit."""
+def shown_privacy(client: Client, total: Ledger | None = None) -> str:
+    """What a whole run spends at the site, if it takes part in every round, and the rest as :func:`shown_level`."""
     limits, rounds = client.limits, client.recipe.rounds
     spent = f"ε ≤ {epsilon_text(client.budget.epsilon(client.planned))} {shown_measure(limits)}"
-    return f"yes: a run of {rounds} rounds spends {spent}; {shown_limit(limits.max_epsilon)}"
+    amiss = _amiss(images_without_noise(total or Ledger()), limits.max_epsilon)
+    return f"yes: a run of {rounds} rounds spends {spent}; {shown_limit(limits.max_epsilon)}{amiss}"
+
+
+def _amiss(reason: str, own: float | None) -> str:
+    """What is said of an ε that is infinite for a ``reason``, if there is one, where ``own`` is the site's limit."""
+    if not reason:
+        return ""
+    return f"; but {reason}" + ("" if own is None else ", and every round will be refused")
 
 
 def shown_measure(limits: Limits) -> str:
@@ -130,12 +140,16 @@ def site_status(given: SiteFile) -> str:
         most = "one whole run's" if own is None else f"{own:g}"
         return f"\n\n{whose}: ε {found} (the limit is {most}) {shown_measure(limits)}"
 
-    whole = bool(total.history(WHOLE))
+    of_site = total.history(WHOLE)
+    # Of a site that never took part in a noisy sum, and has no limit of it, everybody knows that its ε is infinite.
+    whole = len(of_site) > bool(steps_without_noise(of_site)) or limits.max_site_epsilon is not None
     if whole:
-        text += spent("The site as a whole, all noisy sums together", WHOLE, limits.max_site_epsilon) + "."
+        text += spent("The site as a whole, all runs together", WHOLE, limits.max_site_epsilon)
+        reason = site_without_noise(total)
+        text += f": {reason}." if reason else "."
     if not total.history(IMAGES):
         return text
-    bare = sum(steps for (sigma, _), steps in total.history(IMAGES).items() if not sigma)
+    bare = steps_without_noise(total.history(IMAGES))
     without = f"; {bare} rounds had no privacy" if bare else ""
     whose = "Single images, all runs together" if whole else "All runs together"
     return f"{text}{spent(whose, IMAGES, limits.max_epsilon)}{without}."

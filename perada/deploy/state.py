@@ -142,7 +142,8 @@ class Book:
 
     Attributes:
         total: What all runs have spent, of its images as client 0, where a round without privacy is one step without
-            noise, and of the site as a whole as client 1, where noisy secure sums are steps.
+            noise, and of the site as a whole as client 1, where a noisy secure sum is a step, and a training or scoring
+            of which something leaves without the site's noise is a step without noise.
         rounds: How many all runs have trained.
         sampling: How private batches were drawn; None before the first.
         commits: How often the state was written.

@@ -30,6 +30,7 @@ from perada.deploy.protocol import (
     unpack,
 )
 from perada.deploy.scores import numbers_of
+from perada.deploy.site.budget import WITHOUT_NOISE, images_without_noise, site_without_noise
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
 from perada.deploy.state import IMAGES, WHOLE, Book, RunState
@@ -76,6 +77,8 @@ class SiteWorker:
         self.log = log or logging.getLogger("perada.site")
         self.about: dict[str, object] = {}  # the run and round of the order that is being answered
         self._turn = threading.Lock()
+        for client in self.clients.values():
+            self._warn_of_infinite_epsilon(client)
 
     @property
     def most(self) -> int:
@@ -111,6 +114,14 @@ class SiteWorker:
                 reply = _reply("failed", answers)
             self.book.note(message, reply, self._spent)
         return reply
+
+    def _warn_of_infinite_epsilon(self, client: Client) -> None:
+        """Say at the start which of a recipe's guarantees the site has lost before; its orders may be refused."""
+        total = self.book.total
+        if client.planned and (reason := images_without_noise(total)):
+            self.log.warning("recipe %.8s: %s", client.recipe.digest, reason)
+        if client.level is not None and (reason := site_without_noise(total)):
+            self.log.warning("recipe %.8s: %s", client.recipe.digest, reason)
 
     def _spent(self, order: Order) -> dict[str, float | None] | None:
         """The ε of all that was trained and masked here, in the site's measure (None is ∞); None without privacy."""
@@ -163,6 +174,9 @@ class SiteWorker:
         sampling = self._check_limits(client.limits, state, protection)
         costs = client.costs(order, protection, total)
         if costs is None:
+            reason = images_without_noise(total)
+            if reason and client.budget.own is not None:
+                raise Refused(f"max_epsilon={client.budget.own:g} cannot be kept: {reason}", "exhausted")
             limits = "the largest ε that the recipe allows in this run, or the site in all runs together"
             raise Refused(f"another round would pass {limits} (max_epsilon; by default a whole run's)", "exhausted")
         if client.level is not None and not tune:
@@ -170,6 +184,8 @@ class SiteWorker:
             self._check_sum(client)
         trained, losses, failed = client.train(order, given, state, protection)
         facts = self._count(protection.images, costs, total, state)
+        if client.level is None:  # the update leaves without the site's noise, or at least whether the training broke
+            total.add(WHOLE, *WITHOUT_NOISE, 1)
         counts = bool(trained.counts[0]) or tune
         if counts and losses:
             facts |= self._allowed(losses={"losses": losses})
@@ -204,7 +220,7 @@ class SiteWorker:
     def _count(self, account: Account | None, costs: Sequence[Row], total: Ledger, state: RunState) -> dict[str, Any]:
         """Count what a round cost, in the run and in ``total``, and return what of it may leave the site."""
         if account is None:
-            total.add(IMAGES, 0.0, 1.0, 1)
+            total.add(IMAGES, *WITHOUT_NOISE, 1)
             return {}
         account.spend(costs)
         for _, sigma, rate, steps, _ in costs:
@@ -283,9 +299,14 @@ class SiteWorker:
 
     def _check_sum(self, client: Client) -> None:
         """Refuse what the site as a whole has no budget for any more."""
+        level = client.level
+        if level is None or level.affords(self.book.total):
+            return
+        reason = site_without_noise(self.book.total)
+        if reason and level.budget.own is not None:
+            raise Refused(f"max_site_epsilon={level.budget.own:g} cannot be kept: {reason}", "exhausted")
         over = "another noisy sum would pass the largest ε of the site as a whole, in all runs together"
-        spent = client.level is not None and not client.level.affords(self.book.total)
-        refuse(spent, f"{over} (max_site_epsilon; by default a whole run's)", "exhausted")
+        raise Refused(f"{over} (max_site_epsilon; by default a whole run's)", "exhausted")
 
     def _check_limits(self, limits: Limits, state: RunState, protection: Protection) -> str | None:
         """Refuse what the site does not allow, or its budget not any more; else how private batches are drawn."""
@@ -324,12 +345,16 @@ class SiteWorker:
         if client.settings.secure_sums is not None:
             state.numbers, facts = numbers_of(client.module.metrics, facts), {}
             state.asked = digest(pack(replace(order, client=0), given))
+        total = self.book.total
+        if client.level is None and (facts or state.numbers):  # they leave without noise, now or in a sum
+            total = deepcopy(total)
+            total.add(WHOLE, *WITHOUT_NOISE, 1)
         if order.round == client.recipe.rounds:
             state.shared = shared
         sums = {"adds": True} if state.numbers else {}
         reply = pack(Answer("ok", answers, facts, sums))
         state.scored, state.score, state.scores = order.round, answers, reply
-        self.book.commit(state, self.book.total, self.book.rounds, self.book.sampling)
+        self.book.commit(state, total, self.book.rounds, self.book.sampling)
 
     def _allowed(self, **facts: dict[str, Any]) -> dict[str, Any]:
         """Those of the facts, by what they are, that may leave the site."""
