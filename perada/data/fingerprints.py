@@ -9,6 +9,8 @@ A fingerprint holds hashes and names only, in plain types, and is part of a chec
   decoder changes nothing.
 - Items of other datasets: of up to :data:`ITEMS_LIMIT` evenly spaced ones in a part, as the dataset returns them.
 
+Of files and items at least two are read for each client, of at most :data:`CLIENTS_LIMIT` evenly spaced clients.
+
 A dataset may return another image each time it is asked, from a generator of its own. Some items of each part are
 therefore read twice. If any of them differs, no images of that part are hashed, and only names, numbers of images and
 labels are compared.
@@ -33,8 +35,11 @@ BYTES_LIMIT = 2**30
 """Bytes of images in memory that are hashed in each part of the data, at most."""
 FILES_LIMIT = 20_000
 ITEMS_LIMIT = 1_000
+CLIENTS_LIMIT = 1_000
 REPEATED_ITEMS = 16
 """Items of each client that are read twice, at most."""
+NOT_READ = ""
+"""Stands for the hash of a client whose images were not read."""
 _CHUNK = 4096  # images of a tensor that are gathered at a time
 
 Fingerprint = dict[str, Any]
@@ -89,9 +94,14 @@ def _fingerprint_of_items(store: MapStore) -> dict[str, list[str] | None]:
     total = max(1, sum(store.sizes))
     image_hashes = list[str | None]()
     label_hashes = list[str | None]()
+    clients_to_read = set(_evenly_spaced(len(store.sizes), CLIENTS_LIMIT).tolist())
     for client, size in enumerate(store.sizes):
         known = store.known[client] if store.labelled else None
         labels_hash = None if known is None else _hash_of(known)
+        if client not in clients_to_read:
+            image_hashes.append(NOT_READ)
+            label_hashes.append(NOT_READ if labels_hash is None else labels_hash)
+            continue
         base, rows = resolved(store.datasets[client])
         if isinstance(base, ImageFiles):
             chosen = _evenly_spaced(size, FILES_LIMIT * size // total).tolist()
@@ -222,7 +232,7 @@ def _clients(old: Sequence[str], new: Sequence[str], names: Sequence[str] | None
     title = f"client{'s' * (len(changed) > 1)} {some([shown[client] for client in changed])}"
     text = f"{title} are not those of the checkpoint"
     for client in changed:
-        if new[client] in old:
+        if new[client] != NOT_READ and new[client] in old:
             former = old.index(new[client])
             owner = shown[former] if former < len(shown) else str(former)
             return f"{text} (client {shown[client]} now has those of client {owner})"

@@ -119,7 +119,7 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
     """What a checkpoint says of its run, in plain types.
 
     It ``belongs`` to runs that have these in common, with a mark in the place of a seed that is not to be told; its
-    ``options`` change what rounds compute, by the names that users give them; ``data`` is the fingerprint of the data.
+    ``options`` change what rounds compute, by the names that users give them.
     """
     settings, data, module, training = parts.settings, parts.data, parts.module, parts.settings.training
     model = module.model.state_dict()
@@ -152,7 +152,7 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
         "secure_sums": repr(settings.secure_sums),
         **{f"distillation.{name}": value for name, value in asdict(settings.distillation).items()},
     }
-    return {"belongs": belongs, "options": options, "data": data.fingerprint}
+    return {"belongs": belongs, "options": options}
 
 
 def alike(parts: Parts, done: int) -> dict[str, Any]:
@@ -169,7 +169,6 @@ def alike(parts: Parts, done: int) -> dict[str, Any]:
         "global_test_clients": parts.module.global_test_clients,
         "metric": parts.module.metric,
         "privacy": repr((parts.settings.privacy, parts.settings.client_privacy)),
-        "data": said["data"],
     }
 
 
@@ -210,11 +209,11 @@ def check_saved(saved: dict[str, Any], parts: Parts, training: bool, allowed: Se
         former = saved["belongs"].get(name)
         if name == "clients' numbers of images" and not more:
             # Names before numbers: clients in another order usually differ in both.
-            _check_names(saved["data"], here["data"], training)
+            _check_names(saved["data"], parts.data.fingerprint, training)
         if former != value and name not in free:
             raise ValueError(_of_another_run(f"its {name} {_difference(former, value)}", training))
     if not more:
-        _check_content(saved["data"], here["data"], parts, training, allowed)
+        _check_content(saved["data"], parts.data.fingerprint, parts, training, allowed)
     for name, value in here["options"].items() if training else ():
         former = saved["options"].get(name)
         if former != value and name not in allowed:

@@ -221,7 +221,12 @@ class FederatedLoop(pl.Callback):
         """The federation of this process, which was set up as those of the others were."""
         parts, ranks = self.parts, Ranks(together=trainer.world_size > 1)
         done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
-        checkpoints.check_alike(ranks, checkpoints.alike(parts, done))
+        mine = checkpoints.alike(parts, done)
+        if ranks.size > 1:
+            mine["data"] = (
+                parts.data.fingerprint
+            )  # takes a while for large data, and one process has nothing to compare
+        checkpoints.check_alike(ranks, mine)
         given = parts.module.engine, parts.module.slot, parts.module.initial_state
         return Federation(*given, parts.settings, self.num_clients, ranks, self.protection)
 
@@ -357,6 +362,7 @@ class FederatedLoop(pl.Callback):
             "scores": parts.module.scores,
             "shifted": parts.module.shifted,
             "info": scoring.run_info(parts),
+            "data": parts.data.fingerprint,
         } | checkpoints.described(parts)
 
     def on_load_checkpoint(

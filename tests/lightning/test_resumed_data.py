@@ -74,7 +74,7 @@ def other_pixel(client):
 
 
 PRIVATE = {"privacy": {"noise_multiplier": 1.0, "delta": 1e-3}}
-CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-2}, "algorithm": "fedavg"}
+CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "delta": 1e-2}, "algorithm": "fedavg"}
 
 
 @pytest.mark.parametrize("kind", ["tensors", "items"])
@@ -250,3 +250,27 @@ def test_image_files_with_other_content_are_refused(tmp_path):
     assert given().fingerprint["train"]["images"] != before["train"]["images"]
     with pytest.raises(ValueError, match="belongs to"):
         perada.finetune(net, given(), rounds=2, ckpt_path="last", **options)
+
+
+def test_of_many_clients_a_bounded_number_is_read(monkeypatch):
+    """Labels are compared of all whose labels are known without reading."""
+    read = []
+
+    class Counted(Items):
+        def __init__(self, client):
+            super().__init__(list(zip(*images(client), strict=True)))
+            self.client = client
+
+        def __getitem__(self, index):
+            read.append(self.client)
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(fingerprints, "CLIENTS_LIMIT", 3)
+    module = perada.FederatedDataModule(FederatedData([Counted(client) for client in range(7)], num_classes=3))
+    module.setup()
+    read.clear()
+    former = module.fingerprint
+    assert sorted(set(read)) == [0, 3, 6]
+    changed = {**former, "train": {**former["train"], "images": [*former["train"]["images"][:3], "x", "", "", "y"]}}
+    text = fingerprints.difference_in_content(former, changed)
+    assert text == "the training images of clients 3, 6 are not those of the checkpoint"
