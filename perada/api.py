@@ -15,8 +15,10 @@ from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm
 from perada.core.checks import check_options, check_whole
+from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
 from perada.data import FederatedData, FederatedDataModule
+from perada.data.batches.workers import worker_deaths_named
 from perada.engine.engine import EngineName
 from perada.federation.diagnostics import Diagnostic
 from perada.federation.settings import ClientOptimizer, StoreKind
@@ -139,6 +141,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
         FileNotFoundError: If weights, data or the checkpoint are missing.
     """
     arguments = dict(locals())
+    watch_signals()
     check_whole("rounds", rounds, 0, hint="0 returns the initial states")
     check_whole("eval_every", eval_every, optional=True, hint="give test=[] in the data for no evaluation")
     given = data
@@ -172,7 +175,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
         "ckpt_path": ckpt_path,
     }
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
-    with quiet(), plain_data(path, trainer), no_trace_if_refused(trainer):
+    with quiet(), plain_data(path, trainer), no_trace_if_refused(trainer), worker_deaths_named():
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return loop.outcome(module)
 

@@ -2,18 +2,21 @@
 """The tree of commands. A command is imported when it is run, so that the program itself starts at once."""
 
 import os
+import signal
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from jsonargparse import ArgumentParser
 
 from perada.cli.messages import hint, of_options, one_line, quiet_libraries, short_warnings
 from perada.cli.recipes import is_comparison, listing, recipe_files, recipe_names, whole
 from perada.core.files import writing
+from perada.core.interruption import Terminated, received_signal, watch_signals
 
 Tree = dict[str, tuple["str | Tree", str]]
 """By name: a command, as ``module:function`` of perada, or a tree of commands; and one line of help."""
@@ -192,18 +195,35 @@ def entry_point() -> None:
     quiet_libraries()
     if not os.environ.get("PERADA_DEBUG"):
         short_warnings()
+    if sys.argv[1:2] != ["deploy"]:  # whose services have handlers of their own
+        watch_signals(terminate=True)
     try:
         main()
     except (KeyboardInterrupt, SystemExit) as end:
-        # Lightning ends by SystemExit either way, of its own kind after SIGTERM.
-        terminated = type(end).__name__ == "SIGTERMException"
-        if not terminated and KeyboardInterrupt not in (type(end), type(end.__context__)):
-            raise
-        how = "--ckpt_path last after the last finished round" if sys.argv[1:2] == ["fit"] else "the same command"
-        print(f"perada: {'terminated' if terminated else 'interrupted'}; resume with {how}", file=sys.stderr)
-        sys.exit(143 if terminated else 130)
+        # Lightning ends by SystemExit either way, of a class of its own after SIGTERM.
+        terminated = isinstance(end, Terminated) or type(end).__name__ == "SIGTERMException"
+        interrupted = KeyboardInterrupt in (type(end), type(end.__context__))
+        if terminated:
+            _end_by(signal.SIGTERM)
+        elif interrupted or received_signal() is not None:
+            _end_by(received_signal() or signal.SIGINT)
+        raise
     except Exception as error:
+        # What a signal to all processes of a run breaks, such as loader workers, is no error of the run.
+        ended_by = received_signal(error)
+        if ended_by is not None:
+            _end_by(ended_by)
         known = isinstance(error, ValueError | TypeError | OSError | ImportError | ArgumentError)
         if os.environ.get("PERADA_DEBUG") or not (known or type(error).__name__ == "MisconfigurationException"):
             raise
         sys.exit(f"perada: error: {one_line(error)}")
+
+
+def _end_by(signum: signal.Signals) -> NoReturn:
+    """Print how to resume, and end with the status that shells give a program that a signal ended."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    what = "terminated" if signum == signal.SIGTERM else "interrupted"
+    how = "--ckpt_path last after the last finished round" if sys.argv[1:2] == ["fit"] else "the same command"
+    print(f"perada: {what}; resume with {how}", file=sys.stderr)
+    sys.exit(128 + signum)

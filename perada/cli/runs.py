@@ -33,6 +33,7 @@ from perada.cli.parser import (
 from perada.cli.recipes import comparison_file, recipe_files
 from perada.core.text import printable
 from perada.data import FederatedDataModule
+from perada.data.batches.workers import worker_deaths_named
 from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.callbacks import OF_A_TRAINER, listed, own_parts
 from perada.lightning.checkpoint import find_checkpoint
@@ -157,7 +158,11 @@ class PeradaCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Carry out a subcommand of LightningCLI."""
-        with plain_data(self.config[subcommand].ckpt_path, self.trainer), no_trace_if_refused(self.trainer):
+        with (
+            plain_data(self.config[subcommand].ckpt_path, self.trainer),
+            no_trace_if_refused(self.trainer),
+            worker_deaths_named(),
+        ):
             super()._run_subcommand(subcommand)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:

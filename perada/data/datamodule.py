@@ -211,6 +211,9 @@ class FederatedDataModule(pl.LightningDataModule):
         self.num_classes, self.multilabel = found.num_classes, found.multilabel
         self.classes = found.classes
         self.client_names = None if data.client_names is None else list(data.client_names)
+        for store in (found.train, found.test):
+            if isinstance(store, MapStore):
+                store.client_names = self.client_names
         return found
 
     def _recorded(self, data: FederatedData, validation: Sequence[Dataset[Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from perada.data.batches.datasets import (
     entries,
     isolated_randomness,
     length,
+    place,
     read_item,
     resolved,
     tensor_source,
@@ -47,6 +48,7 @@ from perada.data.batches.transforms import (
     load_pixels,
     to_image,
 )
+from perada.data.batches.workers import Reading, worker_deaths_named, worker_loader
 from perada.data.federated import FederatedData
 from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
@@ -292,9 +294,10 @@ def _broken(base: Dataset[Any], rows: list[int], who: str, workers: int) -> dict
     if source is not None:
         broken = [] if not source.images.is_floating_point() else (~source.images.flatten(1).isfinite().all(1)).tolist()
         return {row: f"image {row} has NaN or infinity" for row in rows if broken and broken[row]}
-    with isolated_randomness():
-        wrong, listed = partial(_wrong, base, who), cast(Dataset[int], rows)  # workers call it
-        return _reasons(rows, DataLoader(listed, batch_size=None, num_workers=workers, collate_fn=wrong))
+    reading = Reading(workers, partial(_named, base, who)) if workers else None
+    with isolated_randomness(), worker_deaths_named():
+        wrong = partial(_noted, base, who, reading)  # workers call it
+        return _reasons(rows, worker_loader(rows, workers, reading, collate_fn=wrong))
 
 
 def _broken_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
@@ -362,6 +365,21 @@ def _progress(results: Iterable[T], total: int) -> Iterable[T]:
 def _without_remedy(problem: str) -> str:
     """A message without its last part, since a list of many ends in one remedy for all."""
     return _REMEDY.sub("", problem)
+
+
+def _named(dataset: Dataset[Any], who: str, owner: int, row: int) -> str:
+    """Name a sample of a dataset; where several clients have Subsets of it, ``who`` is the first of them."""
+    return f"sample {row}{place(dataset, row)} of {who}"
+
+
+def _noted(dataset: Dataset[Any], who: str, reading: Reading | None, row: int) -> str:
+    """As :func:`_wrong`, in a worker that notes what it reads."""
+    if reading is None:
+        return _wrong(dataset, who, row)
+    reading.begin(0, row)
+    reason = _wrong(dataset, who, row)
+    reading.end()
+    return reason
 
 
 def _wrong(dataset: Dataset[Any], who: str, row: int) -> str:

@@ -13,9 +13,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
 from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
 from perada.data import CohortBatch, FederatedDataModule
+from perada.data.batches.workers import lost_worker
 from perada.federation.diagnostics import Diagnostic, check_asked
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
@@ -162,6 +164,7 @@ class FederatedLoop(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check that model, data and algorithm fit one another, and build the model."""
+        watch_signals()
         data, module = trainer.datamodule, pl_module  # type: ignore[attr-defined]  # set by Lightning
         for given, kind in ((data, FederatedDataModule), (module, FederatedClassifier)):
             if not isinstance(given, kind):
@@ -268,6 +271,7 @@ class FederatedLoop(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
+        raise_if_interrupted()
         parts, module = self.parts, self.parts.module
         module.shifted = {}  # of the states that now change
         shares = parts.data.shares(trainer.current_epoch)
@@ -285,6 +289,7 @@ class FederatedLoop(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
     ) -> None:
         """Close the round after its last local step, and see whether another can follow."""
+        raise_if_interrupted()
         if trainer.is_last_batch:
             self._close(trainer)
             plan = self.parts.data.plan(trainer.current_epoch)
@@ -332,10 +337,13 @@ class FederatedLoop(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Have an error of the disk say where the run is and how to resume; those of writes do not even have a path.
 
+        torch's error of a worker that died gets a note on the sample that the worker read.
         A program that SIGTERM ends says so by its status, as shells give it; Lightning leaves it at 0.
         """
         if isinstance(exception, SIGTERMException):
             exception.code = 128 + signal.SIGTERM
+        if lost := lost_worker(exception):
+            exception.add_note(str(lost))
         if isinstance(exception, OSError) and exception.errno in OF_THE_DISK:
             remedy = "fix this, and resume with ckpt_path=last, or train again if no round was saved"
             exception.strerror = f"{exception.strerror}; {remedy}"

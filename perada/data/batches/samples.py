@@ -46,6 +46,7 @@ from perada.data.batches.datasets import (
     tensor_source,
 )
 from perada.data.batches.transforms import UnreadableImageError, check_dtype, pad, resize_uint8, to_image
+from perada.data.batches.workers import Reading, worker_loader
 from perada.privacy.sampling import poisson_batches, shuffled_batches
 
 Rows = tuple[Tensor, Tensor | None, dict[int, Exception]]  # images, labels, and why some cannot be read, by their place
@@ -157,7 +158,16 @@ class MapStore(Samples):
         self.sizes = tuple(length(dataset) for dataset in datasets)
         self.classes: Mapping[str, int] | range | None = None
         self.known: list[Tensor | None] = [None] * len(datasets)
+        self.client_names: Sequence[str] | None = None
+        self.reading: Reading | None = None  # where workers note what they read
         self._blank: tuple[Tensor, Tensor | None] | None = None  # a sample of zeros
+
+    def named(self, owner: int, index: int) -> str:
+        """Name a sample for a message."""
+        who = f"client {owner}" if self.labelled else "the public set"
+        if self.labelled and self.client_names is not None:
+            who += f" ({self.client_names[owner]!r})"
+        return f"sample {index}{place(self.datasets[owner], index)} of {who}"
 
     def item(self, owner: int, index: int, resize: bool = True) -> tuple[Tensor, Tensor | str | None]:
         """Read one sample: image, in the store's size or as the dataset has it, and label or None."""
@@ -199,6 +209,8 @@ class MapStore(Samples):
         with isolated_randomness():
             for row, (owner, index) in enumerate(zip(owners.tolist(), indices.tolist(), strict=True)):
                 seed_all(derive_seed(key[0] if key else 0, "items", *key[1:], owner, index))
+                if self.reading is not None:
+                    self.reading.begin(owner, index)
                 try:
                     image, label = self.item(owner, index)
                     assert not isinstance(label, str)
@@ -211,6 +223,8 @@ class MapStore(Samples):
                 blank = None if label is None else torch.zeros_like(label)
                 self._blank = self._blank or (torch.zeros_like(image), blank)
                 rows.append((image, label))
+        if self.reading is not None:
+            self.reading.end()
         if None in rows:
             raise next(iter(failed.values()))
         known = [row for row in rows if row is not None]
@@ -366,4 +380,7 @@ def loader(batches: Dataset[T], store: Samples, num_workers: int) -> DataLoader[
     # Where training is on a GPU, what the host reads is copied there without a wait.
     pin = torch.cuda.is_initialized() and not store.on_device
     # A batch is copied as it is: the default would turn tuples into lists.
-    return DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=copy, generator=own, pin_memory=pin)
+    reading = None
+    if workers and isinstance(store, MapStore):
+        store.reading = reading = Reading(workers, store.named)
+    return worker_loader(batches, workers, reading, collate_fn=copy, generator=own, pin_memory=pin)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C and SIGTERM that are not lost, and loader workers that leave both to the process that they work for.
+
+Python drops an exception that is raised while an object is deleted, such as the iterator of a data loader that shuts
+its workers down: without :func:`watch_signals` the run would train on. A terminal sends Ctrl-C, and a supervisor
+SIGTERM, to all processes of a run at once: a worker that ends by it would end the run in an error of the data loader
+instead.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+RETRY_SECONDS = 0.05
+"""After which a signal is raised again whose exception was dropped."""
+WORKER_GRACE_SECONDS = 30.0
+"""How long a worker goes on after SIGTERM, so that the local step that needs its images can end."""
+LATE_SIGNAL_SECONDS = 1.0
+"""How long after the death of a worker a signal may still be on its way to the process that started it."""
+
+
+class Terminated(SystemExit):
+    """Ends the program after SIGTERM, with the status that shells give it."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+class _Watch:
+    """Which signal this process received, and what was in place before it was watched."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self.process: int | None = None
+        self.former_hook: Callable[[UnraisableHookArgs], object] | None = None
+
+
+_watch = _Watch()
+
+
+def watch_signals(terminate: bool = False) -> None:
+    """Remember Ctrl-C, and raise it again if its exception is dropped; forget what was received before.
+
+    Handlers that a caller has set stay in place. It has no effect outside of the main thread.
+
+    Args:
+        terminate: Also raise :class:`Terminated` at SIGTERM, but while another handler, such as a Trainer's, calls this
+            one: it ends the run after its step.
+    """
+    _watch.received = None
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _watch.process = os.getpid()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
+    if terminate and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_terminate)
+    if sys.unraisablehook is not _on_dropped:
+        _watch.former_hook = sys.unraisablehook
+        sys.unraisablehook = _on_dropped
+
+
+def received_signal(error: BaseException | None = None) -> signal.Signals | None:
+    """The signal that this process received since :func:`watch_signals`; None if there was none.
+
+    Args:
+        error: What ended the program. If a loader's worker died, a signal to all processes of the run may have reached
+            the worker first, and is waited for.
+    """
+    if _watch.received is None and "DataLoader worker" in str(error):
+        deadline = time.monotonic() + LATE_SIGNAL_SECONDS
+        while _watch.received is None and time.monotonic() < deadline:
+            try:
+                time.sleep(0.05)
+            except (KeyboardInterrupt, Terminated):
+                break
+    return _watch.received
+
+
+def raise_if_interrupted() -> None:
+    """Raise the KeyboardInterrupt of a Ctrl-C whose exception something has caught and dropped."""
+    if _watch.received == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def _on_interrupt(signum: int, frame: FrameType | None) -> None:
+    if os.getpid() == _watch.process:  # not in a process that was forked
+        _watch.received = signal.SIGINT
+    raise KeyboardInterrupt
+
+
+def _on_terminate(signum: int, frame: FrameType | None) -> None:
+    if os.getpid() != _watch.process:  # that was forked, and ends as it would without a handler
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    _watch.received = signal.SIGTERM
+    if signal.getsignal(signal.SIGTERM) is _on_terminate:
+        raise Terminated
+
+
+def _on_dropped(dropped: "UnraisableHookArgs") -> None:
+    """Called by Python with an exception that it cannot raise where it arose."""
+    if isinstance(dropped.exc_value, KeyboardInterrupt | Terminated) and os.getpid() == _watch.process:
+        signum = signal.SIGINT if isinstance(dropped.exc_value, KeyboardInterrupt) else signal.SIGTERM
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        # Raised from in here, it would be dropped again.
+        retry = threading.Timer(RETRY_SECONDS, signal.pthread_kill, [main_thread, signum])
+        retry.daemon = True
+        retry.start()
+        return
+    if "DataLoader worker" in str(dropped.exc_value):
+        return  # of a loader that is being shut down, and needs its workers no more
+    (_watch.former_hook or sys.__unraisablehook__)(dropped)
+
+
+@contextmanager
+def workers_start() -> Iterator[None]:
+    """Hold signals back while workers are started, so that none of them receives one before :func:`begin_worker`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = {signal.SIGINT, signal.SIGTERM}
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def begin_worker(worker: int = 0) -> None:
+    """In a loader's worker, leave signals to the process that started it, which then ends its workers itself.
+
+    Ctrl-C is ignored. SIGTERM ends the worker at once if it is from the process that started it, and after
+    :data:`WORKER_GRACE_SECONDS` if it is from elsewhere.
+
+    Args:
+        worker: Number of the worker, which the loader gives.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # macOS does not say who sent a signal; a worker then ends by any
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_worker, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    else:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def _end_worker() -> None:
+    sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
+    if sender != os.getppid():
+        # The loader's own request ends the wait.
+        ended_by = signal.sigtimedwait({signal.SIGTERM}, WORKER_GRACE_SECONDS)
+        while ended_by is not None and ended_by.si_pid != os.getppid():
+            ended_by = signal.sigtimedwait({signal.SIGTERM}, WORKER_GRACE_SECONDS)
+    os._exit(0)
