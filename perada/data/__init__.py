@@ -4,7 +4,17 @@
 from perada.core.rounds import CohortBatch, EvalBatch, Phase, RoundPlan
 from perada.data.datamodule import FederatedDataModule
 from perada.data.federated import FederatedData
-from perada.data.partitions import IID, ByDomain, Dirichlet, DominantClass, FromFile, Partition, Shards
+from perada.data.partitions import (
+    IID,
+    BalancedDirichlet,
+    ByDomain,
+    Dirichlet,
+    DominantClass,
+    FromFile,
+    Partition,
+    QuantitySkew,
+    Shards,
+)
 from perada.data.sets.arrays import (
     CIFAR10,
     CIFAR10_1,
@@ -30,6 +40,7 @@ __all__ = [
     "IID",
     "MNIST",
     "STL10",
+    "BalancedDirichlet",
     "ByDomain",
     "CheXpert",
     "CohortBatch",
@@ -53,6 +64,7 @@ __all__ = [
     "Partition",
     "Phase",
     "Photographs",
+    "QuantitySkew",
     "RoundPlan",
     "Shakespeare",
     "Shards",

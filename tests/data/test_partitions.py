@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from perada.data import IID, ByDomain, Dirichlet, DominantClass, FromFile, Shards
+from perada.data import IID, BalancedDirichlet, ByDomain, Dirichlet, DominantClass, FromFile, QuantitySkew, Shards
 from perada.data.partitions import Split, categories
 from perada.data.partitions.shares import apportion, of_each_stratum, raise_to_minimum, whole_groups
 
@@ -36,7 +36,7 @@ def split(partition, train_per_class=100, test_per_class=20, seed=0):
     return table(rows[0], train), table(rows[1], test)
 
 
-PARTITIONS = [IID(7), Dirichlet(7, 0.3), Shards(7, 3), DominantClass(7)]
+PARTITIONS = [IID(7), Dirichlet(7, 0.3), Shards(7, 3), DominantClass(7), BalancedDirichlet(7, 0.3), QuantitySkew(7)]
 
 
 @pytest.mark.parametrize("partition", PARTITIONS, ids=repr)
@@ -50,11 +50,72 @@ def test_seeded(partition):
     assert flat(1) != flat(2)
 
 
-@pytest.mark.parametrize("partition", [IID(7), Dirichlet(7, 0.3), Shards(7, 3)], ids=repr)
+@pytest.mark.parametrize("partition", [IID(7), Dirichlet(7, 0.3), Shards(7, 3), QuantitySkew(7)], ids=repr)
 def test_nothing_is_left_over(partition):
     train, test = split(partition)
     assert (train.sum(0) == 100).all()
     assert (test.sum(0) == 20).all()
+
+
+@pytest.mark.parametrize("alpha", [1e-320, 0.01, 1, 100, 1e9])
+@pytest.mark.parametrize(("clients", "wanted", "size"), [(7, None, 142), (7, 50, 50), (1, None, 1000), (1000, None, 1)])
+def test_clients_of_balanced_dirichlet_have_one_size(alpha, clients, wanted, size):
+    train, test = split(BalancedDirichlet(clients, alpha, wanted))
+    assert (train.sum(1) == size).all()
+    assert (train.sum(0) <= 100).all()
+    # Of each class a client has the share of the test images that it has of the training images, but for rounding.
+    assert (np.abs(test - train / 5) < 1 + 1e-9 + (test.sum(1, keepdims=True) <= 1)).all()
+
+
+def test_balanced_dirichlet_has_the_proportions_of_its_distribution():
+    """With more samples than are drawn, the proportions have mean p and variance p (1 - p) / (alpha + 1)."""
+    classes = np.repeat(np.arange(3), [2000, 4000, 14000])
+    prior = np.array([0.1, 0.2, 0.7])
+    train, none = Split(classes, np.arange(len(classes))), Split(classes[:0], np.arange(0))
+    for alpha in (0.1, 1.0, 9.0):
+        partition = BalancedDirichlet(20, alpha, samples_per_client=100)
+        drawn = [rows for seed in range(40) for rows in partition.split(train, none, seed)[0]]
+        counts = np.array([np.bincount(classes[rows], minlength=3) for rows in drawn])
+        expected = prior * (1 - prior) / (alpha + 1)
+        assert counts.mean(0) / 100 == pytest.approx(prior, abs=4 * np.sqrt(expected.max() / len(counts)))
+        assert (counts / 100).var(0) == pytest.approx(expected, rel=0.25)
+
+
+def test_balanced_dirichlet_fills_up_from_other_classes():
+    """All samples are given away, although hardly any client asks for just what is left."""
+    train, _ = split(BalancedDirichlet(10, 0.01))
+    assert (train.sum(0) == 100).all() and (train.sum(1) == 100).all()
+    assert ((train > 0).sum(1) <= 2).sum() >= 7
+    with pytest.raises(ValueError, match="7 clients of 200 training samples each need 1400, and there are 1000: lower"):
+        split(BalancedDirichlet(7, 1.0, 200))
+
+
+def test_quantity_skew_has_the_sizes_of_its_distribution():
+    """A share has mean 1/M and variance (1/M)(1 - 1/M)/(M·alpha + 1), and classes are as in the whole."""
+    for alpha in (0.3, 1.0, 20.0):
+        train = np.stack([split(QuantitySkew(5, alpha, 1), seed=seed)[0] for seed in range(60)])
+        shares = train.sum(2) / 1000
+        assert shares.var() == pytest.approx(0.2 * 0.8 / (5 * alpha + 1), rel=0.35)
+        expected = train.sum(2, keepdims=True) / K
+        # Hypergeometric: the variance is below that of a binomial distribution.
+        assert (np.abs(train - expected) < 5 * np.sqrt(expected * 0.9) + 1).all()
+
+
+def test_quantity_skew_keeps_the_minimum_and_the_test_shares():
+    train, test = split(QuantitySkew(20, 0.05, 5))
+    assert train.sum() == 1000 and test.sum() == 200
+    assert train.sum(1).min() == 5 and test.sum(1).min() >= 1
+    wanted = np.maximum(train.sum(1) / 5, 1)
+    assert (np.abs(test.sum(1) - wanted)[test.sum(1) < test.sum(1).max()] <= 1).all()
+    with pytest.raises(ValueError, match="20 clients with at least 51 training samples each need 1020"):
+        split(QuantitySkew(20, min_per_client=51))
+
+
+@pytest.mark.parametrize("partition", [BalancedDirichlet, QuantitySkew])
+@pytest.mark.parametrize("alpha", [0, -1, float("nan"), "much", None, True])
+def test_concentrations_that_cannot_be_used(partition, alpha):
+    with pytest.raises(ValueError, match=f"alpha={alpha!r} cannot be used; give a finite number above 0"):
+        partition(alpha=alpha)
 
 
 def test_iid_shares_are_equal():

@@ -233,9 +233,12 @@ class LabelPartition(Partition):
 
 @dataclass(repr=False, eq=False)
 class Dirichlet(LabelPartition):
-    """Each class is divided among the clients in proportions drawn from a Dirichlet distribution (Hsu et al., 2019).
+    """Divide each class among the clients in proportions drawn from a Dirichlet distribution (Yurochkin et al., 2019).
 
-    The smaller ``alpha``, the fewer classes a client has, and the more unequal the clients' sizes.
+    The smaller ``alpha``, the fewer classes a client has, and the more unequal the clients' sizes. See
+    :class:`BalancedDirichlet` for clients of one size, and :class:`QuantitySkew` for sizes that differ while the
+    classes do not. The source is `Bayesian Nonparametric Federated Learning of Neural Networks
+    <https://arxiv.org/abs/1905.12022>`_ (ICML 2019), section 4.
 
     Args:
         num_clients: Number of clients M.
@@ -280,6 +283,134 @@ class Dirichlet(LabelPartition):
         shared = [apportion(total, proportions[:, k], rng) for k, total in enumerate(free)]
         counts = self.min_per_class + np.stack(shared, axis=1)
         return raise_to_minimum(counts, self.min_per_client, proportions * sizes, keep=self.min_per_class)
+
+
+@dataclass(repr=False, eq=False)
+class BalancedDirichlet(LabelPartition):
+    """Give every client as many samples, in class proportions drawn for it from a Dirichlet distribution.
+
+    The proportions of a client are drawn from Dir(alpha · p), where p (K,) are the shares of the classes in the
+    training set (Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution for Federated
+    Visual Classification <https://arxiv.org/abs/1909.06335>`_, section 3). The smaller ``alpha``, the fewer classes a
+    client has; the larger, the closer it is to p. Samples are drawn without replacement: once a class is used up, the
+    proportions of the clients that follow are those of the other classes, scaled to sum to 1.
+
+    The proportion of a class has variance p · (1 - p) / (alpha + 1). ``alpha`` is the sum of the distribution's K
+    parameters here, and each of its M parameters in :class:`Dirichlet`, so equal values do not mean equal
+    heterogeneity.
+
+    Args:
+        num_clients: Number of clients M.
+        alpha: Concentration, above 0.
+        samples_per_client: Training samples of each client; null for as many as the training set allows, N // M. The
+            rest belongs to nobody.
+        merge_below: For several labels a sample, or a column: combinations or values with fewer training samples form
+            one class together.
+        column: Column of the dataset whose values take the place of classes; null for the labels.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    num_clients: int = 20
+    alpha: float = 1.0
+    samples_per_client: int | None = None
+    merge_below: int = 0
+    column: str | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("num_clients", self.num_clients)
+        check_number("alpha", self.alpha, above=0, hint="0.1 is about one class a client, 100 even")
+        check_whole("samples_per_client", self.samples_per_client, optional=True)
+        check_whole("merge_below", self.merge_below, 0)
+        check_name("column", self.column, optional=True)
+
+    def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
+        """Draw the class proportions of one client after the other, and take its samples from what is left."""
+        total = int(sizes.sum())
+        per_client = self.samples_per_client or max(1, total // self.num_clients)
+        if self.num_clients * per_client > total:
+            raise ValueError(
+                f"{self.num_clients} clients of {per_client} training samples each need "
+                f"{self.num_clients * per_client}, and there are {total}: lower num_clients or samples_per_client, or "
+                "raise train_limit"
+            )
+        # NumPy refuses a parameter of 0, to which a tiny alpha underflows.
+        concentration = np.maximum(self.alpha * sizes / total, np.finfo(np.float64).tiny)
+        left = sizes.copy()
+        counts = np.zeros((self.num_clients, len(sizes)), dtype=np.int64)
+        for client in range(self.num_clients):
+            proportions = rng.dirichlet(concentration)
+            counts[client] = _draw_without_replacement(per_client, proportions, left, rng)
+            left -= counts[client]
+        return counts
+
+
+def _draw_without_replacement(total: int, proportions: Array, left: Array, rng: np.random.Generator) -> Array:
+    """Draw ``total`` samples by class proportions (K,), of which only ``left`` (K,) are there.
+
+    What a class lacks is drawn from the other classes by their proportions; the result sums to ``total``.
+    """
+    drawn = np.zeros(len(left), dtype=np.int64)
+    while drawn.sum() < total:
+        remaining = left - drawn
+        weights = np.where(remaining > 0, proportions, 0.0)
+        if not weights.sum() > 0:  # the classes that are left have no share, or one that underflows
+            weights = remaining.astype(np.float64)
+        wanted = apportion(int(total - drawn.sum()), weights / weights.sum(), rng)
+        drawn += np.minimum(wanted, remaining)
+    return drawn
+
+
+@dataclass(repr=False, eq=False)
+class QuantitySkew(Partition):
+    """Give the clients numbers of samples drawn from a Dirichlet distribution, and each a random sample of all classes.
+
+    The clients' shares of the training set are drawn from Dir(alpha, ..., alpha) (quantity skew of Li et al., 2022,
+    `Federated Learning on Non-IID Data Silos <https://arxiv.org/abs/2102.02079>`_, section 4.3). The smaller ``alpha``,
+    the more unequal the sizes. Test samples are divided in the same shares.
+
+    Args:
+        num_clients: Number of clients M.
+        alpha: Concentration, above 0.
+        min_per_client: Training samples every client has at least; they are taken from the largest clients.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    num_clients: int = 20
+    alpha: float = 0.5
+    min_per_client: int = 2
+
+    def __post_init__(self) -> None:
+        check_whole("num_clients", self.num_clients)
+        check_number("alpha", self.alpha, above=0, hint="0.1 is very unequal, 100 even")
+        check_whole("min_per_client", self.min_per_client)
+
+    def split(self, train: Split, test: Split, seed: int) -> Assignment:
+        """Cut a permutation of each split into parts of the sizes that were drawn.
+
+        Every client gets a test sample if there are as many as clients.
+        """
+        check_enough(len(train), self.num_clients, self.min_per_client)
+        rng = partition_rng(seed)
+        shares = rng.dirichlet(np.full(self.num_clients, self.alpha))
+        sizes = self._at_least(self.min_per_client, apportion(len(train), shares, rng))
+        test_sizes = apportion(len(test), sizes / len(train), rng)
+        if len(test) >= self.num_clients:
+            test_sizes = self._at_least(1, test_sizes)
+        return _cut(len(train), sizes, rng), _cut(len(test), test_sizes, rng)
+
+    def _at_least(self, minimum: int, sizes: Array) -> Array:
+        """Raise sizes (M,) to the minimum."""
+        one_class = sizes[:, None]
+        return raise_to_minimum(one_class, minimum, np.ones_like(one_class))[:, 0]
+
+
+def _cut(total: int, sizes: Array, rng: np.random.Generator) -> list[Array]:
+    """Cut a permutation of ``total`` rows into parts of these sizes."""
+    return np.split(rng.permutation(total), np.cumsum(sizes)[:-1])
 
 
 @dataclass(repr=False, eq=False)
