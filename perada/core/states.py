@@ -51,8 +51,8 @@ def parameter_keys(model: nn.Module) -> tuple[str, ...]:
 def trained_keys(model: nn.Module) -> tuple[str, ...]:
     """Return the names that make up a state: trainable parameters, and the buffers of the modules that own one.
 
-    Weights that are :class:`Merged` are among them. The running statistics of a trained BatchNorm thus belong to the
-    state; those of a frozen one do not.
+    Weights that are :class:`Merged` are among them. A parameter of several layers has the first of its names. The
+    running statistics of a trained BatchNorm thus belong to the state; those of a frozen one do not.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
     >>> _ = model[1].requires_grad_(True)
@@ -60,13 +60,40 @@ def trained_keys(model: nn.Module) -> tuple[str, ...]:
     ('1.weight', '1.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked')
     """
     keys = []
+    tied = tied_names(model)
     for path, module in model.named_modules():
-        names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+        names = [
+            name
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad and f"{path}.{name}".lstrip(".") not in tied
+        ]
         if names:
             persistent = set(module.state_dict().keys())
             names += [name for name, _ in module.named_buffers(recurse=False) if name in persistent]
         keys += [f"{path}.{name}" if path else name for name in names]
     return tuple(keys)
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters that several modules share, ``{name: first name}``.
+
+    A module that stands in several places has its first name only, as in ``named_modules()``.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> model[1].weight = model[0].weight
+    >>> tied_names(model)
+    {'1.weight': '0.weight'}
+    """
+    first: dict[int, str] = {}
+    tied = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{path}.{name}".lstrip(".")
+            if id(parameter) in first:
+                tied[full_name] = first[id(parameter)]
+            else:
+                first[id(parameter)] = full_name
+    return tied
 
 
 def get_state(model: nn.Module) -> State:

@@ -8,7 +8,7 @@ the images of a batch.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,7 +19,7 @@ from torch.func import functional_call
 from perada.core.checks import check_choice
 from perada.core.rounds import CohortBatch
 from perada.core.seeding import Streams
-from perada.core.states import State, expand, send, train_mode, unstack
+from perada.core.states import State, expand, send, tied_names, train_mode, unstack
 from perada.core.text import some
 from perada.engine.fold import Fold, fold
 from perada.engine.prefix import Prefix, find_prefix
@@ -62,7 +62,7 @@ class Engine:
                 warnings.warn(f"engine='auto' takes the loop over clients: {message}", stacklevel=2)
         self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"
         self.prefix: Prefix | None = None
-        self._single = model
+        self._single, self._tied = model, tied_names(model)
         self._full_batch = _call if compile is None else torch.compile(_call, **compile)
         self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
 
@@ -174,7 +174,7 @@ class Engine:
             key: value.repeat_interleave(rows, 0).flatten(0, 1) if key in self._fold.row_keys else value
             for key, value in states.items()
         }
-        logits = call(self._fold.model, tensors, self.format(x.flatten(0, 1)))
+        logits = call(self._fold.model, tensors, self.format(x.flatten(0, 1)), self._tied)
         return logits.view(clients, rows, *logits.shape[1:])
 
     def format(self, x: Tensor) -> Tensor:
@@ -189,13 +189,19 @@ class Engine:
             real = images if counts is None else images[: counts[client]]
             self._fold.context.begin(1, None, None if streams is None else streams[client : client + 1])
             own = {key: value[client] for key, value in states.items()}
-            logits = self._full_batch(self._fold.model, own, self.format(real))
+            logits = self._full_batch(self._fold.model, own, self.format(real), self._tied)
             outputs.append(_padded(logits, len(images)))
         return torch.stack(outputs)
 
 
-def _call(module: nn.Module, tensors: State, x_R: Tensor) -> Tensor:
-    logits: Tensor = functional_call(module, tensors, (x_R,))
+def _call(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str]) -> Tensor:
+    """Call ``module`` with other ``tensors`` by name; ``tied`` are its :func:`~perada.core.states.tied_names`.
+
+    torch would find these itself, but would then not put the tensors of a module that stands in several places back.
+    """
+    if tied:
+        tensors = tensors | {name: tensors[first] for name, first in tied.items() if first in tensors}
+    logits: Tensor = functional_call(module, tensors, (x_R,), tie_weights=False)
     return logits
 
 

@@ -117,6 +117,14 @@ def draws(module: nn.Module) -> bool:
     return type(module) in RANDOM_TWINS and drop_rate(module) > 0
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Set the rate of every layer that draws random numbers to 0, in place, and return the model."""
+    for module in model.modules():
+        if draws(module):
+            setattr(module, "p" if drop_rate(module) == getattr(module, "p", None) else "drop_prob", 0.0)
+    return model
+
+
 def shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
     """Copy a container, sharing everything it holds but its children."""
     shell = copy.copy(module)

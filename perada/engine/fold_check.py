@@ -6,15 +6,19 @@ The stacked layers keep clients apart, but what stands between them in a network
 """
 
 import copy
+import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
-from perada.core.seeding import Streams, seeded
-from perada.core.states import expand, get_state
+from perada.core.seeding import Streams, generator, seeded
+from perada.core.states import State, clone, get_state, parameter_keys, stack
 from perada.engine.engine import Engine
 
 FAILS = "it fails on the images of two clients"
+_BLOCK = 10_007
+"""Random numbers that are drawn for a client: a prime, so that rows of a matrix do not repeat."""
 ROWS = 2  # of a client: enough for a BatchNorm, few enough for a large model on a CPU
 
 
@@ -34,36 +38,87 @@ def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str 
 
 
 def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: float) -> str | None:
+    """What differs between a folded pass and one client after another; see :func:`check_fold`."""
     folded, loop = (Engine(model, kind, channels_last=channels_last) for kind in ("folded", "loop"))
     two = x[:2, :ROWS] if len(x) > 1 else torch.stack([x[0, :ROWS], x[0, :ROWS].flip(-1)])
-    training = _repeats(loop, two, True)
-    if not training and not _repeats(loop, two, False):
-        return None  # such as one that draws from torch's global stream, so that no two passes agree
+    states = stack(perturbed_states(get_state(model), parameter_keys(model), clients=2))
     # Where something asks for a sign, the negated images of one client decide otherwise.
-    for batch in (two, torch.stack([two[0], -two[1]])) if two.is_floating_point() else (two,):
-        alone = _logits(loop, batch, training)
-        try:
-            together = _logits(folded, batch, training)
-        except Exception as error:  # whatever the network does with the images of two clients
-            return f"{FAILS} ({type(error).__name__}: {' '.join(str(error).split())[:150]})"
-        size, moved = float(alone.abs().max()), float((together - alone).abs().max())
-        if not moved <= tolerance * max(size, 1e-6):
-            return (
-                f"it mixes the images of a batch: logits of up to {size:.2g} change by {moved:.2g} where another "
-                "client's images are in it"
-            )
+    batches = [two, torch.stack([two[0], -two[1]])] if two.is_floating_point() else [two]
+    for training in (True, False):
+        conclusive = True
+        for batch in batches:
+            try:
+                separate = _logits(loop, states, batch, training)
+            except Exception:  # whatever a network does in training, as with one image
+                conclusive = False
+                continue
+            found = _compare(folded, states, batch, training, separate, tolerance)
+            if found is not None and not _repeats(loop, states, batch, training, separate):
+                conclusive = False  # such as one that draws from torch's global stream, so that no two passes agree
+            elif found is not None:
+                return found
+        if conclusive:
+            batches = [two[:, :1]]  # what could be mixed was seen: now whether evaluation reads weights in other ways
+    return _backward_failure(folded, states, two[:, :1])
+
+
+def _backward_failure(folded: Engine, states: State, x: Tensor) -> str | None:
+    """Why gradients cannot be taken through a folded pass; ``None`` if they can."""
+    trained = parameter_keys(folded.model)
+    own = {key: value.requires_grad_(key in trained) for key, value in clone(states).items()}
+    try:
+        with torch.enable_grad(), seeded(0, "fold check"):
+            logits = folded.logits(own, x)
+            torch.autograd.grad(logits.sum(), [own[key] for key in trained], allow_unused=True)
+    except Exception as error:  # whatever the network does in the backward pass
+        return f"{FAILS} ({type(error).__name__}: {' '.join(str(error).split())[:150]})"
     return None
 
 
-def _repeats(engine: Engine, x: Tensor, training: bool) -> bool:
-    """Whether passes that differ in torch's global stream alone give the same; not if they fail, as of one image."""
+def _compare(
+    folded: Engine, states: State, x: Tensor, training: bool, separate: Tensor, tolerance: float
+) -> str | None:
+    """Compare the logits of a folded pass with those of ``separate`` passes."""
     try:
-        return torch.equal(_logits(engine, x, training), _logits(engine, x, training, seed=1))
-    except Exception:  # whatever a network does
-        return False
+        together = _logits(folded, states, x, training)
+    except Exception as error:  # whatever the network does with the images of two clients
+        return f"{FAILS} ({type(error).__name__}: {' '.join(str(error).split())[:150]})"
+    size, moved = float(separate.abs().max()), float((together - separate).abs().max())
+    # Both may be without numbers where a weight must not be negative, say: that shows nothing.
+    if moved <= tolerance * max(size, 1e-6) or not (separate.isfinite().all() or together.isfinite().all()):
+        return None
+    return (
+        f"it mixes the images of a batch: logits of up to {size:.2g} change by {moved:.2g} where another client's "
+        "images are in it"
+    )
 
 
-def _logits(engine: Engine, x: Tensor, training: bool, seed: int = 0) -> Tensor:
-    states = {key: value.clone() for key, value in expand(get_state(engine.model), len(x)).items()}
+def perturbed_states(state: State, keys: Collection[str], clients: int) -> list[State]:
+    """States of some clients near ``state``, each with other values of the parameters called ``keys``.
+
+    Most adapters begin as zero, so that a network computes the same with and without them. Parameters move by a tenth
+    of their size, those that are zero by 0.02.
+    """
+    states = []
+    for client in range(clients):
+        # One block of numbers, repeated: to draw as many as a large network has takes longer than a pass through it.
+        block = torch.randn(_BLOCK, generator=generator(0, "perturbation", client))
+        moved = clone(state)
+        for key in keys:
+            value = moved[key]
+            size = float(value.float().square().mean().sqrt())
+            noise = block.repeat(math.ceil(value.numel() / _BLOCK))[: value.numel()].view(value.shape)
+            value += (noise * (0.1 * size if size > 0 else 0.02)).to(value)
+        states.append(moved)
+    return states
+
+
+def _repeats(engine: Engine, states: State, x: Tensor, training: bool, logits: Tensor) -> bool:
+    """Whether a pass that differs in torch's global stream only gives the same ``logits``."""
+    return torch.equal(logits, _logits(engine, states, x, training, seed=1))
+
+
+def _logits(engine: Engine, states: State, x: Tensor, training: bool, seed: int = 0) -> Tensor:
+    own = clone(states)  # training updates running statistics in place
     with torch.no_grad(), seeded(seed, "fold check"):
-        return engine.logits(states, x, training=training, streams=Streams.derived(0, "fold check", clients=(0, 1)))
+        return engine.logits(own, x, training=training, streams=Streams.derived(0, "fold check", clients=(0, 1)))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from perada.core.states import train_mode
+from perada.core.states import clone, tied_names, train_mode
 from perada.engine.fold import draws, fold
 from perada.engine.stacked_layers import StackedDropout
 
@@ -182,10 +182,14 @@ def _stand_for(prefix: Prefix, module: nn.Module, features: Tensor, x_R: Tensor)
         for key, value in [*module.named_parameters(), *module.named_buffers()]
     }
 
+    tied = tied_names(module)
+
     def logits(given_R: Tensor) -> Tensor:
         with torch.no_grad(), torch.random.fork_rng([x_R.device] if x_R.is_cuda else []):
             torch.manual_seed(0)
-            out: Tensor = functional_call(module, {k: v.clone() for k, v in tensors.items()}, (prefix.feed(given_R),))
+            own = clone(tensors)
+            own |= {name: own[first] for name, first in tied.items()}
+            out: Tensor = functional_call(module, own, (prefix.feed(given_R),), tie_weights=False)
             return out
 
     prefix.spoil = True
@@ -255,12 +259,13 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
     for key, value in model.named_parameters():
         if value.requires_grad:
             tensors[key] = (0.1 - value if training else value).detach().requires_grad_()
+    tensors |= {name: tensors[first] for name, first in tied_names(model).items() if first in tensors}
     for module in (train_mode(model) if training else model.eval()).modules():
         module.training &= not draws(module)
     try:
         with torch.enable_grad(), torch.random.fork_rng([x_R.device] if cuda else []):
             before = drawn()
-            functional_call(model, tensors, (x_R,))
+            functional_call(model, tensors, (x_R,), tie_weights=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from perada.algorithms import Algorithm
 from perada.algorithms.trial import example_sent, is_own, try_rounds
+from perada.core.seeding import generator
+from perada.core.text import some
 from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
 from perada.engine.prefix import Prefix
@@ -18,6 +20,7 @@ from perada.federation.diagnostics import Diagnostic, choose, obstacles
 from perada.federation.settings import Settings, without_factors
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
+from perada.models.usage import check_usage
 
 LEAST_SHARE = 0.1
 """Share of a forward pass that the frozen part must be, unless features are asked for."""
@@ -41,6 +44,36 @@ def keep_clients_apart(parts: Parts, x: Tensor) -> None:
         raise ValueError(f"engine='folded' cannot run {what}; use engine='loop' or 'auto'")
     warnings.warn(f"engine='auto' takes the loop over clients for {what}", stacklevel=2)
     module.engine = module.make_engine("loop")
+
+
+def check_adapter(parts: Parts, x: Tensor) -> None:
+    """Refuse, by a ValueError, a network that does not use what is trained in it, tried on images (C, B, ...).
+
+    It is tried once for each module. Where training is private, images without anything of a client's take their place.
+    """
+    module, adapted = parts.module, parts.adapted
+    if module.uses_adapter:
+        return
+    if parts.settings.private:
+        noise = torch.randn(x.shape[2:], generator=generator(0, "check adapter"))
+        images = torch.stack([noise, noise.flip(-1)]).to(x.dtype)
+    else:
+        images = x.flatten(0, 1)
+    channels_last = module.engine.memory_format is torch.channels_last
+    usage = check_usage(adapted, parts.near(images), channels_last=channels_last)
+    name = adapted.backbone.name
+    if usage.problem is not None:
+        raise ValueError(
+            f"the adapter ({type(adapted.config).__name__}) cannot be used with backbone {name!r}: {usage.problem}"
+        )
+    if usage.unused:
+        rank_zero_warn(
+            f"backbone {name!r} does not use {some(usage.unused, 4)}, which are to be trained and will not change; "
+            "ignore this, or choose an adapter that leaves them out"
+        )
+    if usage.merging is not None:
+        rank_zero_warn(usage.merging)
+    module.uses_adapter = True
 
 
 def check_images(parts: Parts, x: Tensor) -> None:

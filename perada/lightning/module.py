@@ -132,7 +132,8 @@ class FederatedClassifier(pl.LightningModule):
         self.automatic_optimization = False
         self.strict_loading = False
         self.adapted: AdaptedModel | None = None  # what is there already, it trains
-        self.multilabel, self.seed, self.folds = False, 0, False
+        self.multilabel, self.seed = False, 0
+        self.folds, self.uses_adapter = False, False  # whether that was tried at set-up
         self._task: tuple[int, bool, int] | None = None
         self.per_client: dict[str, Tensor] = {}
         self.metrics: list[Metric] = []

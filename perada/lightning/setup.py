@@ -18,6 +18,7 @@ from perada.federation.diagnostics import ON_PUBLIC
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.settings import check_factors, check_rule, check_server_images
 from perada.lightning.checks import (
+    check_adapter,
     check_batch_norm,
     check_images,
     keep_clients_apart,
@@ -126,6 +127,7 @@ def check_first(parts: Parts, batch: CohortBatch, fits: bool) -> None:
             elif module.engine.kind == "folded" and len(batch.clients) > 1:
                 check_clients_apart(module.engine, states, x)
     check_batch_norm(parts)
+    check_adapter(parts, batch.x)
 
 
 def check_private(parts: Parts) -> None:

@@ -81,6 +81,21 @@ def check_attention(model: nn.Module, name: str) -> None:
             )
 
 
+def call_encoder_layers(model: nn.Module) -> None:
+    """Make torch's own encoder layers call the layers in them that hold trained parameters, in place.
+
+    In evaluation mode and without gradients ``nn.TransformerEncoderLayer`` takes a fast path, one fused kernel that
+    reads the weights of its layers. PEFT's wrappers answer with the frozen weight, so that the adapter would be trained
+    and then not be used. A layer that reports an unknown activation does not take that path (torch 2.3 to 2.14).
+    """
+    for module in model.modules():
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        if trained and isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        if trained and isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # nested tensors are only understood by the fast path
+
+
 def _usable(model: nn.Module, path: str) -> bool:
     """Whether a layer is called, which torch's attention does not do with those in it."""
     parts = path.split(".")
@@ -227,6 +242,7 @@ def insert_adapter(
         reason = reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}"
         raise ValueError(f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}") from error
     check_attention(backbone.model, backbone.name)
+    call_encoder_layers(backbone.model)
     adapted = AdaptedModel(backbone, peft_model, config)
     if train_backbone is not True and (lost := _not_saved(adapted)):
         raise ValueError(
@@ -249,6 +265,7 @@ def insert_adapter(
             parameter.requires_grad_(False)
         elif plain_name(name).rpartition(".")[0] in within:
             parameter.requires_grad_(True)
+    call_encoder_layers(adapted.model)
     return replace(adapted, beside=_not_saved(adapted))
 
 

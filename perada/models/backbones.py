@@ -4,6 +4,7 @@
 import difflib
 import json
 import logging
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -77,8 +78,29 @@ def build_backbone(
     else:
         built = _from_timm(backbone, num_classes, pretrained, image_size, in_chans)
     built.model.requires_grad_(False).eval()
+    _turn_off_checkpointing(built)
     register_transformers()
     return built
+
+
+def _turn_off_checkpointing(backbone: Backbone) -> None:
+    """Let a network of timm or transformers keep its activations, in place.
+
+    A checkpointed part runs again in the backward pass, where the network no longer has the weights of the client.
+    """
+    names = ("grad_checkpointing", "gradient_checkpointing")
+    found = False
+    for module in backbone.model.modules():
+        for name in names:
+            if getattr(module, name, False) is True:
+                setattr(module, name, False)
+                found = True
+    if found:
+        warnings.warn(
+            f"gradient checkpointing of backbone {backbone.name!r} is turned off, since the backward pass would see "
+            "other weights than a client's; to save memory, lower clients_per_chunk or batch_size",
+            stacklevel=3,
+        )
 
 
 def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:

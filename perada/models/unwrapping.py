@@ -40,6 +40,7 @@ def _plain(module: nn.Module) -> nn.Module:
         name = module.active_adapters[0]
         return Followed(module.base_layer, nn.Sequential(*(getattr(module, part)[name] for part in module.parts)))
     if isinstance(module, BaseTunerLayer):
+        module.base_layer = copy.deepcopy(module.base_layer)  # the network may use its weights in other places too
         module.merge(safe_merge=True)
         base: nn.Module = module.get_base_layer()
         return base

@@ -16,8 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from perada.core.seeding import Streams, generator, seeded
 from perada.core.states import State
 from perada.engine.engine import Engine, row_losses
-from perada.engine.fold import draws
-from perada.engine.stacked_layers import drop_rate
+from perada.engine.fold import without_dropout
 from perada.privacy.gradients import Query, SampleGradients
 from perada.privacy.options import Privacy
 
@@ -233,12 +232,9 @@ def _as(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _exact(engine: Engine, dtype: torch.dtype | None) -> Engine:
     """An engine on a copy of the model in ``dtype`` that draws no random numbers, and takes images, not features."""
-    model = copy.deepcopy(engine.model)
+    model = without_dropout(copy.deepcopy(engine.model))
     if dtype is not None:
         model.to(dtype)
-    for module in model.modules():
-        if draws(module):
-            setattr(module, "p" if drop_rate(module) == getattr(module, "p", None) else "drop_prob", 0.0)
     return Engine(model, engine.kind, channels_last=engine.memory_format == torch.channels_last)
 
 

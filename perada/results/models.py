@@ -12,12 +12,14 @@ from tqdm.auto import tqdm
 
 from perada.algorithms.base import Average
 from perada.core.checks import check_whole, installed
+from perada.core.seeding import generator
 from perada.core.states import State, clone, set_state, to_device
 from perada.data.preprocessing import Preprocessing
 from perada.engine.engine import ensemble
 from perada.engine.fold import fold
 from perada.models.adapted import AdaptedModel
 from perada.models.backbones import IMAGE
+from perada.models.merging import check_merged, merge_adapter
 from perada.results.inference import Predictions, as_list, client_index, readable, usable
 
 if TYPE_CHECKING:
@@ -233,14 +235,17 @@ class Models:
     def merged(self, client: int | None) -> nn.Module:
         """A client's model, or the global one (None), with the adapter merged into the backbone's weights by PEFT.
 
+        Weights that the network uses in several places stay as they are where no adapter stands. The model is compared
+        with the one that :meth:`personal` gives.
+
         Raises:
-            NotImplementedError: If the adapter's method has no such thing; PEFT raises other errors too.
+            NotImplementedError: If PEFT cannot merge the adapter, or what it merges computes something else.
         """
         state = self.state("global") if client is None else self.state("personal", client)
-        copied = copy.deepcopy(self._adapted.peft_model).to(memory_format=torch.contiguous_format)
-        set_state(copied.get_base_model(), state)
-        model: nn.Module = copied.merge_and_unload(safe_merge=True)
-        return model.eval()
+        peft_model = self._adapted.peft_model
+        merged = merge_adapter(copy.deepcopy(peft_model).to(memory_format=torch.contiguous_format), state)
+        check_merged(peft_model, merged, self._model(state), _noise(self.preprocessing))
+        return merged
 
     def adapted(self) -> AdaptedModel:
         """A copy of the backbone with its adapter, in the global state.
@@ -257,6 +262,13 @@ class Models:
         set_state(model, state)
         setattr(model, IMAGE, self._adapted.backbone.image)
         return model.eval()
+
+
+def _noise(preprocessing: Preprocessing) -> Tensor:
+    """Two samples (2, ...) of the shape that the models take: noise, or texts of the first token."""
+    if preprocessing.kind == "tokens":
+        return torch.zeros(2, *preprocessing.shape, dtype=torch.int64)
+    return torch.randn(2, *preprocessing.shape, generator=generator(0, "merging"))
 
 
 def _copied(state: State) -> State:
