@@ -15,10 +15,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.core.states import State
 from perada.deploy.protocol import Answer, Kind, Order, digest, header_of, pack, spec_of, unpack
-from perada.deploy.server.summing import MASKED, secure_sum
+from perada.deploy.server.summing import MASKED, SecureSum
 from perada.deploy.sums import site
-from perada.deploy.sums.keys import HEARD, Own, Terms
+from perada.deploy.sums.keys import Own, Terms
 from perada.deploy.sums.party import Party
+from perada.deploy.sums.progress import HEARD
 from perada.deploy.sums.vector import Contents, Whole
 from perada.server.sums import SecureSums
 
@@ -143,7 +144,8 @@ class _Round:
             trained[name] = Answer.read(header_of(reply)), dict[str, torch.Tensor]()
             costs.lap("keys")
             costs.up, costs.down = costs.up + len(reply) / 1e6, costs.down + len(message) / 1e6
-        there, total = secure_sum(self._ask, lambda attempt: terms("", attempt), trained, self.contents.size)
+        made = SecureSum(self._ask, lambda attempt: terms("", attempt), trained, self.contents.size)
+        there, total = made.run()
         costs.lap("unmask")
         if self.masking < len(federation.names):  # a vector that stood for others left no sum
             total = self.expected

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1
 """Version of the messages, which each of them names. A change that the other side would not understand raises it."""
-Kind = Literal["join", "train", "tune", "evaluate", "keys", "shares", "mask", "confirm", "reveal"]
-"""Say who you are; train a round; fine-tune after the last one; score the models; the five steps of a secure sum."""
-SUMS = ("keys", "shares", "mask", "confirm", "reveal")
-"""Kinds of the steps of a secure sum, in their order."""
+Kind = Literal["join", "train", "tune", "evaluate", "keys", "shares", "hold", "open", "mask", "confirm", "reveal"]
+"""Say who you are; train a round; fine-tune after the last one; score the models; the steps of a secure sum."""
+SUMS = ("keys", "shares", "hold", "open", "mask", "confirm", "reveal")
+"""Kinds of the steps of a secure sum, in their order; ``open`` only where sites disagree."""
 Code = Literal[
     "ok",
     "unapproved",  # the recipe's digest is not on the site's list

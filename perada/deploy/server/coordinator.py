@@ -5,18 +5,28 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State, narrowed, widened
-from perada.deploy.protocol import Answer, Kind, Order, Refused, largest, pack, spec_of
+from perada.deploy.protocol import SUMS, Answer, Kind, Order, Refused, digest, header_of, largest, pack, spec_of
 from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
 from perada.deploy.scores import mean_scores, summed_scores
-from perada.deploy.server.progress import SERVER_STATE, Progress, Record, read_progress, write_progress
+from perada.deploy.server.progress import (
+    SERVER_STATE,
+    Progress,
+    Record,
+    read_progress,
+    read_sum,
+    write_progress,
+    write_sum,
+)
 from perada.deploy.server.rounds import (
     PASSING,
     Roster,
@@ -25,6 +35,7 @@ from perada.deploy.server.rounds import (
     log_each,
     log_round,
 )
+from perada.deploy.sums.progress import HEARD
 from perada.deploy.sums.vector import Contents, Summed, check_cryptography
 from perada.deploy.transport import Terms, Transport
 from perada.federation.cohort import Site
@@ -70,6 +81,8 @@ class Coordinator:
             first = self.server.global_state
             states["global"] = laid_out(states["global"], first, self.progress.plain)
             self.server.load_state_dict(states)
+            for member in self.progress.roster:  # a site that was mended meanwhile may take part again
+                member.lied = ""
         else:
             self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
             self.progress.labels = "" if classes is None else labels_digest(recipe.num_classes, multilabel, classes)
@@ -270,9 +283,12 @@ class Coordinator:
         order = self._gather_sites(end)
         numbers, skip, whole = self.roster.numbers, terms.late == "skip", self.recipe.sent(record.round)
         self.server.lora_ranks = self.roster.lora_ranks
+        self._check_honest()
         names = [progress.roster[number].name for number in order]
         if not progress.asked:  # else it was asked before a crash, and sites know these messages
             progress.asked = names[: self.sample]
+        if self.settings.secure_sums is not None:
+            self._note_told(progress.asked[0])
         self._save()
         asked, spare = list(progress.asked), [name for name in names if name not in progress.asked]
         least = terms.min_sites if skip else None  # to say "broken" is quick, and takes nobody's place
@@ -309,6 +325,26 @@ class Coordinator:
         self._save()
         log_round(self.loggers, progress.history[-1])
 
+    def _check_honest(self) -> None:
+        """End the run before sites train for a sum that cannot be made, since too few are left that did not lie."""
+        options = self.settings.secure_sums
+        liars = {member.name: member.lied for member in self.progress.roster if member.lied}
+        if options is None or not liars or len(self.progress.roster) - len(liars) >= options.min_sites:
+            return
+        named = "; ".join(f"site {name}: {reason}" for name, reason in liars.items())
+        raise TimeoutError(
+            f"round {self.progress.done}: a secure sum needs {options.min_sites} sites, and too few are left without "
+            f"those that lied in one ({named}). Find out why they did, and resume the run: they are asked again then"
+        )
+
+    def _note_told(self, name: str) -> None:
+        """Keep the digest of what sites are told in this round, as they say it of themselves in later ones."""
+        message = self._message(self.roster.numbers[name])
+        order = replace(Order.read(header_of(message)), client=0)
+        self.progress.told[str(order.round)] = digest(pack(order, load(message)))
+        for old in sorted(self.progress.told, key=int)[:-HEARD]:
+            del self.progress.told[old]
+
     def _sum(
         self, of: str, record: Record, trained: Mapping[str, tuple[Answer, State]], contents: Contents
     ) -> tuple[list[str], Summed]:
@@ -317,10 +353,13 @@ class Coordinator:
         Raises:
             Refused: If too few were there at a step.
         """
-        from perada.deploy.server.summing import MASKED, secure_sum
+        from perada.deploy.server.summing import LIED, MASKED, SecureSum
         from perada.deploy.sums.keys import Terms as SumTerms
 
         options, progress, numbers = contents.options, self.progress, self.roster.numbers
+        liars = {member.name for member in progress.roster if member.lied}
+        record.failed |= {name: LIED for name in trained if name in liars}
+        trained = {name: answer for name, answer in trained.items() if name not in liars}
 
         def ask_step(
             kind: Kind, attempt: int, said: Mapping[str, dict[str, Any]], size: int
@@ -329,7 +368,7 @@ class Coordinator:
                 return pack(self._order(kind, numbers[name], attempt=attempt, of=of, sums=said[name]))
 
             expected = {MASKED: torch.zeros(size, dtype=torch.uint64)} if size else {}
-            own, end = Record(record.round), time.monotonic() + self.terms.deadline / 5  # it has five steps
+            own, end = Record(record.round), time.monotonic() + self.terms.deadline / len(SUMS)
             found = self._ask(list(said), message, lambda _: expected, end, own)
             if kind == "mask":
                 record.masked = sorted(found)
@@ -338,11 +377,27 @@ class Coordinator:
             return found
 
         def terms(attempt: int) -> SumTerms:
-            return SumTerms(progress.run, progress.done, progress.recipe, options, attempt)
+            return SumTerms(progress.run, progress.done, progress.recipe, options, attempt, of=of)
 
-        there, total = secure_sum(ask_step, terms, trained, contents.size)
-        for name in there:
-            record.failed.pop(name, None)
+        state = read_sum(self.folder, progress.run, progress.done, of)
+        made = SecureSum(
+            ask_step,
+            terms,
+            trained,
+            contents.size,
+            state=state,
+            save=lambda state: write_sum(self.folder, progress.run, state),
+            truth=progress.told,
+        )
+        there: list[str] = []
+        try:
+            there, total = made.run()
+        finally:
+            for name in there:
+                record.failed.pop(name, None)
+            record.failed |= made.failed
+            for member in progress.roster:
+                member.lied = made.lied.get(member.name, member.lied)
         return there, contents.opened(total, len(there))
 
     def _message(self, client: int) -> bytes:

@@ -10,8 +10,10 @@ from typing import Any
 
 from perada.core.files import write_atomic
 from perada.deploy.state import read_kept, write_kept
+from perada.deploy.sums.progress import SumState
 
 SERVER_STATE, SERVER_FORMAT, METRICS = "server.safetensors", 3, "metrics.csv"
+SUM_STATE, SUM_FORMAT = "sum.safetensors", 1
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Member:
     joined: int  # the first round that it could take part in
     left: str = ""  # why it takes part no more; empty if it does
     late: int = -1  # the last round in which it did not answer in time
+    lied: str = ""  # what it did in a secure sum that no honest site does; empty if nothing is proven
     rounds: int = 0  # that it took part in
     epsilon: dict[str, float | None] = field(default_factory=dict)  # by ledger, as it last said
 
@@ -62,6 +65,7 @@ class Progress:
     asked: list[str] = field(default_factory=list)  # sites asked in the round that is under way, in their order
     plain: bool = False  # whether the tensors of the global state are laid out row by row
     level: dict[str, Any] | None = None  # state of the privacy of whole clients
+    told: dict[str, str] = field(default_factory=dict)  # digests of what sites were told, by round; for secure sums
 
 
 def write_progress(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
@@ -90,6 +94,29 @@ def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
         return Progress(**progress), states
 
     return read_kept(path, SERVER_FORMAT, build)
+
+
+def write_sum(folder: Path, run: str, state: SumState) -> None:
+    """Write how far the secure sum of the round under way is; the file is a small one beside the server's own."""
+    write_kept(folder / SUM_STATE, {"run": run, "state": state}, SUM_FORMAT)
+
+
+def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
+    """How far a secure sum was when the server was stopped; None if it was not begun.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+    path = folder / SUM_STATE
+    if not path.is_file():
+        return None
+
+    def build(run: str, state: dict[str, Any]) -> tuple[str, SumState]:
+        return run, SumState(**state)
+
+    of_run, state = read_kept(path, SUM_FORMAT, build)
+    same = (of_run, state.round, state.of) == (run, round, of)
+    return state if same else None
 
 
 def _csv(history: list[dict[str, float]]) -> str:

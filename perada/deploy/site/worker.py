@@ -280,7 +280,13 @@ class SiteWorker:
             self._check_sum(client)
         part = client.scores_of_sum if scores else client.part_of_sum
         own = self._own(order, state)
-        said, masked = party.step(order, terms, own, lambda sites, told: part(state, sites, told))
+        from perada.deploy.sums.site import Objection
+
+        try:
+            said, masked = party.step(order, terms, own, lambda sites, told: part(state, sites, told))
+        except Objection as objection:  # the server is told to whom, not why
+            self.log.warning("run %s: %s", order.run, objection)
+            said, masked = {"objects": objection.names}, None
         if masked is not None:
             total = deepcopy(self.book.total)
             if scores:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the masks are made of: keys of one round, the streams that follow from them, and shares of secrets.
+"""What the masks are made of: the keys of one round, and the streams that follow from them.
 
-All of it is put together from primitives of ``cryptography`` (X25519, Ed25519, HKDF, ChaCha20, Poly1305) and of
-PyCryptodome (Shamir's sharing of 128 bits).
+All of it is put together from primitives of ``cryptography`` (X25519, Ed25519, HKDF, ChaCha20, Poly1305).
 """
 
 import hashlib
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -23,15 +21,13 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from perada.deploy.protocol import canonical
+from perada.deploy.sums.progress import HEARD
+from perada.deploy.sums.shares import SECRET
 from perada.deploy.sums.vector import Whole
 from perada.server.sums import SecureSums
 
-SECRET = 16
-"""Bytes of a secret that is shared: Shamir's sharing is over a field of 2¹²⁸ elements."""
 SEALED = 2 * SECRET + 16
 """Bytes of two shares that are sealed: ChaCha20-Poly1305 adds 16."""
-HEARD = 256
-"""Rounds of which a site says what it was told."""
 _LABEL = b"perada sums 1 "
 _BLOCK = 2**14
 """Numbers of a vector that get all their masks before the next ones, so that they stay in the processor's cache."""
@@ -104,19 +100,6 @@ def unseal(key: bytes, sealed: bytes, about: Any) -> bytes:  # noqa: ANN401  # a
         raise ValueError("a sealed message was changed, or is for another round or site") from None
 
 
-def split(secret: bytes, least: int, sites: int) -> list[bytes]:
-    """Shares of a secret by place, any ``least`` of which give it back, and fewer say nothing about it."""
-    return [share for _, share in Shamir.split(least, sites, secret)]
-
-
-def combined(shares: Mapping[int, bytes], least: int) -> bytes:
-    """The secret of which these are shares, by place from 0; a ValueError if they are too few."""
-    if len(shares) < least:
-        raise ValueError(f"{len(shares)} shares of a secret are there, and {least} are needed")
-    found: bytes = Shamir.combine([(place + 1, shares[place]) for place in sorted(shares)[:least]])
-    return found
-
-
 @dataclass(frozen=True)
 class Terms:
     """What all sites of a sum agree on; each has it from its approved recipe and the order.
@@ -149,7 +132,11 @@ class Advert:
     Attributes:
         name: Of the site.
         terms: Digest of the :class:`Terms`.
-        shares: Public key by which shares are sealed for it, in hexadecimal digits.
+        identity: Public half of its identity, in hexadecimal digits as all keys are. The server checks signatures with
+            it; the other sites check that it is the one on their lists.
+        seals: Public key of what it seals for others. It is another one than ``shares``, so that what a site dealt can
+            be opened to a server that judges a dispute, and what others dealt to it cannot.
+        shares: Public key by which shares are sealed for it.
         masks: Public key of its masks towards other sites.
         own: SHA-256 of the secret of its own mask, by which it is recognised when it is put together.
         numbers: Names of what it adds beside the model, such as a training loss, with spaces between.
@@ -162,6 +149,8 @@ class Advert:
 
     name: str
     terms: str
+    identity: str
+    seals: str
     shares: str
     masks: str
     own: str
@@ -181,9 +170,18 @@ class Advert:
         return {name: value for name, value in vars(self).items() if name != "signature"}
 
 
+def is_signed_by_itself(advert: Advert, signature: str, what: str, content: Any) -> bool:  # noqa: ANN401  # any JSON
+    """Whether a statement was signed by the identity that a site's keys name."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(advert.identity))
+    except ValueError:
+        return False
+    return is_signed(key, signature, what, content)
+
+
 def check_usable(advert: Advert) -> None:
     """Refuse, by a ValueError, public keys with which there is nothing in common: no other site could use the list."""
-    for public in (advert.shares, advert.masks):
+    for public in (advert.seals, advert.shares, advert.masks):
         agreed(X25519PrivateKey.generate(), public, "trial", None)
 
 
@@ -207,7 +205,12 @@ class Own(NamedTuple):
 
 def told_in(advert: Advert) -> dict[str, str]:
     """What a site says that it was told, by round."""
-    return {round: told for round, _, told in (entry.partition(":") for entry in advert.heard.split())}
+    return read_heard(advert.heard)
+
+
+def read_heard(text: str) -> dict[str, str]:
+    """Digests of what a site was told, by round, from the text that :class:`Own` makes of them."""
+    return {round: told for round, _, told in (entry.partition(":") for entry in text.split())}
 
 
 def differing(told: Mapping[str, str], other: Advert) -> list[str]:
@@ -219,6 +222,32 @@ def differing(told: Mapping[str, str], other: Advert) -> list[str]:
 def order_of(adverts: Sequence[Advert]) -> list[str]:
     """The names of a round's sites, whose places are those of their shares."""
     return sorted(advert.name for advert in adverts)
+
+
+def commitment(about: str, dealer: str, holder: str, purpose: str, share: bytes) -> str:
+    """Return what binds a site to the share of a secret that it deals to another one.
+
+    A share has 128 random bits, of which the digest says nothing that could be computed.
+    """
+    return digest(["share", about, dealer, holder, purpose, share.hex()])
+
+
+def sum_statement(about: str, there: Sequence[str], numbers: int, alive: Sequence[str]) -> dict[str, object]:
+    """Return what a site signs of a sum: its keys, who began it, how long the vectors are, and who is in it."""
+    return {"about": about, "there": sorted(there), "numbers": numbers, "alive": sorted(alive)}
+
+
+def sealing_key(own: X25519PrivateKey, other: str, about: str, dealer: str, holder: str) -> bytes:
+    """Return the key of what one site seals for another, which both can compute; it seals one message.
+
+    Args:
+        own: Of the dealer its key ``seals``, or of the holder its key ``shares``.
+        other: The other one of the two public keys.
+        about: Digest of all sites' keys.
+        dealer: Name of the site whose secrets are shared.
+        holder: Name of the site that gets the shares.
+    """
+    return agreed(own, other, "shares", [about, dealer, holder])
 
 
 def own_key(secret: bytes) -> bytes:

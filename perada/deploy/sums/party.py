@@ -112,11 +112,16 @@ class Party:
         given = order.sums
         match order.kind:
             case "shares":
-                sealed = self._round.share([Advert(**entry) for entry in given["adverts"]])
-                return {"sealed": in_text(sealed)}, None
+                dealt = self._round.share([Advert(**entry) for entry in given["adverts"]])
+                return {"sealed": in_text(dealt.sealed), "commitments": dealt.commitments}, None
+            case "hold":
+                self._round.hold(in_bytes(given["sealed"]), given["commitments"])
+                return {}, None
+            case "open":
+                return {"seals": self._round.open().hex()}, None
             case "mask":
                 self._round.check_turn("mask")
-                return {}, self._round.mask(in_bytes(given["sealed"]), vector(self._round.sites, self._round.told))
+                return {}, self._round.mask(given["there"], vector(self._round.sites, self._round.told))
             case "confirm":
                 return {"signature": self._round.confirm(given["alive"])}, None
             case _:

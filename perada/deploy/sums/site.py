@@ -6,17 +6,17 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from perada.deploy.protocol import refuse
+from perada.deploy.protocol import Refused, refuse
 from perada.deploy.sums.keys import (
-    SECRET,
     Advert,
     Own,
     Terms,
     add_streams,
-    agreed,
+    commitment,
     differing,
     digest,
     exchange_key,
@@ -25,15 +25,37 @@ from perada.deploy.sums.keys import (
     own_key,
     pair_key,
     seal,
+    sealing_key,
     sign,
-    split,
+    sum_statement,
     told_in,
     unseal,
 )
+from perada.deploy.sums.shares import SECRET, split
 from perada.deploy.sums.vector import Whole
 
 Revealed = dict[str, dict[str, bytes]]
 """Shares by the name of the site: ``own`` of the own masks of those in the sum, ``gone`` of the keys of the others."""
+
+Commitments = dict[str, tuple[str, str]]
+"""Digests of two shares, of a site's own mask and of the key of its pair masks, by the name of the other site."""
+PURPOSES = ("own", "masks")
+"""The two secrets of which a site deals shares."""
+
+
+class Dealt(NamedTuple):
+    """The shares of a site's two secrets."""
+
+    sealed: dict[str, bytes]  # for each other site
+    commitments: Commitments  # to the shares of each site, the dealer among them
+
+
+class Objection(Refused):
+    """What a site does not accept is another site's, as far as it can tell; the server decides whose fault it is."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("secure sum: " + "; ".join(reasons.values()), "other")
+        self.names = sorted(reasons)
 
 
 class SiteRound:
@@ -60,13 +82,16 @@ class SiteRound:
     ) -> None:
         self.name, self.terms, self._identity, self._own = name, terms, identity, own or Own()
         self._known = {**peers, name: identity.public_key()}
-        self._steps = ["advertise", "share", "mask", "confirm", "reveal"]
-        self._seeds = {purpose: secrets.token_bytes(SECRET) for purpose in ("shares", "masks", "own")}
-        self._keys = {purpose: exchange_key(self._seeds[purpose]) for purpose in ("shares", "masks")}
+        self._steps = ["advertise", "share", "hold", "mask", "confirm", "reveal"]
+        self._seeds = {purpose: secrets.token_bytes(SECRET) for purpose in ("seals", "shares", "masks", "own")}
+        self._keys = {purpose: exchange_key(self._seeds[purpose]) for purpose in ("seals", "shares", "masks")}
         self._adverts: dict[str, Advert] = {}
         self._order: list[str] = []
         self._about = ""  # digest of all sites' keys
         self._held: dict[str, tuple[bytes, bytes]] = {}  # shares of each site's own mask and of its key
+        self._there: list[str] = []  # sites whose pair masks are in the vectors
+        self._alive: list[str] = []  # those of them that are in the sum
+        self._numbers = 0  # of the vectors
         self._statement: dict[str, object] = {}
 
     def check_turn(self, step: str) -> None:
@@ -86,7 +111,7 @@ class SiteRound:
     @property
     def alive(self) -> list[str]:
         """Who is in the sum, once it was confirmed."""
-        return [str(name) for name in self._statement.get("alive", [])]  # type: ignore[attr-defined]  # a list of names
+        return self._alive
 
     @property
     def sites(self) -> int:
@@ -111,17 +136,21 @@ class SiteRound:
         """The public keys of this round."""
         self._turn("advertise")
         public = {purpose: key.public_key().public_bytes_raw().hex() for purpose, key in self._keys.items()}
+        public["identity"] = self._identity.public_key().public_bytes_raw().hex()
         own = hashlib.sha256(self._seeds["own"]).hexdigest()
         made = Advert(self.name, digest(asdict(self.terms)), **public, own=own, **self._own.texts())
         made = replace(made, signature=sign(self._identity, "advert", made.statement()))
         self._adverts = {self.name: made}
         return made
 
-    def share(self, adverts: Sequence[Advert]) -> dict[str, bytes]:
-        """Shares of its secrets for all sites of the round, sealed, by name.
+    def share(self, adverts: Sequence[Advert]) -> Dealt:
+        """Deal shares of the two secrets to all sites of the round.
 
         Refused, since the server may have chosen them: sites that this one does not know, or whose signature is not
         theirs, keys of another round, too few sites, one that stands there twice.
+
+        Raises:
+            Objection: If keys are not those of a site on this one's list.
         """
         self._turn("share")
         mine, order = self._adverts[self.name], order_of(adverts)
@@ -133,87 +162,152 @@ class SiteRound:
             "other",
         )
         refuse(mine not in adverts, "secure sum: the list has other keys of this site, or none", "other")
+        self._check_identities(adverts)
         for advert in adverts:
-            key = self._known.get(advert.name)
-            refuse(key is None, f"secure sum: {advert.name!r} is not among the sites of site.yaml", "other")
-            assert key is not None
-            signed = is_signed(key, advert.signature, "advert", advert.statement())
-            refuse(not signed, f"secure sum: the keys of {advert.name!r} are not signed by it", "other")
             refuse(advert.terms != mine.terms, f"secure sum: the keys of {advert.name!r} are for another sum", "other")
             rounds = ", ".join(differing(told, advert))
             refuse(bool(rounds), f"secure sum: {advert.name!r} was told other things in round {rounds}", "other")
         self._adverts, self._order = {advert.name: advert for advert in adverts}, order
         self._about = digest([self._adverts[name].statement() for name in order])
-        parts = [split(self._seeds[purpose], self._least, len(order)) for purpose in ("own", "masks")]
-        held = dict(zip(order, zip(*parts, strict=True), strict=True))
-        self._held[self.name] = held.pop(self.name)
-        return {
-            name: seal(self._shared(name, [self.name, name]), b"".join(both), self._about)
-            for name, both in held.items()
-        }
+        return self._deal()
 
-    def _shared(self, peer: str, direction: list[str]) -> bytes:
-        """The key of what one site seals for another."""
-        return agreed(self._keys["shares"], self._adverts[peer].shares, "shares", [self._about, *direction])
+    def _check_identities(self, adverts: Sequence[Advert]) -> None:
+        """Raise an Objection to keys that a site on the list did not sign."""
+        objections = {}
+        for advert in adverts:
+            key = self._known.get(advert.name)
+            if key is None:
+                objections[advert.name] = f"{advert.name!r} is not among the sites of site.yaml"
+                continue
+            same = key.public_bytes_raw().hex() == advert.identity
+            if not same or not is_signed(key, advert.signature, "advert", advert.statement()):
+                objections[advert.name] = f"the keys of {advert.name!r} are not signed by it"
+        if objections:
+            raise Objection(objections)
 
-    def mask(self, sealed: Mapping[str, bytes], vector: Whole) -> Whole:
-        """The vector under masks, which cancel in the sum of all who sent shares.
+    def _deal(self) -> Dealt:
+        sealed, commitments = dict[str, bytes](), Commitments()
+        own_shares = split(self._seeds["own"], self._least, len(self._order))
+        key_shares = split(self._seeds["masks"], self._least, len(self._order))
+        for holder, own_share, key_share in zip(self._order, own_shares, key_shares, strict=True):
+            commitments[holder] = self._commitments(self.name, holder, own_share, key_share)
+            if holder == self.name:
+                self._held[holder] = own_share, key_share
+                continue
+            public = self._adverts[holder].shares
+            key = sealing_key(self._keys["seals"], public, self._about, self.name, holder)
+            sealed[holder] = seal(key, own_share + key_share, self._about)
+        return Dealt(sealed, commitments)
+
+    def _commitments(self, dealer: str, holder: str, own_share: bytes, key_share: bytes) -> tuple[str, str]:
+        return (
+            commitment(self._about, dealer, holder, "own", own_share),
+            commitment(self._about, dealer, holder, "masks", key_share),
+        )
+
+    def hold(self, sealed: Mapping[str, bytes], commitments: Mapping[str, Sequence[str]]) -> None:
+        """Open the shares that other sites dealt to this one, before anything is masked.
 
         Args:
-            sealed: What the other sites sealed for this one, by name; those are in the sum with it.
+            sealed: Shares by the name of the dealer.
+            commitments: What each dealer said of these shares.
+
+        Raises:
+            Objection: If shares do not open, or are not those that their dealer is bound to.
+        """
+        self._turn("hold")
+        refuse(not {*sealed} <= {*self._order} - {self.name}, "secure sum: shares of an unknown site", "other")
+        few = len(sealed) + 1 < self._least
+        refuse(few, f"secure sum: {len(sealed) + 1} of {len(self._order)} sites sent shares, too few", "other")
+        objections = {}
+        for dealer, text in sealed.items():
+            public = self._adverts[dealer].seals
+            key = sealing_key(self._keys["shares"], public, self._about, dealer, self.name)
+            try:
+                self._held[dealer] = opened_shares(key, text, self._about)
+            except ValueError as error:
+                objections[dealer] = f"of {dealer!r}: {error}"
+                continue
+            if self._commitments(dealer, self.name, *self._held[dealer]) != tuple(commitments[dealer]):
+                del self._held[dealer]
+                objections[dealer] = f"the shares of {dealer!r} are not those that it is bound to"
+        if objections:
+            raise Objection(objections)
+
+    def open(self) -> bytes:
+        """Return the secret by which the server opens what this site dealt; the site masks nothing in this attempt.
+
+        The shares of both its secrets are known then. That shows nothing, since no vector is ever masked with them:
+        the step of the masks cannot be taken any more, and this one not after it. Shares that others dealt to this
+        site are sealed with other keys. So a server that invents disputes learns what it learns of a site that goes
+        before the masks.
+        """
+        refuse(self._steps[:1] not in (["hold"], ["mask"]), "secure sum: nothing is to be opened now", "other")
+        self._steps.clear()
+        return self._seeds["seals"]
+
+    def mask(self, there: Sequence[str], vector: Whole) -> Whole:
+        """Return the vector under masks, which cancel in the sum of all sites that are there.
+
+        Args:
+            there: The sites that are in the sum with this one, and itself, as the server says.
             vector: Its numbers modulo 2⁶⁴.
         """
         self._turn("mask")
-        self._hold(sealed)
+        listed = sorted({*there})
+        refuse(len(listed) < len(there), "secure sum: a site stands in the list of the masks twice", "other")
+        refuse(not {*listed} <= {*self._held}, "secure sum: a site is to be masked with that dealt no shares", "other")
+        refuse(self.name not in listed, "secure sum: this site is said to have gone", "other")
+        few = len(listed) < self._least
+        refuse(few, f"secure sum: {len(listed)} of {len(self._order)} sites hold shares, too few", "other")
+        self._there = listed
         added, subtracted = [own_key(self._seeds["own"])], list[bytes]()
-        for name in sealed:
+        for name in listed:
+            if name == self.name:
+                continue
             key = pair_key(self._keys["masks"], self._adverts[name].masks, self._about, (self.name, name))
             (added if self.name < name else subtracted).append(key)
         found = vector.copy()
         add_streams(found, added, subtracted)
-        there = sorted(self._held)
-        self._statement = {"about": self._about, "there": there, "numbers": len(vector)}
+        self._numbers = len(vector)
         return found
-
-    def _hold(self, sealed: Mapping[str, bytes]) -> None:
-        refuse(not {*sealed} <= {*self._order} - {self.name}, "secure sum: shares of an unknown site", "other")
-        few = len(sealed) + 1 < self._least
-        refuse(few, f"secure sum: {len(sealed) + 1} of {len(self._order)} sites sent shares, too few", "other")
-        for name, text in sealed.items():
-            try:
-                both = unseal(self._shared(name, [name, self.name]), text, self._about)
-            except ValueError as error:
-                refuse(True, f"secure sum: of {name!r}: {error}", "other")
-            refuse(len(both) != 2 * SECRET, f"secure sum: the shares of {name!r} have {len(both)} bytes", "other")
-            self._held[name] = both[:SECRET], both[SECRET:]
 
     def confirm(self, alive: Sequence[str]) -> str:
         """Sign who is in the sum, as the server says; one list only."""
         self._turn("confirm")
         listed = sorted({*alive})
         refuse(len(listed) < len(alive), "secure sum: a site stands in the list of the sum twice", "other")
-        refuse(not {*listed} <= {*self._held}, "secure sum: a site is to be in the sum that sent no shares", "other")
+        refuse(not {*listed} <= {*self._there}, "secure sum: a site is to be in the sum that sent no shares", "other")
         refuse(self.name not in listed, "secure sum: this site is said to have gone", "other")
         few = len(listed) < self._least
         refuse(few, f"secure sum: {len(listed)} of {len(self._order)} sites are too few for a sum", "other")
-        self._statement["alive"] = listed
+        self._alive = listed
+        self._statement = sum_statement(self._about, self._there, self._numbers, listed)
         return sign(self._identity, "alive", self._statement)
 
     def reveal(self, signatures: Mapping[str, str]) -> Revealed:
         """Shares by which the masks are taken away: of each site's own mask if it is in the sum, of its key if not.
 
-        Never of both, whatever the server says: the two lists are one statement, which enough sites have signed.
+        Never of both, whatever the server says: the two lists are one statement, which enough sites have signed. And
+        nothing of a site that is in neither list, whose masks are in no vector.
         """
         self._turn("reveal")
-        alive = self._statement["alive"]
-        assert isinstance(alive, list)
+        alive = self._alive
         signed = [name for name in signatures if name in alive and self._confirmed(name, signatures[name])]
         few = len(signed) < self._least
         refuse(few, f"secure sum: {len(signed)} sites signed the same list, and {self._least} must", "other")
         return {
             "own": {name: self._held[name][0] for name in alive},
-            "gone": {name: self._held[name][1] for name in sorted({*self._held} - {*alive})},
+            "gone": {name: self._held[name][1] for name in sorted({*self._there} - {*alive})},
         }
 
     def _confirmed(self, name: str, signature: str) -> bool:
         return is_signed(self._known[name], signature, "alive", self._statement)
+
+
+def opened_shares(key: bytes, sealed: bytes, about: str) -> tuple[bytes, bytes]:
+    """The two shares of a sealed message; a ValueError if it cannot be opened, or does not hold two."""
+    text = unseal(key, sealed, about)
+    if len(text) != 2 * SECRET:
+        raise ValueError(f"its shares have {len(text)} bytes, not {2 * SECRET}")
+    return text[:SECRET], text[SECRET:]

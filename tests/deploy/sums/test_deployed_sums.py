@@ -73,7 +73,7 @@ def test_also_with_those_that_were_drawn(algorithm, tiny, tmp_path):
 
 
 FOUR = (9, 5, 14, 7)
-STEPS = ("shares", "mask", "confirm", "reveal")
+STEPS = ("shares", "hold", "mask", "confirm", "reveal")
 """What a sum asks at its first attempt; keys for it come with the training."""
 
 

@@ -166,6 +166,29 @@ def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
     assert "has left under masks before" in caplog.text
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_scores_leave_under_masks_once(restarts, tiny, tmp_path, caplog):
+    """The difference of two sums of the same models' scores, with one site less, is what that site's images say."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
+    workers, asked = made.workers(), []
+    transport = Liar(workers, lambda name, message: asked.append((name, message)) or message)
+    coordinator = made.coordinator(transport)
+    (row,) = coordinator.run().history
+    assert "global/global_test" in row  # they left once
+    if restarts:
+        workers["site0"].book.close()
+        workers["site0"] = made.worker(0)
+    evaluated = next(message for name, message in asked if name == "site0" and asks(message, "evaluate"))
+    if restarts:
+        assert "advert" not in header_of(workers["site0"].answer(evaluated, "liar"))["sums"]  # no keys for another
+    mask = next(message for name, message in asked if name == "site0" and header_of(message)["of"] == "scores")
+    for attempt in (1, 2, 5):
+        for kind in ("keys", "mask"):
+            order = replace(Order.read(header_of(mask)), kind=kind, attempt=attempt, sums={})
+            assert header_of(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
+    assert f"what round {order.round} made has left under masks before" in caplog.text
+
+
 def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
     """Two lists of one attempt would give two sets of masks; the answer to the training has the same keys always."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Secure sums among sites in this process: right sums, what a server that lies is refused, and what it can read."""
 
+import secrets
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
 
 import numpy as np
@@ -14,13 +15,14 @@ from Crypto.Cipher import ChaCha20
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.deploy.protocol import Refused
-from perada.deploy.sums import keys, site
+from perada.deploy.sums import keys, shares, site
 from perada.deploy.sums.keys import Terms
 from perada.deploy.sums.server import ServerRound
 from perada.deploy.sums.site import SiteRound
 from perada.server.sums import SecureSums
 
 NAMES = [f"site{number}" for number in range(7)]
+HEARD_DIGITS = len(keys.Own(heard={"1": "0" * 64}).texts()["heard"]) - 3
 TERMS = Terms("a" * 32, 4, "b" * 64, SecureSums())
 IDENTITIES = {name: Ed25519PrivateKey.generate() for name in [*NAMES, "stranger"]}
 
@@ -43,6 +45,15 @@ def rows(found, *gone):
     return {name: value for name, value in found.items() if name not in gone}
 
 
+def hold_all(parties, boxes, server):
+    for name, party in parties.items():
+        party.hold(boxes[name], commitments_for(server, name))
+
+
+def commitments_for(server, name):
+    return {dealer: said[name] for dealer, said in server.commitments.items()}
+
+
 class Round:
     """Runs the steps one after another; ``gone`` are those that are no longer there from a step on."""
 
@@ -55,8 +66,10 @@ class Round:
         there = rows(self.parties, *share)
         self.server = ServerRound(self.terms, self.adverts)
         self.boxes = self.server.deliver({name: party.share(self.adverts) for name, party in there.items()})
+        hold_all(there, self.boxes, self.server)
+        names = self.server.begin(there)
         there = rows(there, *mask)
-        masked = {name: party.mask(self.boxes[name], self.given[name]) for name, party in there.items()}
+        masked = {name: party.mask(names, self.given[name]) for name, party in there.items()}
         self.seen.append(masked)
         alive = self.server.take(masked)
         there = rows(there, *confirm)
@@ -157,8 +170,9 @@ def view(given, monkeypatch, shifts=None, late=()):
     adverts = [party.advertise() for party in parties.values()]
     server = ServerRound(TERMS, adverts)
     sealed = {name: party.share(adverts) for name, party in parties.items()}
-    boxes = server.deliver(sealed)
-    masked = {name: party.mask(boxes[name], given[name]) for name, party in parties.items()}
+    hold_all(parties, server.deliver(sealed), server)
+    names = server.begin(parties)
+    masked = {name: party.mask(names, given[name]) for name, party in parties.items()}
     alive = server.take(rows(masked, *late))
     signatures = {name: parties[name].confirm(alive) for name in alive}
     revealed = {name: parties[name].reveal(signatures) for name in alive}
@@ -219,30 +233,129 @@ def test_lists_of_keys_that_a_server_made_up_are_refused(change, message):
         parties["site0"].share(change(adverts, other))
 
 
+@pytest.mark.parametrize("name", [field.name for field in fields(keys.Advert) if field.name != "signature"])
+def test_all_that_a_site_says_with_its_keys_is_signed(name):
+    """Which numbers it adds too: or a server has a sum of losses to which one site adds."""
+    parties, adverts = begun()
+    other = {"name": "site3", "numbers": "loss", "heard": f"1:{'0' * HEARD_DIGITS} "}.get(name, "12" * 32)
+    adverts[1] = replace(adverts[1], **{name: other})
+    with pytest.raises(Refused, match=r"are not signed by it|twice"):
+        parties["site0"].share(adverts[:3] if name == "name" else adverts)
+
+
 def shared(names=NAMES):
     parties, adverts = begun(names)
-    return parties, ServerRound(TERMS, adverts).deliver({name: one.share(adverts) for name, one in parties.items()})
+    server = ServerRound(TERMS, adverts)
+    return parties, server.deliver({name: one.share(adverts) for name, one in parties.items()}), server
 
 
 def test_shares_of_others_or_of_another_round_are_refused():
-    _, before = shared()
+    _, before, _ = shared()
     for change, message in (
         (lambda box: rows(box, *NAMES[1:4]), "4 of 7 sites sent shares, too few"),
         (lambda box: {**box, "stranger": box["site1"]}, "unknown site"),
         (lambda box: {**box, "site1": box["site2"]}, "'site1': a sealed message was changed"),
         (lambda box: {**box, "site1": before["site0"]["site1"]}, "'site1': a sealed message was changed"),
     ):
-        parties, boxes = shared()
+        parties, boxes, server = shared()
+        said = commitments_for(server, "site0")
         with pytest.raises(Refused, match=message):
-            parties["site0"].mask(change(boxes["site0"]), vectors()["site0"])
+            parties["site0"].hold(change(boxes["site0"]), said)
         with pytest.raises(Refused, match="is not what comes next"):  # nor with what it should have been
-            parties["site0"].mask(boxes["site0"], vectors()["site0"])
+            parties["site0"].hold(boxes["site0"], said)
+
+
+def test_each_direction_has_a_sealing_key_of_its_own(monkeypatch):
+    """With one for both the server reads the exclusive or of two sites' shares: the nonce is always the same."""
+    used = Counter()
+
+    def noted(key, text, about):
+        used[key] += 1
+        return keys.seal(key, text, about)
+
+    monkeypatch.setattr(site, "seal", noted)
+    shared()
+    assert len(used) == len(NAMES) * (len(NAMES) - 1) and set(used.values()) == {1}
+    one, other = (keys.X25519PrivateKey.generate() for _ in range(2))  # also if a site had one pair of keys for both
+    publics = [key.public_key().public_bytes_raw().hex() for key in (one, other)]
+    there = keys.sealing_key(one, publics[1], "about", "a", "b")
+    assert there == keys.sealing_key(other, publics[0], "about", "a", "b")
+    assert there != keys.sealing_key(one, publics[1], "about", "b", "a")
+
+
+def test_what_a_site_seals_does_not_open_what_is_sealed_for_it():
+    """It opens the first to a server that judges a dispute, and the other sites' shares must stay closed."""
+    parties, boxes, _ = shared()
+    opened = keys.exchange_key(parties["site0"].open())
+    for dealer, text in boxes["site0"].items():
+        for public in (parties[dealer].advert.seals, parties[dealer].advert.shares):
+            for pair in (("site0", dealer), (dealer, "site0")):
+                with pytest.raises(ValueError, match="was changed"):
+                    keys.unseal(keys.sealing_key(opened, public, parties["site0"]._about, *pair), text, "")
+    assert len({*vars(parties["site0"].advert).values()}) == len(vars(parties["site0"].advert)) - 1  # "" twice
+
+
+def test_a_dealer_cannot_show_that_it_was_honest_with_another_key():
+    """It seals with a key that the other site does not have, and says later that this was the one."""
+    parties, adverts = begun()
+    server, other = ServerRound(TERMS, adverts), secrets.token_bytes(16)
+    seals = parties["site0"]._seeds["seals"]
+    parties["site0"]._keys["seals"] = keys.exchange_key(other)
+    boxes = server.deliver({name: one.share(adverts) for name, one in parties.items()})
+    with pytest.raises(site.Objection, match="of 'site0': a sealed message was changed"):
+        parties["site1"].hold(boxes["site1"], commitments_for(server, "site1"))
+    assert not server.dealt_honestly("site0", other, "site1")
+    assert not server.dealt_honestly("site0", seals, "site1")
+    assert server.dealt_honestly("site2", parties["site2"]._seeds["seals"], "site1")
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        ([*NAMES, "site1"], "stands in the list of the masks twice"),
+        ([*NAMES, "stranger"], "that dealt no shares"),
+        (NAMES[1:], "this site is said to have gone"),
+        (NAMES[:4], "4 of 7 sites hold shares, too few"),
+    ],
+)
+def test_lists_for_the_masks_that_a_server_made_up_are_refused(there, message):
+    parties, boxes, server = shared()
+    hold_all(parties, boxes, server)
+    with pytest.raises(Refused, match=message):
+        parties["site0"].mask(there, vectors()["site0"])
+
+
+def test_a_site_is_not_masked_with_one_whose_shares_do_not_open():
+    parties, boxes, server = shared()
+    with pytest.raises(site.Objection) as objection:
+        parties["site0"].hold({**boxes["site0"], "site3": bytes(48)}, commitments_for(server, "site0"))
+    assert objection.value.names == ["site3"]
+    with pytest.raises(Refused, match="that dealt no shares"):
+        parties["site0"].mask(NAMES, vectors()["site0"])
+
+
+@pytest.mark.parametrize("other", ["there", "numbers", "keys"])
+def test_signatures_are_of_all_that_the_sites_agree_on(other):
+    """Of the list of those whose masks are in the vectors, of their length and of all keys."""
+    parties, boxes, server = shared()
+    hold_all(parties, boxes, server)
+    signatures = {}
+    for place, (name, party) in enumerate(parties.items()):
+        odd = place > 3
+        there = NAMES[:6] if other == "there" and odd and name != "site6" else NAMES
+        party.mask(there, vectors(count=51 if other == "numbers" and odd else 50)[name])
+        if other == "keys" and odd:
+            party._about = "0" * 64
+        signatures[name] = party.confirm(NAMES[:6]) if name != "site6" else "00" * 64
+    with pytest.raises(Refused, match="4 sites signed the same list, and 5 must"):
+        parties["site0"].reveal(signatures)
 
 
 def masked():
-    parties, boxes = shared()
+    parties, boxes, server = shared()
+    hold_all(parties, boxes, server)
     for name, party in parties.items():
-        party.mask(boxes[name], vectors()[name])
+        party.mask(NAMES, vectors()[name])
     return parties
 
 
@@ -303,28 +416,36 @@ def test_shares_that_somebody_changed_are_seen():
     one.adverts = [party.advertise() for party in parties.values()]
     one.server = ServerRound(TERMS, one.adverts)
     boxes = one.server.deliver({name: party.share(one.adverts) for name, party in parties.items()})
+    hold_all(parties, boxes, one.server)
+    names = one.server.begin(parties)
     there = rows(parties, "site6")
-    alive = one.server.take({name: party.mask(boxes[name], one.given[name]) for name, party in there.items()})
+    alive = one.server.take({name: party.mask(names, one.given[name]) for name, party in there.items()})
     signatures = {name: party.confirm(alive) for name, party in there.items()}
     revealed = {name: party.reveal(signatures) for name, party in there.items()}
     for kind, name in (("own", "site3"), ("gone", "site6")):
         wrong = {**revealed, "site0": {**revealed["site0"], kind: {**revealed["site0"][kind], name: bytes(16)}}}
-        with pytest.raises(Refused, match=f"{name!r} are not of its"):
-            one.server.total(wrong)
+        assert np.array_equal(one.server.total(wrong), plain(one.given, "site6"))
+        assert one.server.lied == {"site0": f"it revealed another share of {name!r} than it was dealt"}
+        one.server.lied.clear()
+        few = {holder: wrong[holder] for holder in NAMES[:5]}  # as many as are needed, one of which is wrong
+        with pytest.raises(Refused, match=f"4 right shares of a secret of {name!r} .*5 are needed; site0 lied"):
+            one.server.total(few)
+        one.server.lied.clear()
     total = one.server.total(revealed)
-    assert np.array_equal(total, plain(one.given, "site6"))
+    assert np.array_equal(total, plain(one.given, "site6")) and not one.server.lied
 
 
 def test_fewer_shares_than_the_threshold_say_nothing():
     """Four of the seven shares of a secret that five are needed of give another one."""
-    parties, boxes = shared()
+    parties, boxes, server = shared()
+    hold_all(parties, boxes, server)
     for name, party in parties.items():
-        party.mask(boxes[name], vectors()[name])
+        party.mask(NAMES, vectors()[name])
     secret = parties["site3"]._seeds["own"]
     held = {place: parties[name]._held["site3"][0] for place, name in enumerate(NAMES)}
     for size in range(2, 8):
         some = dict([*held.items()][:size])
-        assert (keys.combined(some, size) == secret) == (size >= 5)
+        assert (shares.combine(some) == secret) == (size >= 5)
 
 
 @pytest.mark.parametrize("differs", range(64))
@@ -361,7 +482,7 @@ def test_two_sites_compare_the_rounds_in_which_both_were(others, rounds):
     ]
     adverts = [party.advertise() for party in parties]
     if not rounds:
-        assert parties[0].share(adverts).keys() == {"site1", "site2"}
+        assert parties[0].share(adverts).sealed.keys() == {"site1", "site2"}
         return
     for place, other in ((0, "site1"), (1, "site0")):
         with pytest.raises(Refused, match=f"'{other}' was told other things in round {rounds}$"):
