@@ -9,7 +9,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart deploy-demo test test-all bench check docs format surface dist matrix audit sbom lock clean
+.PHONY: help quickstart deploy-demo test test-all bench check docs format surface commands dist matrix audit sbom lock clean
 
 help:
 	@echo "make quickstart  set up .venv and run recipes/quickstart.yaml (20 clients on scikit-learn's digits)"
@@ -20,6 +20,7 @@ help:
 	@echo "make docs        the documentation as a site, in site/"
 	@echo "make format      rewrite the files as \`make check\` wants them"
 	@echo "make surface     rewrite docs/api.md, the page of what is promised"
+	@echo "make commands    rewrite perada/cli/commands.json: help texts and options of all commands"
 	@echo "make bench       speed and memory: runs benchmarks/"
 	@echo "make dist        the sdist and the wheel of the last commit, in dist/ (needs network)"
 	@echo "make matrix      the wheel with the lowest and the newest dependencies: make matrix PYTHONS='python3.11 python3.13'"
@@ -95,6 +96,9 @@ format: $(VENV)/.installed-dev
 
 surface: $(VENV)/.installed-dev
 	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore -m tests.surface_page
+
+commands: $(VENV)/.installed-dev
+	HF_HUB_OFFLINE=1 $(BIN)/python -W ignore -m perada.cli.describe
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks

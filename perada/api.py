@@ -292,10 +292,15 @@ FULL_NAMES = {
 def full_name(name: str) -> str:
     """The full name of an option; those of privacy stand beside the section ``federated``, whose loop takes them.
 
-    >>> full_name("rounds"), full_name("federated.privacy.max_norm")
-    ('trainer.max_epochs', 'privacy.max_norm')
+    >>> full_name("rounds"), full_name("federated.privacy.max_norm"), full_name("distillation.steps")
+    ('trainer.max_epochs', 'privacy.max_norm', 'federated.distillation.steps')
     """
-    return FULL_NAMES.get(name) or re.sub(r"^federated\.(?=(client_)?privacy(\.|$))", "", name)
+    if name in FULL_NAMES:
+        return FULL_NAMES[name]
+    first, dot, rest = name.partition(".")
+    if first in FULL_NAMES:
+        return f"{FULL_NAMES[first]}{dot}{rest}"
+    return re.sub(r"^federated\.(?=(client_)?privacy(\.|$))", "", name)
 
 
 def argument_texts(documented: Callable[..., Any]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from perada.cli.runs import PeradaCLI
 from perada.core.checks import check_whole
 from perada.core.files import Scratch, writing
 from perada.core.text import some
+from perada.core.yaml_files import parse_yaml
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.inspection import without_broken
 from perada.data.sets.manifest import OwnImages
@@ -55,7 +56,7 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
             f"{str(path)!r} has the SHA-256 {sha256}, and the site approves {approved.sha256}: nothing of it was run. "
             "Ask for the recipe that was approved; or read this one, and write its sha256 into the site's file"
         )
-    content = _content(text)
+    content = _content(text, str(path))
     said = content.get("data") or {}
     kept = {key: value for key, value in said.items() if key not in OF_ALL}
     named, place = _named_classes(said.get("dataset")), given.data.get("client", 0)
@@ -118,7 +119,7 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
         ValueError: If it does not say how many classes there are, or the public set would be clients' images.
     """
     text = whole(name).encode()
-    content = _content(text)
+    content = _content(text, name)
     named = _named_classes((content.get("data") or {}).get("dataset"))
     cli = _parsed(content, "auto")
     data, division = cli.config["data"], cli.datamodule.division
@@ -177,13 +178,13 @@ def _named_classes(dataset: object) -> tuple[str, ...] | None:
     return tuple(names) or None
 
 
-def _content(text: bytes) -> dict[str, Any]:
-    """What a recipe says, by full names.
+def _content(text: bytes, source: str) -> dict[str, Any]:
+    """What a recipe says, by full names; ``source`` is what messages call it.
 
     Raises:
         ValueError: If it names a file with options: a site approves the text, and what a file says may change.
     """
-    content = full_names(yaml.safe_load(text))
+    content = full_names(parse_yaml(text, source))
     if (content.get("trainer") or {}).get("callbacks"):
         raise ValueError("callbacks cannot be deployed: no Trainer is there to call them; leave them out")
     data = content.get("data")

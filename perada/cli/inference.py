@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 from perada.algorithms import Algorithm
 from perada.cli.data import SOURCE, Source, add_options, division_of, division_of_recipe, kind_of
 from perada.cli.parser import with_own_classes
+from perada.core.yaml_files import read_yaml
 from perada.data import Images
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize
@@ -127,7 +128,7 @@ def open_run(path: Path) -> Run:
 def _own_algorithm(config: Path) -> Algorithm | None:
     """The algorithm that a run's ``config.yaml`` names, if it or its base is not perada's; nothing else is made."""
     try:
-        asked = yaml.safe_load(config.read_text(encoding="utf-8"))["federated"].get("algorithm")
+        asked = read_yaml(config)["federated"].get("algorithm")
         found = [asked] if isinstance(asked, str) else re.findall(r"class_path: (\S+)", yaml.safe_dump(asked))
         if all("." not in name or name.startswith("perada.") for name in found):
             return None

@@ -8,15 +8,18 @@ from argparse import ArgumentError
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
 from jsonargparse import ArgumentParser
 
 from perada.cli.messages import hint, of_options, one_line, quiet_libraries, short_warnings
-from perada.cli.recipes import is_comparison, listing, recipe_files, recipe_names, whole
+from perada.cli.options import check_options, check_recipe, help_text
+from perada.cli.recipes import find_recipe, is_comparison, listing, recipe_files, recipe_names, whole
 from perada.core.files import writing
 from perada.core.interruption import Terminated, received_signal, watch_signals
+from perada.core.yaml_files import read_yaml
 
 Tree = dict[str, tuple["str | Tree", str]]
 """By name: a command, as ``module:function`` of perada, or a tree of commands; and one line of help."""
@@ -53,6 +56,7 @@ COMMANDS: Tree = {
     "ls": ("cli.main:ls", "List the shipped recipes."),
     "cp": ("cli.main:cp", "Copy a shipped recipe, to edit it."),
     "init": ("cli.data:init", "Ask four questions and write a recipe."),
+    "completion": ("cli.completion:completion", "Print a script by which a shell completes commands and options."),
     "schema": ("cli.parser:schema", "Print a JSON schema of recipes, for editors."),
     "compare": (
         "cli.runs:compare",
@@ -71,6 +75,22 @@ COMMANDS: Tree = {
 """What the program can do. A command is called with its parser, to which it adds its options, and with its words."""
 
 
+_RUN = "a run: a folder that `perada fit`, `perada export` or Run.save wrote, or a checkpoint in one"
+_SITE = "the site's file, such as site.yaml"
+EXISTING = {
+    "export": _RUN,
+    "push": _RUN,
+    "personalize": _RUN,
+    "forget": _RUN,
+    "predict": _RUN,
+    "deploy site": _SITE,
+    "deploy check": _SITE,
+    "deploy status": f"{_SITE}, or the folder of a deployed run",
+    "deploy audit": f"{_SITE}, or the site's state folder",
+}
+"""Commands whose first word is a path that must exist, and what it is."""
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the words after ``perada``, by default those of the command line; ``--version`` alone prints versions."""
     words = sys.argv[1:] if args is None else list(args)
@@ -87,6 +107,12 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
     """Run the command of an entry of the tree that ``words`` begin with, or print the commands that there are."""
     parser = ArgumentParser(prog=prog, description=text, exit_on_error=False, allow_abbrev=False)
     if isinstance(entry, str):
+        command = prog.removeprefix("perada ")
+        known_help = help_text(command, words)
+        if known_help is not None:
+            print(known_help)
+            return
+        _check_before_import(command, words)
         module, _, function = entry.partition(":")
         try:
             getattr(import_module(f"perada.{module}"), function)(parser, words)
@@ -106,6 +132,18 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
         parser.print_help()
 
 
+def _check_before_import(command: str, words: list[str]) -> None:
+    """Refuse options that do not exist and files that are missing or damaged, before anything slow is imported."""
+    check_options(command, words)
+    first_words = list(takewhile(lambda word: not word.startswith("-"), words))
+    if command in EXISTING and first_words and not Path(first_words[0]).exists():
+        raise FileNotFoundError(f"{first_words[0]!r} is not there; give {EXISTING[command]}")
+    if command in ("compare", "check"):
+        for word in first_words:
+            for path in find_recipe(word):
+                read_yaml(path)
+
+
 def run(parser: ArgumentParser, words: list[str]) -> None:
     """Carry out a subcommand of LightningCLI, whose own parser reads the words."""
     if not words:
@@ -115,7 +153,8 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         recipe = f"{folder} --ckpt_path {folder.parent}/checkpoints/last.ckpt" if folder.is_file() else words[0]
         raise ValueError(f"{words[0]!r} is not an option; a recipe is given as {parser.prog} --config {recipe}")
     for name in recipe_names(words):
-        recipe_files(name)  # refuses one that does not exist before anything slow is imported
+        for path in recipe_files(name):  # refuses one that does not exist before anything slow is imported
+            check_recipe(path)
     from perada.cli.runs import PeradaCLI
 
     PeradaCLI([parser.prog.split()[-1], *words], command=[*parser.prog.split(), *words])

@@ -5,13 +5,12 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
 from perada.core.quiet import quiet_lightning
-from perada.core.text import printable
+from perada.core.text import near_names, printable
 
 _NOISE = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
 _PATH = r"(?:Expected a path but (\S+) either not accessible or invalid\n)?"
@@ -19,7 +18,7 @@ _PATH = r"(?:Expected a path but (\S+) either not accessible or invalid\n)?"
 
 def hint(wrong: str, known: Iterable[str], otherwise: str) -> str:
     """What may have been meant by a word that is not among the ``known`` ones."""
-    close = get_close_matches(wrong, [*known], 1)
+    close = near_names(wrong, known)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
@@ -87,7 +86,7 @@ def of_options(message: str, parser: ArgumentParser) -> str:
     wrong = re.search(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w.-]+)?", message)
     if not wrong or "did you mean" in message:
         return message
-    close = get_close_matches(wrong[1] or "", [name for name in typed.values() if name.startswith("--")], 1)
+    close = near_names(wrong[1] or "", [name for name in typed.values() if name.startswith("--")])
     return f"{message}; " + (f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists the options")
 
 

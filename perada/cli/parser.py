@@ -10,7 +10,6 @@ import types
 from argparse import SUPPRESS, Action
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -25,6 +24,7 @@ from pytorch_lightning.cli import LightningArgumentParser
 from perada.algorithms import ALGORITHMS, Algorithm
 from perada.api import FULL_NAMES, SECTIONS, argument_texts, full_name
 from perada.cli.messages import subclasses
+from perada.cli.options import TEXTS, nearest
 from perada.cli.recipes import recipe_files
 from perada.data import ImageSet, Partition
 from perada.privacy import ClientPrivacy, Privacy
@@ -34,8 +34,6 @@ from perada.studies.compare.plan import spec_of, words_of
 T = TypeVar("T")
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")
 """Options that take a class by the name of an algorithm or a server rule."""
-TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
-ELSEWHERE = {name: tuple(targets.split()) for targets, names in TEXTS["elsewhere"].items() for name in names.split()}
 FIRST: list[str] = TEXTS["first"].split()
 LIGHTNING: dict[str, str] = TEXTS["lightning"]
 _WRONG = (
@@ -70,32 +68,9 @@ def with_proposal(message: str, known: Collection[str]) -> str:
         module, _, name = kind.rpartition(".")
         taken = inspect.signature(getattr(sys.modules[module], name)).parameters
         known = [f"{key.rpartition('.')[0]}.{argument}" for argument in taken]
-    near = [f"{parts.get('dashes') or ''}{name}" for name in nearest(key, known)]
+    near = [f"{parts.get('dashes') or ''}{name}" for name in nearest(key, known, FULL_NAMES)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return message[: found.end()] + hint + message[found.end() :]
-
-
-def nearest(key: str, known: Collection[str]) -> list[str]:
-    """The options that a wrong ``key`` may stand for; none where nothing is near.
-
-    >>> nearest("trainer.rounds", ["trainer.max_epochs", "trainer.max_steps"])
-    ['trainer.max_epochs']
-    >>> nearest("model.adaptr", ["model.adapter", "data.dataset"])
-    ['model.adapter']
-    """
-    section, _, last = key.rpartition(".")
-    called: dict[str, list[str]] = {}
-    for name in known:
-        called.setdefault(name.rpartition(".")[2], []).append(name)
-    for word, targets in (ELSEWHERE | {short: (full,) for short, full in FULL_NAMES.items()}).items():
-        if there := [name for name in targets if name in known or name.rpartition(".")[0] in known]:
-            called[word] = there
-    called |= {} if section else {name: [name] for name in FULL_NAMES}
-    last = last.replace("-", "_").lower()
-    word = last if last in called else "".join(get_close_matches(last, called, 1, 0.75))
-    if not word:
-        return get_close_matches(key, known, 1, 0.75)
-    return [name for name in called[word] if section and name.startswith(f"{section}.")] or called[word]
 
 
 class RecipeParser(LightningArgumentParser):
@@ -224,6 +199,13 @@ _CLASSES: dict[type, tuple[list[str], list[str]]] = {
     Partition: ([], ["data.partition"]),
 }
 """Bases of classes that options take: names that stand for some, and the options."""
+
+
+def class_names() -> dict[str, list[str]]:
+    """By option: the names of classes of perada that it takes."""
+    return {option: names or _known(base) for base, (names, options) in _CLASSES.items() for option in options}
+
+
 END = """\
 Both names of an option can be used, on the command line and in recipes. NAME.CHILD sets an argument of a class:
 --data.partition.alpha=0.1, --privacy.target_epsilon=3.

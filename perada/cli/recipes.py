@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from perada.cli.messages import hint
+from perada.core.yaml_files import read_yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 GROUPS = {
@@ -65,13 +66,14 @@ def whole(name: str) -> str:
     """A recipe as one file: its own text, or its files merged under a first line that says what they are."""
     paths = find_recipe(name)
     if len(paths) == 1:
+        read_yaml(paths[0])  # names the line of a mistake before the text is copied or sent to sites
         return paths[0].read_text(encoding="utf-8")
     data, method, *privacy = map(_comment, paths)
     parts = [method, data, *privacy]
     first = "; ".join(part[0].removesuffix(".") for part in parts) + "."
     merged: dict[str, Any] = {}
     for path in paths:
-        merged = _merged(merged, yaml.safe_load(path.read_text(encoding="utf-8")))
+        merged = _merged(merged, read_yaml(path))
     comment = [first, *(line for part in parts for line in part[1:])]
     return "".join(f"# {line}\n" for line in comment) + yaml.safe_dump(merged, sort_keys=False)
 
@@ -90,7 +92,13 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe_files(name: str) -> list[Path]:
-    """The files of a recipe that is to be run, and is not a comparison of some."""
+    """The files of a recipe that is to be run, and is not a comparison of some.
+
+    Raises:
+        FileNotFoundError: If there is no such recipe.
+        YamlFileError: If a file is not the YAML that it should be.
+        ValueError: If it is a comparison.
+    """
     paths = find_recipe(name)
     if is_comparison(paths[0]):
         raise ValueError(f"{name!r} is a comparison of recipes, not one of them; run it with: perada compare {name}")
@@ -107,7 +115,7 @@ def recipe_names(words: Sequence[str]) -> Iterator[str]:
 
 def is_comparison(path: Path) -> bool:
     """Whether a file is not a recipe, but says which recipes to compare."""
-    return any(line.startswith("compare:") for line in path.read_text(encoding="utf-8").splitlines())
+    return "compare" in read_yaml(path)
 
 
 def comparison_file(word: str) -> Path | None:

@@ -32,6 +32,7 @@ from perada.cli.parser import (
 )
 from perada.cli.recipes import comparison_file, recipe_files
 from perada.core.text import printable
+from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
 from perada.data.batches.workers import worker_deaths_named
 from perada.lightning import FederatedLoop, PredictionFile
@@ -73,7 +74,7 @@ class SaveConfig(SaveConfigCallback):
 class PeradaCLI(LightningCLI):
     """LightningCLI with the federated loop in a section of its own, and perada's defaults for the trainer."""
 
-    _parsers: ClassVar[dict[object, dict[str, Any]]] = {}
+    parsers: ClassVar[dict[object, dict[str, Any]]] = {}
 
     def __init__(self, args: Sequence[str], run: bool = True, command: Sequence[str] = ()) -> None:
         """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out.
@@ -98,11 +99,11 @@ class PeradaCLI(LightningCLI):
     def setup_parser(self, add_subcommands: bool, *kwargs: Any) -> None:
         """Build the parser once a process: it takes longer than most command lines, and a comparison has many."""
         defaults = (add_subcommands, *device_defaults().items())
-        if defaults not in self._parsers:
+        if defaults not in self.parsers:
             before = set(vars(self))
             super().setup_parser(add_subcommands, *kwargs)
-            self._parsers[defaults] = {name: value for name, value in vars(self).items() if name not in before}
-        vars(self).update(self._parsers[defaults])
+            self.parsers[defaults] = {name: value for name, value in vars(self).items() if name not in before}
+        vars(self).update(self.parsers[defaults])
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Make a parser that takes no abbreviations: the next release may have another option that begins alike."""
@@ -247,10 +248,10 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     asks = {"-h", "--help"} & {*words}
     names: list[str] = parser.parse_args([*asks] or words[:first]).recipe
     given = [f"--config={path}" for name in names for path in recipe_files(name)] + spelt_out(words[first:])
-    texts = [Path(word[9:]).read_text(encoding="utf-8") for word in given if word.startswith("--config=")]
-    if not texts:
+    contents = [read_yaml(Path(word[9:])) for word in given if word.startswith("--config=")]
+    if not contents:
         raise ValueError("give a recipe: perada check RECIPE; `perada ls` lists those that ship")
-    recipes = [full_names(yaml.safe_load(text) or {}) for text in texts]
+    recipes = [full_names(content) for content in contents]
     refused, warned, made = findings(recipes, [word for word in given if not word.startswith("--config=")])
     for title, lines in (("Refused", refused), ("Warned of", warned)):
         if lines:

@@ -11,12 +11,13 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
+
+from perada.core.text import near_names
 
 LARGEST, LARGEST_WHOLE = 3.4e38, 2**63 - 1
 COUNTABLE = 10**12
@@ -144,7 +145,7 @@ def check_known(name: str, value: object, known: Iterable[str], also: str = "") 
     if value in (names := list(known)):
         return
     longer = [one for one in names if value and one.startswith(f"{value}_")]
-    close = longer or get_close_matches(str(value), names, 1)
+    close = longer or near_names(str(value), names)
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose one of {', '.join(names)}{also}"
     raise ValueError(f"{name}={value!r} is unknown; {hint}")
 

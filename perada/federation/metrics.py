@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics by which models are scored, and what is said of clients' scores."""
 
-import difflib
 import inspect
 import math
 import re
@@ -16,6 +15,8 @@ import torchmetrics
 import torchmetrics.classification
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
+
+from perada.core.text import near_names
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
 """What can be asked for: ``auto``, a name, or a list of names and of ``{torchmetrics class: options}``."""
@@ -146,7 +147,10 @@ def _entry(entry: object) -> tuple[str, str, dict[str, Any]]:
     kind, given = next(iter(entry.items())) if isinstance(entry, Mapping) and len(entry) == 1 else (entry, {})
     known = [*OWN, *NAMED, "auto"]
     if not isinstance(kind, str) or not (kind in known or _torchmetrics(kind)):
-        close = difflib.get_close_matches(str(kind), [*known, *dir(torchmetrics.classification)], n=3)
+        classes = [name for name in dir(torchmetrics.classification) if _torchmetrics(name)]
+        # A class of torchmetrics without the task that its name begins with, such as F1Score.
+        for_tasks = [name for name in classes if name in (f"Multiclass{kind}", f"Multilabel{kind}")]
+        close = [*near_names(str(kind), known, limit=2), *for_tasks] or near_names(str(kind), classes, limit=3)
         hint = f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known)}"
         raise ValueError(f"metric={kind!r} is unknown: {hint} (or a classification class of torchmetrics)")
     if not isinstance(given or {}, Mapping):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen image classifiers by name, by file, or from a network of the caller's own."""
 
-import difflib
 import json
 import logging
 import warnings
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
 from perada.core.checks import check_whole
 from perada.core.rounds import ImageConfig
+from perada.core.text import near_names
 from perada.models.adapted import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.twins import register_transformers
@@ -148,7 +148,7 @@ def _from_timm(
     name: str, num_classes: int | None, pretrained: bool | str, image_size: int | None, in_chans: int
 ) -> Backbone:
     if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models() + timm.list_pretrained(), n=3)
+        close = near_names(name, timm.list_models() + timm.list_pretrained(), limit=3)
         hint = f"did you mean {', '.join(close)}?" if close else "see timm.list_models()"
         raise ValueError(f"backbone {name!r} is not a timm model: {hint} (transformers models are written 'hf:NAME')")
     try:

@@ -4,7 +4,6 @@
 import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import check_whole
 from perada.core.files import writing
-from perada.core.text import FORMULA, cell_text, some
+from perada.core.text import FORMULA, cell_text, near_names, some
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
 from perada.data.sets.tables import read_table
@@ -114,7 +113,7 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
     if names is not None and client in names:
         return list(names).index(str(client))
     if isinstance(client, str) and not client.isdecimal():
-        close = get_close_matches(client, names or (), 1)
+        close = near_names(client, names or ())
         hint = f"the clients have no names: give a number from 0 to {num_clients - 1}"
         hint = f"the clients are {some(names)}" if names else hint
         raise ValueError(f"client={client!r} is unknown; {f'did you mean {close[0]!r}?' if close else hint}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from perada.core.yaml_files import read_yaml
 
 
 def comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list[str]:
@@ -22,7 +22,7 @@ def comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list
     rest = [word for word in words if word != file]
     if rest and not rest[0].startswith("-"):
         raise ValueError(f"{file!r} says itself which recipes to compare: leave {rest[0]!r} out")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = read_yaml(path)
     own = content.pop("compare")
     if not isinstance(own, dict) or not own.get("recipes"):
         raise ValueError(f"{file!r} names no recipes to compare: give it compare: {{recipes: [...]}}")

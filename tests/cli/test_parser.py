@@ -11,7 +11,7 @@ import perada
 from perada.algorithms import Algorithm, make_algorithm
 from perada.api import FULL_NAMES
 from perada.cli.messages import one_line
-from perada.cli.parser import ELSEWHERE
+from perada.cli.options import ELSEWHERE
 from perada.cli.runs import PeradaCLI
 
 TINY = {

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import check_number, check_whole
-from perada.core.text import some
+from perada.core.text import near_names, some
 from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
 from perada.data.partitions.shares import Array, hashed_share
 from perada.data.sets.base import ImageSet, Manifest, class_names, renumbered
@@ -291,7 +290,7 @@ class ListedImages(OwnImages):
         """The name of a column that an option gives, which must be there."""
         columns, _ = self.listed
         if name not in columns:
-            close = get_close_matches(name, columns, 1)
+            close = near_names(name, columns)
             hint = f"did you mean {close[0]!r}?" if close else f"name one of {', '.join(map(repr, columns))}"
             raise ValueError(f"{option}: {self.where} has no column {name!r}; {hint}")
         return name

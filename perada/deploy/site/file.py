@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from perada.core.checks import check_choice, check_number, check_options, check_whole
+from perada.core.yaml_files import read_yaml
 from perada.deploy.protocol import SENDABLE
 
 PLACES = ("root", "table")
@@ -81,9 +80,10 @@ def read_site(path: Path) -> SiteFile:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is not there; give the site's file, such as site.yaml")
+    content = read_yaml(path, "name: st-marys")
     try:
-        return _site(path.absolute().parent, yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, ValueError) as error:
+        return _site(path.absolute().parent, content)
+    except ValueError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
 
 

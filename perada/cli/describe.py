@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes ``commands.json``: what the parsers of all commands say of themselves. Run by ``make commands``."""
+
+import json
+import os
+import re
+from argparse import SUPPRESS, Action
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from importlib.metadata import version
+from io import StringIO
+from unittest.mock import patch
+
+from jsonargparse import ArgumentParser
+
+from perada.api import FULL_NAMES
+from perada.cli.main import COMMANDS, Tree
+from perada.cli.options import COMMANDS_FILE, RECIPE_COMMANDS, SECTIONS_OF_RECIPES, CommandFacts, Facts
+from perada.cli.parser import class_names
+from perada.cli.runs import PeradaCLI
+
+WIDTH = 80  # of help texts, in letters: that of a terminal which was not made wider
+
+
+def describe() -> Facts:
+    """What the parsers say, as ``commands.json`` holds it."""
+    with patch.dict(os.environ, {"COLUMNS": str(WIDTH)}):
+        commands = {" ".join(path): _command(path, target) for path, target in leaves(COMMANDS)}
+    recipe_options: dict[str, list[str]] = {}
+    for parser in _recipe_parsers():
+        recipe_options |= _options(parser._actions)
+    return {
+        "lightning": version("pytorch-lightning"),
+        "short_names": dict(FULL_NAMES),
+        "sections": list(SECTIONS_OF_RECIPES),
+        "recipe_options": {
+            name.removeprefix("--"): values
+            for name, values in sorted(recipe_options.items())
+            if name.startswith("--") and name.removeprefix("--") not in SECTIONS_OF_RECIPES
+        },
+        "commands": commands,
+    }
+
+
+def leaves(tree: Tree, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every command of a tree as words, and where its function is."""
+    for name, (entry, _) in tree.items():
+        if isinstance(entry, str):
+            yield (*above, name), entry
+        else:
+            yield from leaves(entry, (*above, name))
+
+
+def _command(path: tuple[str, ...], target: str) -> CommandFacts:
+    """Have a command print its help, and take the options that it adds to its parser for that."""
+    module, _, function = target.partition(":")
+    parser = ArgumentParser(prog=" ".join(["perada", *path]), exit_on_error=False, allow_abbrev=False)
+    text = StringIO()
+    with redirect_stdout(text), suppress(SystemExit):
+        getattr(import_module(f"perada.{module}"), function)(parser, ["--help"])
+    lines = [line.rstrip() for line in text.getvalue().rstrip().splitlines()]
+    return {"help": lines, "options": _options(parser._actions)}
+
+
+def _recipe_parsers() -> list[ArgumentParser]:
+    """The parsers of the commands of LightningCLI; one that has run its help is kept."""
+    with redirect_stdout(StringIO()), suppress(SystemExit):
+        PeradaCLI([RECIPE_COMMANDS[0], "--help"])
+    kept = next(parts for parts in PeradaCLI.parsers.values() if "_subcommand_parsers" in parts)
+    return [kept["_subcommand_parsers"][name] for name in RECIPE_COMMANDS]
+
+
+def _options(actions: Iterable[Action]) -> dict[str, list[str]]:
+    """The options of a parser with the values that they can have, where these are few words."""
+    names = {}
+    for action in actions:
+        if action.help == SUPPRESS:
+            continue
+        for option in action.option_strings:
+            if not option.endswith("+"):
+                names[option] = _values(action)
+    return names
+
+
+def _values(action: Action) -> list[str]:
+    if action.dest in class_names():
+        return class_names()[action.dest]
+    if action.choices is not None:
+        return [str(choice) for choice in action.choices]
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    words = re.fullmatch(r"\{([\w.,-]+)\}", metavar)
+    return words[1].split(",") if words else []
+
+
+if __name__ == "__main__":
+    COMMANDS_FILE.write_text(json.dumps(describe(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"Wrote {COMMANDS_FILE}")

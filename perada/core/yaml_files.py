@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML files of users: what is wrong with one is reported with the file, the line and the remedy."""
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MERGE_TAG = "tag:yaml.org,2002:merge"
+"""Of the key ``<<``, which may stand in a mapping several times."""
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class YamlFileError(ValueError):
+    """A file is not the YAML that it should be; the message names the file, the line and the remedy."""
+
+
+def read_yaml(path: Path, example: str = "rounds: 3") -> dict[str, Any]:
+    """Read a YAML file of options, NAME: VALUE.
+
+    Args:
+        path: The file.
+        example: A line that such a file may have, for the message about one that is empty or holds something else.
+
+    Raises:
+        YamlFileError: If the file is not such YAML.
+        OSError: If it cannot be read.
+    """
+    return parse_yaml(path.read_bytes(), str(path), example)
+
+
+def parse_yaml(content: bytes | str, source: str, example: str = "rounds: 3") -> dict[str, Any]:
+    """Parse the content of a YAML file of options; ``source`` is what messages call it.
+
+    Raises:
+        YamlFileError: If it is not such YAML.
+    """
+    text = _decoded(content, source) if isinstance(content, bytes) else content
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        _check_keys(root, source)
+        parsed = yaml.safe_load(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        code = ord(text[error.position])
+        raise YamlFileError(
+            f"{source}, line {line}: the character U+{code:04X} is not allowed in YAML; remove it, or give a text file"
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        raise _explained(error, text, source) from None
+    except ValueError as error:  # a number or a date that looks like one, such as 2024-13-01
+        if isinstance(error, YamlFileError):
+            raise
+        raise YamlFileError(f"{source}: a value cannot be read ({error}); quote it") from None
+    if parsed is None:
+        raise YamlFileError(f"{source} is empty; write options into it, for example {example}")
+    if not isinstance(parsed, dict):
+        shown = "a list" if isinstance(parsed, list) else repr(parsed)
+        raise YamlFileError(f"{source}, line 1: must hold options, NAME: VALUE, got {shown}; write {example}")
+    for key, _ in _pairs(root):
+        if not isinstance(key, yaml.ScalarNode) or key.tag not in ("tag:yaml.org,2002:str", MERGE_TAG):
+            shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+            raise YamlFileError(
+                f"{source}, line {key.start_mark.line + 1}: the name of an option must be a text, got {shown}; "
+                f"write, for example, {example}"
+            )
+    return parsed
+
+
+def _decoded(content: bytes, source: str) -> str:
+    if content.startswith(UTF16_MARKS):
+        raise YamlFileError(f"{source}, line 1: the text is encoded as UTF-16; save it as UTF-8")
+    if b"\x00" in content:
+        raise YamlFileError(f"{source}, line 1: this is not a text file; give a YAML file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = content[error.start]
+        raise YamlFileError(
+            f"{source}, line {line}: the byte 0x{byte:02x} is not UTF-8; save the text as UTF-8, or give a YAML file"
+        ) from None
+
+
+def _pairs(node: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node]]:
+    return node.value if isinstance(node, yaml.MappingNode) else []
+
+
+def _check_keys(root: yaml.Node | None, source: str) -> None:
+    """Refuse a key that a mapping has twice: YAML would silently take the last."""
+    pending = [root]
+    seen: set[int] = set()  # an alias stands for a node that was visited
+    while pending:
+        node = pending.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            pending += node.value
+        lines: dict[Hashable, int] = {}
+        for key, value in _pairs(node):
+            pending.append(value)
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE_TAG:
+                continue
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                first = lines[key.tag, key.value]
+                raise YamlFileError(
+                    f"{source}, line {line}: {key.value!r} is given twice, first in line {first}; leave one out"
+                )
+            lines[key.tag, key.value] = line
+
+
+def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileError:
+    """What a mistake of syntax is, judged by the text where the parser stopped."""
+    mark = error.problem_mark or error.context_mark
+    opened = error.context_mark
+    lines = text.splitlines() or [""]
+    number = min(mark.line, len(lines) - 1) if mark else 0
+    line = lines[number]
+    indent = line[: len(line) - len(line.lstrip())]
+    if "\t" in indent:
+        return _at(source, number, "a tab indents the line, which YAML does not allow; replace it by spaces")
+    if isinstance(error, yaml.constructor.ConstructorError):
+        return _at(source, number, f"{error.problem}; give a plain value")
+    if isinstance(error, yaml.composer.ComposerError):
+        is_alias = mark is not None and _character(lines, number, mark.column) in ("*", "&")
+        remedy = "quote a text that begins with * or &" if is_alias else "keep only one document"
+        return _at(source, number, f"{error.problem}; {remedy}")
+    # A bracket or a quote that is open is reported where it was opened, for the parser stops far below.
+    begins = _character(lines, opened.line, opened.column) if opened else ""
+    if begins in ("[", "{", "'", '"') and opened:
+        return _at(source, opened.line, f"the {begins} is not closed, or a comma is missing after it; correct it")
+    if _is_misplaced(lines, number):
+        return _at(source, number, "the indentation fits none of the lines above; align it with the options beside it")
+    stopped_at = _character(lines, number, mark.column) if mark else ""
+    for near in (number - 1, number):
+        if near >= 0 and re.fullmatch(r"\s*[\w.-]+:[^\s:/]+", lines[near]):
+            return _at(source, near, "no space follows the colon; write NAME: VALUE")
+    if stopped_at == "\t":
+        return _at(source, number, "a tab stands where YAML allows only spaces; replace it by spaces")
+    if stopped_at == ":":
+        return _at(source, number, "a second colon stands in the line; quote a value that contains ': '")
+    if stopped_at and stopped_at in "%@`!&*|>":
+        return _at(source, number, f"{error.problem}; quote a value that begins with a special character")
+    return _at(source, number, f"{error.problem}; write NAME: VALUE")
+
+
+def _at(source: str, number: int, problem: str) -> YamlFileError:
+    return YamlFileError(f"{source}, line {number + 1}: {problem}")
+
+
+def _character(lines: list[str], number: int, column: int) -> str:
+    return lines[number][column : column + 1] if number < len(lines) else ""
+
+
+def _is_misplaced(lines: list[str], number: int) -> bool:
+    """Whether the indentation of a line fits none of the sections that are open above it."""
+    open_indents: list[int] = []
+    before = ""
+    for line in lines[:number]:
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        indent = len(line) - len(line.lstrip())
+        while open_indents and open_indents[-1] > indent:
+            open_indents.pop()
+        if not open_indents or open_indents[-1] < indent:
+            open_indents.append(indent)
+        before = line
+    if not open_indents:
+        return False
+    indent = len(lines[number]) - len(lines[number].lstrip())
+    if indent > open_indents[-1]:
+        return not before.split(" #")[0].rstrip().endswith((":", "-", "|", ">"))
+    return indent not in open_indents

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`commands.json` is what the parsers say, and help, refusals and completion need no more than it."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from perada.api import FULL_NAMES
+from perada.cli import describe, main, options
+from perada.cli.completion import completion, proposals
+from perada.cli.main import COMMANDS, EXISTING
+from perada.cli.options import check_options, check_recipe, facts
+
+REMEDY = "run python -m perada.cli.describe"
+LARGE = {"torch", "numpy", "pytorch_lightning", "torchmetrics", "transformers", "timm", "peft", "matplotlib"}
+LEAVES = [" ".join(path) for path, _ in describe.leaves(COMMANDS)]
+SCRIPT = """
+import atexit, json, sys
+atexit.register(lambda: print(json.dumps([*sys.modules]), file=sys.stderr))
+from perada.cli import entry_point
+entry_point()
+"""
+
+
+@pytest.fixture(scope="module")
+def described():
+    return describe.describe()
+
+
+def without_lightning(names):
+    """Options that do not depend on Lightning's version; another one may have others."""
+    if facts()["lightning"] == version("pytorch-lightning"):
+        return names
+    return {name: values for name, values in names.items() if not name.startswith("trainer.")}
+
+
+def test_the_file_has_every_command_and_short_name(described):
+    assert list(facts()["commands"]) == LEAVES, REMEDY
+    assert facts()["short_names"] == FULL_NAMES, REMEDY
+    wanted = without_lightning(described["recipe_options"])
+    assert without_lightning(facts()["recipe_options"]) == wanted, REMEDY
+
+
+@pytest.mark.parametrize("command", LEAVES)
+def test_help_in_the_file_is_what_the_parser_prints(command, described, capsys):
+    # Words, since versions of Python break lines of a usage at other places.
+    live = " ".join(described["commands"][command]["help"]).split()
+    assert " ".join(facts()["commands"][command]["help"]).split() == live, REMEDY
+    main([*command.split(), "--help"])
+    assert capsys.readouterr().out.split() == live
+    assert facts()["commands"][command]["options"] == described["commands"][command]["options"], REMEDY
+
+
+def test_a_changed_option_is_noticed(monkeypatch):
+    """The comparison above can fail: an option that a parser gains is in what it says of itself."""
+    monkeypatch.setitem(COMMANDS, "ls", ("cli.doctor:doctor", "x"))
+    assert "--imports" in describe._command(("ls",), "cli.doctor:doctor")["options"]
+    assert "--imports" not in facts()["commands"]["ls"]["options"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("fit --help", "usage: perada fit"),
+        ("validate -h", "usage: perada validate"),
+        ("fit --config quickstart --help", "usage: perada fit"),
+        ("compare --help", "usage: perada compare"),
+        ("personalize --help", "usage: perada personalize"),
+        ("deploy keys site --help", "usage: perada deploy keys site"),
+        ("study local-gd --help", "usage: perada study local-gd"),
+        ("fit --config quickstart --trainer.max_epoch 3", "--trainer.max_epoch; did you mean --trainer.max_epochs?"),
+        ("test --ckpt_pth x", "--ckpt_pth; did you mean --ckpt_path?"),
+        ("export run --outptu x", "--outptu; did you mean --output?"),
+        ("compare quickstart --sede 3", "--sede; did you mean --seed?"),
+        ("deploy run app --xyzzy", "--xyzzy; `perada deploy run --help` lists the options"),
+        ("fit --config wrong.yaml", "wrong.yaml: there is no option 'trainer.max_epoch'; did you mean trainer.max_ep"),
+        ("fit --config missing.yaml", "'missing.yaml' is neither a file nor a recipe"),
+        ("compare tab.yaml", "tab.yaml, line 2: a tab"),
+        ("completion bash", "complete -o default -C"),
+    ],
+)
+def test_answers_that_need_no_parser_import_nothing_large(tmp_path, words, says):
+    (tmp_path / "wrong.yaml").write_text("trainer:\n  max_epoch: 3\n")
+    (tmp_path / "tab.yaml").write_text("compare:\n\trecipes: [quickstart]\n")
+    command = [sys.executable, "-c", SCRIPT, *words.split()]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    *said, modules = ended.stderr.splitlines()
+    assert says in ended.stdout + "".join(said)
+    assert {*json.loads(modules)} & LARGE == set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--data.partition.alpha=0.1",
+        "--trainer.callbacks+=EarlyStopping",
+        "--trainer.callbacks.monitor=x",
+        "--distillation.steps=3",
+        "--adapter_options.r=3",
+        "--federated.privacy.max_norm=1",
+        "--privacy.help",
+        "--data data.yaml",
+        "--print_config=comments",
+        "-- --xyz",
+    ],
+)
+def test_what_only_a_parser_can_judge_is_left_to_it(words):
+    check_options("fit", words.split())
+    check_options("compare", ["quickstart", "--algorithms", "ditto", *words.split()])
+
+
+def test_options_of_another_version_of_lightning_are_left_to_the_parser(monkeypatch, tmp_path):
+    monkeypatch.setattr(options, "version", lambda name: "999")
+    check_options("fit", ["--trainer.new_option=3"])
+    (tmp_path / "new.yaml").write_text("trainer: {new_option: 3}")
+    check_recipe(tmp_path / "new.yaml")
+
+
+@pytest.mark.parametrize("recipe", ["model: 3", "federated: [1]"])
+def test_a_section_that_is_none_is_refused(recipe, tmp_path):
+    (tmp_path / "wrong.yaml").write_text(recipe)
+    with pytest.raises(ValueError, match=r"wrong\.yaml: '(model|federated)' must be a section with options, got"):
+        check_recipe(tmp_path / "wrong.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "current", "words"),
+    [
+        ("perada ", "", [*COMMANDS, "--help"]),
+        ("perada va", "va", ["validate"]),
+        ("perada deploy keys s", "s", ["server", "site", "sign"]),
+        ("perada fit --config quick", "quick", ["quickstart"]),
+        ("perada fit --config=quick", "quick", ["quickstart"]),
+        ("perada fit --config=quick", "--config=quick", ["--config=quickstart"]),
+        ("perada fit --rou", "--rou", ["--rounds"]),
+        ("perada fit --algorithm feddp", "feddp", ["feddpa", "feddpa_f"]),
+        ("perada fit --data.partition Dir", "Dir", ["Dirichlet"]),
+        ("perada fit --channels_last ", "", ["true", "false", "null"]),
+        ("perada compare quickst", "quickst", ["quickstart"]),
+        ("perada compare quickstart --algorithms ditto flex", "flex", ["flexlora"]),
+        ("perada export --form", "--form", ["--format"]),
+        ("perada export run --format o", "o", ["onnx"]),
+        ("perada export ", "", []),  # the shell proposes files
+        ("perada fit 'open", "'open", []),
+    ],
+)
+def test_a_shell_is_offered(line, current, words):
+    assert proposals(line, current) == words
+
+
+def test_bash_asks_the_program_and_zsh_by_way_of_bash(monkeypatch, capsys):
+    for shell in ("bash", "zsh"):
+        main(["completion", shell])
+        assert capsys.readouterr().out.splitlines()[-1] == "complete -o default -C 'perada completion words' perada"
+    monkeypatch.setenv("COMP_LINE", "perada fit --rou ignored")
+    monkeypatch.setenv("COMP_POINT", "16")
+    completion(None, ["words", "perada", "--rou", "fit"])
+    assert capsys.readouterr().out == "--rounds\n"
+
+
+def test_bash_accepts_the_script():
+    main_script = subprocess.run(
+        ["bash", "-c", f"{describe_script()}\ncomplete -p perada"], capture_output=True, text=True, check=True
+    )
+    assert "perada completion words" in main_script.stdout
+
+
+def describe_script():
+    from perada.cli.completion import SCRIPTS
+
+    return SCRIPTS["bash"]
+
+
+@pytest.mark.parametrize("command", EXISTING)
+def test_a_path_that_does_not_exist_is_refused_before_the_command_is_imported(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["perada.cli.main"], "import_module", None)
+    with pytest.raises(FileNotFoundError, match="'nothing' is not there; give "):
+        main([*command.split(), "nothing"])
