@@ -120,7 +120,7 @@ def test_a_robust_rule_that_does_nothing_says_so(monkeypatch):
     options = COMMON | {"clients_per_round": None, "server_rule": TrimmedMean(0.3), "adapter": "full"}
     with pytest.warns(UserWarning) as caught:
         perada.finetune(network(), data, algorithm="fedavg", rounds=1, **options, **QUIET)
-    said = "round 0: the server rule cannot do what it is for: trim=0.3 drops none of 3 clients"
+    said = "round 1: the server rule cannot do what it is for: trim=0.3 drops none of 3 clients"
     assert any(str(warning.message).startswith(said) for warning in caught)
 
 
@@ -263,7 +263,7 @@ class Explodes(ServerRule):
 
 def test_a_server_step_that_is_not_finite_is_not_taken():
     with pytest.warns(
-        UserWarning, match="round 1: what the server made of .* became NaN or infinite; .*Check Explodes"
+        UserWarning, match="round 2: what the server made of .* became NaN or infinite; .*Check Explodes"
     ):
         two = finetune("fedavg", rounds=2, server_rule=Explodes())
     one = finetune("fedavg", rounds=1, server_rule=Explodes())

@@ -204,7 +204,7 @@ class ServerStep:
         try:
             self.rule.check(len(self.clients))
         except ValueError as error:  # fewer than planned, since some broke or were given other models
-            warnings.warn(f"round {self.round}: the server rule cannot do what it is for: {error}", stacklevel=2)
+            warnings.warn(f"round {self.round + 1}: the server rule cannot do what it is for: {error}", stacklevel=2)
         own = {name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)}
         parameters = frozenset(self.slot.parameters)
         predict = None if self.predict is None else partial(self.predict, self.previous)

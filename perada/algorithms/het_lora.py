@@ -224,8 +224,8 @@ class _ByNorm(ServerRule):
             before, after = (_used(given.previous | state, pair, self._most) for state in ({}, result))
             if after < before:
                 warnings.warn(
-                    f"round {given.round}: none of its clients has LoRA of a rank above {after}: what the server has "
-                    "beyond is zero now, and stays so, as it has no gradient; draw more clients a round, or choose "
+                    f"round {given.round + 1}: none of its clients has LoRA of a rank above {after}: what the server "
+                    "has beyond is zero now, and stays so, as it has no gradient; draw more clients a round, or choose "
                     "server_rule='svd'",
                     stacklevel=2,
                 )

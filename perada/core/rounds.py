@@ -135,7 +135,7 @@ def sample_cohort(
         allowed = set(eligible(order))
         order = [client for client in order if client in allowed]
         if not order:
-            reason = f"round {round}: none of the {num_clients} clients may still take part"
+            reason = f"round {round + 1}: none of the {num_clients} clients may still take part"
             raise ValueError(f"{reason}; stop training, or raise the budget (max_epsilon) that they have spent")
     return order[:clients_per_round]
 

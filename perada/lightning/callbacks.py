@@ -22,8 +22,9 @@ from perada.lightning.strategies import check_trainer, choose_strategy, device_d
 
 
 def _round(trainer: pl.Trainer) -> str:
-    last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
-    return f"Round {trainer.current_epoch}{last}"
+    # Rounds are counted from 1 wherever they are shown, and from 0 in metrics.csv and in what seeds are derived from.
+    last = f"/{trainer.max_epochs}" if trainer.max_epochs and trainer.max_epochs > 0 else ""
+    return f"Round {trainer.current_epoch + 1}{last}"
 
 
 class RoundProgressBar(TQDMProgressBar):

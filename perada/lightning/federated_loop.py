@@ -16,7 +16,7 @@ from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
-from perada.data import CohortBatch, FederatedDataModule
+from perada.data import CohortBatch, EvalBatch, FederatedDataModule
 from perada.data.batches.workers import lost_worker
 from perada.federation.diagnostics import Diagnostic, check_asked
 from perada.federation.federation import Federation
@@ -119,6 +119,7 @@ class FederatedLoop(pl.Callback):
         self.measured = scoring.Measured()
         self._parts: Parts | None = None
         self._began = False
+        self._clock = scoring.ScoringClock()
         self._failures: list[tuple[float, float]] = []
         self._loaded: dict[str, Any] | None = None
         self._journals: list[Path] = []
@@ -278,7 +279,7 @@ class FederatedLoop(pl.Callback):
         round, done = shares.plan.round, parts.federation.rounds_done
         if round != done:
             counted = "the Trainer has counted others; make a new one"
-            raise ValueError(f"round {round} cannot be trained after {done} rounds: {counted}")
+            raise ValueError(f"round {round + 1} cannot be trained after {done} rounds: {counted}")
         if parts.federation.protection.images is not None:
             parts.federation.protection.images.check_data(parts.data.train_sizes, parts.data.batch_size)
         factor = module.rate_factor(round, trainer.max_epochs or 0)
@@ -301,13 +302,41 @@ class FederatedLoop(pl.Callback):
         """Close the round, and take note of it."""
         parts, plan = self.parts, self.parts.data.plan(trainer.current_epoch)
         with parts.precision():
-            report = parts.federation.close(parts.data, lambda steps: parts.progress(steps, f"Distil {plan.round}"))
+            report = parts.federation.close(parts.data, lambda steps: parts.progress(steps, f"Distil {plan.round + 1}"))
         warn_report(plan.round, report, parts.settings)
         for name, value in {"round": float(plan.round), **report.metrics}.items():
             parts.module.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in ON_THE_BAR)
         self.history.append({"round": plan.round, "step": trainer.global_step, **report.metrics})
         self._failures.append((len(plan.clients), len(report.broken)))
         check_failures(self._failures, self.max_failures)
+
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: EvalBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Measure the first batch that is scored."""
+        raise_if_interrupted()
+        self._clock.begin(self.parts, batch_idx)
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: object,
+        batch: EvalBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Say after the first batch how long all of them take."""
+        batches = trainer.num_test_batches if trainer.state.fn == "test" else trainer.num_val_batches
+        self._clock.end(self.parts, batch_idx, sum(batches))
+
+    on_test_batch_start = on_validation_batch_start
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Score the shifts where that is asked for; the module then logs what there is."""

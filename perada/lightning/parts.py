@@ -103,7 +103,7 @@ class Parts:
     def compared(self, plan: RoundPlan) -> Iterator[CohortBatch]:
         """All training images of a plan's clients, each once, for those who compare the global models on them."""
         epoch, sizes = self.data.plan_for(plan.clients, plan.round, [Phase("compare", 1)]), self.data.train_sizes
-        for batch in map(one_of, self.progress(self.prepared(epoch), f"Compare {plan.round}")):
+        for batch in map(one_of, self.progress(self.prepared(epoch), f"Compare {plan.round + 1}")):
             left = [
                 min(rows, sizes[client] - batch.step * rows)
                 for client, rows in zip(batch.clients, batch.counts, strict=True)
@@ -144,19 +144,19 @@ def warn_broken(when: str, clients: list[int], consequence: str, failed: dict[in
 def warn_report(round: int, report: RoundReport, settings: Settings) -> None:
     """Say what went wrong in a round."""
     without = "its adapter stays as it was and the round continues without it"
-    warn_broken(f"round {round}", report.broken, without, report.failed)
+    warn_broken(f"round {round + 1}", report.broken, without, report.failed)
     then = "If that is no accident, refuse_far leaves it out, and robust server rules withstand it."
     if settings.refuse_far:
         then = "It was left out, since refuse_far is set."
     for client, times in report.far.items():
         what = f"client {client} sent a change {times:,.0f} times as long as the median of the round's"
-        rank_zero_warn(f"round {round}: {what}. {then}")
+        rank_zero_warn(f"round {round + 1}: {what}. {then}")
     if report.diverged:
         then = "the round continues with the clients' average. Lower its learning rate (lr_server)."
-        rank_zero_warn(f"round {round}: the distillation became NaN or infinite; {then}")
+        rank_zero_warn(f"round {round + 1}: the distillation became NaN or infinite; {then}")
     if report.broken_server:
         rank_zero_warn(
-            f"round {round}: what the server made of the clients' states became NaN or infinite; the global state "
+            f"round {round + 1}: what the server made of the clients' states became NaN or infinite; the global state "
             f"stays as it was. Check {settings.rule.kind} and the options of {settings.algorithm.kind}."
         )
 

@@ -124,9 +124,10 @@ def keep_journal(parts: Parts, earlier: Sequence[Path]) -> None:
         return
     begun = protection.count_begun(earlier, parts.federation.ranks)
     if begun:
+        rounds = ", ".join(str(round + 1) for round in begun)
         rank_zero_warn(
-            f"privacy: round {', '.join(map(str, begun))} was begun once already since this checkpoint was written; "
-            "its noise has been drawn, so it is counted too"
+            f"privacy: round {rounds} was begun once already since this checkpoint was written; its noise has been "
+            "drawn, so it is counted too"
         )
     folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     own = [Path(folder) / JOURNAL for folder in folders if folder and "://" not in str(folder)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.algorithms.joining import algorithm_record
 from perada.data.shifts import Condition
@@ -23,6 +23,10 @@ from perada.results.run_file import RunFile, write_run
 History = list[dict[str, float]]
 DETAILS = ("predictions", "global/local_test", "per_class")
 """What the module knows of its last evaluation besides scores."""
+LONG_SCORING = 60.0
+"""Seconds of scoring that a run says beforehand."""
+FEW_MODELS = 10
+"""Number of models that is proposed where all of them on all images take long."""
 
 
 @dataclass
@@ -130,6 +134,73 @@ def run_info(parts: Parts) -> dict[str, Any]:
     } | ({"lora_ranks": list(settings.lora_ranks)} if settings.lora_ranks else {})
 
 
+def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -> str | None:
+    """Say how long it takes to score all models, where that is minutes.
+
+    Args:
+        seconds: What the first batch of images took.
+        batches: Number of batches.
+        models: Number of personal models; 0 where clients predict with the global one.
+        everywhere: Number of those that are scored on all images, and not only on their clients' own.
+
+    Returns:
+        The message, with the options that make it shorter; None for less than :data:`LONG_SCORING` seconds.
+    """
+    total = seconds * batches
+    if total < LONG_SCORING:
+        return None
+    remedy = "score less often with eval_every (--trainer.check_val_every_n_epoch)"
+    if everywhere > FEW_MODELS:
+        remedy = (
+            f"score only some of them on all images with global_test_clients={FEW_MODELS} "
+            f"(--model.global_test_clients={FEW_MODELS}), or {remedy}"
+        )
+    what = f"{models} personal models, {everywhere} of them on all test images" if models else "the global model"
+    measured = f"{batches} batches, the first took {seconds:.1f} s"
+    return f"scoring {what} takes about {_minutes(total)} each time ({measured}); {remedy}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds >= 5400 else f"{max(1, round(seconds / 60))} min"
+
+
+class ScoringClock:
+    """Measures the first batch that a Trainer scores, and says once how long all of them take."""
+
+    def __init__(self) -> None:
+        self.told = False
+        self._began = 0.0
+
+    def begin(self, parts: Parts, batch_idx: int) -> None:
+        """Take the time before a batch."""
+        if batch_idx == 0 and not self.told:
+            _synchronize(parts)
+            self._began = time.perf_counter()
+
+    def end(self, parts: Parts, batch_idx: int, batches: float) -> None:
+        """Say after the first of so many batches how long all take, if that is minutes."""
+        if batch_idx != 0 or self.told or not math.isfinite(batches):
+            return
+        self.told = True
+        _synchronize(parts)
+        seconds = time.perf_counter() - self._began
+        clients = parts.data.num_clients
+        personalized = parts.federation.personalized
+        everywhere = len(sample_clients(clients, parts.module.global_test_clients, parts.module.seed))
+        if personalized:
+            notice = scoring_notice(seconds, int(batches), clients, everywhere)
+        else:
+            notice = scoring_notice(seconds, int(batches), models=0, everywhere=0)
+        if notice is not None:
+            rank_zero_info(notice)
+
+
+def _synchronize(parts: Parts) -> None:
+    """Wait for the accelerator: what runs there is not measured otherwise."""
+    if parts.module.device.type == "cuda":
+        torch.cuda.synchronize(parts.module.device)
+
+
 def score_shifts(parts: Parts) -> bool:
     """Run all models on the shifted sets, and keep the scores in the module; return whether there was anything to run.
 
@@ -141,10 +212,16 @@ def score_shifts(parts: Parts) -> bool:
         return False
     began, found = time.perf_counter(), []
     everywhere = sample_clients(federation.num_clients, module.global_test_clients, module.seed)
-    for condition in parts.progress(data.conditions, "Shifts"):
+    for number, condition in enumerate(parts.progress(data.conditions, "Shifts")):
         evaluation = ShiftedEvaluation(federation, module.metrics, everywhere, condition.others)
         parts.evaluate(data.shift_loader(condition), limit, evaluation.step)
         found.append((condition, evaluation.result()))
+        expected = (time.perf_counter() - began) * len(data.conditions)
+        if number == 0 and expected >= LONG_SCORING:
+            rank_zero_info(
+                f"scoring {len(data.conditions)} shifted test sets takes about {_minutes(expected)}; give fewer kinds "
+                "or severities in data.shifts, or score fewer models on all images with global_test_clients"
+            )
     module.shifted = _summary(found, parts.settings.algorithm.global_model)
     module.shifted |= {"of": _described(parts), "seconds": time.perf_counter() - began}
     folder = parts.folder()

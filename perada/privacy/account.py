@@ -206,8 +206,8 @@ class Account(Budget):
         )
         if plan.steps != counted:
             raise ValueError(
-                f"privacy: round {plan.round} has {plan.steps} steps of its clients by phase, and the ledgers count "
-                f"{counted}; do not use the data module for another run meanwhile"
+                f"privacy: round {plan.round + 1} has {plan.steps} steps of its clients by phase, and the ledgers "
+                f"count {counted}; do not use the data module for another run meanwhile"
             )
         return super().cost(plan, tuning)
 

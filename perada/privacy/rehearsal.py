@@ -73,7 +73,7 @@ def rehearse(
                 if not torch.equal(one[key], other[key]):
                     raise ValueError(
                         f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
-                        f"in round {round} depends on it: the server's ledger would count too little; leave it out"
+                        f"in round {round + 1} depends on it: the server's ledger would count too little; leave it out"
                     )
     return Training(phases, tuple(counts), algorithm.unsent)
 

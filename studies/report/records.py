@@ -214,7 +214,7 @@ def run_report(folder: Path) -> str:
     losses = sorted(name for name in names if name.startswith("train/"))
     shown += sorted(name for name in names if name.startswith(("theory/", "updates/lora_")))
     body = [
-        [str(int(row["round"])), *(cell(name, row[name]) if name in row else "" for name in [*losses, *shown])]
+        [str(int(row["round"]) + 1), *(cell(name, row[name]) if name in row else "" for name in [*losses, *shown])]
         for row in record.rounds
     ]
     header = ["round", *losses, *(EPSILONS.get(name, name) for name in shown)]

@@ -195,7 +195,7 @@ def test_ranks_that_no_client_of_a_round_has_are_lost_by_name_and_not_by_svd():
     """As the paper's zero-padding says; a column of B and a row of A that are zero have no gradient."""
     ranks = {str(m): 2 if m in batches_of(3)[0] else R for m in CLIENTS}
     with pytest.warns(
-        UserWarning, match="round 0: none of its clients has LoRA of a rank above 2: what the server has"
+        UserWarning, match="round 1: none of its clients has LoRA of a rank above 2: what the server has"
     ):
         found = run(HetLoRA(ranks=ranks), rounds=1)
     assert_equal(found.state("global"), large(small(found.state("global"), 2)))

@@ -43,7 +43,7 @@ def finetune(tiny, algorithm, **options):
 
 
 def test_a_client_whose_update_the_algorithm_broke_is_left_out_and_named(tiny):
-    with pytest.warns(UserWarning, match=r"round 0: .*client 1\b"):
+    with pytest.warns(UserWarning, match=r"round 1: .*client 1\b"):
         run = finetune(tiny, Hostile(float("nan")), rounds=1)
     assert all(value.isfinite().all() for value in run.state("global").values())
     honest = finetune(tiny, "fedavg", rounds=1, server_rule="mean")
@@ -55,7 +55,7 @@ def test_a_client_whose_update_the_algorithm_broke_is_left_out_and_named(tiny):
 
 @pytest.mark.parametrize("factor", [1e3, -1e6])
 def test_the_client_that_sends_a_long_change_is_named(tiny, factor):
-    with pytest.warns(UserWarning, match=r"round 0: client 1 sent a change [\d,]+ times as long as the median"):
+    with pytest.warns(UserWarning, match=r"round 1: client 1 sent a change [\d,]+ times as long as the median"):
         finetune(tiny, Hostile(factor), rounds=1, lr_local=1e-3)
 
 

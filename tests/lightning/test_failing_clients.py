@@ -86,7 +86,7 @@ def test_a_sample_that_goes_wrong_in_round_2_costs_its_client_that_round(tiny, f
 
     data = perada.FederatedDataModule(federation(tiny, what), batch_size=4, num_workers=workers)
     later = Later(data.data.train[1], 2)
-    with pytest.warns(UserWarning, match=f"round 2: {message}.*the round continues without it"):
+    with pytest.warns(UserWarning, match=f"round 3: {message}.*the round continues without it"):
         run = fit(tiny, data, algorithm=Watched(), callbacks=[later], batch_size=None)
     assert seen == {0: {0, 1, 2}, 1: {0, 1, 2}, 2: {0, 2}}
     record = run.metrics["rounds"][2]

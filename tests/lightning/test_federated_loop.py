@@ -470,7 +470,7 @@ def test_a_client_whose_loss_is_nan_is_named_and_left_out(tiny, tmp_path):
     data = tiny.data()
     data.train[1].tensors[0][:] = 3e38
     arguments = tiny.options | {"clients_per_round": None, "rounds": 1, "logger": False}
-    with pytest.warns(UserWarning, match="round 0: the loss of client 1 became NaN"):
+    with pytest.warns(UserWarning, match="round 1: the loss of client 1 became NaN"):
         run = perada.finetune(tiny.net(), data, **arguments)
     start = perada.finetune(tiny.net(), tiny.data(), **(arguments | {"rounds": 0}))
     assert torch.equal(run.state("personal", 1)["7.weight"], start.state("personal", 1)["7.weight"])
@@ -504,8 +504,8 @@ def test_progress_bar_counts_rounds(tiny, tmp_path, capsys):
     fit(tiny, tmp_path, rounds=2, enable_progress_bar=True, callbacks=[RoundProgressBar()])
     shown = capsys.readouterr()
     text = shown.out + shown.err
-    assert "Round 0/1" in text
-    assert "Round 1/1" in text
+    assert "Round 1/2" in text
+    assert "Round 2/2" in text
     assert "Distil 1" in text
     assert "Epoch" not in text
 

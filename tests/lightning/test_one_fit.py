@@ -177,7 +177,7 @@ def test_a_trainer_that_has_counted_other_epochs_is_refused():
     shared.fit(network, served)
     shared.callbacks[:] = [loop()]
     shared.fit_loop.max_epochs = 2
-    refused("round 1 cannot be trained after 0 rounds: the Trainer has counted", lambda: shared.fit(module(), data()))
+    refused("round 2 cannot be trained after 0 rounds: the Trainer has counted", lambda: shared.fit(module(), data()))
 
 
 class Meddler(pl.Callback):
@@ -198,7 +198,7 @@ def use_for_another_run(served):
     ("change", "message"),
     [
         (lambda served: setattr(served, "batch_size", 8), "batch_size=8 .*, and the ledgers count with batch_size=4"),
-        (use_for_another_run, r"round 1 has \(\(9, 9\),\) steps .* the ledgers count \(\(2, 2\),\)"),
+        (use_for_another_run, r"round 2 has \(\(9, 9\),\) steps .* the ledgers count \(\(2, 2\),\)"),
     ],
 )
 def test_data_that_change_under_way_are_refused(change, message):

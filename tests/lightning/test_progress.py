@@ -16,8 +16,8 @@ def test_a_file_gets_a_line_for_each_round(tiny, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "\r" not in said
     lines = [line for line in said.splitlines() if line.startswith("Round ")]
-    assert [line.split(":")[0] for line in lines] == [f"Round {n}/3" for n in range(4)]
-    assert all(re.match(r"Round \d/3: \d+\.\d s", line) for line in lines)
+    assert [line.split(":")[0] for line in lines] == [f"Round {n}/4" for n in range(1, 5)]
+    assert all(re.match(r"Round \d/4: \d+\.\d s", line) for line in lines)
     assert [" left" in line for line in lines] == [True, True, True, False]
     for line, record in zip(lines, run.metrics["rounds"], strict=True):
         shown = dict(re.findall(r"(\S+/\S+) ([\d.]+) %", line))

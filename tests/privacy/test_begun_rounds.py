@@ -124,7 +124,7 @@ def test_a_round_that_crashed_is_counted_with_the_one_in_its_place(tmp_path, mon
     drawn = Draws(monkeypatch)
     crashed(tmp_path, when, **LEVELS[level])
     last = str(checkpoints(tmp_path) / "last.ckpt")
-    with pytest.warns(UserWarning, match=r"privacy: round 1 was begun once already"):
+    with pytest.warns(UserWarning, match=r"privacy: round 2 was begun once already"):
         run = fit(tmp_path, ckpt_path=last, **LEVELS[level])
     assert [record["round"] for record in run.metrics["rounds"]] == [0, 1, 2]
     assert spent(run, level) == pytest.approx([epsilon(4 * per_round(level))] * CLIENTS, rel=1e-9)
@@ -182,7 +182,7 @@ def test_after_sigkill_the_round_is_on_disk(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), Path(__file__).parents[2], tmp_path]
     killed = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    with pytest.warns(UserWarning, match="round 1 was begun once already"):
+    with pytest.warns(UserWarning, match="round 2 was begun once already"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **LEVELS["images"])
     assert spent(run, "images") == pytest.approx([epsilon(8)] * CLIENTS)
 
@@ -361,7 +361,7 @@ def test_without_the_journal_of_a_run_it_is_not_resumed(tmp_path, loss):
         fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
     if loss == "left behind":
         (checkpoints(tmp_path / "elsewhere") / JOURNAL).rename(tmp_path / JOURNAL)
-        with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
+        with pytest.warns(UserWarning, match=r"round 3 was begun once already"):
             run = fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
         assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
@@ -371,7 +371,7 @@ def test_checkpoints_of_ones_own_have_a_journal_too(tmp_path, level):
     options = {"enable_checkpointing": False, "logger": False} | LEVELS[level]
     with pytest.raises(RuntimeError, match="crashed"):
         fit(tmp_path, callbacks=[Saves(tmp_path / "mine.ckpt"), Crash(2, "opened")], **options)
-    with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
+    with pytest.warns(UserWarning, match=r"round 3 was begun once already"):
         run = fit(tmp_path, ckpt_path=str(tmp_path / "mine.ckpt"), **options)
     assert spent(run, level) == pytest.approx([epsilon(per_round(level) * 4)] * CLIENTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.ckpt", JOURNAL]
@@ -390,7 +390,7 @@ def test_a_checkpoint_of_a_run_that_is_over_needs_no_journal(tmp_path):
 def test_where_one_of_two_levels_is_in_the_test_mode_the_other_draws_anew(tmp_path):
     both = LEVELS["images"] | {"client_privacy": LEVELS["clients"]["client_privacy"] | {"secure_rng": False}}
     crashed(tmp_path, "closed", **both)
-    with pytest.warns(UserWarning, match=r"round 1 was begun once already"):
+    with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **both)
     assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
@@ -399,7 +399,7 @@ def test_a_round_is_counted_with_the_noise_that_it_had(tmp_path):
     """It crashed with σ = 6 and is resumed with 12."""
     crashed(tmp_path, "opened", **LEVELS["clients"])
     other = {"client_privacy": LEVELS["clients"]["client_privacy"] | {"noise_multiplier": 2 * SIGMA}}
-    with pytest.warns(UserWarning, match=r"round 1 was begun once already"):
+    with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **other)
     expected = history_epsilon({(SIGMA, 1.0): 2, (2 * SIGMA, 1.0): 2}, DELTA)
     assert spent(run, "clients") == pytest.approx([expected] * CLIENTS)
@@ -415,7 +415,7 @@ def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp
         one(rounds=2)
         with pytest.raises(RuntimeError, match="crashed"):
             one([Crash(1, "opened")])
-        with pytest.warns(UserWarning, match=r"round 1 was begun once already"):
+        with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
             run = one(ckpt_path=str(tmp_path / "both" / "last.ckpt"))
     assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
@@ -436,7 +436,7 @@ def test_branches_know_of_each_other_where_they_are_moved_together(tmp_path, mov
         shutil.rmtree(root / "lightning_logs" / "version_0")
     path = str(checkpoints(root, 1) / "last.ckpt")
     if moved:
-        with pytest.warns(UserWarning, match=r"round 1 was begun once already"):
+        with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
             run = fit(root, 3, ckpt_path=path, **options)
         assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
     else:
@@ -511,7 +511,7 @@ def test_a_client_that_breaks_is_counted_like_the_others(tmp_path, level):
     assert all(value.isfinite().all() for value in run.state("global").values())
 
 
-@pytest.mark.filterwarnings("ignore:round 0. the loss of client 0, 1, 2 became NaN:UserWarning")
+@pytest.mark.filterwarnings("ignore:round 1. the loss of client 0, 1, 2 became NaN:UserWarning")
 @pytest.mark.usefixtures("_unnoticed_at_set_up")
 def test_a_round_in_which_every_client_breaks_is_one_of_noise(monkeypatch):
     """That nobody counts would be seen in a global state that stays as it was; the run would end in an error."""

@@ -58,7 +58,7 @@ def probabilities(state, images):
 
 
 @pytest.mark.parametrize("labels", [True, False])
-@pytest.mark.filterwarnings("ignore:round 0. client 0 sent")
+@pytest.mark.filterwarnings("ignore:round 1. client 0 sent")
 def test_a_round_is_the_plain_computation(labels):
     run = finetune(Noted(), FLTrust(labels, 1000))  # all images
     before = {key: value[0] for key, value in SENT.pop("before").items()}

@@ -280,7 +280,7 @@ def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
     assert [(row[3].strip(), row[4].strip()) for row in grid[:3]] == [("failed", "")] * 3
 
 
-@pytest.mark.filterwarnings("ignore:round 0:UserWarning")
+@pytest.mark.filterwarnings("ignore:round 1:UserWarning")
 def test_a_run_that_diverged_is_not_chosen(recipe, read, capsys):
     with pytest.raises(SystemExit):
         main(["compare", recipe, "--algorithms", "fedavg", *OUT, "--tune=model.lr_local=1e38", "--model.momentum=0.9",
