@@ -13,13 +13,14 @@ import numpy as np
 import yaml
 from jsonargparse import ArgumentParser
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_whole
 from perada.core.files import writing
 from perada.core.text import printable, some
 from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
 from perada.data.sets.folders import list_images, proposal
+from perada.privacy.accounting import check_target
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
 from perada.studies.report.class_figures import partition_figure
@@ -192,7 +193,7 @@ def recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
     distils = make_algorithm(algorithm).distills
     check_whole("rounds", yaml.safe_load(rounds))
     if epsilon:
-        check_number("epsilon", yaml.safe_load(epsilon), above=0, hint="or nothing for no privacy")
+        check_target("epsilon", yaml.safe_load(epsilon))
     made = TEMPLATES.get_template("recipe.yaml.jinja")
     answers = {"images": images, "algorithm": algorithm, "rounds": int(rounds), "epsilon": epsilon}
     if not images:

@@ -83,11 +83,37 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
     seed = own.get("seed", said.get("seed", cli.config["data"].seed))
     served = FederatedDataModule(data, **options, seed=seed)
-    algorithm = cli.loop.algorithm
-    if cli.loop.secure_sums is None or not algorithm.distills or algorithm.own_teachers:
-        return Recipe(text, cli.model, cli.loop, cli.trainer, served)
-    whole_recipe = _parsed(content, given.accelerator).datamodule  # for its public images, whose logits are added up
-    return Recipe(text, cli.model, cli.loop, cli.trainer, served, _public_images(whole_recipe), whole_recipe.prepare)
+    algorithm, loop = cli.loop.algorithm, cli.loop
+    adds_up_logits = loop.secure_sums is not None and algorithm.distills and not algorithm.own_teachers
+    private = loop.privacy is not None or loop.client_privacy is not None
+    if not (adds_up_logits or private):
+        return Recipe(text, cli.model, loop, cli.trainer, served)
+    whole_recipe = _parsed(content, given.accelerator).datamodule
+    public = _compared_images(whole_recipe) if private else _public_images(whole_recipe)
+    return Recipe(text, cli.model, loop, cli.trainer, served, public, whole_recipe.prepare)
+
+
+def _compared_images(data: FederatedDataModule) -> Dataset[Any] | None:
+    """The public set of a private recipe, which a site compares with its own images.
+
+    Raises:
+        ValueError: If the recipe takes the public set from the clients' images.
+        FileNotFoundError: If the set is not at the site.
+    """
+    for option in ("public_fraction", "validation_fraction"):
+        share = getattr(data.division, option)
+        if share:
+            raise ValueError(
+                f"privacy: {option}={share} would hand a share of the sites' own images to the server; approve a "
+                "recipe without it"
+            )
+    try:
+        return _public_images(data)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"privacy: the recipe's public set is not at this site, so that nobody can see whether it holds the site's "
+            f"own images ({error}); put it where the recipe says, or approve a recipe without a public set"
+        ) from error
 
 
 def _images_of_site(own: dict[str, Any], said: dict[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:

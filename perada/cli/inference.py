@@ -27,6 +27,7 @@ from perada.results.run_file import holds_adapters
 
 RUN = "Folder that `perada fit`, `perada export` or Run.save wrote, or a checkpoint in one."
 _DATA = f"{SOURCE} Or a recipe, whose data are of the client alone or name it among others. Also called --images."
+_SCORES = "Whether scores and losses are written too; by default not those of a private run, which no ledger counts."
 _RECIPE = "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images, with its data; "
 _RECIPE += "`perada test --help` lists its options."
 
@@ -89,6 +90,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     forms = Literal["peft", "onnx", "safetensors", "torch-export"]
     parser.add_argument("--format", type=forms, default="peft", help="All but peft: one model, also of a saved run.")
     parser.add_argument("--client", help="Name or number of a client, of which alone the model is written.")
+    parser.add_argument("--scores", type=bool, default=None, help=_SCORES)
     given = parser.parse_args(words)
     if given.output.is_file():
         raise NotADirectoryError(f"--output={given.output} is a file; give a folder")
@@ -103,7 +105,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         )
     run = open_run(given.run)
     check_none_lost(given.output, run.info)
-    folder = run.save(given.output, client=given.client)
+    folder = run.save(given.output, client=given.client, scores=given.scores)
     written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
     count = f"{len(written)} adapter{'s' * (len(written) > 1)}"
     print(f"Wrote {count} to {folder}: {' … '.join(dict.fromkeys((written[0], written[-1])))}")

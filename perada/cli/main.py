@@ -199,6 +199,8 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
     text = "Run folders, such as lightning_logs/version_0, folders of Run.save, or JSON files of `perada compare`."
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
     parser.add_argument("--output", type=Path, help="Folder for a page, index.html, with its figures and tables.")
+    scores = "Whether a page has scores and losses; by default not those of private runs, which no ledger counts."
+    parser.add_argument("--scores", type=bool, default=None, help=scores)
     given = parser.parse_args(words)
     if given.output is None:
         print("\n\n".join((f"{path}\n\n" if len(given.runs) > 1 else "") + _tables(path) for path in given.runs))
@@ -208,7 +210,9 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
 
     check_page(given.output)
     records = [record for path in given.runs for record in read_records(path)]
-    print(f"Page: {write_page(given.output, records)}")
+    if given.scores is None and any(record.private for record in records):
+        print("Scores, losses and diagnostics of private runs are left out; --scores=true shows them.")
+    print(f"Page: {write_page(given.output, records, given.scores)}")
 
 
 def _tables(path: Path) -> str:

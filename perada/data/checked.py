@@ -55,6 +55,22 @@ def _hashes(images: Tensor) -> Iterator[bytes]:
         yield hashlib.blake2b(prefix + row.tobytes(), digest_size=16).digest()
 
 
+def _refuse_copies(store: Store, which: str, server_images: Mapping[bytes, str]) -> None:
+    """Refuse clients' images that are among the server's, whose names are given by their hash.
+
+    ``which`` is how the message calls the clients' images, such as ``"test "``.
+    """
+    digests = _digests(store)
+    for client, size in enumerate(store.sizes):
+        for index, digest in enumerate(islice(digests, size)):
+            if digest in server_images:
+                raise ValueError(
+                    f"privacy: {which}image {index} of client {client} is also {server_images[digest]}: what the server "
+                    "does with a client's image is counted by no ledger. Take such images out of the server's set, or "
+                    "give another set"
+                )
+
+
 # Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
 # checked as they are used.
 SCAN_LIMIT = 50_000
@@ -74,6 +90,8 @@ class Checked:
     classes: list[str] | None
     multilabel: bool
     image: Kind
+    held_out: Sequence[Dataset[Any]] = ()
+    """What each client sets aside of its training images; it is neither trained nor scored on."""
 
     def check_channels(self, channels: int) -> None:
         """Refuse clients' and public images that a backbone cannot take; a single uint8 channel fits any."""
@@ -89,25 +107,28 @@ class Checked:
                 )
 
     def check_overlap(self) -> None:
-        """Refuse images of the server's that clients train on, the same to the last byte; files are all read for it.
+        """Refuse images of the server's that clients have, the same to the last byte; files are all read for it.
+
+        A client has its training images, those that it holds out of them, and its test images: whatever the server
+        does with one of them, no ledger counts it.
 
         Images are compared as they are stored, before they are resized or augmented, with their shape and type; grey
         uint8 images (H, W) and (1, H, W) are alike. What a dataset draws at random is drawn alike for all. A changed
         copy of an image, by as little as one pixel, is another image.
+
+        Raises:
+            ValueError: If the public or the validation set of the server holds an image of a client.
         """
-        known: dict[bytes, str] = {}
+        server_images: dict[bytes, str] = {}
         for name, store in (("public", self.public), ("server_validation", self.server_validation)):
             for index, digest in enumerate(_digests(store)) if store is not None else ():
-                known.setdefault(digest, f"image {index} of the {name} set")
-        digests = _digests(self.train) if known else iter(())
-        for client, size in enumerate(self.train.sizes):
-            for index, digest in enumerate(islice(digests, size)):
-                if digest in known:
-                    raise ValueError(
-                        f"image {index} of client {client} is also {known[digest]}: the server would distil by a "
-                        "private image, which the ledgers do not count. Take such images out of the server's set; "
-                        "where it is a fraction of a dataset that holds an image twice, give another set"
-                    )
+                server_images.setdefault(digest, f"image {index} of the {name} set")
+        if not server_images:
+            return
+        held_out = make_store(self.held_out) if self.held_out else None
+        for which, store in (("", self.train), ("held-out ", held_out), ("test ", self.test)):
+            if store is not None:
+                _refuse_copies(store, which, server_images)
 
     def extreme_tokens(self) -> list[int]:
         """The least and the greatest token of the texts that are in memory, of each set that a model will see."""

@@ -205,6 +205,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._record = self._recorded(data if on_test else replace(data, test=given.test), validation)
         data = data if on_test else replace(data, test=validation)
         found = check(data, self._num_classes, self.image_size)
+        found.held_out = validation if on_test else []
         self.conditions = conditions(self.shifts, found, self.image_size) if on_test else []
         self.prepare.check_shape(found.image[0])
         self.num_clients, self.train_sizes = len(data.train), found.train.sizes

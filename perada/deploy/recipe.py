@@ -55,7 +55,8 @@ class Recipe:
     loop: FederatedLoop  # how rounds go
     trainer: pl.Trainer  # number of rounds, device, precision, how often models are scored
     data: FederatedDataModule  # a site's, of its one client; of the server's only options and public set are looked at
-    public: Dataset[Any] | None = None  # public images, for algorithms that distil; of a site in secure sums
+    public: Dataset[Any] | None = None  # public images, for algorithms that distil; a site has them with secure sums,
+    # whose logits it adds up, and in private recipes, to compare them with its own images
     prepare: Preparation | None = None  # of the public images; None for that of the data
 
     def __post_init__(self) -> None:

@@ -76,6 +76,10 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
             "they would show gradients of private images without noise, which no ledger counts; measure them without "
             "privacy, on data that are not private"
         )
+        found["personal_distance"] = (
+            "it would show personal models, which the server's ledger does not count, in a log beside that ledger; "
+            "measure it without privacy, on data that are not private"
+        )
     return found
 
 

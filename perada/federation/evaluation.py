@@ -120,8 +120,9 @@ class Evaluation:
     def details(self) -> dict[str, Any]:
         """What all processes have counted besides the scores, in plain types; all of them call it, once.
 
-        That is ``predictions``, by ``personal`` and ``global`` a :meth:`.Tally.record`; and ``global/local_test``, the
-        global model's score on the test images of each client (M,), where clients have models of their own.
+        That is ``predictions``, by ``personal`` and ``global`` a :meth:`.Tally.record`; ``global/local_test``, the
+        global model's score on the test images of each client (M,), where clients have models of their own; and
+        ``per_class``, scores of each class. A private run has neither confusions nor scores of classes.
         """
         ranks, shared = self.federation.ranks, self._states is not None
         names = [name for name, there in (("personal", self.federation.personalized), ("global", shared)) if there]
@@ -129,6 +130,8 @@ class Evaluation:
         if self.federation.protection.private:  # their rows tell how many images of each class a client has
             for predicted in found["predictions"].values():
                 predicted.pop("confusion", None)
+        else:  # scores of one class show how few images of it a client has
+            found["per_class"] = {name: scores.tolist() for name, scores in self.per_class.items()}
         if len(names) == 2:
             self._shared_local.merge(ranks)
             (scores,) = self._shared_local.means().values()

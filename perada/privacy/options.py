@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from perada.core.checks import check_choice, check_number, check_whole
-from perada.privacy.accounting import check_delta
+from perada.privacy.accounting import check_delta, check_target
 
-Accountant = Literal["rdp", "prv", "gdp"]
+Accountant = Literal["rdp", "prv"]
 LedgerName = Literal["release", "server"]
 
 
@@ -21,14 +21,15 @@ class Privacy:
     Args:
         noise_multiplier: σ: the noise's standard deviation is σ · max_norm in the sum of clipped gradients.
             0 clips only.
-        target_epsilon: Instead: the ε that each client's planned rounds may cost; its σ is then calibrated for it.
-        delta: δ of every ε, below 1 / a client's number of images.
+        target_epsilon: Instead: the ε, at most 50, that each client's planned rounds may cost; its σ is then calibrated
+            for it.
+        delta: δ of every ε; must be below 1 / the number of images of the largest client.
         max_norm: Largest norm C of one image's gradient.
         clipping: ``flat`` for the norm over all parameters; ``per_layer`` for each parameter's own, C / √L each;
             ``automatic`` scales every gradient to about C (Bu et al. 2023).
         sampling: ``poisson`` takes each image with probability batch size / images, independently for every step and
             role; ``shuffle`` goes through the images in random order, which earns no amplification.
-        accountant: ``rdp``, ``prv`` (tighter, slower) or ``gdp`` (can report too little).
+        accountant: ``rdp`` or ``prv`` (tighter, slower).
         ledger: The ledger that ``target_epsilon`` and ``max_epsilon`` are of: ``release``, all that a client trains, or
             ``server``, what it sends.
         max_epsilon: A client whose next round would pass it stops taking part.
@@ -72,15 +73,16 @@ class ClientPrivacy:
 
     Args:
         noise_multiplier: z: the noise in the sum of clipped updates has the standard deviation z · max_norm.
-        target_epsilon: Instead: the ε that the planned rounds may cost the client who takes part most often.
-        delta: δ of every ε, below 1 / number of clients.
+        target_epsilon: Instead: the ε, at most 50, that the planned rounds may cost the client who takes part most
+            often.
+        delta: δ of every ε; must be below 1 / number of clients.
         max_norm: Largest norm S of a client's update, with adaptive clipping that of the first round.
         clipping: ``fixed``, or ``adaptive``: the norm follows ``quantile`` of the clients' norms.
         quantile: Share of clients whose update is to be left as it is.
         clip_lr: Learning rate of the norm: it is multiplied by exp(−clip_lr · (share − quantile)) in each round.
         count_noise: Standard deviation of the noise in the number of clients left as they are; by default a
             twentieth of the clients of a round.
-        accountant: ``rdp``, ``prv`` or ``gdp``.
+        accountant: ``rdp`` or ``prv``.
         secure_rng: Draw the noise from a cryptographic generator. ``False`` is a test mode: it follows from the run's
             seed, and whoever knows or guesses it can take the noise off.
 
@@ -143,7 +145,7 @@ def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
             "that it is calibrated for"
         )
     check_number(f"{section}: noise_multiplier", noise, least=0, most=1e100, optional=True, hint=usual)  # it is squared
-    check_number(f"{section}: target_epsilon", target, above=0, optional=True)
+    check_target(f"{section}: target_epsilon", target, optional=True)
     check_number(f"{section}: max_norm", options.max_norm, above=0, most=1e200, hint="usual values lie from 0.1 to 10")
     check_delta(options.delta, f"{section}: ")
     hints = get_type_hints(type(options))

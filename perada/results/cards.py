@@ -206,7 +206,6 @@ def _words(record: Record, client: int | None, joined: Collection[int], called: 
             "joined": joined,
             "called": client if called is None else called,
             "test_mode": is_test_mode(record),
-            "accountants": [level["options"]["accountant"] for level in record.values()],
         }
     )
 

@@ -22,7 +22,7 @@ from perada.core.states import Factors, State, get_state, narrowed, set_state, t
 from perada.models.adapted import AdaptedModel, is_adapter_key, make_slot, plain_names, saved_tensors
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.cards import of_nobody, of_one
-from perada.results.run_file import RunFile
+from perada.results.run_file import RunFile, published
 
 BACKBONE_FILE = "backbone.safetensors"
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -252,6 +252,8 @@ def shared_part(
     there are none.
     """
     left_out = ("clients", "lora_ranks", "joined", "forgotten", "own_adapters", "adapter_of")
+    if not scores:
+        info = published(info, metrics)[0]
     kept: dict[str, Any] = {key: value for key, value in info.items() if key not in left_out} | {"clients": None}
     kept["training"] = {name: value for name, value in info["training"].items() if name != "images"}
     privacy = info.get("privacy") or {}

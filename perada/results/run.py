@@ -40,6 +40,7 @@ from perada.results.run_file import (
     finish,
     holds_adapters,
     naming,
+    published,
     read_run,
     together,
     write_run,
@@ -69,7 +70,14 @@ class Run(Models):
 
         return Run(self._adapted, self._global, personal, number + 1, metrics, info)
 
-    def save(self, folder: str | Path, *, client: int | str | None = None, license: str = UNKNOWN) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        client: int | str | None = None,
+        license: str = UNKNOWN,
+        scores: bool | None = None,
+    ) -> Path:
         """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
 
         An ensemble is written as ``global_0`` …; clients that predict with it have no folder. The frozen backbone is
@@ -79,27 +87,39 @@ class Run(Models):
 
         With a ``client``, by number or name, only its folder is written, for PEFT: :meth:`load` needs all. Each folder
         has a model card, ``README.md``; ``license`` is that of the adapters, as the Hub writes licences (``mit``).
+
+        ``scores`` says whether scores, losses and diagnostics are in the cards and in ``run.json``. By default those of
+        a private run are not: they follow from clients' images, and ε does not cover them.
         """
         folder = Path(folder)
         only = None if client is None else self.number(client)
         if this_rank():
             return folder
         self._warn_of_test_mode(folder)
+        shown = self._shows_scores(scores)
         with together(folder) as stage:
             if only is not None:
-                self._write(stage, folder, [(f"client_{only}", only)], license)
+                self._write(stage, folder, [(f"client_{only}", only)], license, shown)
             else:
-                self._describe(stage, self._write(stage, folder, self._folders(), license))
+                self._describe(stage, self._write(stage, folder, self._folders(), license, shown), shown)
         return folder
 
-    def add_client(self, folder: str | Path, client: int | str) -> Path:
-        """Write a client that joined into the folder of the run that it joined; no other file but run.json changes."""
+    def add_client(self, folder: str | Path, client: int | str, *, scores: bool | None = None) -> Path:
+        """Write a client that joined into the folder of the run that it joined; no other file but run.json changes.
+
+        ``scores`` is as of :meth:`save`.
+        """
         folder, number = Path(folder), self.number(client)
+        shown = self._shows_scores(scores)
         if not this_rank():
             with together(folder) as stage:
-                files = self._write(stage, folder, [(f"client_{number}", number)])
-                self._describe(stage, read_run(folder).files | files)
+                files = self._write(stage, folder, [(f"client_{number}", number)], scores=shown)
+                self._describe(stage, read_run(folder).files | files, shown)
         return folder
+
+    def _shows_scores(self, scores: bool | None) -> bool:
+        """Whether scores are written: as was asked for, or by default those of runs that are not private."""
+        return not self.info.get("privacy") if scores is None else scores
 
     def _folders(self) -> Iterator[tuple[str, int | None]]:
         """The names of all adapters' folders, with the client or, of a global one, None."""
@@ -145,9 +165,10 @@ class Run(Models):
         if is_test_mode(self.info.get("privacy")):
             warnings.warn(f"{str(where)!r}: {TEST_MODE}", stacklevel=3)
 
-    def _describe(self, folder: Path, files: dict[str, str]) -> None:
+    def _describe(self, folder: Path, files: dict[str, str], scores: bool) -> None:
         shared = self._personal is None or "adapter_of" in self.info
-        content = RunFile(self.num_clients, self.info, self.metrics, len(self._global), shared, files=files)
+        info, metrics = (self.info, self.metrics) if scores else published(self.info, self.metrics)
+        content = RunFile(self.num_clients, info, metrics, len(self._global), shared, files=files)
         write_run(folder, content)
 
     def push_to_hub(
@@ -188,7 +209,7 @@ class Run(Models):
                 raise ValueError(f"{self.info['algorithm']} has no global model to upload; name a client")
             self.state("global")  # an error where there are several
         privacy = self.info.get("privacy")
-        told = not privacy if scores is None else scores
+        told = self._shows_scores(scores)
         self._warn_of_test_mode(repo)
 
         def write(folder: Path) -> None:

@@ -107,6 +107,29 @@ _MOST = 10**7
 """Clients, classes or models of a run at most, so that a broken file does not fill the memory."""
 
 
+DATA_INDEPENDENT_METRICS = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/")
+"""Metrics, or the first parts of their names, in which clients' images have no part that a ledger does not count.
+
+Private training may stop by them, and they are what is published of a private run.
+"""
+
+
+def published(info: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``Run.info`` and ``Run.metrics`` of a private run without what follows from clients' images beside the ledgers.
+
+    Scores, losses and diagnostics are left out, those of a client that joined too.
+    """
+    info = dict(info)
+    if "joined" in info:
+        info["joined"] = [record | {"before": None, "after": None} for record in info["joined"]]
+    rounds = [
+        {name: value for name, value in row.items() if name.startswith(DATA_INDEPENDENT_METRICS)}
+        for row in metrics["rounds"]
+    ]
+    clients = {name: values for name, values in metrics["clients"].items() if name.startswith("privacy/")}
+    return info, {"rounds": rounds, "clients": clients}
+
+
 @dataclass
 class RunFile:
     """What the file holds.

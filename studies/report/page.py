@@ -39,12 +39,20 @@ def check_page(output: Path) -> None:
     check_drawing("perada report --output", "report")
 
 
-def write_page(output: Path, records: Sequence[Record]) -> Path:
+def write_page(output: Path, records: Sequence[Record], scores: bool | None = None) -> Path:
     """Write ``index.html``, and beside it each figure as PNG and each table as CSV.
+
+    Args:
+        output: Folder of the page.
+        records: The runs.
+        scores: Whether scores, losses and diagnostics are shown; by default not those of private runs, since they
+            follow from clients' images and no ledger counts them.
 
     Returns:
         The page's path. It loads nothing from a network, and has no script; names of clients and classes are text.
     """
+    shown = (not record.private if scores is None else scores for record in records)
+    records = [record if show else record.published() for record, show in zip(records, shown, strict=True)]
     parts: list[Section | Part] = []
     if len(records) == 1:
         found = sections(records[0])

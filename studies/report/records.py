@@ -9,7 +9,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from perada.core.digests import check_sealed
 from perada.results.report import (
     EPSILONS,
     MODES,
+    PRIVACY,
     SCORES,
     SHIFTS_FILE,
     TEST_MODE,
@@ -25,7 +26,7 @@ from perada.results.report import (
     shift_tables,
     table,
 )
-from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, read_run
+from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
 
 Counts = list[list[int]]
 
@@ -47,6 +48,7 @@ class Record:
         config: The text of ``config.yaml``.
         group: What tells a row of a comparison from the others, whose seeds make one row.
         seed: Of a comparison's run.
+        without_scores: Whether scores were left out, since the run was private.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Record:
     config: str = ""
     group: str = ""
     seed: int | None = None
+    without_scores: bool = False
 
     @property
     def client_names(self) -> list[str]:
@@ -82,6 +85,31 @@ class Record:
     def several_labels(self) -> bool:
         """Whether an image may have several labels."""
         return bool(self.info.get("multilabel"))
+
+    @property
+    def private(self) -> bool:
+        """Whether a run was private, in images or in whole clients."""
+        logged = any(name.startswith(PRIVACY) for row in self.rounds for name in row)
+        return bool(self.info.get("privacy")) or logged
+
+    def published(self) -> "Record":
+        """The record without what follows from clients' images beside the ledgers."""
+        metrics = {"rounds": self.rounds, "clients": self.clients}
+        info, kept = published(self.info, metrics)
+        return replace(
+            self,
+            info=info,
+            rounds=kept["rounds"],
+            clients=kept["clients"],
+            initial={},
+            by_round=[],
+            global_local=[],
+            partition={},
+            confusion={},
+            calibration={},
+            shifts={},
+            without_scores=True,
+        )
 
     def last(self, name: str) -> float:
         """The last value of a metric; NaN where there is none."""

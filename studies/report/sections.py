@@ -85,6 +85,10 @@ _NOT_COVERED = (
     "This page itself is not covered: its scores and numbers of images follow from the clients' images, "
     "exactly. Show it only to those who may know them."
 )
+_LEFT_OUT = (
+    "Scores, losses and diagnostics are left out, since they follow from the clients' images and no ledger counts "
+    "them; --scores=true shows them. Numbers of images are taken as known."
+)
 
 
 def sections(record: Record, prefix: str = "") -> list[Section]:
@@ -247,7 +251,7 @@ def _privacy(record: Record, prefix: str) -> Section:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(record.folder)!r}: its privacy record is broken ({error}); give another run") from error
     lines = privacy_lines(privacy, joined_clients(record.info)).splitlines()
-    intro = " ".join([*lines, _NOT_COVERED])
+    intro = " ".join([*lines, _LEFT_OUT if record.without_scores else _NOT_COVERED])
     rows: list[list[Cell]] = []
     ledgers = {f"ε {name}": privacy["sample"][name] for name in ("server", "release") if "sample" in privacy}
     ledgers |= {"ε client": privacy["client"]["epsilon"]} if "client" in privacy else {}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`perada check`: all that would be refused or warned of, at once, without training."""
 
+import warnings
+
 import pytest
 import yaml
 
@@ -69,11 +71,22 @@ def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
 
 
-def test_warnings_of_the_set_up_are_said(capsys):
-    words = ["--algorithm=fedavg", "--distill_steps=0", "--privacy.noise_multiplier=1", "--privacy.delta=0.5"]
-    one, said, _, last = checked(capsys, "tiny.yaml", *words)
+def test_warnings_of_the_set_up_are_said(capsys, monkeypatch):
+    def warned(*_):
+        warnings.warn("something looks odd", stacklevel=2)
+
+    monkeypatch.setattr("perada.lightning.setup.check_images", warned)
+    one, said, _, last = checked(capsys, "tiny.yaml", "--algorithm=fedavg", "--distill_steps=0")
     assert one == "Warned of (1):" and last.startswith("This can be run: ")
-    assert said.startswith("- privacy: delta=0.5 is not below 1 / ")
+    assert said == "- something looks odd"
+
+
+def test_what_would_not_be_private_is_said(capsys):
+    words = ["--algorithm=fedavg", "--distill_steps=0", "--privacy.noise_multiplier=1", "--privacy.delta=0.5"]
+    said = checked(capsys, "tiny.yaml", *words, code=1)
+    assert said[0] == "Refused (2):"
+    assert any(line.startswith("- privacy: delta=0.5 must be below 1 / ") for line in said)
+    assert any(line.startswith("- privacy: public_fraction=0.2 would hand ") for line in said)
 
 
 @pytest.mark.parametrize(

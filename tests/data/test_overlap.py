@@ -115,10 +115,25 @@ def test_a_public_set_with_private_images_is_refused():
     clients = [tensors(GREY[:2]), tensors(GREY[2:4])]
     FederatedDataModule(FederatedData(clients)).checked.check_overlap()
     FederatedDataModule(FederatedData(clients, public=tensors(GREY[4:]))).checked.check_overlap()
-    # Held-out images and images of the test set are not trained on.
-    FederatedDataModule(FederatedData(clients, [tensors(GREY[4:])] * 2, tensors(GREY[4:]))).checked.check_overlap()
+    with pytest.raises(ValueError, match=r"privacy: test image 1 of client 0 is also image 0 of the public set"):
+        FederatedDataModule(FederatedData(clients, [tensors(GREY[4:])] * 2, tensors(GREY[5:]))).checked.check_overlap()
     with pytest.raises(
-        ValueError, match=r"image 1 of client 1 is also image 0 of the public set: .* Take such"
+        ValueError, match=r"privacy: image 1 of client 1 is also image 0 of the public set: .* Take such"
     ) as error:
         FederatedDataModule(FederatedData(clients, public=tensors(GREY[3:]))).checked.check_overlap()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("where", ["public", "server_validation"])
+def test_images_that_clients_hold_out_are_theirs_too(where):
+    """A held-out image is neither trained nor scored on, and still is a client's."""
+    pool = torch.arange(20 * 16).remainder(251).to(torch.uint8).view(20, 4, 4)
+    options = {"client_validation": 0.4, "seed": 3}
+    clients = [tensors(pool[:10]), tensors(pool[10:])]
+    kept = FederatedDataModule(FederatedData(clients, num_classes=2), **options).checked.train
+    trained = {tuple(image.flatten().tolist()) for rows in kept.table for image in kept.images[rows : rows + 1]}
+    held_out = next(image for image in pool if tuple(image.flatten().tolist()) not in trained)
+    server = {where: tensors(held_out.unsqueeze(0))}
+    module = FederatedDataModule(FederatedData(clients, num_classes=2, **server), **options)
+    with pytest.raises(ValueError, match=rf"held-out image \d+ of client \d is also image 0 of the {where} set"):
+        module.checked.check_overlap()

@@ -117,3 +117,36 @@ def test_a_client_that_the_partition_does_not_have_is_refused(tmp_path):
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(ValueError, match="client=2 cannot be used; give a whole number from 0 to 1"):
         site_recipe(path, read_site(tmp_path / "site.yaml"))
+
+
+NOISE = {"noise_multiplier": 1.0}
+
+
+@pytest.mark.parametrize("section", [None, "privacy", "client_privacy"])
+def test_a_site_of_a_private_recipe_has_the_public_set_to_compare(tmp_path, section):
+    private = {section: NOISE} if section else {}
+    recipe = naming() | private
+    recipe["data"] = recipe["data"] | {"public": {"class_path": "Photographs", "init_args": {"count": 3, "size": 16}}}
+    path, given = written(tmp_path, recipe, {"normal": 200})
+    assert (site_recipe(path, given).public is None) == (section is None)
+
+
+@pytest.mark.parametrize("section", ["privacy", "client_privacy"])
+@pytest.mark.parametrize(
+    ("options", "message", "kind"),
+    [
+        (
+            {"public": {"class_path": "ImageFolder", "init_args": {"root": "gone"}}},
+            "public set is not at this site",
+            OSError,
+        ),
+        ({"public_fraction": 0.1}, r"privacy: public_fraction=0\.1 would hand a share of the sites' own", ValueError),
+        ({"validation_fraction": 0.1}, r"privacy: validation_fraction=0\.1 would hand a share", ValueError),
+    ],
+)
+def test_a_site_of_a_private_recipe_refuses_what_it_cannot_compare(tmp_path, section, options, message, kind):
+    recipe = naming() | {section: NOISE}
+    recipe["data"] = recipe["data"] | options
+    path, given = written(tmp_path, recipe, {"normal": 200})
+    with pytest.raises(kind, match=message):
+        site_recipe(path, given)

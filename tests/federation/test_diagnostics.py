@@ -276,12 +276,15 @@ def private(**options):
 
 
 @pytest.mark.filterwarnings("ignore:privacy. ", "ignore:.*secure_rng.*")
-def test_private_runs_measure_all_but_gradients(caplog):
+def test_private_runs_measure_neither_gradients_nor_personal_models(caplog):
     with caplog.at_level("INFO", logger="pytorch_lightning"):
         (found,) = private().metrics["rounds"]
-    assert {name for name in found if name.startswith("theory/")} == {n for n in NAMES if "gradient" not in n}
-    (said,) = [record.getMessage() for record in caplog.records if "diagnostics" in record.getMessage()]
-    assert said.startswith("diagnostics: without gradient_norms: they would show gradients of private images")
+    assert {name for name in found if name.startswith("theory/")} == {
+        name for name in NAMES if "gradient" not in name and "personal_distance" not in name
+    }
+    said = sorted(record.getMessage() for record in caplog.records if "diagnostics" in record.getMessage())
+    assert said[0].startswith("diagnostics: without gradient_norms: they would show gradients of private images")
+    assert said[1].startswith("diagnostics: without personal_distance: it would show personal models")
 
 
 def test_private_runs_do_not_measure_on_images_that_clients_train_on():

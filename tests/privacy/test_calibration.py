@@ -30,25 +30,17 @@ def test_more_steps_need_more_noise():
     assert calibrate(3.0, DELTA, 0.02, 300) > calibrate(3.0, DELTA, 0.02, 200)
 
 
-@pytest.mark.filterwarnings("ignore:GDP accounting is experimental")
-def test_gdp_too_and_where_opacus_search_fails():
-    """The second plan costs nothing at σ = 20, where Opacus's own search begins and stops with scipy's error."""
-    with pytest.raises(ValueError, match="different signs"):
-        get_noise_multiplier(target_epsilon=0.1, target_delta=DELTA, sample_rate=0.0001, steps=5, accountant="gdp")
-    for target, rate, steps in [(3.0, 0.02, 1000), (0.1, 0.0001, 5)]:
-        sigma = calibrate(target, DELTA, rate, steps, "gdp")
-        assert target - 0.01 <= history_epsilon({(sigma, rate): steps}, DELTA, "gdp") <= target
-
-
 def test_a_budget_below_the_accountants_reach_is_refused():
     with pytest.raises(ValueError, match=r"target_epsilon=0.05 at delta=1e-05 is below what the rdp accountant"):
         calibrate(0.05, DELTA, 0.02, 300)
     assert history_epsilon({(calibrate(0.05, DELTA, 0.02, 3, "prv"), 0.02): 3}, DELTA, "prv") <= 0.05
 
 
-@pytest.mark.parametrize("target", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("target", [0, -1.0, float("nan"), float("inf"), 50.1, 1000])
 def test_impossible_budgets_are_refused(target):
-    with pytest.raises(ValueError, match=r"target_epsilon=.* cannot be used; give a finite number above 0"):
+    with pytest.raises(
+        ValueError, match=r"target_epsilon=.* cannot be used; give a finite number above 0 and up to 50"
+    ):
         calibrate(target, DELTA, 0.02, 300)
 
 

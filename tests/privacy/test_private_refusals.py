@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import Algorithm, FedAvg, FedEnsemble, FedROD, Moon, PerAda
+from perada.data import IID, Digits
+from perada.server import FLTrust
 
 from ..algorithms.problems import SIZES, network, task
 from .private_loop import once, train
@@ -163,11 +165,68 @@ def test_a_public_set_that_holds_a_private_image(level):
     public = torch.cat([private.public[:][0], private.train[2][5][0].unsqueeze(0)])
     data = perada.FederatedData(private.train, public=TensorDataset(public), num_classes=3)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
+    message = "image 5 of client 2 is also image 7 of the public set"
     if level == "privacy":
-        refused("image 5 of client 2 is also image 7 of the public set", PerAda(), **chosen, data=data, distill_steps=2)
+        refused(message, PerAda(), **chosen, data=data, distill_steps=2)
+        refused(message, server_rule=FLTrust(), **chosen, data=data)
     else:  # which cannot be had with distillation at all
         refused("cannot be used with PerAda with distillation", PerAda(), **chosen, data=data, distill_steps=2)
-    train(WITHOUT_KD, PRIVATE, rounds=1, data=data)  # never distilled from
+    refused(message, **chosen, data=data)  # the server has it, whatever it does with it
+    train(WITHOUT_KD, PRIVATE, rounds=1, data=perada.FederatedData(private.train, public=private.public, num_classes=3))
+
+
+@pytest.mark.parametrize("level", ["privacy", "client_privacy"])
+def test_a_labelled_server_set_that_holds_a_private_image(level):
+    """FLTrust's root set, for one, is a model trained on it."""
+    private = task()
+    data = perada.FederatedData(private.train, server_validation=private.train[1], num_classes=3)
+    chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
+    message = "image 0 of client 1 is also image 0 of the server_validation set"
+    refused(message, **chosen, data=data)
+    if level == "privacy":
+        refused(message, server_rule=FLTrust(labels=True), **chosen, data=data)
+
+
+@pytest.mark.parametrize("option", ["public_fraction", "validation_fraction"])
+@pytest.mark.parametrize("level", ["privacy", "client_privacy"])
+def test_a_share_of_clients_images_for_the_server(level, option):
+    """Whatever the server does with it: here nothing."""
+    data = perada.FederatedDataModule(
+        dataset=Digits(), partition=IID(2), train_limit=40, test_limit=8, batch_size=4, image_size=16, **{option: 0.2}
+    )
+    chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
+    options = {"net": "test_resnet", "adapter": "head", "pretrained": False, "clients_per_round": 2}
+    refused(rf"privacy: {option}=0\.2 would hand a share of the clients' own images", **chosen, data=data, **options)
+
+
+@pytest.mark.parametrize("level", ["privacy", "client_privacy"])
+def test_weights_that_were_trained_on_the_clients_images(level):
+    data = perada.FederatedDataModule(
+        dataset=Digits(), partition=IID(2), train_limit=40, test_limit=8, batch_size=4, image_size=32
+    )
+    chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
+    options = {
+        "net": "test_resnet",
+        "adapter": "head",
+        "clients_per_round": 2,
+        "pretrained": "perada:digits_test_resnet",
+    }
+    refused(
+        r"pretrained='perada:digits_test_resnet' was trained on the images of Digits", **chosen, data=data, **options
+    )
+    given = perada.FederatedData([Digits().with_split(True)] * 2, num_classes=10)
+    refused(r"was trained on the images of Digits", **chosen, data=given, image_size=32, **options)
+
+
+@pytest.mark.parametrize("level", ["privacy", "client_privacy"])
+def test_ending_by_the_number_of_clients_that_failed(level):
+    chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
+    refused("max_failures=1 cannot be used with privacy or client_privacy", max_failures=1, **chosen)
+
+
+def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
+    message = "personal_distance cannot be measured: it would show personal models, which the server's ledger does not"
+    refused(message, diagnostics=["personal_distance"])
 
 
 @pytest.mark.parametrize(
@@ -265,16 +324,41 @@ def test_fewer_gradients_than_rehearsed_are_counted_as_rehearsed():
     assert len(spent) == len(SIZES)
 
 
-def test_a_delta_that_allows_to_show_an_image_is_warned_of():
-    with pytest.warns(UserWarning, match=r"delta=0\.1 is not below 1 / 14"):
-        train("fedavg", {"noise_multiplier": 0.0, "delta": 0.1}, rounds=1)
+@pytest.mark.parametrize("delta", [1 / max(SIZES), 0.1, 0.9])
+def test_a_delta_that_allows_to_show_an_image_is_refused(delta):
+    """The limit is the largest client's: a δ that fits the others would allow to publish one of its images."""
+    largest = SIZES.index(max(SIZES))
+    message = (
+        rf"privacy: delta={delta} must be below 1 / {max(SIZES)}, the number of training images of client {largest}"
+    )
+    for privacy in ({"noise_multiplier": 1.0, "delta": delta}, {"target_epsilon": 3.0, "delta": delta}):
+        refused(message, "fedavg", privacy)
+    train("fedavg", {"noise_multiplier": 1.0, "delta": 0.99 / max(SIZES)}, rounds=1)
 
 
-def test_a_delta_that_allows_to_show_a_client_is_warned_of():
-    level = {"noise_multiplier": 1.0, "delta": 0.5}
-    with pytest.warns(UserWarning, match=r"client_privacy: delta=0\.5 is not below 1 / 4, the number of clients"):
-        train("fedavg", None, rounds=1, client_privacy=level)
-    train("fedavg", None, rounds=1, client_privacy=level | {"delta": 0.24})
+@pytest.mark.parametrize("delta", [1 / len(SIZES), 0.5])
+def test_a_delta_that_allows_to_show_a_client_is_refused(delta):
+    level = {"noise_multiplier": 1.0, "delta": delta}
+    message = rf"client_privacy: delta={delta} must be below 1 / {len(SIZES)}, the number of clients"
+    refused(message, "fedavg", None, client_privacy=level)
+    train("fedavg", None, rounds=1, client_privacy=level | {"delta": 0.99 / len(SIZES)})
+
+
+@pytest.mark.parametrize("section", ["privacy", "client_privacy"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_epsilon": 1000}, r"target_epsilon=1000 cannot be used; give a finite number above 0 and up to 50"),
+        ({"noise_multiplier": 1.0, "accountant": "gdp"}, r"accountant='gdp' is unknown; choose one of 'rdp', 'prv'"),
+        (
+            {"noise_multiplier": 1.0, "delta": 1.0},
+            r"delta=1\.0 cannot be used; give a finite number above 0 and below 1",
+        ),
+        ({"noise_multiplier": 1.0, "delta": 1.5}, r"delta=1\.5 cannot be used"),
+    ],
+)
+def test_accounting_that_means_nothing(section, options, message):
+    refused(f"{section}: {message}", "fedavg", **({"privacy": None} | {section: options}))
 
 
 class Beside(nn.Module):

@@ -42,6 +42,7 @@ from perada.federation.cohort import Site
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import Server
 from perada.federation.settings import check_factors, check_rule, check_server_images
+from perada.privacy.accounting import check_delta_covers
 from perada.privacy.rehearsal import check_client_level
 from perada.server.sums import SecureSums
 
@@ -114,6 +115,7 @@ class Coordinator:
         if settings.secure_sums is not None:
             self._check_sums(settings.secure_sums)
         if settings.client_privacy is not None:
+            check_delta_covers("client_privacy", settings.client_privacy.delta, terms.min_sites, "sites (min_sites)")
             check_client_level(algorithm, settings.rule, settings.weighting, bool(settings.distillation.steps))
 
     def _check_sums(self, options: SecureSums) -> None:

@@ -19,6 +19,7 @@ from perada.deploy.server.progress import Member, Progress, Record
 from perada.deploy.transport import Failure, Terms, Transport
 from perada.federation.server import RoundReport, Server, parameter_counts
 from perada.federation.settings import lora_ranks
+from perada.privacy.accounting import check_delta_covers
 from perada.server import Updates
 from perada.server.distill import ServerData
 
@@ -84,6 +85,9 @@ class Roster:
         labels, size = answer.facts.get("labels"), answer.facts.get("size")
         try:
             self._ranks([*self.progress.roster, Member(name, size, self.progress.done)])
+            if self.settings.client_privacy is not None:  # the more sites there are, the smaller delta must be
+                sites = len(self.progress.roster) + 1
+                check_delta_covers("client_privacy", self.settings.client_privacy.delta, sites, "sites with this one")
         except ValueError as error:
             return str(error)
         if labels is None or self.progress.labels not in ("", labels):

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from perada.algorithms import Algorithm, Broadcast, Stacks
 from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, make_plan, one_of
 from perada.core.states import State, cut_ranks, expand, to_device
-from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, loader
+from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, loader, make_store
 from perada.data.federated import FederatedData
 from perada.deploy.protocol import Order, Refused
 from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
@@ -89,12 +89,24 @@ class Client:
             self._noise = [] if protection.images is None else list(protection.images.noise_multipliers)
             configure_rounds(parts, protection)
             check_private(parts)
+            self._check_public_images()
             check_first(parts, self.data.trial_batch([0]), fits=True)
         self.level = SiteLevel(recipe, limits) if recipe.noisy else None
         self._site = Site(self.module.engine, self.module.slot, self.settings, protection)
         self.images, self._public = recipe.public_images(), (-1, "")
         self.planned = self._planned()
         self.budget = SiteBudget(limits, limits.max_epsilon, self.planned)
+
+    def _check_public_images(self) -> None:
+        """Refuse, by a ValueError, a private recipe whose public set holds images of the site.
+
+        Only the site can compare them: nobody else has its images.
+        """
+        public, loop = self.recipe.public, self.recipe.loop
+        private = loop.privacy is not None or loop.client_privacy is not None
+        if private and public is not None:
+            store = make_store([public], labelled=False)
+            replace(self.data.checked, public=store).check_overlap()
 
     def _planned(self) -> Counter[tuple[float, float]]:
         account, tuned = self.protection(None, 0).images, self.settings.algorithm.personalization() is not None
