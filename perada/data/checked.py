@@ -65,8 +65,8 @@ def _refuse_copies(store: Store, which: str, server_images: Mapping[bytes, str])
         for index, digest in enumerate(islice(digests, size)):
             if digest in server_images:
                 raise ValueError(
-                    f"privacy: {which}image {index} of client {client} is also {server_images[digest]}: what the server "
-                    "does with a client's image is counted by no ledger. Take such images out of the server's set, or "
+                    f"privacy: {which}image {index} of client {client} is also {server_images[digest]}: no ledger "
+                    "counts what the server does with a client's image. Take such images out of the server's set, or "
                     "give another set"
                 )
 

@@ -128,7 +128,7 @@ def run_folder(trainer: pl.Trainer) -> Path | None:
 
 def warn_broken(when: str, clients: list[int], consequence: str, failed: dict[int, str]) -> None:
     """Name the clients whose training went wrong, and say what becomes of it; ``failed`` are why samples did."""
-    for client, reason in failed.items():
+    for reason in failed.values():
         rank_zero_warn(f"{when}: {reason}; {consequence}")
     names = ", ".join(str(client) for client in clients if client not in failed)
     if names:

@@ -171,8 +171,8 @@ def check_private(parts: Parts) -> None:
             check_precision(key, value)
     if settings.privacy is not None:
         largest = max(range(data.num_clients), key=lambda client: data.train_sizes[client])
-        images = f"training images of client {largest}, the largest"
-        check_delta_covers("privacy", settings.privacy.delta, data.train_sizes[largest], images)
+        what = f"training images of client {largest}, the largest"
+        check_delta_covers("privacy", settings.privacy.delta, data.train_sizes[largest], what)
 
 
 def _check_server_has_no_client_images(parts: Parts) -> None:
@@ -187,9 +187,9 @@ def _check_server_has_no_client_images(parts: Parts) -> None:
         if share:
             labels = " with their labels" if option == "validation_fraction" else ""
             raise ValueError(
-                f"privacy: {option}={share} would hand a share of the clients' own images to the server{labels}, "
-                "without clipping, noise or a ledger. Set it to 0, and give images of another source (data.public), or "
-                "do without distillation (distillation.steps=0)"
+                f"{option}={share} cannot be used in a private run: it would hand a share of the clients' own images "
+                f"to the server{labels}, without clipping, noise or a ledger. Set it to 0, and give images of another "
+                "source (data.public), or do without distillation (distillation.steps=0)"
             )
     parts.data.checked.check_overlap()
 

@@ -23,7 +23,7 @@ ACCOUNTANTS = ("rdp", "prv")
 LARGEST_TARGET = 50
 """The largest ε that noise is calibrated for.
 
-It is far above what protects anyone (the best test is certain to 22 digits), and ``prv`` takes seconds there; for 1000 it
+It is far above what protects anyone (the best test is certain to 22 digits). ``prv`` takes seconds there; for 1000 it
 takes minutes.
 """
 History = Mapping[tuple[float, float], int]

@@ -19,11 +19,13 @@ WRONG = {
     "privacy": {"noise_multiplier": 1.0, "target_epsilon": 3},
 }
 
+PUBLIC = {"class_path": "Photographs", "init_args": {"count": 12, "size": 16, "gray": True}}
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(data={"public_fraction": 0.2})))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(data={"public": PUBLIC})))
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(WRONG))
 
 
@@ -67,7 +69,7 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
 def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, monkeypatch, words):
     monkeypatch.setattr("perada.federation.federation.Federation.open", None)  # no round can be begun
     (said,) = checked(capsys, *words)
-    assert said == "This can be run: 3 clients, 48 training images, 7 rounds."
+    assert said == "This can be run: 3 clients, 60 training images, 7 rounds."
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
 
 
@@ -83,10 +85,11 @@ def test_warnings_of_the_set_up_are_said(capsys, monkeypatch):
 
 def test_what_would_not_be_private_is_said(capsys):
     words = ["--algorithm=fedavg", "--distill_steps=0", "--privacy.noise_multiplier=1", "--privacy.delta=0.5"]
+    words += ["--data.public=null", "--data.public_fraction=0.2"]
     said = checked(capsys, "tiny.yaml", *words, code=1)
     assert said[0] == "Refused (2):"
     assert any(line.startswith("- privacy: delta=0.5 must be below 1 / ") for line in said)
-    assert any(line.startswith("- privacy: public_fraction=0.2 would hand ") for line in said)
+    assert any(line.startswith("- public_fraction=0.2 cannot be used in a private run") for line in said)
 
 
 @pytest.mark.parametrize(
