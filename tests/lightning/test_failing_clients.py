@@ -180,12 +180,13 @@ def test_a_private_run_ends_alike_whether_or_not_clients_fail(tiny, section):
     level = {section: {"noise_multiplier": 1.0, "max_norm": 1e-3, "delta": 1e-3}}
     rounds = []
     for spoilt in (0, 1, 3):
-        data = tiny.data(sizes=(9, 5, 7), public=False)
+        data = federation(tiny, None, bad=None)
         for part in data.train[:spoilt]:
-            part.tensors[0].fill_(3e38)
+            part.bad, part.what, part.after = 2, lambda x, y: (torch.full_like(x, 3e38), y), 9
+        later = [Later(part, 0) for part in data.train]
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            run = fit(tiny, data, rounds=2, algorithm="fedavg", **level)
+            run = fit(tiny, data, rounds=2, algorithm="fedavg", local_epochs=2, callbacks=later, **level)
         rounds.append([sorted(row) for row in run.metrics["rounds"]])
     assert rounds[0] == rounds[1] == rounds[2]
     with pytest.raises(ValueError, match=r"max_failures=0 cannot be used with privacy or client_privacy"):
