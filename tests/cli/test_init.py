@@ -183,3 +183,15 @@ def test_a_class_of_ones_own_hides_none_of_ours(capsys):
     assert '"Krum"' in said
     assert '"Mine"' not in said
     del own
+
+
+@pytest.mark.parametrize("algorithm", ["perada", "ditto"])
+def test_a_private_recipe_gives_the_server_none_of_the_clients_images(algorithm):
+    """On digits it distils on photographs, on images of one's own not at all; its set-up has no objection."""
+    write_images("hospitals/north/cat", "hospitals/north/dog", "hospitals/south/cat", "hospitals/south/dog")
+    for images, words in (("", []), ("hospitals", ["--pretrained=false"])):
+        Path("private.yaml").write_text(recipe(images, algorithm, "2", "3"))
+        written = read("private.yaml")
+        assert not {"public_fraction", "validation_fraction"} & set(written["data"])
+        assert ("public" in written["data"]) == (not images and algorithm == "perada")
+        main(["check", "private.yaml", *words, "--data.image_size=32", "--backbone=test_resnet"])

@@ -17,6 +17,7 @@ from perada.cli import main
 from perada.cli.messages import one_line
 from perada.cli.parser import spelt_out
 from perada.cli.recipes import find_recipe, recipes
+from perada.cli.recipes import whole as merged
 from perada.cli.runs import PeradaCLI
 from perada.studies.compare import command
 
@@ -173,6 +174,25 @@ def test_recipe_runs(name, capsys):
     main(["fit", *small_words(name)])
     table_of_clients(capsys)
     assert list(Path().iterdir()) == []
+
+
+PRIVATE = [name for name in recipes() if name.endswith(("/sample", "/client")) and not name.startswith("privacy/")]
+PRIVATE = [name for name in PRIVATE if name.split("/")[1] in ("perada", "fedavg", "feddf", "fedbe", "fed_ensemble")]
+
+
+@pytest.mark.parametrize("name", [*PRIVATE, "adapters_private"])
+def test_no_private_recipe_gives_the_server_images_of_clients(name):
+    content = yaml.safe_load(merged(name))
+    data = content["data"]
+    assert "privacy" in content or "client_privacy" in content
+    assert not data.get("public_fraction") and not data.get("validation_fraction")
+    public = data.get("public", {})
+    public = public.get("class_path") if isinstance(public, dict) else public
+    dataset = data["dataset"]["class_path"] if isinstance(data["dataset"], dict) else data["dataset"]
+    assert public != dataset
+    method = name.split("/")[1] if "/" in name else ""
+    if method in DISTILLING and not name.startswith("shakespeare"):  # texts are refused under privacy
+        assert public in ("CIFAR10", "CIFAR100", "Photographs")
 
 
 def test_a_method_goes_over_a_complete_recipe(parser):
