@@ -28,6 +28,7 @@ from perada.cli.runs import REFUSALS
 from perada.core.checks import check_installed
 from perada.core.states import State, to_device, unstack
 from perada.core.text import printable
+from perada.deploy.flower.certificates import ExpiryOf
 from perada.deploy.flower.socket import Listener, supervised
 from perada.deploy.monitoring import Monitoring, json_logs, stamp
 from perada.deploy.recipe import Recipe
@@ -183,7 +184,8 @@ def _with_metrics(
     from perada.deploy.server.metrics import Counted, serving
 
     counted = Counted(transport)
-    return counted, lambda progress: serving(progress, counted, watch.metrics_port, watch.metrics_address)
+    expiry = ExpiryOf(watch.superlink) if watch.superlink else lambda: None
+    return counted, lambda progress: serving(progress, counted, watch.metrics_port, watch.metrics_address, expiry)
 
 
 def client_of(path: Path, given: SiteFile) -> Client:

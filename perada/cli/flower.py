@@ -4,7 +4,7 @@
 import logging
 import re
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -145,12 +145,21 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     if not given.local:
         if not given.link:
             raise ValueError("where the app is to run is not said; give --link, or sites of this machine (--local)")
-        sys.exit(run_app(Path(given.app), Link(given.link, given.root_certificates), terms, watch))
+        with _logs(watch):
+            sys.exit(run_app(Path(given.app), Link(given.link, given.root_certificates), terms, watch))
     from perada.cli.deploy import run_local
+
+    with _logs(watch):
+        run_local(given.app, given.local, given.folder, terms, watch)
+
+
+def _logs(watch: Monitoring) -> AbstractContextManager[None]:
+    """What writes logs, warnings and errors as lines of JSON, if these are asked for."""
+    if watch.log_format != "json":
+        return nullcontext()
     from perada.cli.runs import REFUSALS
 
-    with json_logs(sys.stdout, REFUSALS) if watch.log_format == "json" else nullcontext():
-        run_local(given.app, given.local, given.folder, terms, watch)
+    return json_logs(sys.stdout, REFUSALS)
 
 
 def serve(path: Path, transport: Transport, terms: Terms, state: Path, watch: Monitoring) -> None:

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'perada[flower]'")
 pytest.importorskip("prometheus_client", reason="pip install 'perada[monitoring]'")
 
+from cryptography import x509
 from prometheus_client.parser import text_string_to_metric_families
 
 from perada.cli import main
@@ -47,6 +48,7 @@ def test_a_run_over_flower_is_watched(capsys):
             thread.join()
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         progress = read_progress(demo.folder / "server")[0]
+        certificate = x509.load_pem_x509_certificate((demo.folder / "keys" / "server.pem").read_bytes())
         for site in SITES:
             main(["deploy", "audit", str(demo.folder / f"state-{site}"), "--json"])
             left = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -58,11 +60,31 @@ def test_a_run_over_flower_is_watched(capsys):
         "perada.deploy",
         "flwr",
     }
-    samples = {
-        (one.name, *one.labels.values())
-        for text in scrapes
-        for f in text_string_to_metric_families(text)
-        for one in f.samples
-    }
+    families = [family for text in scrapes for family in text_string_to_metric_families(text)]
+    samples = {(one.name, *one.labels.values()) for family in families for one in family.samples}
     assert {("perada_site_connected", site) for site in SITES} <= samples
     assert "perada_rounds_planned 1.0" in scrapes[0]
+    name = "perada_superlink_certificate_expiry_timestamp_seconds"
+    (expiry,) = {one.value for family in families if family.name == name for one in family.samples}
+    assert expiry == certificate.not_valid_after_utc.timestamp()
+
+
+def test_a_superlink_that_is_killed_is_said_in_lines_of_json(capfd):
+    """`flwr list` ends with status 0 then, and its answer has no runs."""
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, Demo(Path(folder), SITES, ENVIRONMENT) as demo:
+        demo.begin(1, recipe_digest)
+        capfd.readouterr()
+        killed = threading.Timer(20, demo.processes["link"].kill)
+        words = ["--link", f"127.0.0.1:{demo.port}", "--root-certificates", str(demo.folder / "keys" / "ca.crt")]
+        words += ["--min-sites", "9", "--deadline", "400", "--state", str(demo.folder / "server")]
+        killed.start()
+        try:
+            with pytest.raises(SystemExit) as end:
+                main(["deploy", "run", str(demo.app), *words, "--log-format", "json"])
+        finally:
+            killed.join()
+    output = capfd.readouterr()
+    lines = [json.loads(line) for line in output.out.splitlines()]
+    assert end.value.code == 1 and "Traceback" not in output.err
+    assert any("is unknown: the SuperLink does not answer" in line["message"] for line in lines)
+    assert "start it again with the same --database" in lines[-1]["message"]

@@ -5,6 +5,7 @@ import json
 import logging
 import socket
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from urllib.request import urlopen
 
@@ -236,7 +237,8 @@ def test_a_line_says_what_it_is_about_and_stays_one_line():
     first, second = map(json.loads, said)
     assert (first["message"], first["site"], first["round"], first["run"]) == ("two\nlines ε", "a", 4, None)
     assert second["level"] == "ERROR" and second["exception"].endswith("ValueError: x\ny")
-    assert json.loads(as_json_line("\x1b[92mINFO \x1b[0m:  hi\n"))["message"] == "INFO :  hi"
+    line = json.loads(as_json_line("\x1b[93mWARNING \x1b[0m:  hi\n"))
+    assert (line["level"], line["message"], line["logger"]) == ("WARNING", "hi", "flwr")
     assert as_json_line('{"message": "ours"}\n') == '{"message": "ours"}'
 
 
@@ -250,10 +252,14 @@ def test_options_reach_the_app_and_an_app_of_another_version_is_named(tmp_path, 
     link, watch = Link("localhost:8000", certificate(tmp_path)), Monitoring(9100, "0.0.0.0", "json")
     assert run_app(folder / "app", link, Terms(), watch) == 1
     config = dict(item.split("=") for item in given[0][-1].split())
-    assert Monitoring.of({key: json.loads(value) for key, value in config.items()}) == watch
+    assert Monitoring.of({key: json.loads(value) for key, value in config.items()}) == replace(
+        watch, superlink="localhost:8000"
+    )
     file = folder / "app" / "pyproject.toml"
     file.write_text(
-        "\n".join(line for line in file.read_text().splitlines() if not line.startswith(("metrics", "log_")))
+        "\n".join(
+            line for line in file.read_text().splitlines() if not line.startswith(("metrics", "log_", "superlink"))
+        )
     )
     assert run_app(folder / "app", link, Terms()) == 1
     assert "metrics_port" not in given[1][-1] and "min_sites" in given[1][-1]

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import selectors
 import shutil
 import ssl
 import subprocess
@@ -12,13 +13,15 @@ import tempfile
 import time
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO, TextIO
 
+from perada.deploy.flower.certificates import SOON, check_presented
 from perada.deploy.flower.keys import check_hosts
-from perada.deploy.monitoring import Monitoring, as_json_line
+from perada.deploy.monitoring import FlowerLines, Monitoring, TextLines
 from perada.deploy.transport import Terms
 
 WATCH = Monitoring()
@@ -28,12 +31,19 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
 """Flower reports nothing home, asks for no update and installs nothing."""
-SOON = 60
-"""Days before a certificate expires in which a warning says so."""
 SILENT = (
     "The SuperLink did not hear from the run for a minute: it was suspended or overloaded, or the process of the run "
     "was killed"
 )
+UNANSWERED = (
+    "The SuperLink was stopped, or cannot be reached from here: start it again with the same --database, if nothing "
+    "else does"
+)
+NO_SUCH_RUN = "The SuperLink was started without the --database in which the run is"
+_PAUSE = 0.5
+"""Seconds without another line after which a record of Flower's log is taken to be complete."""
+_LIST_TIMEOUT = 60
+"""Seconds that `flwr list` may take."""
 _STARTED = re.compile(r"Successfully started run (\d+)")
 
 
@@ -50,19 +60,35 @@ class Link:
             what = "an address; give its certificate with" if colon else "a name, whose certificate Flower knows; drop"
             raise ValueError(f"link={self.where!r} is {what} --root-certificates ca.crt")
         if self.authority is None:
-            file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
-            links = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {}) if file.is_file() else {}
-            known = sorted(name for name, value in links.items() if isinstance(value, dict))
+            known = sorted(_configured())
             if self.where not in known:
                 raise ValueError(
-                    f"link={self.where!r} is unknown to {file}, which has {', '.join(known) or 'none'}; give one of "
-                    "them, or an address such as link.example.org:8000"
+                    f"link={self.where!r} is unknown to {_configuration()}, which has {', '.join(known) or 'none'}; "
+                    "give one of them, or an address such as link.example.org:8000"
                 )
-            return
-        check_hosts([host])
-        if not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"link={self.where!r} has no port from 1 to 65535; give one, such as 8000")
-        _check_expiry(self.authority)
+        else:
+            check_hosts([host])
+            if not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"link={self.where!r} has no port from 1 to 65535; give one, such as 8000")
+        if self.certificates is not None:
+            _check_expiry(self.certificates)
+
+    @property
+    def address(self) -> str:
+        """Where the SuperLink presents a certificate; empty if it does not, or Flower's configuration does not say."""
+        if self.authority is not None:
+            return self.where
+        connection = _configured()[self.where]
+        address = connection.get("address")
+        return address if isinstance(address, str) and ":" in address and not connection.get("insecure") else ""
+
+    @property
+    def certificates(self) -> Path | None:
+        """The authority's certificate; None for those that the system trusts, or without TLS."""
+        if self.authority is not None:
+            return self.authority
+        file = _configured()[self.where].get("root-certificates")
+        return Path(file) if isinstance(file, str) and Path(file).is_file() else None
 
     @contextmanager
     def connection(self) -> Iterator[tuple[str, dict[str, str]]]:
@@ -74,6 +100,18 @@ class Link:
         with tempfile.TemporaryDirectory(prefix="perada-") as home:
             write_connection(Path(home), "perada", self.where, self.authority.resolve())
             yield "perada", environment | {"FLWR_HOME": home}
+
+
+def _configuration() -> Path:
+    """The file in which Flower's commands know SuperLinks by name."""
+    return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+
+
+def _configured() -> dict[str, dict[str, object]]:
+    """The connections in that file, by name."""
+    file = _configuration()
+    links = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {}) if file.is_file() else {}
+    return {name: value for name, value in links.items() if isinstance(value, dict)}
 
 
 def write_connection(home: Path, name: str, address: str, authority: Path) -> None:
@@ -121,25 +159,57 @@ def run_app(app: Path, link: Link, terms: Terms, watch: Monitoring = WATCH) -> i
     if not (app / "pyproject.toml").is_file() or not (app / "perada_app" / "recipe.yaml").is_file():
         raise FileNotFoundError(f"{str(app)!r} is not an app; give the folder `app` that `perada deploy init` wrote")
     check_flower()
-    config, show = _config(app, vars(terms) | vars(watch)), as_json_line if watch.log_format == "json" else str.rstrip
+    if link.address:
+        check_presented(link.address, link.certificates)
+    if watch.metrics_port:
+        watch = replace(watch, superlink=link.address)
+    config = _config(app, vars(terms) | vars(watch))
+    lines = FlowerLines() if watch.log_format == "json" else TextLines()
+
+    def show(text: str, file: TextIO | None = None) -> None:
+        for line in [*lines.feed(text), *lines.flush()]:
+            print(line, file=file or sys.stdout, flush=True)
+
     with link.connection() as (name, environment):
-        run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment, show)
+        run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment, lines)
         if interrupted:
             still = f"The run continues at the SuperLink {link.where}; stop it with: flwr stop {run}"
-            print(still if run else "Stopped before the run had a number; flwr list says if it began", file=sys.stderr)
+            show(still if run else "Stopped before the run had a number; flwr list says if it began", sys.stderr)
             return 130
         if run is None:
             return 1
-        words = [str(program("flwr")), "list", name, "--run-id", run, "--format", "json"]
-        listed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    rows = json.loads(listed.stdout)["runs"] if listed.returncode == 0 else []
-    row = rows[0] if rows else {"status": "unknown: the SuperLink does not answer"}
-    print(show(f"Flower's run {run} is {row['status']}"))
-    if row["status"] == "finished:completed":
+        status, reason = _status(name, run, environment)
+    show(f"Flower's run {run} is {status}")
+    if status == "finished:completed":
         return 0
-    reason = " ".join(str(row.get("status-details") or SILENT).split())
-    print(show(f"{reason}. The same command with --resume continues after the last round that was closed"))
+    show(f"{reason}. The same command with --resume continues after the last round that was closed")
     return 1
+
+
+def _status(name: str, run: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """The state of a run, such as ``finished:failed``, and in words why it ended.
+
+    A SuperLink that does not answer is such a state, too. ``flwr list --format json`` ends with status 0 then, and
+    prints an object with ``"success": false`` and without runs.
+    """
+    words = [str(program("flwr")), "list", name, "--run-id", run, "--format", "json"]
+    output = ""
+    with suppress(subprocess.TimeoutExpired):
+        listed = subprocess.run(
+            words, env=environment, capture_output=True, text=True, check=False, timeout=_LIST_TIMEOUT
+        )
+        output = listed.stdout
+    try:
+        answer = json.loads(output)
+    except ValueError:
+        answer = None
+    rows = answer.get("runs") if isinstance(answer, dict) else None
+    if rows is None:
+        return "unknown: the SuperLink does not answer", UNANSWERED
+    if not rows:
+        return "unknown: the SuperLink has no such run", NO_SUCH_RUN
+    reason = " ".join(str(rows[0].get("status-details") or SILENT).split())
+    return str(rows[0].get("status", "unknown")), reason
 
 
 def _config(app: Path, options: Mapping[str, object]) -> str:
@@ -153,23 +223,67 @@ def _config(app: Path, options: Mapping[str, object]) -> str:
 
 
 def follow(
-    words: Sequence[str], environment: Mapping[str, str], show: Callable[[str], str] = str.rstrip
+    words: Sequence[str], environment: Mapping[str, str], lines: TextLines | None = None
 ) -> tuple[str | None, bool]:
-    """Run a command of ``flwr``, print its lines; give the id of the run that it started, and if Ctrl-C ended it."""
-    said, interrupted = "", False
+    """Run a command of ``flwr``, and print its lines until it ends.
+
+    Args:
+        words: The command's arguments.
+        environment: Its environment.
+        lines: How they are printed; as they are by default.
+
+    Returns:
+        The id of the run that it started, None if it did not say one, and whether Ctrl-C ended it.
+    """
+    lines = TextLines() if lines is None else lines
+    started = None
+    interrupted = False
     command = [str(program("flwr")), *words]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    with subprocess.Popen(command, **options) as process:  # type: ignore[call-overload]  # as it takes them
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0, env=environment
+    ) as process:
+        assert process.stdout is not None
+        reader = _LineReader(process.stdout)
         try:
-            for line in process.stdout:
-                said += line if _STARTED.search(line) else ""
-                print(show(line), flush=True)
+            for line in reader:
+                started = started or _STARTED.search(line or "")
+                for text in lines.flush() if line is None else lines.feed(line):
+                    print(text, flush=True)
         except KeyboardInterrupt:
             process.terminate()
             interrupted = True
-            said += process.stdout.read()  # what was said before it was stopped
+            started = started or _STARTED.search(reader.rest())  # what was said before it was stopped
         except SystemExit:  # a signal: else leaving the context would wait for the run's end
             process.terminate()
             raise
-    found = _STARTED.search(said)
-    return (found[1] if found else None), interrupted
+    for text in lines.flush():
+        print(text, flush=True)
+    return (started[1] if started else None), interrupted
+
+
+class _LineReader:
+    """Lines of a pipe as they come, and None whenever none has come for a moment."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+        self._left = b""  # the beginning of a line
+
+    def __iter__(self) -> Iterator[str | None]:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._pipe, selectors.EVENT_READ)
+            while True:
+                if not selector.select(_PAUSE):
+                    yield None
+                    selector.select()
+                content = os.read(self._pipe.fileno(), 65536)
+                if not content:
+                    break
+                *complete, self._left = (self._left + content).split(b"\n")
+                for line in complete:
+                    yield line.decode(errors="replace")
+        if self._left:
+            yield self._left.decode(errors="replace")
+
+    def rest(self) -> str:
+        """All that comes until the pipe is closed, with the beginning of its first line."""
+        return (self._left + self._pipe.read()).decode(errors="replace")

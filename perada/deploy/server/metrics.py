@@ -6,7 +6,7 @@ Rounds, seconds, scores and ε go on after the server was started again. Replies
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import get_args
 
@@ -74,10 +74,11 @@ class RunMetrics(Collector):
     Args:
         progress: How far it is.
         transport: What carries its messages.
+        expiry: Gives when the SuperLink's certificate expires, in seconds since 1970, or None where that is not known.
     """
 
-    def __init__(self, progress: Progress, transport: Counted) -> None:
-        self._progress, self._transport = progress, transport
+    def __init__(self, progress: Progress, transport: Counted, expiry: Callable[[], float | None]) -> None:
+        self._progress, self._transport, self._expiry = progress, transport, expiry
 
     def collect(self) -> Iterator[Metric]:
         """All of them as they are now. Another thread may be in a round: lists and dictionaries are copied first."""
@@ -91,6 +92,10 @@ class RunMetrics(Collector):
         yield SummaryMetricFamily("perada_round_seconds", "Seconds of rounds", len(records), spent)
         last = records[-1].seconds if records else math.nan
         yield GaugeMetricFamily("perada_last_round_seconds", "Seconds of the last round", last)
+        expiry = self._expiry()
+        if expiry is not None:
+            about = "When the certificate expires that the SuperLink presents, in seconds since 1970"
+            yield GaugeMetricFamily("perada_superlink_certificate_expiry_timestamp_seconds", about, expiry)
         yield from self._of_transport()
         yield from self._of_sites()
         yield from self._of_history()
@@ -137,10 +142,16 @@ class RunMetrics(Collector):
 
 
 @contextmanager
-def serving(progress: Progress, transport: Counted, port: int, address: str) -> Iterator[None]:
+def serving(
+    progress: Progress,
+    transport: Counted,
+    port: int,
+    address: str,
+    expiry: Callable[[], float | None] = lambda: None,
+) -> Iterator[None]:
     """Serve the metrics of a run at a port, in a thread, until the end; an OSError if the port cannot be had."""
     registry = CollectorRegistry()
-    registry.register(RunMetrics(progress, transport))
+    registry.register(RunMetrics(progress, transport, expiry))
     try:
         server, thread = start_http_server(port, address, registry)
     except OSError as error:
