@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from perada.algorithms import Algorithm, make_algorithm
+from perada.algorithms import Algorithm, make_algorithm, with_server_rule
 from perada.core.checks import check_options, check_whole
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
@@ -112,7 +112,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
         image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
             its own.
         algorithm: ``perada``, ``perada_no_kd``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an
-            algorithm.
+            algorithm. ``flexlora``, ``lora_fair`` and ``modified_local_gd`` bring their server rule.
         algorithm_options: Options of the algorithm named, for example ``{"modes": 3}`` of ``fed_ensemble``.
         rounds: Communication rounds; 0 returns the initial states.
         batch_size: Images in a local step, or ``"full"``; 64 by default. A datamodule has its own.
@@ -147,6 +147,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     given = data
     data = _datamodule(data, backbone, batch_size, image_size, num_classes)
     arguments["image_size"] = data.image_size
+    algorithm, server_rule = with_server_rule(algorithm, server_rule)
     arguments["algorithm"] = chosen = _algorithm(algorithm, algorithm_options, prox_strength)
     arguments["server_rule"] = make_rule(server_rule)
     shorthands = {name: arguments[name] for name in DISTILLATION if arguments[name] is not None}

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
+from perada.algorithms import VARIANTS, with_server_rule
 from perada.api import argument_texts, as_plain, make_trainer
 from perada.cli import main
 from perada.cli.runs import PeradaCLI
@@ -434,3 +435,31 @@ def test_batches_of_one_image_are_refused_where_a_batch_norm_is_trained(call, ti
         evaluated = {"distillation": mode["distillation"] | {"student_mode": "eval"}}
         assert len(call(norms(), data, **common | evaluated).metrics["rounds"]) == 1
         assert len(call(tiny.net(), data, **common | mode).metrics["rounds"]) == 1
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_name_of_a_comparison_is_one_here(name):
+    """FlexLoRA and the like bring their server rule, which another one contradicts."""
+    variant = VARIANTS[name]
+    base, rule = with_server_rule(name, "mean")
+    assert rule == (variant.server_rule or "mean")
+    assert base == (variant.base if variant.server_rule else name)
+    if variant.server_rule:
+        with pytest.raises(ValueError, match=rf"{name!r} has the server rule .*server_rule='median' is given beside"):
+            with_server_rule(name, "median")
+
+
+def test_such_a_name_trains_with_its_rule():
+    sets = [TensorDataset(torch.randn(8, 1, 4, 4), torch.arange(8) % 2) for _ in range(2)]
+    data = perada.FederatedData(train=sets, test=sets)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    quiet = {"rounds": 1, "num_classes": 2, "enable_progress_bar": False, "logger": False, "batch_size": 4}
+    options = [
+        {"algorithm": "modified_local_gd"},
+        {"algorithm": "fedavg", "server_rule": "modified_local_gd"},
+        {"algorithm": "fedavg"},
+    ]
+    trained = [perada.finetune(net, data, adapter="full", **own, **quiet).global_model() for own in options]
+    named, meant, mean = (torch.cat([value.flatten() for value in model.parameters()]) for model in trained)
+    assert torch.equal(named, meant)
+    assert not torch.allclose(named, mean)

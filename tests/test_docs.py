@@ -129,8 +129,9 @@ class Reader:
     def pip(self, given, parse_only):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert given[0] == "install"
-        name = project["name"]
-        assert given[1] in [name, *(f"{name}[{extra}]" for extra in project["optional-dependencies"])]
+        name, _, extras = given[1].removesuffix("]").partition("[")
+        assert name == project["name"]
+        assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"])
 
     def torchrun(self, given, parse_only):
         parsed = get_args_parser().parse_args(given)

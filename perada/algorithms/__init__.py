@@ -3,6 +3,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -105,8 +106,48 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "het_lora": HetLoRA,
 }
 
-PAPERS = {"flexlora": "svd", "flex_lora": "svd"}
-"""Server rules that users look for among the algorithms, by the names that they have in their papers."""
+
+@dataclass(frozen=True)
+class Variant:
+    """A named algorithm that is another one with a server rule, or with arguments that are algorithms, of its own."""
+
+    base: str  # name in ALGORITHMS
+    server_rule: str | None = None  # name in SERVER_RULES; None where the algorithm brings none
+    options: dict[str, str] = field(default_factory=dict)  # arguments of the base, by names in ALGORITHMS
+
+
+VARIANTS: dict[str, Variant] = {
+    "fed_ensemble_perada": Variant("fed_ensemble", options={"base": "perada"}),
+    "modified_local_gd": Variant("fedavg", server_rule="modified_local_gd"),
+    "flexlora": Variant("fedavg", server_rule="svd"),
+    "lora_fair": Variant("fedavg", server_rule="lora_fair"),
+}
+ALGORITHM_NAMES = (*ALGORITHMS, *VARIANTS)
+"""Every name that `finetune`, recipes and comparisons take."""
+
+
+def with_server_rule(name: str | Algorithm, server_rule: Any) -> tuple[str | Algorithm, Any]:  # noqa: ANN401  # or a rule
+    """Replace a name that stands for a server rule too by the algorithm, and the rule if none was chosen.
+
+    Args:
+        name: Of an algorithm, or an algorithm, which is returned as it is.
+        server_rule: What was chosen: a rule or its name; ``"mean"``, the default, or None where none was.
+
+    Raises:
+        ValueError: If another rule was chosen.
+
+    >>> with_server_rule("flexlora", "mean"), with_server_rule("ditto", "mean")
+    (('fedavg', 'svd'), ('ditto', 'mean'))
+    """
+    variant = VARIANTS.get(name) if isinstance(name, str) else None
+    if variant is None or variant.server_rule is None:
+        return name, server_rule
+    if server_rule not in (None, "mean", variant.server_rule):
+        raise ValueError(
+            f"algorithm={name!r} has the server rule {variant.server_rule!r}, and server_rule={server_rule!r} is given "
+            f"beside it; leave server_rule out, or give algorithm={variant.base!r}"
+        )
+    return variant.base, variant.server_rule
 
 
 def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
@@ -122,13 +163,17 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
         return name
     if not isinstance(name, str):
         raise ValueError(f"algorithm={name!r} cannot be used; give a name, such as 'perada', or an Algorithm")
-    rule = PAPERS.get(name.lower(), name)
+    variant = VARIANTS.get(name)
+    rule = variant.server_rule if variant else name
     if rule in SERVER_RULES:
         raise ValueError(
             f"algorithm={name!r} is a server rule here; give algorithm='fedavg', or another one, and "
             f"server_rule={rule!r}"
         )
-    check_known("algorithm", name, ALGORITHMS)
+    if variant is not None:
+        arguments = {argument: make_algorithm(own) for argument, own in variant.options.items()}
+        return make_algorithm(variant.base, **arguments | options)
+    check_known("algorithm", name, ALGORITHM_NAMES)
     try:
         return ALGORITHMS[name](**options)
     except TypeError as error:

@@ -188,9 +188,9 @@ def recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
         ValueError: If an answer cannot be used.
         FileNotFoundError: If the images are not there.
     """
-    from perada.algorithms import make_algorithm
+    from perada.algorithms import make_algorithm, with_server_rule
 
-    distils = make_algorithm(algorithm).distills
+    distils = make_algorithm(with_server_rule(algorithm, None)[0]).distills
     check_whole("rounds", yaml.safe_load(rounds))
     if epsilon:
         check_target("epsilon", yaml.safe_load(epsilon))

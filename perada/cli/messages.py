@@ -33,13 +33,13 @@ def one_line(error: Exception) -> str:
 
 
 def _unknown(found: re.Match[str]) -> str:
-    from perada.algorithms import ALGORITHMS, Algorithm
+    from perada.algorithms import ALGORITHM_NAMES, Algorithm
     from perada.data import ImageSet, Partition
     from perada.server import SERVER_RULES, ServerRule
 
     bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
     names = sorted({kind.__name__ for base in bases for kind in subclasses(base)})
-    meant = hint(found[2], [*names, *ALGORITHMS, *SERVER_RULES], f"known classes are {', '.join(names)}")
+    meant = hint(found[2], [*names, *ALGORITHM_NAMES, *SERVER_RULES], f"known classes are {', '.join(names)}")
     return f"there is no class {found[2]!r}; {meant}"
 
 

@@ -21,7 +21,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader
 from pytorch_lightning.cli import LightningArgumentParser
 
-from perada.algorithms import ALGORITHMS, Algorithm
+from perada.algorithms import ALGORITHM_NAMES, ALGORITHMS, VARIANTS, Algorithm, with_server_rule
 from perada.api import FULL_NAMES, SECTIONS, argument_texts, full_name
 from perada.cli.messages import subclasses
 from perada.cli.options import TEXTS, nearest
@@ -96,6 +96,7 @@ def spelt_out(args: Sequence[str]) -> list[str]:
     """
     out: list[str] = []
     words = iter(args)
+    chosen_rule = _value_of("federated.server_rule", args)
     for word in words:
         option, equals, value = ("--config", "", "") if word == "-c" else word.partition("=")
         name = full_name(option[2:])
@@ -107,11 +108,25 @@ def spelt_out(args: Sequence[str]) -> list[str]:
         if name == "config" and value:
             out += [f"--config={path}" for path in recipe_files(value)]
         elif name in BY_NAME and value:
+            if name == "federated.algorithm":
+                base, rule = with_server_rule(value, chosen_rule)
+                value = str(base)
+                if rule is not None and chosen_rule is None:
+                    out.append(f"--federated.server_rule={SERVER_RULES[rule].__name__}")
             named = by_name(value, name)
             out += words_of(name, named) if isinstance(named, dict) else [f"--{name}={value}"]
         else:
             out.append(f"--{name}{equals}{value}")
     return out
+
+
+def _value_of(name: str, args: Sequence[str]) -> str | None:
+    """What words of the command line give for an option, by either of its names; None if nothing."""
+    for word, after in zip(args, [*args[1:], ""], strict=True):
+        option, equals, value = word.partition("=")
+        if option.startswith("--") and full_name(option[2:]) == name:
+            return value if equals else after
+    return None
 
 
 def full_names(content: dict[str, Any]) -> dict[str, Any]:
@@ -142,10 +157,26 @@ def full_names(content: dict[str, Any]) -> dict[str, Any]:
             if own is not None and out.get(name) is not None:
                 raise ValueError(f"{name} and federated.{name} are the same section; give it once")
             out |= {} if own is None else {name: own}
+        _set_rule_of_algorithm(federated)
         for role in ("algorithm", "server_rule"):
             if role in federated:
                 federated[role] = by_name(federated[role], f"federated.{role}")
     return out
+
+
+def _set_rule_of_algorithm(federated: dict[str, Any]) -> None:
+    """Write out the server rule of an algorithm whose name stands for one too."""
+    chosen, rule = federated.get("algorithm"), federated.get("server_rule")
+    name = chosen.get("class_path") if isinstance(chosen, dict) else chosen
+    rule_name = rule.get("class_path") if isinstance(rule, dict) else rule
+    if not isinstance(name, str):
+        return
+    base, own_rule = with_server_rule(name, rule_name)
+    if base == name:
+        return
+    federated["algorithm"] = chosen | {"class_path": base} if isinstance(chosen, dict) else base
+    if rule is None or rule == "mean":
+        federated["server_rule"] = own_rule
 
 
 def by_name(given: Any, option: str) -> Any:  # noqa: ANN401  # any YAML
@@ -156,6 +187,10 @@ def by_name(given: Any, option: str) -> Any:  # noqa: ANN401  # any YAML
     name, own = made.get("class_path"), made.get("init_args") or {}
     if isinstance(own, dict) and isinstance(own.get("base"), str | dict):
         own = own | {"base": by_name(own["base"], option)}
+    if option != "federated.server_rule" and name in VARIANTS:
+        variant = VARIANTS[name]
+        arguments = {argument: by_name(algorithm, option) for argument, algorithm in variant.options.items()}
+        return by_name(made | {"class_path": variant.base, "init_args": arguments | own}, option)
     if option != "federated.server_rule" and name in ALGORITHMS:
         spec = spec_of(name)
         return made | spec | {"init_args": spec["init_args"] | own}
@@ -193,7 +228,7 @@ def with_own_classes(parse: Callable[[], T]) -> T:
 
 
 _CLASSES: dict[type, tuple[list[str], list[str]]] = {
-    Algorithm: ([*ALGORITHMS], ["federated.algorithm"]),
+    Algorithm: ([*ALGORITHM_NAMES], ["federated.algorithm"]),
     ServerRule: ([*SERVER_RULES], ["federated.server_rule"]),
     ImageSet: ([], ["data.dataset", "data.public"]),
     Partition: ([], ["data.partition"]),
@@ -203,7 +238,8 @@ _CLASSES: dict[type, tuple[list[str], list[str]]] = {
 
 def class_names() -> dict[str, list[str]]:
     """By option: the names of classes of perada that it takes."""
-    return {option: names or _known(base) for base, (names, options) in _CLASSES.items() for option in options}
+    names = {option: names or _known(base) for base, (names, options) in _CLASSES.items() for option in options}
+    return names | {"algorithms": ["all", *ALGORITHM_NAMES]}  # of `perada compare`, which takes classes too
 
 
 END = """\

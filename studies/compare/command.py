@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from perada.api import argument_texts, full_name
 from perada.studies.compare.grid import Point, Sampler, inside, points, propose, ranged
-from perada.studies.compare.plan import CHOSEN_BY, ENTRIES, Job, MakeCLI, Plan, Row, words
+from perada.studies.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
 from perada.studies.compare.results import (
     NO_POINT,
     Results,
@@ -171,8 +171,8 @@ def _add_options(parser: ArgumentParser) -> None:
 
     Attributes:
         recipes: Recipes or configuration files.
-        algorithms: Instead of the recipes' own: all, or names of `perada.finetune`, fed_ensemble_perada,
-            modified_local_gd, flexlora or lora_fair.
+        algorithms: Instead of the recipes' own: all, names of `perada.finetune`, or classes of your own by their paths,
+            such as mine.MyAlgorithm.
         paper: Each algorithm trains what its paper trains: PerAda the recipe's adapter, the others full models.
         seeds: Seeds.
         tune: Values of options of `perada fit`. Each is first tried with the first seed, on images that the clients
@@ -192,7 +192,7 @@ def _add_options(parser: ArgumentParser) -> None:
     values = {"action": "append", "default": [], "metavar": "NAME=V1,V2"}
     options: dict[str, dict[str, Any]] = {
         "recipes": {"nargs": "+"},
-        "--algorithms": {"nargs": "+", "default": [], "choices": ["all", *ENTRIES], "metavar": "NAME"},
+        "--algorithms": {"nargs": "+", "default": [], "metavar": "NAME"},
         "--paper": {"action": "store_true"},
         "--seeds": {"nargs": "+", "type": int, "default": [0]},
         "--tune": values | {"metavar": "[ALGORITHMS:]NAME=V1,V2"},

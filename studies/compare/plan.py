@@ -6,17 +6,19 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 
-from perada.algorithms import ALGORITHMS, Algorithm
-from perada.core.checks import check_installed
+from perada.algorithms import ALGORITHMS, VARIANTS, Algorithm
+from perada.core.checks import check_installed, check_known
+from perada.server import SERVER_RULES
 from perada.studies.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, corners, parse_grid, points, ranged
 
 MakeCLI = Callable[[Sequence[str]], Any]
@@ -74,6 +76,9 @@ class Entry:
     def check(self, made: Namespace) -> None:
         """Refuse to call by this name an algorithm that is another one by its ``class_path`` or ``init_args``."""
         own = spec_of(self.base)
+        if self.base not in ALGORITHMS:  # the parser gives a class the path of the module that defines it
+            module, _, name = self.base.rpartition(".")
+            own["class_path"] = _path(getattr(import_module(module), name))
         wrong = [
             f"{name}={made.init_args.get(name)}"
             for name, value in own["init_args"].items()
@@ -85,6 +90,10 @@ class Entry:
                 f"--algorithms {self.base}: an option or a --config for all runs makes it {other}, so that its row "
                 "would show another algorithm; leave that out, or --algorithms (then a recipe has its own algorithm)"
             )
+
+
+def _path(kind: Callable[..., Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 _BACKBONE = ("--model.train_backbone=true",)
@@ -108,14 +117,32 @@ ENTRIES = {name: Entry(name) for name in ALGORITHMS} | {
     "feddpa": Entry("feddpa", paper=(), adapter="dual_lora"),
     "feddpa_f": Entry("feddpa_f", paper=(), adapter="dual_lora"),
     "fedalt_row": Entry("fedalt_row", paper=(), adapter="dual_lora", adapter_options={"gate": True}),
-    # Algorithms that are another one with an option of its own.
-    "fed_ensemble_perada": Entry("fed_ensemble", ("--federated.algorithm.base=PerAda",), paper=()),
-    "modified_local_gd": Entry("fedavg", ("--federated.server_rule=perada.server.rules.ModifiedLocalGD",)),
-    "flexlora": Entry("fedavg", ("--federated.server_rule=perada.server.low_rank.SVD",), paper=(), adapter="lora"),
-    "lora_fair": Entry(
-        "fedavg", ("--federated.server_rule=perada.server.low_rank.LoRAFair",), paper=(), adapter="lora"
-    ),
 }
+for _name, _variant in VARIANTS.items():
+    _words = [
+        f"--federated.algorithm.{argument}={_path(ALGORITHMS[own])}" for argument, own in _variant.options.items()
+    ]
+    if _variant.server_rule is not None:
+        _words.append(f"--federated.server_rule={_path(SERVER_RULES[_variant.server_rule])}")
+    ENTRIES[_name] = Entry(_variant.base, tuple(_words))
+# What they train where that is not the whole model.
+ENTRIES["fed_ensemble_perada"] = replace(ENTRIES["fed_ensemble_perada"], paper=())
+for _name in ("flexlora", "lora_fair"):
+    ENTRIES[_name] = replace(ENTRIES[_name], paper=(), adapter="lora")
+
+
+def entry_of(name: str) -> Entry:
+    """The entry of a named algorithm, or of one's own class by its path, which trains what the recipe says.
+
+    Raises:
+        ValueError: If there is neither.
+    """
+    if name in ENTRIES:
+        return ENTRIES[name]
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name):
+        return Entry(name, paper=())
+    check_known("--algorithms", name, ENTRIES, ", or a class of your own by its path, such as mine.MyAlgorithm")
+    raise AssertionError("check_known refuses what is unknown")
 
 
 def words_of(option: str, made: dict[str, Any]) -> list[str]:
@@ -133,6 +160,8 @@ def words_of(option: str, made: dict[str, Any]) -> list[str]:
 
 def spec_of(name: str) -> dict[str, Any]:
     """Class of a named algorithm, and the arguments that tell it from other names of that class, as in a recipe."""
+    if name not in ALGORITHMS:
+        return {"class_path": name, "init_args": {}}
     kind, own = _bound(ALGORITHMS[name])
     defaults = inspect.signature(kind).parameters
     told = [argument for make in ALGORITHMS.values() if _bound(make)[0] is kind for argument in _bound(make)[1]]
@@ -146,10 +175,6 @@ def _bound(make: Callable[..., Algorithm]) -> tuple[Callable[..., Algorithm], di
     """Class and arguments of an entry of :data:`perada.algorithms.ALGORITHMS`."""
     given = partial(make)  # of a partial it is the same one
     return given.func, inspect.signature(given.func).bind_partial(*given.args, **given.keywords).arguments
-
-
-def _path(kind: Callable[..., Algorithm]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Grid]:
@@ -166,7 +191,7 @@ def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Gr
         if colon and "" in grids:
             raise ValueError(f"--tune {text!r} is for named algorithms: give --algorithms too")
         for name in named.split(",") if colon else grids:
-            if colon and name not in ENTRIES:
+            if colon and name not in grids and name not in ENTRIES:
                 raise ValueError(f"--tune {text!r} is for {name!r}, which is not an algorithm: `perada compare --help`")
             if name in grids:
                 grids[name].append(text.removeprefix(f"{named}:"))
@@ -216,8 +241,10 @@ class Plan:
 
     def __init__(self, make_cli: MakeCLI, given: Namespace, overrides: Sequence[str]) -> None:
         self.make_cli, self.given, self.overrides = make_cli, given, overrides
-        asked = list(ENTRIES) if "all" in given.algorithms else given.algorithms
-        algorithms = list(dict.fromkeys(asked)) or [""]
+        every = list(ENTRIES) if "all" in given.algorithms else []
+        algorithms = list(dict.fromkeys([*every, *(name for name in given.algorithms if name != "all")])) or [""]
+        for name in given.algorithms:
+            entry_of("perada" if name == "all" else name)
         self.seeds = list(dict.fromkeys(given.seeds))
         vary, self.grids = parse_grid(given.vary, "--vary"), parse_grids(given.tune, algorithms)
         self._check_options(vary)
@@ -266,7 +293,7 @@ class Plan:
             raise ValueError(f"--choose_by {shared[0]}: {name} has no global model; leave it or the score out")
         self._sign(cli.model.score_names)
         if row[1]:
-            ENTRIES[row[1]].check(cli.config.federated.algorithm)
+            entry_of(row[1]).check(cli.config.federated.algorithm)
         if cli.loop.test_mode:
             raise ValueError(
                 "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside "
@@ -305,7 +332,7 @@ class Plan:
         point_of_row, tunes = words(dict(varied)), stage == "tune"
         args = [
             *("--config", recipe, "--trainer.logger=false"),  # no folder for every one of so many runs
-            *(ENTRIES[algorithm].words(own, self.given.paper) if algorithm else ()),
+            *(entry_of(algorithm).words(own, self.given.paper) if algorithm else ()),
             f"--seed_everything={seed}",
             *([HOLD_OUT] if tunes else []),
             *self.overrides,
@@ -320,7 +347,7 @@ class Plan:
 
     def _adapter(self, recipe: str, algorithm: str) -> list[str]:
         """Options for the adapter that an algorithm is about, with those that the recipe or all runs give one."""
-        entry = ENTRIES.get(algorithm)
+        entry = entry_of(algorithm) if algorithm else None
         if entry is None or not entry.adapter:
             return []
         if (recipe, algorithm) not in self._adapters:

@@ -49,7 +49,8 @@ def test_an_algorithm_is_returned_as_it_is():
     [
         ("peradda", {}, "algorithm='peradda' is unknown; did you mean 'perada'"),
         ("xyz", {}, "algorithm='xyz' is unknown; choose one of perada, "),
-        ("FlexLoRA", {}, "algorithm='FlexLoRA' is a server rule here; give algorithm='fedavg'.*server_rule='svd'"),
+        ("FlexLoRA", {}, "algorithm='FlexLoRA' is unknown; did you mean 'flexlora'"),
+        ("flexlora", {}, "algorithm='flexlora' is a server rule here; give algorithm='fedavg'.*server_rule='svd'"),
         ("lora_fair", {}, "algorithm='lora_fair' is a server rule here.*server_rule='lora_fair'"),
         ("fedrod", {"gama": 1}, "unexpected keyword argument 'gama'; its options are gamma$"),
         ("standalone", {"prox_strength": 1.0}, "algorithm='standalone' cannot be made with .*prox_strength"),

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from argparse import ArgumentError
 from functools import partial
 from inspect import signature
 from multiprocessing import active_children
@@ -16,7 +17,7 @@ import yaml
 from jsonargparse import Namespace
 
 import perada
-from perada.algorithms import ALGORITHMS, make_algorithm
+from perada.algorithms import ALGORITHMS, VARIANTS, make_algorithm
 from perada.cli import main
 from perada.cli.recipes import comparison_file
 from perada.cli.runs import PeradaCLI
@@ -350,6 +351,60 @@ def test_each_name_is_one_row_and_all_stands_for_every_one(recipe, monkeypatch, 
     monkeypatch.setattr(Comparison, "run", lambda comparison: 0)
     main(["compare", recipe, "--algorithms", *asked])
     assert rows == planned
+
+
+MINE = """
+from perada.algorithms import Algorithm
+from perada.algorithms.perada import Ditto
+
+class Mine(Ditto):
+    def __init__(self, strength: float = 1.0) -> None:
+        super().__init__(strength)
+        self.strength = strength
+"""
+
+
+def test_a_class_of_ones_own_is_a_row_by_its_path(recipe, monkeypatch):
+    Path("own_rows.py").write_text(MINE)
+    plans = []
+    monkeypatch.setattr(Comparison, "run", lambda comparison: plans.append(comparison.plan) or 0)
+    tune = "--tune=own_rows.Mine:federated.algorithm.strength=0.5,2"
+    main(["compare", recipe, "--algorithms", "fedavg", "own_rows.Mine", tune])
+    (plan,) = plans
+    assert [row[1] for row in plan.rows] == ["fedavg", "own_rows.Mine"]
+    assert [plan.count(name) for name in ("fedavg", "own_rows.Mine")] == [0, 2]
+    job = plan.job(plan.rows[1], 0, "run", {"federated.algorithm.strength": "2"})
+    assert job.label == "own_rows.Mine"
+    made = PeradaCLI(job.args, run=False).loop.algorithm
+    assert (type(made).__name__, made.strength) == ("Mine", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("dito", "--algorithms='dito' is unknown; did you mean 'ditto'"),
+        ("fedpac", "--algorithms='fedpac' is unknown; choose one of .* or a class of your own by its path"),
+        ("own_rows.Other", "own_rows"),
+        ("nowhere.Mine", "nowhere"),
+    ],
+)
+def test_an_algorithm_that_there_is_not_is_refused(recipe, name, says):
+    Path("own_rows.py").write_text(MINE)
+    with pytest.raises((ValueError, ArgumentError), match=says):
+        main(["compare", recipe, "--algorithms", "fedavg", name])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_recipes_and_comparisons_mean_the_same_by_a_name(recipe, name):
+    """The name is looked up in one table: as an option, in a file, and by `perada compare`."""
+    Path("named.yaml").write_text(f"algorithm: {name}\n")
+    adapter = ["--adapter=lora", "--adapter_options=null"]
+    cli = PeradaCLI(["--config", recipe], run=False)
+    compared = PeradaCLI(["--config", recipe, *ENTRIES[name].words(cli), *adapter], run=False).loop
+    for words in ([f"--algorithm={name}"], ["--config", "named.yaml"]):
+        loop = PeradaCLI(["--config", recipe, *words, *adapter], run=False).loop
+        assert repr(loop.algorithm) == repr(compared.algorithm)
+        assert repr(loop.server_rule) == repr(compared.server_rule)
 
 
 @pytest.mark.slow
