@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,6 +32,7 @@ from perada.cli.parser import (
     wrong_option,
 )
 from perada.cli.recipes import comparison_file, recipe_files
+from perada.core.checks import check_whole
 from perada.core.text import printable
 from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
@@ -42,12 +44,14 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import check_trainer, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
-from perada.results.report import client_table, mode_line, shift_tables
+from perada.results.report import client_table, epsilon_text, mode_line, shift_tables
 from perada.results.restore import plain_data
 
 REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
 """What a run ends in where it is refused; any other error is a mistake in the program."""
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false")
+STAND_INS = (1, 0.5, 10, 1e-5)
+"""Values that `perada check` tries in the place of a refused one without which nothing else can be checked."""
 _NAME = re.compile(r"(?:((?:client_)?privacy|distillation): )?([a-z_][\w.]*)(?:=|:| '| is \d)")
 """How a message begins with the option that it is about."""
 
@@ -130,11 +134,19 @@ class PeradaCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add perada's logger, progress bar and checkpoint where the recipe names none."""
         trainer = self._get(self.config_init, "trainer")
+        if not self.runs or self.config.get("subcommand") == "fit":
+            self._check_rounds(trainer.max_epochs)
         chosen, callbacks = own_parts(vars(trainer), listed(trainer.callbacks))
         self.trainer_defaults = {"callbacks": callbacks}
         made = super().instantiate_trainer(**kwargs | chosen)
         check_trainer(made)
         return made
+
+    @staticmethod
+    def _check_rounds(rounds: int | None) -> None:
+        """Refuse to train no rounds, which a command line asks for by mistake only; -1 sets no limit."""
+        if rounds not in (None, -1):
+            check_whole("max_epochs", rounds, hint="the number of rounds, --rounds")
 
     @property
     def loop(self) -> FederatedLoop:
@@ -261,63 +273,153 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
         sys.exit(1)
     data, rounds = made.datamodule, made.trainer.max_epochs
     print(f"This can be run: {data.num_clients} clients, {sum(data.train_sizes)} training images, {rounds} rounds.")
+    for line in privacy_lines(made):
+        print(line)
+
+
+def privacy_lines(made: PeradaCLI) -> list[str]:
+    """The noise of a private run that is set up, and the ε that it comes to, one line for each section."""
+    protection, data = made.loop.protection, made.datamodule
+    if protection is None:
+        return []
+    lines = []
+    if protection.images is not None:
+        options = protection.images.options
+        planned = protection.images.planned_epsilons(data.num_clients)
+        noise = sorted(protection.images.noise_multipliers)
+        spent = ", ".join(f"{epsilon_text(max(values))} ({ledger} ledger)" for ledger, values in planned.items())
+        lines.append(_privacy_line("privacy", noise, spent, made, options))
+    if protection.clients is not None:
+        planned = protection.clients.planned_epsilons(data.num_clients)
+        spent = epsilon_text(max(planned["server"])) if planned else ""
+        noise = [protection.clients.noise_multiplier]
+        lines.append(_privacy_line("client_privacy", noise, spent, made, protection.clients.options))
+    return lines
+
+
+def _privacy_line(
+    section: str, noise: Sequence[float], spent: str, made: PeradaCLI, options: Privacy | ClientPrivacy
+) -> str:
+    sigma = f"{noise[0]:.4g}" if noise[0] == noise[-1] else f"{noise[0]:.4g} to {noise[-1]:.4g}"
+    if not spent:
+        return f"{section}: noise multiplier σ = {sigma}; ε grows with every round, of which the number is open."
+    whose = "" if len(made.datamodule.train_sizes) == 1 else "at most "
+    limit = "" if options.max_epsilon is None else f"; training of a client ends at max_epsilon={options.max_epsilon:g}"
+    return (
+        f"{section}: noise multiplier σ = {sigma}; after {made.trainer.max_epochs} rounds ε = {whose}{spent}, "
+        f"δ = {options.delta:g}{limit}."
+    )
 
 
 def findings(recipes: list[dict[str, Any]], words: Sequence[str]) -> tuple[list[str], list[str], PeradaCLI | None]:
     """What would be refused, what would be warned of, and the run of these recipes over one another, if there can be.
 
-    An option that is refused is left out, and the rest is tried again: so all are found, not only the first. What is
-    then refused only because the option is left out is not of the recipe, and is not said.
+    An option that is refused is left out, and the rest is tried again: so all are found, not only the first. Where the
+    option is needed, other values take its place. What is then refused only because of that is not of the recipe, and
+    is not reported.
     """
+    recipes, words, refused = copy.deepcopy(recipes), list(words), list[str]()
+    changed: _Option | None = None  # the option that was refused last
+    stand_ins: list[object] = []  # values that were not tried in its place
+    while True:
+        made, error, warned = _set_up(recipes, words)
+        if error is None:
+            return refused, warned, made
+        option = _option_of(error, recipes, words)
+        if changed is not None and (option is None or option.name == changed.name):
+            if not stand_ins:
+                return refused, warned, None
+            changed.set(stand_ins.pop(0))
+            continue
+        refused.append(one_line(error))
+        if option is None:
+            return refused, warned, None
+        option.remove()
+        changed, stand_ins = option, list(STAND_INS)
+
+
+def _set_up(
+    recipes: list[dict[str, Any]], words: Sequence[str]
+) -> tuple[PeradaCLI | None, Exception | None, list[str]]:
+    """Set up the run of these recipes; return it, what it was refused for, and what it warned of."""
     from perada.studies.compare.running import quiet
 
-    recipes, words, refused = copy.deepcopy(recipes), list(words), list[str]()
-    while True:
-        made: PeradaCLI | None = None
-        error: Exception | None = None
-        with quiet(), warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
-            warnings.simplefilter("always", UserWarning)
-            paths = [Path(folder) / f"{number}.yaml" for number in range(len(recipes))]
-            for path, recipe in zip(paths, recipes, strict=True):
-                path.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
-            given = [*(f"--config={path}" for path in paths), *words, *(f"--trainer.{option}" for option in QUIET)]
-            try:
-                made = PeradaCLI(given, run=False)
-                made.trainer.callbacks.insert(0, _Stop())  # type: ignore[attr-defined]  # set by Lightning
-                made.trainer.fit(made.model, made.datamodule)
-            except _SetUpError:
-                pass
-            except REFUSALS as refusal:
-                error = refusal
-        said = [printable(" ".join(str(one.message).split())) for one in caught if one.category is UserWarning]
-        if error is None:
-            return refused, list(dict.fromkeys(said)), made
-        known = _leave_out(error, recipes, words)
-        if known or not refused:
-            refused.append(one_line(error))
-        if not known:
-            return refused, list(dict.fromkeys(said)), None
+    made: PeradaCLI | None = None
+    error: Exception | None = None
+    with quiet(), warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("always", UserWarning)
+        paths = [Path(folder) / f"{number}.yaml" for number in range(len(recipes))]
+        for path, recipe in zip(paths, recipes, strict=True):
+            path.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        given = [*(f"--config={path}" for path in paths), *words, *(f"--trainer.{option}" for option in QUIET)]
+        try:
+            made = PeradaCLI(given, run=False)
+            made.trainer.callbacks.insert(0, _Stop())  # type: ignore[attr-defined]  # set by Lightning
+            made.trainer.fit(made.model, made.datamodule)
+        except _SetUpError:
+            pass
+        except REFUSALS as refusal:
+            error = refusal
+    warned = [printable(" ".join(str(one.message).split())) for one in caught if one.category is UserWarning]
+    return made, error, list(dict.fromkeys(warned))
 
 
-def _leave_out(error: Exception, recipes: list[dict[str, Any]], words: list[str]) -> bool:
-    """Remove the option that an error is about, where it is clear which one it is; whether there was one."""
+@dataclass
+class _Option:
+    """An option that a message names, where it stands on the command line or in recipes.
+
+    Attributes:
+        name: As the message names it.
+        words: The command line, which is changed.
+        place: Of the option's first word there; None where it stands in recipes.
+        count: Number of its words there.
+        entries: The sections of recipes that hold it, and its key in each.
+    """
+
+    name: str
+    words: list[str]
+    place: int | None = None
+    count: int = 0
+    entries: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    flag: str = ""
+
+    def remove(self) -> None:
+        """Leave the option out."""
+        if self.place is None:
+            for section, key in self.entries:
+                del section[key]
+            return
+        self.flag = self.words[self.place].split("=")[0]
+        del self.words[self.place : self.place + self.count]
+        self.count = 0
+
+    def set(self, value: object) -> None:
+        """Put a value in the place of the one that was removed."""
+        if self.place is None:
+            for section, key in self.entries:
+                section[key] = value
+            return
+        self.words[self.place : self.place + self.count] = [f"{self.flag}={value}"]
+        self.count = 1
+
+
+def _option_of(error: Exception, recipes: list[dict[str, Any]], words: list[str]) -> _Option | None:
+    """The option that an error is about; None where that is not clear, or it is not among those that were given."""
     if wrong := wrong_option(str(error)):
         name = wrong[1]
     elif found := _NAME.match(one_line(error)):
         name = ".".join(filter(None, found.groups()))
     else:
-        return False
+        return None
     given = [place for place, word in enumerate(words) if word.startswith("--") and _is(name, word[2:].split("=")[0])]
     if given:
-        follows = "=" not in words[given[-1]] and not "".join(words[given[-1] + 1 :][:1]).startswith("-")
-        del words[given[-1] : given[-1] + 1 + follows]
-        return True
+        last = given[-1]
+        value_follows = "=" not in words[last] and not "".join(words[last + 1 :][:1]).startswith("-")
+        return _Option(name, words, last, 1 + value_follows)
     places = [list(_places(name, recipe)) for recipe in recipes]
     if not any(places) or any(len(own) > 1 for own in places):
-        return False
-    for section, key in chain(*places):
-        del section[key]
-    return True
+        return None
+    return _Option(name, words, entries=list(chain(*places)))
 
 
 def _places(name: str, section: dict[str, Any], above: str = "") -> Iterator[tuple[dict[str, Any], str]]:

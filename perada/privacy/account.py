@@ -104,6 +104,27 @@ class Budget(ABC):
             for name, ledger in vars(self.ledgers).items()
         }
 
+    def planned_epsilons(self, num_clients: int) -> dict[str, list[float]]:
+        """ε of each client by ledger after all planned rounds and the fine-tuning; empty where rounds are open.
+
+        Limits are not looked at: a client that reaches ``max_epsilon`` trains less.
+        """
+        rounds = self._left(0)
+        if not rounds:
+            return {}
+        options = self.options
+        epsilons: dict[str, list[float]] = {"server": [], "release": []}
+        for ledger, values in epsilons.items():
+            for client in range(num_clients):
+                history = Counter[tuple[float, float]]()
+                for tuning, times in ((False, rounds[client]), (True, 1)):
+                    for sigma, rate, steps, sent in self.costs(client, tuning):
+                        if sent or ledger == "release":
+                            history[sigma, rate] += times * steps
+                # Counts of zero, of clients that are never drawn, are no steps.
+                values.append(history_epsilon(+history, options.delta, options.accountant))
+        return epsilons
+
     def state_dict(self) -> dict[str, Any]:
         """Ledgers in plain types."""
         return {"ledgers": self.ledgers.state_dict(), "lost": self.lost.state_dict()}

@@ -105,6 +105,87 @@ def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words
     assert said[0] == "Refused (1):" and says in said[1]
 
 
+@pytest.mark.parametrize("in_recipe", [False, True], ids=["words", "recipe"])
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (
+            {"privacy.noise_multiplier": -1, "privacy.delta": 5, "privacy.max_norm": -2, "data.public_fraction": 0},
+            ["noise_multiplier=-1.0", "delta=5.0", "max_norm=-2.0"],
+        ),
+        (
+            {"data.partition.class_path": "Dirichlet", "data.partition.init_args.num_clients": -3}
+            | {"data.partition.init_args.alpha": -1, "data.partition.init_args.min_per_client": -2},
+            ["num_clients=-3", "alpha=-1.0", "min_per_client=-2"],
+        ),
+        (
+            {"client_privacy.noise_multiplier": -1, "client_privacy.delta": 5, "client_privacy.max_norm": -2}
+            | {"data.public_fraction": 0},
+            ["noise_multiplier=-1.0", "delta=5.0", "max_norm=-2.0"],
+        ),
+        (
+            {"federated.distillation.steps": -1, "federated.distillation.lr": -3}
+            | {"federated.distillation.temperature": 0},
+            ["steps=-1", "lr=-3.0", "temperature=0.0"],
+        ),
+    ],
+    ids=["privacy", "partition", "client_privacy", "distillation"],
+)
+@pytest.mark.every(2)
+def test_every_error_of_one_object_is_named(capsys, tmp_path, in_recipe, options, names):
+    words = []
+    if in_recipe:
+        nested = {}
+        for path, value in options.items():
+            *sections, key = path.split(".")
+            place = nested
+            for name in sections:
+                place = place.setdefault(name, {})
+            place[key] = value
+        (tmp_path / "more.yaml").write_text(yaml.safe_dump(nested))
+        words = ["more.yaml"]
+    else:
+        words = [f"--{path}={value}" for path, value in options.items()]
+    said = "\n".join(checked(capsys, "tiny.yaml", *words, code=1))
+    assert [name for name in names if name not in said] == []
+    assert said.startswith(f"Refused ({len(names)}):")
+
+
+def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
+    """Poisson batches of 8 of 20 images, one step a round, 4 rounds: σ is the one that Opacus itself calibrates."""
+    from opacus.accountants import RDPAccountant
+
+    words = ["--algorithm=fedavg", "--distill_steps=0", "--data.batch_size=8", "--data.public_fraction=0", "--rounds=4"]
+    words += ["--privacy.noise_multiplier=2", "--privacy.delta=0.01"]
+    said = checked(capsys, "tiny.yaml", *words)
+    accountant = RDPAccountant()
+    accountant.history = [(2.0, 0.4, 4)]
+    epsilon = f"{accountant.get_epsilon(0.01):.2f}"
+    wanted = (
+        f"privacy: noise multiplier σ = 2; after 4 rounds ε = at most {epsilon} (server ledger), {epsilon} (release"
+    )
+    assert said[-1].startswith(wanted)
+    assert "δ = 0.01" in said[-1]
+
+
+def test_the_noise_of_a_target_and_of_whole_clients_is_printed(capsys):
+    words = [
+        "--algorithm=fedavg",
+        "--distill_steps=0",
+        "--rounds=4",
+        "--data.public_fraction=0",
+        "--privacy.delta=0.01",
+    ]
+    target = checked(capsys, "tiny.yaml", *words, "--privacy.target_epsilon=3")[-1]
+    assert "privacy: noise multiplier σ = " in target
+    assert float(target.split("at most ")[1].split(" ")[0]) == pytest.approx(3, abs=0.02)
+    words = [*words[:-1], "--client_privacy.delta=0.01"]
+    line = checked(capsys, "tiny.yaml", *words, "--client_privacy.noise_multiplier=3", "--client_privacy.max_norm=1")[
+        -1
+    ]
+    assert line.startswith("client_privacy: noise multiplier σ = 3; after 4 rounds ε = at most ")
+
+
 def test_a_recipe_has_to_be_given():
     with pytest.raises(ValueError, match="give a recipe: perada check RECIPE; `perada ls` lists those that ship"):
         main(["check", "--rounds=3"])

@@ -386,9 +386,18 @@ def test_without_a_logger_nothing_is_written(folder, capsys):
     assert "Run folder" not in capsys.readouterr().out
 
 
-def test_rounds_zero(folder):
-    main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=0"])
-    assert (version(folder, 0) / "partition.json").is_file()
+@pytest.mark.parametrize("rounds", ["0", "-2"])
+@pytest.mark.parametrize("command", ["fit", "check"])
+def test_no_rounds_are_refused(folder, capsys, command, rounds):
+    says = f"max_epochs={rounds} cannot be used; give a whole number of 1 or more (the number of rounds, --rounds)"
+    if command == "check":
+        with pytest.raises(SystemExit):
+            main(["check", "tiny.yaml", f"--rounds={rounds}"])
+        assert f"- {says}" in capsys.readouterr().out
+    else:
+        with pytest.raises(ValueError, match=re.escape(says)):
+            main(["fit", "--config", "tiny.yaml", "--rounds", rounds])
+    assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
 
 
 def test_cp_copies_and_does_not_overwrite(folder, capsys, monkeypatch):
@@ -408,7 +417,7 @@ def test_report_prints_the_rounds(folder, capsys):
     main(["fit", "--config", "tiny.yaml"])
     capsys.readouterr()
     main(["report", "lightning_logs/version_0"])
-    assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()][2:] == ["0", "1"]
+    assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()][2:] == ["1", "2"]
 
 
 def ending(*words):

@@ -35,7 +35,7 @@ def test_shifts_have_columns_and_tables(tmp_path):
     noise = {"severity": [4], "personal": [0.4], "personal_std": [0.0], "global": [0.3]}
     (tmp_path / "shifts.json").write_text(json.dumps({"bad": {"fog": curve, "shot_noise": noise}}))
     rounds, personal, shared = map(cells, run_report(tmp_path).split("\n\n"))
-    assert rounds == [["round", "personal/fog", "global/fog"], ["0", "", ""], ["1", "50.00", "25.00"]]
+    assert rounds == [["round", "personal/fog", "global/fog"], ["1", "", ""], ["2", "50.00", "25.00"]]
     assert personal == [
         ["personal/bad", "severity 1", "severity 4", "mean"],
         ["fog", "75.00", "25.00", "50.00"],
@@ -120,8 +120,8 @@ def test_run_report_shows_epsilon(tmp_path):
     )
     assert cells(run_report(tmp_path)) == [
         ["round", "personal/local_test", "ε server", "ε release", "ε client (max)"],
-        ["0", "50.00", "1.23", "2.00", "0.50"],
-        ["1", "75.00", "2.35", "∞", "0.62"],
+        ["1", "50.00", "1.23", "2.00", "0.50"],
+        ["2", "75.00", "2.35", "∞", "0.62"],
     ]
 
 
@@ -136,8 +136,8 @@ def test_run_report_joins_the_rows_of_a_round(tmp_path):
     )
     assert cells(run_report(tmp_path)) == [
         ["round", "train/local_loss", "personal/local_test", "global/global_test"],
-        ["0", "0.7500", "50.00", "25.00"],
-        ["1", "0.2500", "75.00", ""],
+        ["1", "0.7500", "50.00", "25.00"],
+        ["2", "0.2500", "75.00", ""],
     ]
 
 
@@ -148,7 +148,7 @@ def test_run_report_of_a_real_run(tiny, tmp_path):
     header, *rounds = cells(run_report(tmp_path / "lightning_logs" / "version_0"))
     assert header[0] == "round"
     for record, row in zip(run.metrics["rounds"], rounds, strict=True):
-        assert row[0] == str(record["round"])
+        assert row[0] == str(record["round"] + 1)
         for name, cell in zip(header[1:], row[1:], strict=True):
             shown = f"{record[name]:.4f}" if name.startswith("train/") else f"{100 * record[name]:.2f}"
             assert float(cell) == pytest.approx(float(shown), abs=0.011)
