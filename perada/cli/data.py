@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import jinja2
 import numpy as np
 import yaml
 from jsonargparse import ArgumentParser
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import check_choice, check_whole
 from perada.core.files import writing
@@ -19,7 +21,9 @@ from perada.core.text import printable, some
 from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
-from perada.data.sets.folders import list_images, proposal
+from perada.data.sets.folders import best_proposal, list_images
+from perada.data.sets.manifest import SPLITS
+from perada.data.sets.tables import BINARY, read_table, separator_of
 from perada.privacy.accounting import check_target
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
@@ -33,6 +37,20 @@ FEW = 10  # clients with fewer training images are named
 FEW_OF_CLASS = 5  # and classes with fewer
 COLUMNS = 12  # classes that the table shows
 NAMES = 10  # files and clients that are named of each kind
+IMAGES_PER_CLIENT = 20  # in a first recipe, where the images are divided at random
+USUAL_COLUMNS = {  # names of columns, with underscores between words, the commonest first
+    "path": (
+        *("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "image_file"),
+        *("imagepath", "img", "img_path", "image_name", "relative_path"),
+    ),
+    "label": ("label", "labels", "class", "class_name", "target", "category", "diagnosis", "finding", "findings", "y"),
+    "client": (
+        *("client", "client_id", "client_name", "site", "site_id", "hospital", "institution", "institute", "center"),
+        *("centre", "clinic", "user", "user_id", "device"),
+    ),
+    "group": ("group", "patient", "patient_id", "patientid", "subject", "subject_id", "person", "person_id"),
+    "split": ("split", "set", "subset", "phase", "fold"),
+}
 TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
 QUESTIONS = {
     "images": ("Your images, a folder or a table; empty for the handwritten digits that come with perada", ""),
@@ -202,11 +220,95 @@ def recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
     if kind is None or not Path(images).exists():
         raise FileNotFoundError(f"images={images!r} is not there; give a folder or a table ({', '.join(TABLES)})")
     if kind is ImageTable:
-        options, clients = {"table": images}, "client" in ImageTable(images).listed[0]
+        options = table_options(images)
+        table = ImageTable(**options)
+        count = len(table.read_manifest().paths)  # which also checks the files and the labels
+        clients = table.client is not None or "client" in table.listed[0]
     else:
-        layout = proposal(list_images(Path(images))[0])
+        files = list_images(Path(images))
+        layout = best_proposal(files)
         if not layout:
-            raise ValueError(f"images={images!r} holds no folders of clients or classes; give one that does")
-        options, clients = {"root": images, "layout": layout}, "{client}" in layout
+            raise ValueError(_no_layout(images, files))
+        options = {"root": images, "layout": layout}
+        count, clients = len(files), "{client}" in layout
     written = json.dumps(options, ensure_ascii=False)
-    return made.render(answers, distils=distils, kind=kind.__name__, options=written, clients=clients)
+    few = max(2, min(10, count // IMAGES_PER_CLIENT))
+    return made.render(answers, distils=distils, kind=kind.__name__, options=written, clients=clients, num_clients=few)
+
+
+def _no_layout(images: str, files: list[str]) -> str:
+    """Why no layout was found for a folder of images, and what to do."""
+    if all("/" not in file for file in files):
+        return (
+            f"images={images!r} holds {len(files)} images and no folders, so their classes are not known; sort them "
+            "into a folder for each class (or client/class), or give a table (.csv) that lists them"
+        )
+    return (
+        f"images={images!r} has images such as {files[0]!r}, whose folders have no layout that can be guessed; write a "
+        "recipe with layout, as docs/own_images.md explains, or give a table (.csv) that lists them"
+    )
+
+
+def table_options(path: str) -> dict[str, Any]:
+    """The options by which :class:`.ImageTable` reads a table, guessed from its header and first rows.
+
+    Raises:
+        ValueError: If no column holds the paths of images, or their labels.
+    """
+    columns, _ = read_table(Path(path))
+    values = {name: column.tolist() for name, column in columns.items()}
+    options: dict[str, Any] = {"table": path}
+    files = _column_of_files(path, values)
+    if not (Path(path).parent / values[files][0]).is_file() and Path(values[files][0]).is_file():
+        options["folder"] = "."  # paths begin where the command was started
+    chosen = {"path": files}
+    for role in ("client", "group", "split"):
+        name = _usual_column(role, [name for name in values if name not in chosen.values()])
+        if name is not None and (role != "split" or all(str(word).lower() in SPLITS for word in values[name])):
+            chosen[role] = name
+    options |= {role: name for role, name in chosen.items() if name != role}
+    label = _label_columns(path, values, [name for name in values if name not in chosen.values()])
+    if label != "label":
+        options["label"] = label
+    if isinstance(label, str) and all(isinstance(cell, str) for cell in values[label]):
+        separator = separator_of(values[label])
+        options |= {} if separator is None else {"separator": separator}
+    return options
+
+
+def _usual_column(role: str, names: list[str]) -> str | None:
+    """The column whose name is usual for a role, if there is one."""
+    plain = {re.sub(r"[\s_-]+", "_", name.strip().lower()): name for name in names}
+    return next((plain[usual] for usual in USUAL_COLUMNS[role] if usual in plain), None)
+
+
+def _column_of_files(table: str, values: dict[str, list[Any]]) -> str:
+    """The column that holds the paths of images."""
+    usual = _usual_column("path", list(values))
+    if usual is not None:
+        return usual
+    for name, column in values.items():
+        if isinstance(column[0], str) and column[0].lower().endswith(IMG_EXTENSIONS):
+            return name
+    raise ValueError(
+        f"images={table!r} has no column of image files among {', '.join(map(repr, values))}; rename the column to "
+        "'path'"
+    )
+
+
+def _label_columns(table: str, values: dict[str, list[Any]], names: list[str]) -> str | list[str]:
+    """The column of the labels, or the columns of zeros and ones, among these names."""
+    usual = _usual_column("label", names)
+    if usual is not None:
+        return usual
+    binary = [name for name in names if {str(cell).lower() for cell in values[name]} <= BINARY]
+    if len(binary) > 1:
+        return binary
+    # A column that has another value in almost every row, such as a number or a date, is no class.
+    classes = [name for name in names if 2 * len({str(cell) for cell in values[name]}) <= len(values[name])]
+    if len(classes) == 1:
+        return classes[0]
+    raise ValueError(
+        f"images={table!r}: which column holds the labels cannot be guessed from {', '.join(map(repr, values))}; "
+        "rename it to 'label'"
+    )

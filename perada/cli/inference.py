@@ -43,6 +43,9 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         help="An image, a folder of images, or a table (.csv, .tsv, .parquet) that lists them.",
     )
     parser.add_argument("--path", type=str, default="path", help="Column of a table that has the files' paths.")
+    parser.add_argument(
+        "--encoding", type=str, default=None, help="Encoding of a text table, such as cp1252; by default UTF-8."
+    )
     parser.add_argument("--client", type=str, default=None, help="Name or number of a client; else the global model.")
     parser.add_argument("--output", type=Path, default=Path("predictions.csv"), help="Table to write.")
     parser.add_argument("--batch_size", type=int, default=64, help="Images that are in memory at a time.")
@@ -50,7 +53,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     if any(word.partition("=")[0] == "--config" for word in words):
         raise ValueError(f"--config is not an option of `perada predict RUN --images ...`. {_RECIPE}")
     given = parser.parse_args(words)
-    names, paths = find_images(given.images, given.path)
+    names, paths = find_images(given.images, given.path, given.encoding)
     if not given.output.parent.is_dir():
         raise FileNotFoundError(f"--output={given.output}: there is no folder {str(given.output.parent)!r}; make it")
     if given.output.is_dir():

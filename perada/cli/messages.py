@@ -54,6 +54,20 @@ def _abstract(found: re.Match[str]) -> str:
     return f"{path} lacks methods ({', '.join(missing)}) that its base class asks for; add them"
 
 
+def _unquoted(found: re.Match[str]) -> str:
+    """YAML read a word as something else than a text."""
+    value = found[1]
+    if value in ("True", "False"):
+        kind = "yes, no, on, off, true and false as truth values"
+    elif value == "None":
+        kind = "null and ~ as nothing"
+    elif re.match(r"[-+.\d]", value):
+        kind = "it as a number or a date"
+    else:
+        return f"{value} cannot be used; give a value of type str"
+    return f'{value} is not a text: YAML reads {kind}. Put quotes around it, such as ["1", "no"]'
+
+
 _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
     r'Parser key "([^"]+)"( element \d+)?:': r"\1:",
     r"(?s)Expected a path but (\S+\.(?:ya?ml|json)) .*": r"\1 cannot be read; give a file that is there, or a class",
@@ -67,6 +81,7 @@ _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
     _PATH[:-1]: "",
     r"Problem with given class_path '(.*)':": r"\1:",
     r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)": r"\2 is unknown; choose one of \1",
+    r"(?:Expected a <class 'str'>\n)?Expected a <class 'str'>\. Got value: (.*)": _unquoted,
     r"Expected a <class '(.*)'>\. Got value: (.*)": r"\2 cannot be used; give a value of type \1",
     r"Expected a <class '(.*)'>$": r"give a value of type \1",
     r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"\1 cannot be used; give a number \2",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text for a terminal or a spreadsheet, and the endings of names of scores."""
 
+import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 SPREADS = ("_std", "_worst", "_p10", "_weighted")
@@ -27,6 +29,47 @@ def printable(text: str) -> str:
     'a?[2Jb'
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+# Letters of the Greek and Cyrillic alphabets that most fonts draw like Latin ones, and hyphens.
+_DRAWN_ALIKE = str.maketrans(
+    "АВЕКМНОРСТХІЈЅаеорсухіјѕΑΒΕΖΗΙΚΜΝΟΡΤΥΧο\u2010\u2011", "ABEKMHOPCTXIJSaeopcyxijsABEZHIKMNOPTYXo--"
+)
+_BLANK = "\u115f\u1160\u3164\uffa0\u2800"  # letters by their category that have no ink
+
+
+def visible_form(name: str) -> str:
+    r"""What a reader sees of a name: equal for names that differ only in code points that look alike.
+
+    Unicode normalisation, invisible characters, kinds of spaces, spaces at either end, and letters of other alphabets
+    that look like Latin ones do not count. Case does.
+
+    >>> visible_form("cafe\u0301 ") == visible_form("caf\xe9\u200b")
+    True
+    >>> visible_form("Cat") == visible_form("cat")
+    False
+    """
+    composed = unicodedata.normalize("NFC", name).translate(_DRAWN_ALIKE)
+    letters = []
+    for letter in composed:
+        category = unicodedata.category(letter)
+        if category.startswith("Z") or letter in "\t\n\v\f\r" or letter in _BLANK:
+            letters.append(" ")
+        elif category not in ("Cc", "Cf") and not "\ufe00" <= letter <= "\ufe0f" and letter != "\u034f":
+            letters.append(letter)
+    return re.sub(" +", " ", "".join(letters)).strip()
+
+
+def look_alike(names: Iterable[str]) -> list[list[str]]:
+    r"""The names that a reader cannot tell apart, in groups of two or more.
+
+    >>> look_alike(["cat", "dog", "cat\u200b"])
+    [['cat', 'cat\u200b']]
+    """
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        groups.setdefault(visible_form(name), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def some(names: Sequence[str], most: int = 5) -> str:

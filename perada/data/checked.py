@@ -28,7 +28,7 @@ from perada.data.batches.datasets import (
     resolved,
 )
 from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
-from perada.data.federated import FederatedData
+from perada.data.federated import FederatedData, warn_of_look_alikes
 from perada.data.sets.base import ImageSet, class_names
 
 Labels = Tensor | list[Any]  # of one client; a list where some are words
@@ -181,6 +181,7 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     named = num_classes or (None if data.classes is None else len(data.classes))
     given = {part: _known_labels(part, store, named) for part, store in stores.items()}
     words = _words(given)
+    warn_of_look_alikes("labels", words or ())
     classes = data.classes or words or _carried(sets, num_classes)
     numbers = {word: number for number, word in enumerate(classes or ())} if words else None
     found = {part: _numbered(store, given[part], numbers) for part, store in stores.items()}

@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets of the clients and the server."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import Dataset
 
-from perada.core.text import some
+from perada.core.text import look_alike, some
+
+
+def warn_of_look_alikes(what: str, names: Iterable[Any]) -> None:
+    """Warn of names that a reader cannot tell apart; ``what`` are ``classes`` or the like."""
+    for group in look_alike(map(str, names)):
+        warnings.warn(
+            f"the {what} {' and '.join(map(ascii, group))} look the same and are different {what}: they differ only "
+            "in invisible characters, spaces, Unicode normalisation or look-alike letters. Rename them if they are "
+            "meant to be one",
+            stacklevel=3,
+        )
 
 
 @dataclass
@@ -42,6 +54,8 @@ class FederatedData:
                 raise TypeError(
                     f"FederatedData: {name}={names!r} cannot be used; give a list of names, or leave it out"
                 )
+        warn_of_look_alikes("classes", self.classes or ())
+        warn_of_look_alikes("clients", self.client_names or ())
 
     def find(self, name: str | None) -> tuple[int, str]:
         """The place and the name of one client: of the only one, whatever it is called then, or of that name.

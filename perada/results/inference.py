@@ -18,7 +18,7 @@ from perada.core.files import writing
 from perada.core.text import FORMULA, cell_text, near_names, some
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
-from perada.data.sets.tables import read_table
+from perada.data.sets.tables import check_encoding, existing_spelling, read_table
 
 _TABLES = (".csv", ".tsv", ".parquet")
 
@@ -123,7 +123,7 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
     return number
 
 
-def find_images(source: Path, column: str = "path") -> tuple[list[str], list[Path]]:
+def find_images(source: Path, column: str = "path", encoding: str | None = None) -> tuple[list[str], list[Path]]:
     """The images that ``source`` stands for: a file, all image files below a folder, or those in a table's ``column``.
 
     Returns:
@@ -146,11 +146,12 @@ def find_images(source: Path, column: str = "path") -> tuple[list[str], list[Pat
         )
     if source.suffix.lower() not in _TABLES:
         return [str(source)], [source]
-    columns, rows = read_table(source)
+    check_encoding(encoding)
+    columns, rows = read_table(source, encoding=encoding)
     if column not in columns:
         raise ValueError(f"{str(source)!r} has no column {column!r} among {list(columns)}; name the paths' with --path")
     names = columns[column].tolist()
     for row, name in zip(rows, names, strict=True):
         if not name:
             raise ValueError(f"{str(source)!r}, row {row}, has no path; fill it in, or leave the row out")
-    return names, [source.parent / name for name in names]
+    return names, [Path(existing_spelling(str(source.parent / name))) for name in names]

@@ -95,7 +95,10 @@ def test_folders_are_understood(folders, clients, layout):
 
 def test_tables_are_understood():
     for name, header in (("clients.csv", "path,label,client"), ("plain.csv", "path,label")):
-        Path(name).write_text(f"{header}\n{header}\n")
+        write_images(f"{name}.images")
+        rows = [f"{name}.images/{number}.png,{number % 2},{number % 3}" for number in range(10)]
+        rows = [",".join(row.split(",")[: header.count(",") + 1]) for row in rows]
+        Path(name).write_text("\n".join([header, *rows]))
         data = yaml.safe_load(recipe(name, "fedavg", "3", ""))["data"]
         assert data["dataset"] == {"class_path": "ImageTable", "init_args": {"table": name}}
         assert data["partition"]["class_path"] == ("ByDomain" if "client" in header else "Dirichlet")

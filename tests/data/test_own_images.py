@@ -439,7 +439,8 @@ def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
     [
         ("a/Test/c/1.jpg", r": set layout to fit, such as \{client\}/\{split\}/\{class\}/\*$"),
         ("c/1.jpg", r": set layout to fit, such as \{class\}/\*$"),
-        ("a/b/c/1.jpg", ": set layout to fit$"),
+        ("a/b/c/1.jpg", r": set layout to fit, such as \{client\}/\*\*/\{class\}/\*$"),
+        ("train/test/c/1.jpg", ": set layout to fit$"),
         ("1.jpg", ": set layout to fit$"),
     ],
 )

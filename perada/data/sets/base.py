@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from perada.core.text import some
+from perada.core.text import some, visible_form
 from perada.data.batches.transforms import check_dtype
 from perada.data.partitions.shares import Array
 
@@ -298,6 +298,14 @@ def renumbered(found: Manifest, classes: Sequence[str], where: str) -> Manifest:
     """
     assert found.labels is not None and found.classes is not None
     unknown = [name for name in found.classes if name not in classes]
+    by_form = {visible_form(name): name for name in classes}
+    for name in unknown:
+        twin = by_form.get(visible_form(name))
+        if twin is not None:
+            raise ValueError(
+                f"{where} has images of {name!a}, which looks like the class {twin!a} but is another name: rename one "
+                "of them, so that they are the same code points"
+            )
     if unknown:
         raise ValueError(
             f"{where} has images of {some(unknown)}, and the classes are {some(classes)}: rename them, take the images "

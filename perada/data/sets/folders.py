@@ -5,6 +5,7 @@ import os
 import re
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ from perada.data.sets.manifest import SPLITS, ImageFiles, OwnImages
 FIELDS = ("client", "class", "split", "group", "domain")
 UNREAD = tuple(".avif .dcm .dicom .gif .heic .heif .jfif .jp2 .j2k .jxl .nii .nii.gz .svs .tga".split())
 """Ends of names of images of other kinds."""
+_SYSTEM_FOLDERS = frozenset(
+    (
+        *("$recycle.bin", "recycler", "recycled", "system volume information", "msocache", "config.msi"),  # Windows
+        *("lost+found", "network trash folder", "temporary items", "__pycache__", "__macosx", ".ipynb_checkpoints"),
+        *(".trash", ".trashes", ".spotlight-v100", ".fseventsd", ".appledouble", ".snapshot", ".snapshots", ".zfs"),
+        *("@eadir", "#recycle", "#snapshot", "@tmp", "@recycle", "@recently-snapshot", "@sharebin", "~snapshot"),  # NAS
+    )
+)
+"""Folders that systems make, in lower case. Others that begin with a dot are hidden by the user, and not mentioned."""
+_NUMBERED = re.compile(r"found\.\d{3}|\.trash-\d+", re.IGNORECASE)  # Windows after a crash; the trash of a user
 
 
 class ImageFolder(OwnImages):
@@ -58,7 +69,8 @@ class Images(OwnImages):
     ``{client}/{class}/*`` reads ``hospital_a/benign/0001.png``. A layout is the path below ``root``, with ``/``. Its
     fields are ``{client}``, ``{class}`` (which is needed), ``{split}``, ``{group}`` and ``{domain}``; a field is a
     folder's name or a part of a name, as short as possible. ``*`` and ``?`` stand for any letters of one name, ``**``
-    for any folders too. What begins with a dot and what is not an image is passed over.
+    for any folders too. What begins with a dot, folders of the system such as ``$RECYCLE.BIN``, ``@eaDir`` and
+    ``lost+found``, and what is not an image are passed over.
 
     Args:
         root: The folder.
@@ -100,7 +112,12 @@ def class_folders(tops: list[Path], root: Path, layout: str) -> Manifest:
     files = [file for top in tops for file in list_images(top, root)]
     depth = layout.count("/")
     inside = "*/" * (depth - len(tops[0].relative_to(root).parts))
-    classes = {folder.name for top in tops for folder in top.glob(inside)}
+    folders = [folder.relative_to(root) for top in tops for folder in top.glob(inside)]
+    classes = {
+        folder.name
+        for folder in folders
+        if not any(is_of_system(part) or part.startswith(".") for part in folder.parts)
+    }
     files.sort(key=lambda file: (file.split("/")[:depth], *os.path.split(file)))
     return renumbered(listed(root, files, layout), sorted(classes), str(root))
 
@@ -117,7 +134,7 @@ def listed(root: Path, files: list[str], layout: str) -> Manifest:
     others = [file for file, match in zip(files, matches, strict=True) if not match]
     what = f"in {root}, such as {others[0]}, do not have the layout {layout!r}" if others else ""
     if not found:
-        fits = proposal(files[0])
+        fits = best_proposal(files)
         raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{', such as ' * bool(fits)}{fits}")
     if others:
         warnings.warn(f"{len(others)} of {len(files)} images {what}; they are left out", stacklevel=2)
@@ -158,21 +175,54 @@ def proposal(file: str) -> str:
 
     >>> proposal("north/test/benign/1.png")
     '{client}/{split}/{class}/*'
+    >>> proposal("north/2024/may/benign/1.png")
+    '{client}/**/{class}/*'
     """
     folders = file.split("/")[:-1]
-    others = [folder for folder in folders if folder.lower() not in SPLITS]
-    if not 1 <= len(others) <= 2 or len(folders) - len(others) > 1:
+    is_split = [folder.lower() in SPLITS for folder in folders]
+    names = [place for place, split in enumerate(is_split) if not split]
+    if not names or sum(is_split) > 1:
         return ""
-    fields = iter(("class",) if len(others) == 1 else ("client", "class"))
-    parts = ["split" if folder.lower() in SPLITS else next(fields) for folder in folders]
-    return "/".join(f"{{{part}}}" for part in parts) + "/*"
+    # The client stands first and the class last; whatever is between them does not count.
+    parts = []
+    for place, split in enumerate(is_split):
+        if split:
+            parts.append("{split}")
+        elif place == names[-1]:
+            parts.append("{class}")
+        elif place == names[0]:
+            parts.append("{client}")
+        elif parts[-1] != "**":
+            parts.append("**")
+    return "/".join(parts) + "/*"
+
+
+def best_proposal(files: Sequence[str]) -> str:
+    """The layout that fits most of the files, or nothing."""
+    most, best = 0, ""
+    # Of layouts that fit as many files, the commonest, which comes first, is taken.
+    for layout, _ in Counter(proposal(file) for file in files).most_common(20):
+        fits = sum(layout_pattern(layout).fullmatch(file) is not None for file in files) if layout else 0
+        if fits > most:
+            most, best = fits, layout
+    return best
+
+
+def is_of_system(name: str) -> bool:
+    """Whether a folder is made by an operating system, a file server or an editor, and holds no images of the user's.
+
+    >>> is_of_system("$Recycle.Bin"), is_of_system("lost+found"), is_of_system("lost")
+    (True, True, False)
+    """
+    return name.lower() in _SYSTEM_FOLDERS or _NUMBERED.fullmatch(name) is not None
 
 
 def list_images(root: Path, above: Path | None = None) -> list[str]:
-    """Paths of all images below ``root``, with ``/``, sorted; nothing that begins with a dot.
+    """Paths of all images below ``root``, with ``/``, sorted; nothing that begins with a dot, nor of the system.
 
     They are relative to ``root``, or to the folder ``above``. Links to folders are followed, but for those to a folder
-    that they stand in. A warning counts images of kinds that are not read, such as DICOM.
+    that they stand in. Warnings name folders of the system that hold images, and count images of kinds that are not
+    read, such as DICOM.
 
     Raises:
         FileNotFoundError: If there is no image.
@@ -180,12 +230,22 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is not a folder: set root to the folder of the images")
     files: list[str] = []
+    skipped: list[str] = []
     for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX")) and not _loops(folder, name)]
         inside = Path(folder).relative_to(above or root)
+        of_system = sorted(name for name in folders if is_of_system(name))
+        skipped += [(inside / name).as_posix() for name in of_system if _holds_images(Path(folder) / name)]
+        left_out = [name for name in folders if name in of_system or name.startswith(".") or _loops(folder, name)]
+        folders[:] = [name for name in folders if name not in left_out]
         files += [(inside / name).as_posix() for name in names if not name.startswith(".")]
     found = sorted(file for file in files if file.lower().endswith(IMG_EXTENSIONS))
     unread = Counter(Path(file).suffix.lower() for file in files if file.lower().endswith(UNREAD))
+    if skipped:
+        warnings.warn(
+            f"folders of the system in {root} are skipped with their images: {some(sorted(skipped))}. Rename them to "
+            "use them",
+            stacklevel=3,
+        )
     if unread:
         kinds = some([f"{number} {kind}" for kind, number in sorted(unread.items())])
         warnings.warn(f"files in {root} are left out ({kinds}): convert them to PNG or TIFF to use them", stacklevel=3)
@@ -195,6 +255,14 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
             hint = f"it is a set that datasets wrote: read it with the class HuggingFace, or as hf:{root}"
         raise FileNotFoundError(f"{root} has no images: {hint}")
     return found
+
+
+def _holds_images(folder: Path) -> bool:
+    """Whether there is an image in a folder or below it."""
+    for _, _, names in os.walk(folder):
+        if any(name.lower().endswith(IMG_EXTENSIONS) and not name.startswith(".") for name in names):
+            return True
+    return False
 
 
 def _loops(folder: str, name: str) -> bool:

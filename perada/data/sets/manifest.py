@@ -3,6 +3,7 @@
 
 import hashlib
 import os
+import re
 import warnings
 from abc import abstractmethod
 from collections import Counter
@@ -20,6 +21,7 @@ from torch import Tensor
 from perada.core.checks import check_number, check_whole
 from perada.core.text import near_names, some
 from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
+from perada.data.federated import warn_of_look_alikes
 from perada.data.partitions.shares import Array, hashed_share
 from perada.data.sets.base import ImageSet, Manifest, class_names, renumbered
 
@@ -175,6 +177,8 @@ class OwnImages(ImageFiles):
 
     def _divided(self, found: Manifest) -> Manifest:
         found = found if self._names is None else renumbered(found, self._names, self.where)
+        # Classes and clients are compared when FederatedData is made.
+        warn_of_look_alikes("groups", found.columns.get("group", ()))
         if found.split is None:
             identities = self._identified(found)
             found, split = replace(found, identities=identities), np.full(len(found.paths), "train")
@@ -290,6 +294,13 @@ class ListedImages(OwnImages):
         """The name of a column that an option gives, which must be there."""
         columns, _ = self.listed
         if name not in columns:
+            if re.fullmatch(r"\[.*\]", name):
+                quoted = ", ".join(f'"{part.strip()}"' for part in name[1:-1].split(",") if part.strip())
+                raise ValueError(
+                    f"{option}: {self.where} has no column {name!r}. For a list of columns, quote each name that YAML "
+                    f"reads as a number or as true or false: '--{option}=[{quoted}]' on the command line, "
+                    f"{option}: [{quoted}] in a recipe"
+                )
             close = near_names(name, columns)
             hint = f"did you mean {close[0]!r}?" if close else f"name one of {', '.join(map(repr, columns))}"
             raise ValueError(f"{option}: {self.where} has no column {name!r}; {hint}")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of one's own that the rows of a table list: CSV, TSV or Parquet, or a set of Hugging Face ``datasets``."""
 
+import codecs
 import csv
 import hashlib
 import io
 import os
 import re
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _LABELS = ("label", "labels", "fine_label")
+_TRUE = frozenset({"1", "1.0", "true"})
+BINARY = _TRUE | {"0", "0.0", "false"}
+"""What cells of a column of zeros and ones may hold, in lower case."""
 
 
 class ImageTable(ListedImages):
@@ -42,6 +47,8 @@ class ImageTable(ListedImages):
         label: Column of the labels, or columns of zeros and ones.
         split: Column of the split; null for ``split``, if there is such a column.
         separator: What parts several labels in one column, such as ``|``; null for one label an image.
+        encoding: Of a text file, such as ``cp1252`` as Excel writes it on Windows; null for UTF-8, or for UTF-16 or
+            UTF-32 with a byte-order mark.
         **options: Those of :class:`.ListedImages`.
     """
 
@@ -53,17 +60,20 @@ class ImageTable(ListedImages):
         label: str | list[str] = "label",
         split: str | None = None,
         separator: str | None = None,
+        encoding: str | None = None,
         **options: Any,
     ) -> None:
+        check_encoding(encoding)
         super().__init__(str(Path(table).parent) if folder is None else folder, **options)
         self.table, self.folder, self.path, self.label = table, folder, path, label
         self.where = table
         self.split, self.separator = split, separator
+        self.encoding = encoding
 
     @cached_property
     def listed(self) -> tuple[dict[str, list[Any]], list[int]]:
         """The columns as the file has them, and the number of each row in it."""
-        columns, numbers = read_table(Path(self.table))
+        columns, numbers = read_table(Path(self.table), encoding=self.encoding)
         return {name: column.tolist() for name, column in columns.items()}, numbers.tolist()
 
     def read_manifest(self) -> Manifest:
@@ -73,8 +83,7 @@ class ImageTable(ListedImages):
         twice = [place for place, file in enumerate(files) if counts[file] > 1]
         self.refuse(twice, "files are named more than once", "give each file one row; separator parts several labels")
         paths = [os.path.join(self.root, file) for file in files]
-        # Windows writes backslashes.
-        paths = [path if os.path.exists(path) else path.replace("\\", "/") for path in paths]
+        paths = [existing_spelling(path) for path in paths]
         missing = [place for place, path in enumerate(paths) if not os.path.isfile(path)]
         self.refuse(
             missing, f"{paths[missing[0]] if missing else ''} does not exist", "correct the path, or set folder"
@@ -86,7 +95,7 @@ class ImageTable(ListedImages):
 
     def _labels(self) -> tuple[tuple[str, ...], Array]:
         if not isinstance(self.label, str):
-            known = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+            known = {cell: cell in _TRUE for cell in BINARY}
             labels: list[list[str]] = [[] for _ in self.listed[1]]
             for name in self.label:
                 for place, cell in enumerate(self.column("label", name)):
@@ -98,7 +107,7 @@ class ImageTable(ListedImages):
         if self.separator is not None or any(isinstance(cell, list) for cell in column):
             cells = [cell.split(self.separator) if isinstance(cell, str) else cell for cell in column]
             return numbered([[part.strip() for part in cell if part.strip()] for cell in cells])
-        parted = _separator_of(column)
+        parted = separator_of(column)
         several = f"; or set separator={parted!r}, if an image may have none, one or several" if parted else ""
         self.column("label", self.label, "give a label, or take the row out" + several)
         if parted:
@@ -264,7 +273,7 @@ class HuggingFace(ListedImages):
         return numbered(words if several else [own[0] for own in words], classes)
 
 
-def _separator_of(column: list[str]) -> str | None:
+def separator_of(column: list[str]) -> str | None:
     """What seems to part several labels in a cell: its parts are labels of other cells, too."""
     cells = {*column}
     for mark in "|;,":
@@ -274,12 +283,37 @@ def _separator_of(column: list[str]) -> str | None:
     return None
 
 
-def read_table(path: Path, again: str = "correct the table") -> tuple[dict[str, Array], Array]:
+def existing_spelling(path: str) -> str:
+    """The path, or the same one as other systems write it, if that is there."""
+    if os.path.exists(path):
+        return path
+    with_slashes = path.replace("\\", "/")  # Windows writes backslashes
+    # macOS writes letters with accents as two code points each.
+    spellings = [with_slashes, *(unicodedata.normalize(form, with_slashes) for form in ("NFC", "NFD"))]
+    return next((spelling for spelling in spellings if os.path.exists(spelling)), with_slashes)
+
+
+def check_encoding(encoding: str | None) -> None:
+    """Refuse what is not the name of an encoding of text, or None."""
+    try:
+        if encoding is not None:
+            "".encode(encoding)
+    except (LookupError, TypeError, ValueError):
+        raise ValueError(
+            f"encoding={encoding!r} is unknown; choose one that Python knows, such as 'utf-8', 'cp1252' (Western "
+            "European Windows), 'utf-16' or 'shift_jis', or leave it out"
+        ) from None
+
+
+def read_table(
+    path: Path, again: str = "correct the table", encoding: str | None = None
+) -> tuple[dict[str, Array], Array]:
     """Read a CSV, TSV or Parquet file: columns (N,) of text by name, and the number (N,) of each row in the file.
 
     What a Parquet file lacks is an empty string, and its lists are lists of strings. Rows of text files count from 1,
     the header; empty lines are passed over. The fields of a CSV file are divided by commas, or by semicolons or tabs if
-    its header has these and no comma.
+    its header has these and no comma. Text is in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark, or in
+    ``encoding``.
 
     Raises:
         FileNotFoundError: If there is no such file. Messages end with what to do, ``again``.
@@ -287,7 +321,8 @@ def read_table(path: Path, again: str = "correct the table") -> tuple[dict[str, 
         ModuleNotFoundError: If pyarrow is not installed, and the file is of Parquet.
     """
     with reading(path, again, "a table (.csv, .tsv or .parquet)"):
-        header, columns, numbers = _parquet(path) if path.suffix.lower() == ".parquet" else _text(path)
+        is_parquet = path.suffix.lower() == ".parquet"
+        header, columns, numbers = _parquet(path) if is_parquet else _text(path, encoding)
         twice = [name for name, count in Counter(header).items() if count > 1]
         if twice:
             raise ValueError(f"several columns are called {twice[0]!r}")
@@ -296,20 +331,58 @@ def read_table(path: Path, again: str = "correct the table") -> tuple[dict[str, 
     return dict(zip(header, columns, strict=True)), np.array(numbers)
 
 
-def _text(path: Path) -> tuple[list[str], list[Array], list[int]]:
-    """Header, columns and the rows' numbers of a CSV or TSV file; spreadsheets put a mark at its start."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        header = file.readline(2**16)
-        file.seek(0)
-        other = next((mark for mark in ";\t" if mark in header), ",")  # the comma stands in numbers in many countries
-        delimiter = "\t" if path.suffix.lower() == ".tsv" else "," if "," in header else other
-        found = [(number, row) for number, row in enumerate(csv.reader(file, delimiter=delimiter), 1) if row]
+def _text(path: Path, encoding: str | None = None) -> tuple[list[str], list[Array], list[int]]:
+    """Header, columns and the rows' numbers of a CSV or TSV file."""
+    text = _decoded(path.read_bytes(), encoding)
+    header = text.partition("\n")[0]
+    other = next((mark for mark in ";\t" if mark in header), ",")  # the comma stands in numbers in many countries
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else "," if "," in header else other
+    found = [
+        (number, row)
+        for number, row in enumerate(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), 1)
+        if row
+    ]
     (_, names), *rows = found or [(1, [])]
     for number, row in rows:
         if len(row) != len(names):
             raise ValueError(f"row {number} has {len(row)} fields and the header {len(names)}")
     columns = [np.array([row[place] for _, row in rows]) for place in range(len(names))]
     return names, columns, [number for number, _ in rows]
+
+
+_BYTE_ORDER_MARKS = {  # the longer ones first, since that of UTF-32 begins as that of UTF-16 does
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+    codecs.BOM_UTF8: "utf-8",
+}
+
+
+def _decoded(content: bytes, encoding: str | None) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: If it is in another encoding; the message has the line and what to do.
+    """
+    marked = next((name for mark, name in _BYTE_ORDER_MARKS.items() if content.startswith(mark)), None)
+    if encoding is None and marked is None and b"\0" in content[:1024]:
+        raise ValueError(
+            "it has zero bytes, as UTF-16 without a byte-order mark has them: save it as UTF-8, or name its encoding "
+            "(encoding: utf-16-le or utf-16-be)"
+        )
+    chosen = encoding or marked or "utf-8"
+    try:
+        return content.decode(chosen).removeprefix("\ufeff")  # the mark is no part of the first column's name
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        letter = content[error.start : error.start + 1]
+        windows = letter.decode("cp1252", "replace")
+        guess = f", which is {windows!r} in Windows-1252" if chosen.startswith("utf-8") and windows != "\ufffd" else ""
+        raise ValueError(
+            f"line {line} has the byte {letter[0]:#04x}{guess}, and is not {chosen.upper()}: save "
+            "it as UTF-8 (in Excel: CSV UTF-8), or name its encoding, such as encoding: cp1252 (--encoding=cp1252)"
+        ) from None
 
 
 def _parquet(path: Path) -> tuple[list[str], list[Array], list[int]]:
