@@ -171,10 +171,9 @@ def shown_rounds(progress: Progress) -> str:
     """The rounds of a deployed run as a table."""
     rows, summed = [], any(record.summed for record in progress.records)
     for record, row in zip(progress.records, progress.history, strict=True):
-        missing, outside = (
-            ", ".join(f"{name} ({why})" for name, why in found.items()) or "–"
-            for found in (record.failed, record.outside)
-        )
+        reasons = dict.fromkeys(record.away, "away") | record.failed
+        missing = ", ".join(f"{name} ({why})" for name, why in reasons.items()) or "–"
+        outside = ", ".join(f"{name} ({why})" for name, why in record.outside.items()) or "–"
         score = row.get("personal/local_test", float("nan"))
         answered, traffic = f"{len(record.answered)}/{len(record.asked)}", f"{record.up + record.down:.2f}"
         shown = "–" if score != score else f"{100 * score:.1f}"

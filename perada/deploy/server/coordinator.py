@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,11 @@ from perada.deploy.server.rounds import (
     log_round,
 )
 from perada.deploy.sums.progress import HEARD
-from perada.deploy.sums.vector import Contents, Summed, check_cryptography
+from perada.deploy.sums.vector import SPOILED, Contents, Summed, check_cryptography
 from perada.deploy.transport import Terms, Transport
 from perada.federation.cohort import Site
 from perada.federation.secure_sums import check_secure_sums
-from perada.federation.server import Server
+from perada.federation.server import FAR, Server
 from perada.federation.settings import check_factors, check_rule, check_server_images
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.rehearsal import check_client_level
@@ -50,6 +51,11 @@ PAUSE = 0.5
 """Seconds between two attempts."""
 SAID = 30.0
 """Seconds between two lines that say what is waited for."""
+
+MOVES = 20
+"""Of so many secure sums is it remembered how far they moved the model."""
+SPOILED_ROUNDS = 2
+"""After so many spoiled rounds in a row the model from before the last sum is put back."""
 
 log = logging.getLogger("perada.deploy")
 
@@ -75,6 +81,7 @@ class Coordinator:
         if not terms.resume and (folder / SERVER_STATE).exists():
             raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
         self._lock = FolderLock(folder, "server")
+        self._former: dict[str, Any] = {}  # states from before the last secure sum; empty if there are none
         if terms.resume:
             self.progress, states = read_progress(folder)
             if (self.progress.recipe, self.progress.rounds) != (recipe.digest, recipe.rounds):
@@ -82,6 +89,9 @@ class Coordinator:
             first = self.server.global_state
             states["global"] = laid_out(states["global"], first, self.progress.plain)
             self.server.load_state_dict(states)
+            if "former" in states:
+                self._former = states["former"]
+                self._former["global"] = laid_out(self._former["global"], first, self.progress.plain)
             for member in self.progress.roster:  # a site that was mended meanwhile may take part again
                 member.lied = ""
         else:
@@ -306,6 +316,12 @@ class Coordinator:
             missing = {name: record.failed.get(name, "late") for name in asked if name not in got}
             raise TimeoutError(self._too_few(f"round {progress.done}", answered, missing, begin))
         record.asked, record.answered, record.outside = asked, list(got), dict(self.roster.outside)
+        connected = set(self.transport.names())
+        record.away = [
+            member.name
+            for member in progress.roster
+            if not member.left and member.name not in connected and member.name not in asked
+        ]
         by_number = {
             numbers[name]: (answer, {key: widened(value, whole[key].shape) for key, value in state.items()})
             for name, (answer, state) in got.items()
@@ -315,17 +331,81 @@ class Coordinator:
             try:
                 contents = self.recipe.contents(record.round, self.images)
                 record.summed, summed = self._sum("update", record, got, contents)
+                self._check_move(summed.mean)
             except Refused as refusal:
-                record.void = str(refusal)
-            by_number = {numbers[name]: (got[name][0], summed.mean) for name in record.summed} if summed else {}
+                record.summed, summed, record.void = [], None, str(refusal)
+            # After a restart a site may be in the sum whose answer to the training did not come a second time.
+            silent = Answer("ok", digest(b"")), dict[str, torch.Tensor]()
+            answers = {name: got.get(name, silent)[0] for name in record.summed}
+            by_number = {numbers[name]: (answers[name], summed.mean) for name in answers} if summed else {}
+        former = deepcopy(self.server.state_dict()) if secure else {}
         logits = None if summed is None else torch.empty(0) if summed.logits is None else summed.logits
         close_round(self.recipe, self.server, self.roster, self.images, record, by_number, logits)
+        if secure:
+            self._keep_or_restore(record, former)
         if summed is not None:
             progress.history[-1] |= {f"train/{role}_loss": loss for role, loss in summed.numbers.items()}
         record.seconds = time.monotonic() - begin
         progress.history[-1]["deploy/seconds"] = record.seconds
         self._save()
         log_round(self.loggers, progress.history[-1])
+
+    def _check_move(self, mean: State) -> None:
+        """Refuse the mean of a secure sum that is out of all proportion, since one site may have made it so.
+
+        A mean of numbers that each could be meant may still be a model that no site can train: then each later round
+        would be void. It is refused if it moves the model by so many times its own norm, and, once there were sums
+        before, by so many times as much as the largest of those. Noisy sums may be of any size.
+        """
+        progress = self.progress
+        if self.recipe.noisy:
+            return
+        factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
+        received: State = {}
+        if not self.settings.algorithm.compares:  # else what a site receives depends on its images
+            plan = RoundPlan(progress.done, (0,), ((0,),))
+            received = self.server.sending(plan, max(1, len(progress.roster)))
+        move, size = 0.0, 0.0
+        for key, value in mean.items():
+            if not value.is_floating_point() or key.endswith(("running_mean", "running_var")):
+                continue  # statistics of images may be of any size
+            before = received[key][0].to("cpu", torch.float64) if key in received else torch.zeros(())
+            if before.shape != value.shape:
+                before = torch.zeros_like(value, dtype=torch.float64)
+            move += float((value.double() - before).square().sum())
+            size += float(before.square().sum())
+        move, size = move**0.5, size**0.5
+        times = FAR if progress.moves else FAR**2
+        limit = times * max(1.0, size)
+        if progress.moves and factor > 0:
+            limit = max(limit, FAR * factor * max(progress.moves))
+        if move > limit:
+            raise Refused(
+                f"{SPOILED} has moved the model by {move:.3g}, and {limit:.3g} would be {times:g} times its norm, or "
+                "what it was moved by before",
+                "other",
+            )
+        if factor > 0:
+            progress.moves = [*progress.moves, move / factor][-MOVES:]
+
+    def _keep_or_restore(self, record: Record, former: dict[str, Any]) -> None:
+        """Keep the states before a secure sum, and put them back where the new ones turn out to be spoiled.
+
+        They are if most sites cannot train them. A sum that cannot be read may also be the doing of one site in this
+        round, so that the states are put back only after several such rounds in a row.
+        """
+        progress = self.progress
+        if not record.void:
+            self._former, progress.spoiled = former, 0
+            return
+        broken = sum(code == "broken" for code in record.failed.values())
+        most_broke = 2 * broken > len(record.asked)
+        progress.spoiled += most_broke or record.void.startswith(SPOILED)
+        if self._former and (most_broke or progress.spoiled >= SPOILED_ROUNDS):
+            self.server.load_state_dict(self._former)
+            self._former, progress.spoiled = {}, 0
+            record.void += "; the model from before the last sum was put back"
+            log.warning("round %d: the model from before the last secure sum was put back", record.round)
 
     def _check_honest(self) -> None:
         """End the run before sites train for a sum that cannot be made, since too few are left that did not lie."""
@@ -449,4 +529,7 @@ class Coordinator:
 
     def _save(self) -> None:
         self.progress.plain = is_plain(self.server.global_state)
-        write_progress(self.folder, self.progress, self.server.state_dict())
+        states = self.server.state_dict()
+        if self._former:
+            states["former"] = self._former
+        write_progress(self.folder, self.progress, states)

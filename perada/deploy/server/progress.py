@@ -41,6 +41,7 @@ class Record:
     masked: list[str] = field(default_factory=list)  # whose numbers came under masks
     failed: dict[str, str] = field(default_factory=dict)  # code of each other site
     far: dict[str, float] = field(default_factory=dict)  # whose change was so many times as long as the median
+    away: list[str] = field(default_factory=list)  # sites of the run that were not connected
     outside: dict[str, str] = field(default_factory=dict)  # why sites that were connected have not joined
     void: str = ""  # why the global state stayed as it was; empty if it moved
     seconds: float = 0.0  # from the first message to the new state
@@ -65,6 +66,8 @@ class Progress:
     asked: list[str] = field(default_factory=list)  # sites asked in the round that is under way, in their order
     plain: bool = False  # whether the tensors of the global state are laid out row by row
     level: dict[str, Any] | None = None  # state of the privacy of whole clients
+    moves: list[float] = field(default_factory=list)  # how far each secure sum moved the model, at the full rate
+    spoiled: int = 0  # rounds in a row that the model, or a site, has spoiled since the last secure sum
     told: dict[str, str] = field(default_factory=dict)  # digests of what sites were told, by round; for secure sums
 
 

@@ -232,7 +232,12 @@ class SecureSum:
         if state.alive:  # sites may have signed that these are in the sum, and sign no other list
             lost = [name for name in state.alive if name not in vectors]
             if lost:
-                raise Refused(f"secure sum: the parts of {', '.join(lost)} did not come again", "other")
+                came = len(state.alive) - len(lost)
+                raise Refused(
+                    f"secure sum: {came} of {len(state.alive)} sites sent their part again after the restart; without "
+                    f"{', '.join(lost)}",
+                    "other",
+                )
             vectors = {name: vectors[name] for name in state.alive}
         state.alive = server.take(vectors)
         self._save(state)

@@ -298,9 +298,9 @@ class SiteWorker:
             self.book.commit(state, total, self.book.rounds, self.book.sampling)
         tensors = {} if masked is None else {"masked": torch.from_numpy(masked)}
         if order.kind == "reveal":
-            self.log.info("round %d: in the sum are %s", order.round, ", ".join(party.alive))
+            self.log.info("round %d: in the sum are %s", order.round, ", ".join(party.alive(terms)))
         reply = pack(Answer("ok", answers, sums=said), tensors)
-        party.keep(answers, reply)
+        party.keep(terms, answers, reply)
         return reply
 
     def _check_sum(self, client: Client) -> None:

@@ -2,7 +2,7 @@
 """The part of a site's worker in secure sums: it answers the orders of a sum's steps."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -12,9 +12,23 @@ from perada.deploy.sums.keys import Advert, Own, Terms
 from perada.deploy.sums.site import SiteRound
 from perada.deploy.sums.vector import Whole
 
+RUNS = 8
+"""Of how many runs at once a site is in a sum. It keeps the last replies of each, a masked vector among them."""
+
+
+@dataclass
+class _Sum:
+    """A site's part in the sum that a run is at."""
+
+    terms: Terms
+    round: SiteRound
+    replies: dict[str, bytes] = field(default_factory=dict)  # by the digest of the message
+
 
 class Party:
-    """A site among those that it agrees to hide among. It is in one sum at a time, whose keys are in memory alone.
+    """A site among those that it agrees to hide among.
+
+    It is in one sum of each run at a time, since several runs may be served at once. The keys are in memory alone.
 
     Args:
         name: Of the site, by which the others know it.
@@ -35,36 +49,44 @@ class Party:
         same = [other for other, key in self.peers.items() if key.public_bytes_raw() == own.public_bytes_raw()]
         if same:
             raise ValueError(f"the list of sites has this site's key, of {name!r}, under the name {same[0]!r}")
-        self._terms: Terms | None = None
-        self._round: SiteRound
-        self._replies: dict[str, bytes] = {}
+        self._sums: dict[str, _Sum] = {}  # the last sum of each run, the one that was begun last at the end
 
-    @property
-    def alive(self) -> list[str]:
-        """The sites of the current sum, this one among them, once the server has said who."""
-        return self._round.alive
+    def alive(self, terms: Terms) -> list[str]:
+        """The sites of a sum, this one among them, once the server has said who; none if it is not known."""
+        current = self._current(terms)
+        return [] if current is None else current.round.alive
 
     def replied(self, terms: Terms, message: str) -> bytes | None:
         """What was answered to a message of this sum before, if it was."""
-        return self._replies.get(message) if terms == self._terms else None
+        current = self._current(terms)
+        return None if current is None else current.replies.get(message)
 
-    def keep(self, message: str, reply: bytes) -> None:
-        """Remember what is answered to a message, by its digest."""
-        self._replies[message] = reply
+    def keep(self, terms: Terms, message: str, reply: bytes) -> None:
+        """Remember what is answered to a message of a sum, by its digest."""
+        self._sums[terms.run].replies[message] = reply
 
     def offered(self, terms: Terms, own: Own, begin: bool) -> dict[str, Any]:
         """The keys for the first attempt at a sum, the same whenever asked; ``own`` as of :meth:`step`.
 
         Nothing if a later attempt was begun, or, unless it may ``begin``, if there are none yet.
         """
-        if self._terms is not None and replace(self._terms, attempt=terms.attempt) == terms:
-            return {"advert": vars(self._round.advert)} if self._terms == terms else {}
+        last = self._sums.get(terms.run)
+        if last is not None and replace(last.terms, attempt=terms.attempt) == terms:
+            return {"advert": vars(last.round.advert)} if last.terms == terms else {}
         return self._begun(terms, own) if begin else {}
 
+    def _current(self, terms: Terms) -> "_Sum | None":
+        """The sum with these terms; None if its run has another one now, or none."""
+        last = self._sums.get(terms.run)
+        return last if last is not None and last.terms == terms else None
+
     def _begun(self, terms: Terms, own: Own) -> dict[str, Any]:
-        self._terms, self._replies = terms, {}
-        self._round = SiteRound(self.name, self._identity, self.peers, terms, own)
-        return {"advert": vars(self._round.advertise())}
+        self._sums.pop(terms.run, None)
+        while len(self._sums) >= RUNS:
+            del self._sums[next(iter(self._sums))]
+        made = _Sum(terms, SiteRound(self.name, self._identity, self.peers, terms, own))
+        self._sums[terms.run] = made
+        return {"advert": vars(made.round.advertise())}
 
     def step(
         self,
@@ -88,7 +110,8 @@ class Party:
             Refused: If it is not the step that comes next, or the server asks for what it must not be told.
         """
         if order.kind == "keys":
-            before = self._terms
+            last = self._sums.get(terms.run)
+            before = None if last is None else last.terms
             same = before is not None and replace(before, attempt=terms.attempt) == terms
             refuse(
                 same and before is not None and terms.attempt <= before.attempt,
@@ -96,36 +119,41 @@ class Party:
                 "other",
             )
             return self._begun(terms, own), None
-        refuse(
-            terms != self._terms, "secure sum: this site has no keys for it, which are gone with its process", "other"
-        )
+        current = self._current(terms)
+        if current is None:
+            raise Refused(
+                f"secure sum: this site has no keys for it: it was started again since, or has begun sums of {RUNS} "
+                "other runs",
+                "other",
+            )
         try:
-            return self._later(order, vector)
+            return self._later(current.round, order, vector)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, Refused):
                 raise
             raise Refused(f"secure sum: {order.kind}: {type(error).__name__}: {error}") from None
 
+    @staticmethod
     def _later(
-        self, order: Order, vector: Callable[[int, Collection[str]], Whole]
+        round: SiteRound, order: Order, vector: Callable[[int, Collection[str]], Whole]
     ) -> tuple[dict[str, Any], Whole | None]:
         given = order.sums
         match order.kind:
             case "shares":
-                dealt = self._round.share([Advert(**entry) for entry in given["adverts"]])
+                dealt = round.share([Advert(**entry) for entry in given["adverts"]])
                 return {"sealed": in_text(dealt.sealed), "commitments": dealt.commitments}, None
             case "hold":
-                self._round.hold(in_bytes(given["sealed"]), given["commitments"])
+                round.hold(in_bytes(given["sealed"]), given["commitments"])
                 return {}, None
             case "open":
-                return {"seals": self._round.open().hex()}, None
+                return {"seals": round.open().hex()}, None
             case "mask":
-                self._round.check_turn("mask")
-                return {}, self._round.mask(given["there"], vector(self._round.sites, self._round.told))
+                round.check_turn("mask")
+                return {}, round.mask(given["there"], vector(round.sites, round.told))
             case "confirm":
-                return {"signature": self._round.confirm(given["alive"])}, None
+                return {"signature": round.confirm(given["alive"])}, None
             case _:
-                revealed = self._round.reveal(given["signatures"])
+                revealed = round.reveal(given["signatures"])
                 return {kind: in_text(shares) for kind, shares in revealed.items()}, None
 
 

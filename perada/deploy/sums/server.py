@@ -59,11 +59,7 @@ class ServerRound:
     def enough(self, names: Collection[str], did: str) -> None:
         """Refuse to continue without enough sites that ``did`` something."""
         if len(names) < self.least:
-            missing = ", ".join(name for name in self.order if name not in names)
-            without = f"; without {missing}" if missing else ""
-            raise Refused(
-                f"secure sum: {len(names)} of {len(self.order)} sites {did}, and {self.least} must{without}", "other"
-            )
+            raise Refused(f"secure sum: {len(names)} of {len(self.order)} sites {did}, and {self.least} must", "other")
 
     def deliver(self, dealt: Mapping[str, Dealt]) -> dict[str, dict[str, bytes]]:
         """What each site is to be given of what all sites sealed, by sender."""

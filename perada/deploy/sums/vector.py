@@ -21,7 +21,8 @@ Whole = NDArray[np.uint64]
 """A vector of numbers modulo 2⁶⁴."""
 _CHUNK = 2**14
 """Numbers that are rounded at a time, so that what is in between stays in the processor's cache."""
-_SPOILED = "secure sum: a site spoiled it, or more:"
+SPOILED = "secure sum: a site spoiled it, or more:"
+"""Begin of the reason why a sum that was read is refused."""
 
 
 def check_cryptography() -> None:
@@ -99,7 +100,7 @@ class Contents:
         sizes = [value.numel() for value in self.example.values()]
         *states, logits, rest = whole.split([*sizes, images, 1 + 2 * len(self.numbers)])
         weight, *told = self.options.real(rest).tolist()
-        refuse(weight != (sites if self.equal else max(sites, weight // 1)), f"{_SPOILED} is {weight:g}", "other")
+        refuse(weight != (sites if self.equal else max(sites, weight // 1)), f"{SPOILED} is {weight:g}", "other")
         mean = {
             key: self._mean(key, part, weight).view(example.shape)
             for (key, example), part in zip(self.example.items(), states, strict=True)
@@ -123,5 +124,5 @@ class Contents:
                 low, high = min(low, least), max(high, most)
             place.copy_(value if real else value.round_())
         least, most = (-MAGNITUDE, MAGNITUDE) if real else (0, COUNT)
-        refuse(not least <= low <= high <= most, f"{_SPOILED} has {key!r} from {low:g} to {high:g}", "other")
+        refuse(not least <= low <= high <= most, f"{SPOILED} has {key!r} from {low:g} to {high:g}", "other")
         return found

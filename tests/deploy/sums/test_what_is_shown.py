@@ -13,6 +13,7 @@ from perada.deploy.protocol import header_of
 from perada.deploy.sums.party import Party
 from perada.deploy.transport import Failure, LocalTransport
 
+from ..parties import Parties
 from ..test_rounds import Troubled
 from .test_deployed_sums import FOUR, Liar, asks, parties
 
@@ -64,6 +65,25 @@ def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsy
     assert row[shown["run"].index("last round")] == "2" and row[shown["run"].index("last under masks")] == "0"
 
 
+@pytest.mark.parametrize("sums", [True, False])
+def test_status_shows_a_site_that_is_away(sums, tiny, tmp_path, capsys):
+    """It joined and is not connected in the second round, in which nobody asks it anything."""
+    made = parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR, every=3) if sums else None
+    made = made or Parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR, every=3)
+    workers = made.workers()
+    transport = LocalTransport(dict(workers))
+    coordinator = made.coordinator(transport, min_sites=3)
+    coordinator._round()
+    del transport.workers["site2"]
+    coordinator._round()
+    transport.workers["site2"] = workers["site2"]
+    coordinator._round()
+    main(["deploy", "status", str(tmp_path / "server")])
+    shown = cells(capsys.readouterr().out)
+    place = shown["round"].index("missing")
+    assert [shown[number][place] for number in "012"] == ["–", "site2 (away)", "–"]
+
+
 class Weighed(LocalTransport):
     """Notes kilobytes of messages by step and direction; of the first site, in the first round."""
 
@@ -94,7 +114,9 @@ def test_messages_have_the_sizes_that_the_page_says(sites, column, tiny, tmp_pat
     for name, step in {
         "list of all, down": ("shares", "down"),
         "sealed shares, up": ("shares", "up"),
-        "shares, down": ("mask", "down"),
+        "shares, down": ("hold", "down"),
+        "whose shares do not open, up": ("hold", "up"),
+        "who masks, down": ("mask", "down"),
         "who is in it, down": ("confirm", "down"),
         "signature, up": ("confirm", "up"),
         "signatures, down": ("reveal", "down"),
