@@ -5,7 +5,7 @@ A *state* holds what one role (personal, local, global) trains: ``{name in the s
 same dictionary with a leading client axis C on every tensor. Names are those of the single model's ``state_dict()``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -184,6 +184,58 @@ def partition(state: State, keys: Iterable[str]) -> tuple[State, State]:
 def to_device(state: State, device: torch.device) -> State:
     """Return a state on ``device``; tensors that are there already are not copied."""
     return {key: value.to(device) for key, value in state.items()}
+
+
+def strides_of(state: State) -> dict[str, list[int]]:
+    """Strides of the tensors that are not laid out row by row, such as weights of convolutions in channels_last.
+
+    The last bits of what a network computes depend on how its weights lie in memory, which files and messages do not
+    keep.
+
+    >>> strides_of({"a": torch.ones(2, 3), "b": torch.ones(2, 3).T})
+    {'b': [1, 3]}
+    """
+    found = {}
+    for key, value in state.items():
+        strides = torch.empty_like(value, device="meta").stride()  # of a copy, which has no gaps
+        if strides != torch.empty(value.shape, device="meta").stride():
+            found[key] = list(strides)
+    return found
+
+
+def laid_out(state: State, strides: Mapping[str, Sequence[int]]) -> State:
+    """A copy of a state whose tensors lie in memory as :func:`strides_of` said.
+
+    Raises:
+        ValueError: If strides are of a tensor that is not in the state, or would leave gaps or overlap.
+
+    >>> laid_out({"b": torch.ones(3, 2)}, {"b": [1, 3]})["b"].stride()
+    (1, 3)
+    """
+    for key, own in strides.items():
+        if key not in state:
+            raise ValueError(f"strides of {key!r}, and there is no such tensor")
+        if not _fills(state[key].shape, own):
+            raise ValueError(f"strides {list(own)} of {key!r}, whose shape is {tuple(state[key].shape)}")
+    found = {}
+    for key, value in state.items():
+        own = strides.get(key) or torch.empty(value.shape, device="meta").stride()
+        found[key] = torch.empty_strided(value.shape, own, dtype=value.dtype, device=value.device).copy_(value)
+    return found
+
+
+def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor with these strides has each place in its memory once."""
+    if len(strides) != len(shape):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:  # any stride leads nowhere
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def send(value: Tensor, device: torch.device | str) -> Tensor:

@@ -43,6 +43,8 @@ SENDABLE = ("sizes", "counts", "scores", "losses", "epsilon")
 """What a site may be allowed to send beside updates."""
 ROUNDS, CLIENTS, STEPS, IMAGES, MODELS, RANKS, ENTRIES = 10**6, 10**6, 10**6, 10**12, 1000, 10**6, 64
 """Numbers above these are refused."""
+DIMENSIONS = 16
+"""Dimensions that a tensor may have."""
 TABLE = 2**22
 """Bytes that the table of a message's tensors, with its header, may take."""
 MAGNITUDE, COUNT = 1e6, 2**40
@@ -102,7 +104,7 @@ class Order(Header):
     client: int = 0  # the site's number in the run
     clients: int = 1  # number of sites in the run
     factor: float = 1.0  # of the learning rates
-    plain: bool = False  # are the tensors laid out row by row, or else as the network's? last bits depend on it
+    strides: dict[str, list[int]] = field(default_factory=dict)  # of tensors that are not laid out row by row
     models: int = 0  # of the ensemble that is sent to be scored, as "members"; 0 if none is
     norm: float = 0.0  # S of the round, where sites clip their changes and it moves
     rank: int = 0  # of the site's LoRA, to which what travels in a round is cut; 0 for that of the adapter
@@ -120,7 +122,12 @@ class Order(Header):
         check_whole("client", self.client, 0, most=self.clients - 1)
         check_number("factor", self.factor, least=0, most=1e6)
         check_number("norm", self.norm, least=0, most=1e200)
-        check_choice("plain", self.plain, (True, False))
+        _check_dictionary("strides", self.strides)
+        for key, strides in self.strides.items():
+            if not isinstance(strides, list) or len(strides) > DIMENSIONS:
+                raise ValueError(f"strides of {key!r} are not a list of up to {DIMENSIONS} numbers")
+            for stride in strides:
+                check_whole(f"a stride of {key!r}", stride, 0, most=COUNT)
         check_choice("of", self.of, ("update", "scores"))
         _check_dictionary("sums", self.sums)
 

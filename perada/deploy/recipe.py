@@ -253,14 +253,3 @@ def first_kept(kept: Stacks) -> Stacks:
         role: {key: value.unsqueeze(0).clone(memory_format=torch.contiguous_format) for key, value in state.items()}
         for role, state in kept.items()
     }
-
-
-def laid_out(state: State, example: State, plain: bool) -> State:
-    """``state`` on the device of an example, row by row if it is ``plain``, or else in the example's memory format."""
-    form = torch.contiguous_format if plain else torch.preserve_format
-    return {key: torch.empty_like(example[key], memory_format=form).copy_(value) for key, value in state.items()}
-
-
-def is_plain(state: State) -> bool:
-    """Whether all tensors are laid out row by row."""
-    return all(value.is_contiguous() for value in state.values())

@@ -13,6 +13,7 @@ from perada.data import FederatedData
 from perada.deploy.server.rounds import _row
 from perada.deploy.state import read_state
 from perada.deploy.transport import LocalTransport
+from perada.federation.cohort import Cohort
 from perada.server.rules import SVD, FedAdam, LoRAFair, Median
 
 from ..algorithms.problems import ADAPTER_OF, OF_LORA
@@ -150,3 +151,61 @@ def test_a_residual_network_in_channels_last_with_augmentation(algorithm, tiny, 
     parties = Parties(tiny, tmp_path, algorithm, sizes=(6, 3), **options)
     parties.whole = FederatedData([images(6), images(3)], [images(4), images(4)], images(8))
     assert_equal(parties)
+
+
+def convolutions():
+    """A network of two convolutions."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.Conv2d(4, 6, 3, stride=2, padding=1)
+    pooled = torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten()
+    return torch.nn.Sequential(first, torch.nn.ReLU(), second, torch.nn.ReLU(), *pooled, torch.nn.Linear(24, 3))
+
+
+MIXED = ["fedex_lora", "feddpa", "feddpa_f", "flora", "fedalt_row"]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    "algorithm", sorted({*MIXED, "ditto", "scaffold", "fed_ensemble"}, key=lambda name: name not in MIXED)
+)
+@pytest.mark.every(6)
+def test_each_tensor_lies_in_memory_as_in_the_simulation(algorithm, resumed, tiny, tmp_path, monkeypatch):
+    """The last bits depend on it, on some machines: some tensors of a state are in channels_last and others are not."""
+    seen = {}
+    usual = Cohort.__init__
+
+    def watched(self, site, plan, kept, received, *args, **options):
+        for row, client in enumerate(plan.clients):
+            stacks = {"received": received, **kept}
+            strides = {
+                role: {key: value[row].stride() for key, value in stack.items()} for role, stack in stacks.items()
+            }
+            seen.setdefault((plan.round, client), []).append(strides)
+        usual(self, site, plan, kept, received, *args, **options)
+
+    monkeypatch.setattr(Cohort, "__init__", watched)
+    adapter = "lora" if algorithm in OF_LORA else "dual_lora" if algorithm in ADAPTER_OF else "full"
+    module = {"adapter": adapter, "channels_last": True}
+    if adapter != "full":
+        module["adapter_options"] = {"target_modules": ["0", "2", "6"], "r": 2}
+    parties = Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=convolutions, module=module)
+    loop, module = parties.simulated()
+    transport = LocalTransport(parties.workers())
+    if resumed:
+        coordinator = parties.coordinator(transport)
+        coordinator._round()
+        coordinator.close()
+        coordinator = parties.coordinator(transport, resume=True)
+    else:
+        coordinator = parties.coordinator(transport)
+    coordinator.run()
+    assert loop.history and {round for round, _ in seen} >= {0, 1}
+    for strides in seen.values():
+        simulated, deployed = strides
+        assert simulated == deployed
+    for key, value in module.federation.global_state.items():
+        assert value.stride() == coordinator.server.global_state[key].stride()
+        assert torch.equal(value, coordinator.server.global_state[key])
+    if algorithm in MIXED:
+        layouts = {value.is_contiguous() for value in coordinator.server.global_state.values() if value.dim() == 4}
+        assert algorithm not in ("fedex_lora", "flora") or layouts == {True, False}

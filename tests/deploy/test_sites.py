@@ -143,7 +143,7 @@ def test_another_protocol_is_refused_before_anything_else_is_read(site, caplog, 
 def test_what_the_server_sends_cannot_write_lines_into_the_sites_log(site, caplog):
     forged = "\x1b[2J\nround 1: all is well"
     client = only_client(site)
-    for header in ({"kind": forged}, {"run": forged}, {"models": forged}, {"round": forged}, {"plain": forged}):
+    for header in ({"kind": forged}, {"run": forged}, {"models": forged}, {"round": forged}, {"strides": forged}):
         site.answer(pack(vars(Order("train", RUN, client.recipe.digest)) | header), forged)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("perada")]
     assert len(said) == 5 and all("all is well" in line and line.isprintable() for line in said)

@@ -15,9 +15,9 @@ from safetensors.torch import load
 
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
-from perada.core.states import State, narrowed, widened
+from perada.core.states import State, narrowed, strides_of, widened
 from perada.deploy.protocol import SUMS, Answer, Kind, Order, Refused, digest, header_of, largest, pack, spec_of
-from perada.deploy.recipe import ServerRecipe, is_plain, labels_digest, laid_out
+from perada.deploy.recipe import ServerRecipe, labels_digest
 from perada.deploy.scores import mean_scores, summed_scores
 from perada.deploy.server.progress import (
     SERVER_STATE,
@@ -86,12 +86,9 @@ class Coordinator:
             self.progress, states = read_progress(folder)
             if (self.progress.recipe, self.progress.rounds) != (recipe.digest, recipe.rounds):
                 raise ValueError(f"{str(folder)!r} holds a run of another recipe or other weights; give its own")
-            first = self.server.global_state
-            states["global"] = laid_out(states["global"], first, self.progress.plain)
             self.server.load_state_dict(states)
             if "former" in states:
                 self._former = states["former"]
-                self._former["global"] = laid_out(self._former["global"], first, self.progress.plain)
             for member in self.progress.roster:  # a site that was mended meanwhile may take part again
                 member.lied = ""
         else:
@@ -156,7 +153,8 @@ class Coordinator:
                 self._evaluate()
             self._round()
         if self.settings.algorithm.personalization() and not progress.tuned:
-            begin, tuned = time.monotonic(), self._everyone("tune", self.server.global_state)
+            begin, state = time.monotonic(), self.server.global_state
+            tuned = self._everyone("tune", state, strides=strides_of(state))
             if len(tuned) < self.terms.min_sites:
                 missing = {name: "not tuned" for name in self.roster.numbers if name not in tuned}
                 raise TimeoutError(self._too_few("fine-tuning", len(tuned), missing, begin))
@@ -170,7 +168,6 @@ class Coordinator:
 
     def _order(self, kind: Kind, client: int = 0, **given: Any) -> Order:
         progress = self.progress
-        given["plain"] = is_plain(self.server.global_state)
         if ranks := self.roster.lora_ranks:
             given["rank"] = ranks[client]
         return Order(kind, progress.run, progress.recipe, progress.done, client, max(1, len(progress.roster)), **given)
@@ -487,11 +484,13 @@ class Coordinator:
         progress, given = self.progress, self.server.global_state
         factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
         norm = self.roster.level.norm if self.roster.level is not None and self.recipe.noisy else 0.0
-        order = self._order("train", client, factor=factor, norm=norm)
-        if not self.settings.algorithm.compares:
-            received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
-            given = self._narrowed({key: value[0] for key, value in received.items()}, client)
-        return pack(order, given)
+        if self.settings.algorithm.compares:
+            order = self._order("train", client, factor=factor, norm=norm, strides=strides_of(given))
+            return pack(order, given)
+        received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
+        given = {key: value[0] for key, value in received.items()}
+        order = self._order("train", client, factor=factor, norm=norm, strides=strides_of(given))
+        return pack(order, self._narrowed(given, client))
 
     def _narrowed(self, state: State, client: int) -> State:
         """What of a state travels to a site or from it, whose LoRA may have a rank of its own."""
@@ -507,7 +506,7 @@ class Coordinator:
         if algorithm.global_model and not all(equal):
             tensors |= {f"members/{key}": value for key, value in members.items()}
             models = len(next(iter(members.values())))
-        answers = self._everyone("evaluate", tensors, models=models)
+        answers = self._everyone("evaluate", tensors, models=models, strides=strides_of(state))
         metrics = self.recipe.module.metrics
         found = mean_scores(metrics, [answer.facts for answer in answers.values()])
         if self.settings.secure_sums is not None and not self.recipe.noisy:  # else sites tell no scores
@@ -528,7 +527,6 @@ class Coordinator:
         log_round(self.loggers, found | {"round": self.progress.history[-1]["round"]})
 
     def _save(self) -> None:
-        self.progress.plain = is_plain(self.server.global_state)
         states = self.server.state_dict()
         if self._former:
             states["former"] = self._former

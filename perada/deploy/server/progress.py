@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from perada.core.files import write_atomic
+from perada.core.states import State, laid_out, strides_of
 from perada.deploy.state import read_kept, write_kept
 from perada.deploy.sums.progress import SumState
 
@@ -64,7 +65,7 @@ class Progress:
     records: list[Record] = field(default_factory=list)  # of each round
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of each round
     asked: list[str] = field(default_factory=list)  # sites asked in the round that is under way, in their order
-    plain: bool = False  # whether the tensors of the global state are laid out row by row
+    strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # of the states' tensors, as of strides_of
     level: dict[str, Any] | None = None  # state of the privacy of whole clients
     moves: list[float] = field(default_factory=list)  # how far each secure sum moved the model, at the full rate
     spoiled: int = 0  # rounds in a row that the model, or a site, has spoiled since the last secure sum
@@ -75,6 +76,7 @@ def write_progress(folder: Path, progress: Progress, states: dict[str, Any]) -> 
     """Write the states of the server and how far it is, all at once, and the metrics beside them."""
     if progress.history:  # first: a run that was killed in between writes them again
         write_atomic(folder / METRICS, _csv(progress.history).encode(), private=True)
+    progress.strides = {name: strides_of(state) for name, state in _named(states).items()}
     write_kept(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
 
 
@@ -94,7 +96,8 @@ def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
     def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
         progress["roster"] = [Member(**member) for member in progress["roster"]]
         progress["records"] = [Record(**record) for record in progress["records"]]
-        return Progress(**progress), states
+        read = Progress(**progress)
+        return read, _placed(states, read.strides)
 
     return read_kept(path, SERVER_FORMAT, build)
 
@@ -120,6 +123,28 @@ def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
     of_run, state = read_kept(path, SUM_FORMAT, build)
     same = (of_run, state.round, state.of) == (run, round, of)
     return state if same else None
+
+
+def _named(states: dict[str, Any], group: str = "") -> dict[str, State]:
+    """All states of a server by one name each, those that a round began with too, if they are kept as ``former``."""
+    found = {f"{group}global": states["global"]}
+    for name, state in states["server"].items():
+        found[f"{group}server/{name}"] = state
+    if "former" in states:
+        found |= _named(states["former"], "former/")
+    return found
+
+
+def _placed(states: dict[str, Any], strides: dict[str, dict[str, list[int]]], group: str = "") -> dict[str, Any]:
+    """The states as they lay in memory when they were written; ``strides`` are by the names of :func:`_named`."""
+    found = dict(states)
+    found["global"] = laid_out(states["global"], strides.get(f"{group}global", {}))
+    found["server"] = {
+        name: laid_out(state, strides.get(f"{group}server/{name}", {})) for name, state in states["server"].items()
+    }
+    if "former" in states:
+        found["former"] = _placed(states["former"], strides, "former/")
+    return found
 
 
 def _csv(history: list[dict[str, float]]) -> str:

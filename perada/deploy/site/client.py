@@ -18,7 +18,7 @@ from perada.core.states import State, cut_ranks, expand, to_device
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, loader, make_store
 from perada.data.federated import FederatedData
 from perada.deploy.protocol import Order, Refused
-from perada.deploy.recipe import Recipe, first_kept, labels_digest, laid_out
+from perada.deploy.recipe import Recipe, first_kept, labels_digest
 from perada.deploy.site.budget import SiteBudget
 from perada.deploy.site.file import Limits
 from perada.deploy.site.level import SiteLevel
@@ -204,7 +204,7 @@ class Client:
         plan, tuning = self.plan(order), order.kind == "tune"
         with self.recipe.context():
             if tuning:
-                start = laid_out(given, self.recipe.template.initial, order.plain)
+                start = to_device(given, self.recipe.device)
                 tuned = self._tuning()[0]
                 kept, received = first_kept(tuned.kept(start, self.module.slot)), self._sent(tuned, order, start)
             else:
@@ -259,7 +259,7 @@ class Client:
     def score(self, order: Order, shared: State, members: State, state: RunState) -> dict[str, Scores]:
         """The ``personal`` model, where there is one, and the ``global`` one on the site's test images."""
         settings, module = self.settings, self.module
-        shared = laid_out(shared, self.recipe.template.initial, order.plain)
+        shared = to_device(shared, self.recipe.device)
         models = {}
         personal = self.personal(shared, state)
         if personal is not None:
@@ -301,10 +301,10 @@ class Client:
 
     def _received(self, order: Order, given: State) -> State:
         """What the client received, (1, ...); of several global models it chooses its own."""
-        algorithm, template = self.settings.algorithm, self.recipe.template
+        algorithm = self.settings.algorithm
         if not algorithm.compares:
-            return expand(laid_out(given, template.sending, order.plain), 1)
-        shared = laid_out(given, template.initial, order.plain)
+            return expand(to_device(given, self.recipe.device), 1)
+        shared = to_device(given, self.recipe.device)
         batches = []
         for batch in map(one_of, self.batches(self.plan(order, [Phase("compare", 1)]))):
             left = self.size - batch.step * batch.counts[0]  # what fills the last batch was compared already

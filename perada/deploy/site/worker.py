@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perada.core.states import narrowed, widened
+from perada.core.states import State, laid_out, narrowed, widened
 from perada.core.text import printable
 from perada.deploy.protocol import (
     MODELS,
@@ -169,7 +169,7 @@ class SiteWorker:
         factors = client.module.slot.factors if order.rank else ()
         whole = template.initial if tune else template.sending
         _, given = unpack(message, spec_of(whole if tune else narrowed(whole, factors, order.rank)))
-        given = {key: widened(value, whole[key].shape) for key, value in given.items()}
+        given = _laid_out({key: widened(value, whole[key].shape) for key, value in given.items()}, order)
         protection, total = client.protection(state.account, state.trained), deepcopy(book.total)
         sampling = self._check_limits(client.limits, state, protection)
         costs = client.costs(order, protection, total)
@@ -341,6 +341,7 @@ class SiteWorker:
             expected[f"members/{key}"] = kind, (order.models, *shape)
         _, given = unpack(message, expected)
         shared = {key[7:]: value for key, value in given.items() if key.startswith("shared/")}
+        shared = _laid_out(shared, order)
         members = {key[8:]: value for key, value in given.items() if key.startswith("members/")}
         facts, state.numbers = dict[str, Any](), {}
         if self.may_send & {"counts", "scores"} and client.level is None:  # no ledger counts them
@@ -370,6 +371,14 @@ class SiteWorker:
 def _values(scores: Scores) -> dict[str, float | None]:
     """The scores of one model, by metric; those of each class as their mean."""
     return {name: _finite(float(values[0, 0])) for name, values in scores.means().items()}
+
+
+def _laid_out(state: State, order: Order) -> State:
+    """A state that came with an order, as it lies in the server's memory; Refused if it cannot."""
+    try:
+        return laid_out(state, order.strides)
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def _finite(value: float) -> float | None:

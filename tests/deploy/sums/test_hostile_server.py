@@ -63,7 +63,7 @@ def shifted(state):
     [
         {"tensors": shifted},  # a model of its own
         {"factor": 0.0},  # a learning rate at which the site returns what it was sent
-        {"plain": False},
+        {"strides": {"0.weight": [9, 1, 3, 1]}},
         {"clients": 9},
     ],
     ids=["model", "rate", "layout", "sites"],
@@ -136,7 +136,7 @@ def test_a_round_is_summed_once(tiny, tmp_path, caplog):
     assert workers["site0"].answer(trained, "liar") == before  # the same keys, whose steps were all taken
     for attempt in (0, 1, 5):
         for kind in ("keys", "mask"):
-            order = Order(kind, progress.run, progress.recipe, 0, 0, 4, attempt=attempt, plain=not attempt)
+            order = Order(kind, progress.run, progress.recipe, 0, 0, 4, attempt=attempt, factor=1.0 + attempt)
             assert header_of(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
     assert "has left under masks before" in caplog.text
 
