@@ -24,14 +24,14 @@ from perada.cli.deploy_status import (
     try_step,
 )
 from perada.cli.deployed_recipes import server_recipe, site_recipe
+from perada.cli.inference import print_saved
 from perada.cli.runs import REFUSALS
 from perada.core.checks import check_installed
-from perada.core.states import State, to_device, unstack
 from perada.core.text import printable
+from perada.deploy.exported import run_of_server, run_of_site
 from perada.deploy.flower.certificates import ExpiryOf
 from perada.deploy.flower.socket import Listener, supervised
 from perada.deploy.monitoring import Monitoring, json_logs, stamp
-from perada.deploy.recipe import Recipe
 from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.server.progress import Progress, read_progress
 from perada.deploy.site.client import Client
@@ -42,7 +42,8 @@ from perada.deploy.state import Book, read_runs
 from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import LocalTransport, Terms, Transport
 from perada.privacy.accounting import Ledger
-from perada.results.export import PeftFolders
+from perada.results.clients import check_none_lost
+from perada.results.run import Run
 
 if TYPE_CHECKING:
     from perada.deploy.sums.party import Party
@@ -121,30 +122,27 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
-    """Write the adapter of a site, or the global one of a deployed run, as a PEFT folder."""
+    """Write the models of a site, or the global one of a deployed run, as `perada export` writes those of a fit."""
     parser.add_argument("where", type=Path, help="File of a site, or folder of a deployed run (with --recipe).")
     parser.add_argument("--recipe", default=None, help="Recipe of the run; by default the site's only one.")
     parser.add_argument("--run", default=None, help="Id of a former run of the site, as `perada deploy status` lists.")
-    parser.add_argument("--output", type=Path, required=True, help="Folder for personal and global.")
-    given, rank = parser.parse_args(words), None
+    parser.add_argument("--output", type=Path, required=True, help="Folder for client_0 and global.")
+    given = parser.parse_args(words)
+    if given.output.is_file():
+        raise NotADirectoryError(f"--output={given.output} is a file; give a folder")
     if given.where.is_file():
-        recipe, models, rank = _of_site(read_site(given.where), given.recipe, given.run)
-        names: Sequence[str] | None = recipe.data.classes
+        run = _run_of_site(read_site(given.where), given.recipe, given.run)
     elif given.recipe is None:
         raise ValueError(f"{str(given.where)!r} does not hold the recipe; name it by --recipe")
     else:
         recipe = server_recipe(given.recipe)
-        names = recipe.classes
         recipe.build(recipe.num_classes, recipe.multilabel)
-        models = {"global": _models(recipe, read_progress(given.where)[1]["global"])}
-    assert recipe.module.adapted is not None
-    folders, written = PeftFolders(recipe.module.adapted), []
-    for name, states in models.items():
-        for place, state in enumerate(states):
-            folder = given.output / (name if len(states) == 1 else f"{name}_{place}")
-            folders.save(state, folder, names, rank if name == "personal" else None)
-            written.append(folder.name)
-    print(f"Wrote {', '.join(written)} to {given.output}")
+        progress, states = read_progress(given.where)
+        if progress.recipe != recipe.digest:
+            raise ValueError(f"{given.recipe!r} is not the recipe of run {progress.run}; name that one by --recipe")
+        run = run_of_server(recipe, progress, states)
+    check_none_lost(given.output, run.info)
+    print_saved(run, run.save(given.output))
 
 
 def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms, watch: Monitoring) -> None:
@@ -236,14 +234,8 @@ def party_of(given: SiteFile) -> "Party | None":
     return Party(given.name, read_identity(hiding.identity), read_sites(hiding.sites, hiding.authority))
 
 
-def _models(recipe: Recipe, state: State) -> list[State]:
-    """The global models of a state that may be a stack of several."""
-    own = recipe.module.initial_state(0)
-    return unstack(state) if any(state[key].dim() > own[key].dim() for key in own) else [state]
-
-
-def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe, dict[str, list[State]], int | None]:
-    """The site's personal model, the global one that it was last told, and its rank of LoRA, of one of its runs."""
+def _run_of_site(given: SiteFile, name: str | None, run: str | None) -> Run:
+    """One of a site's runs, by default the current one."""
     states = read_runs(given.state)[0]
     if run is not None and run not in [one.run for one in states]:
         raise ValueError(f"run={run!r} is not one of the site's runs; `perada deploy status` lists them")
@@ -254,7 +246,4 @@ def _of_site(given: SiteFile, name: str | None, run: str | None) -> tuple[Recipe
     client = client_of(path, given)
     if client.recipe.digest != state.recipe:
         raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; name that one by --recipe")
-    shared = to_device(state.shared, client.recipe.device)
-    personal = client.personal(shared, state)
-    own = {} if personal is None else {"personal": unstack(personal)}
-    return client.recipe, {"global": _models(client.recipe, shared), **own}, state.rank or None
+    return run_of_site(client, state, given.name)

@@ -108,7 +108,11 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         )
     run = open_run(given.run)
     check_none_lost(given.output, run.info)
-    folder = run.save(given.output, client=given.client, scores=given.scores)
+    print_saved(run, run.save(given.output, client=given.client, scores=given.scores))
+
+
+def print_saved(run: Run, folder: Path) -> None:
+    """Say which adapters of a run are in the folder that it was saved to, and what releasing them costs."""
     written = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
     count = f"{len(written)} adapter{'s' * (len(written) > 1)}"
     print(f"Wrote {count} to {folder}: {' … '.join(dict.fromkeys((written[0], written[-1])))}")

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 from perada.core.checks import check_choice, check_known, check_number, check_whole
 from perada.core.rounds import ImageConfig
 from perada.data.batches.datasets import as_labels, length, resolved
-from perada.data.batches.samples import MapStore
+from perada.data.batches.samples import MapStore, make_store
 from perada.data.batches.transforms import (
     Preparation,
     check_full_scale,
@@ -29,6 +29,7 @@ from perada.data.batches.transforms import (
 )
 from perada.data.checked import Checked
 from perada.data.federated import FederatedData
+from perada.data.sets.base import ImageSet
 from perada.data.sets.manifest import ImageFiles
 
 Kind = Literal["uint8", "float", "tokens"]
@@ -199,15 +200,58 @@ class Preprocessing:
 
 def preprocessing_of(data: Checked, preparation: Preparation, full_scale: float | None = None) -> Preprocessing:
     """What is done to the clients' images of ``data``, but for random changes; ``full_scale`` where files are read."""
-    shape, dtype = data.image
+    stored = _stored_size(data, preparation.image_size)
+    return _preprocessing(*data.image, isinstance(data.train, MapStore), stored, preparation, full_scale)
+
+
+def preprocessing_of_set(images: ImageSet, preparation: Preparation) -> Preprocessing:
+    """What would be done to the images of a set, of which no file is read if they are files.
+
+    Raises:
+        FileNotFoundError: If the set is not made of files of one's own, and is not there.
+    """
+    full_scale = getattr(images, "full_scale", None)
+    if isinstance(images, ImageFiles):
+        size, by_item = images.size, not images.in_memory
+        channels = 1 if images.mode == "L" else 3
+        shape: tuple[int, ...] = (channels, size, size)
+        return _preprocessing(shape, torch.uint8, by_item, (size, size), preparation, full_scale)
+    store = make_store([images])
+    if isinstance(store, MapStore):
+        image = store.item(0, 0, resize=False)[0]
+        size_of_store = None if preparation.image_size else tuple(image.shape[-2:])
+        return _preprocessing(tuple(image.shape), image.dtype, True, size_of_store, preparation, full_scale)
+    height, width = store.images.shape[-2:]
+    return _preprocessing(
+        tuple(store.images.shape[1:]), store.images.dtype, False, (height, width), preparation, full_scale
+    )
+
+
+def _preprocessing(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    by_item: bool,
+    stored: tuple[int, int] | None,
+    preparation: Preparation,
+    full_scale: float | None,
+) -> Preprocessing:
+    """What is done to images.
+
+    Args:
+        shape: Of a training image.
+        dtype: Of it.
+        by_item: Whether they are read one by one, and then resized as whole numbers.
+        stored: Height and width before the data module resizes them; None where they may differ.
+        preparation: What the data module does.
+        full_scale: The value of white where files are read.
+    """
     if dtype != torch.uint8:
         return Preprocessing("tokens" if is_tokens(torch.empty(0, dtype=dtype)) else "float", shape)
     size, steps = preparation.image_size, []
-    stored = _stored_size(data, size)
     if stored is not None:
         steps.append(Resize(*stored, True))
     if size is not None and stored != (size, size):
-        steps.append(Resize(size, size, isinstance(data.train, MapStore)))
+        steps.append(Resize(size, size, by_item))
     image, channels = preparation.image, shape[0]
     mean, std = ((0.5,) * channels, (0.5,) * channels) if image is None else (image.mean, image.std)
     return Preprocessing("uint8", (len(mean), *steps[-1][:2]), channels, tuple(steps), mean, std, full_scale)

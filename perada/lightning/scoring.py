@@ -4,6 +4,7 @@
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from statistics import fmean
@@ -14,8 +15,12 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.algorithms.joining import algorithm_record
+from perada.data import FederatedDataModule
+from perada.data.preprocessing import Preprocessing
 from perada.data.shifts import Condition
 from perada.federation.evaluation import Evaluation, ShiftedEvaluation, sample_clients
+from perada.federation.settings import Settings
+from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts, warn_broken
 from perada.results.report import SHIFTS_FILE
 from perada.results.run_file import RunFile, write_run
@@ -98,16 +103,61 @@ def class_counts(parts: Parts) -> dict[str, list[list[int]]]:
 
 def run_info(parts: Parts) -> dict[str, Any]:
     """The facts of ``Run.info``; without the seed where noise would follow from it."""
-    settings, data, module, federation = parts.settings, parts.data, parts.module, parts.federation
+    data, federation = parts.data, parts.federation
+    found = describe_run(
+        parts.settings,
+        parts.module,
+        data,
+        rounds=federation.rounds_done,
+        num_clients=federation.num_clients,
+        clients_per_round=parts.settings.clients_per_round,
+        images=list(data.train_sizes),
+        preprocessing=data.preprocessing,
+        classes=data.classes,
+        client_names=data.client_names,
+        privacy=federation.protection.record(data.num_clients),
+    )
+    return found | ({"lora_ranks": list(parts.settings.lora_ranks)} if parts.settings.lora_ranks else {})
+
+
+def describe_run(
+    settings: Settings,
+    module: FederatedClassifier,
+    data: FederatedDataModule,
+    *,
+    rounds: int,
+    num_clients: int,
+    clients_per_round: int | None,
+    images: list[int] | None,
+    preprocessing: Preprocessing,
+    classes: Sequence[str] | None,
+    client_names: Sequence[str] | None,
+    privacy: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The facts of ``Run.info``, of a simulation or of a deployment.
+
+    Args:
+        settings: How the rounds went.
+        module: The network, built.
+        data: Only its options are looked at, not its images.
+        rounds: How many there were.
+        num_clients: How many took part.
+        clients_per_round: How many were drawn for a round; None for all.
+        images: Training images of each client; None where that is not known.
+        preprocessing: What is done to images.
+        classes: Their names.
+        client_names: Names of the clients.
+        privacy: The record of :meth:`perada.privacy.protection.Protection.record`.
+    """
     algorithm, prepared = settings.algorithm, data.prepare
     options = ("optimizer", "momentum", "weight_decay", "lr_schedule", "lr_gamma", "lr_every", "metric")
     training = {  # what a client does that joins later
         "algorithm": algorithm_record(algorithm),
         "phases": [asdict(phase) for phase in settings.phases],
-        "rounds": federation.rounds_done,
-        "num_clients": federation.num_clients,
-        "clients_per_round": settings.clients_per_round,
-        "images": list(data.train_sizes),
+        "rounds": rounds,
+        "num_clients": num_clients,
+        "clients_per_round": clients_per_round,
+        **({} if images is None else {"images": images}),
         "batch_size": data.batch_size,
         "crop_padding": prepared.crop_padding,
         "flip": prepared.flip,
@@ -120,18 +170,18 @@ def run_info(parts: Parts) -> dict[str, Any]:
         **{name: getattr(module, name) for name in ("pretrained", "num_classes", "train_backbone", "adapter_options")},
         "image_size": module.image_size if data.image_size is None else data.image_size,
         "built_for": module.image_size,
-        "preprocessing": data.preprocessing.record(),
+        "preprocessing": preprocessing.record(),
         "adapter": module.adapter if isinstance(module.adapter, str) else None,
         "algorithm": algorithm.kind,
         "average": algorithm.average,
         "global_model": algorithm.global_model,
         "multilabel": module.multilabel,
-        "classes": data.classes,
-        "clients": data.client_names,
+        "classes": None if classes is None else list(classes),
+        "clients": None if client_names is None else list(client_names),
         "seed": None if settings.test_mode else settings.seed,
         "training": training,
-        "privacy": federation.protection.record(data.num_clients),
-    } | ({"lora_ranks": list(settings.lora_ranks)} if settings.lora_ranks else {})
+        "privacy": privacy,
+    }
 
 
 def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -> str | None:

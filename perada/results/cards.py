@@ -5,8 +5,9 @@ The record of privacy is ``Run.info["privacy"]``, in plain types: ``sample`` wit
 :class:`perada.privacy.Privacy` as ``options``, ``noise_multipliers``, ``sample_rates`` and the ε of both ledgers,
 ``server`` and ``release``, by client; ``client`` with the fields of :class:`perada.privacy.ClientPrivacy` as
 ``options``, ``noise_multiplier`` and ``epsilon`` by client, and with ``sums``, the ``min_sites`` and ``threshold`` of
-:class:`perada.server.SecureSums`, where the server was given noisy sums alone. Either may be missing. Beside a single
-client's adapter, ``others`` of each is the largest ε of all others.
+:class:`perada.server.SecureSums`, where the server was given noisy sums alone. Either may be missing. With ``at_sites``
+the record of ``sample`` is that of a deployment's server, which knows neither noise nor rates, and ε only as sites tell
+it. Beside a single client's adapter, ``others`` of each is the largest ε of all others.
 """
 
 import math
@@ -197,7 +198,7 @@ def _words(record: Record, client: int | None, joined: Collection[int], called: 
         lists = {name: [float(value) for value in content[name]] for name in _LISTS[level]}
         sent = {name: [one for number, one in enumerate(own) if number not in joined] for name, own in lists.items()}
         of_others = {"others": _largest_of_others(level, content, client)}
-        levels[level] = {"sums": None} | dict(content) | lists | {"sent": sent} | of_others
+        levels[level] = {"sums": None, "at_sites": False} | dict(content) | lists | {"sent": sent} | of_others
     return _template("privacy").make_module(
         {
             "sample": levels["sample"],

@@ -251,7 +251,7 @@ def shared_part(
     size, since they say what it reveals. Beside a client's adapter, ``adapter_of`` says whose it is. Without ``scores``
     there are none.
     """
-    left_out = ("clients", "lora_ranks", "joined", "forgotten", "own_adapters", "adapter_of")
+    left_out = ("clients", "lora_ranks", "joined", "forgotten", "elsewhere", "own_adapters", "adapter_of")
     if not scores:
         info = published(info, metrics)[0]
     kept: dict[str, Any] = {key: value for key, value in info.items() if key not in left_out} | {"clients": None}

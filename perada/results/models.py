@@ -55,7 +55,8 @@ class Models:
             what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,
             as :mod:`perada.results.cards` describes it; the names of ``classes`` and of ``clients``, lists, or
             ``None`` where there are none. Of one client's adapter alone, from the Hub, ``adapter_of`` says whose it is;
-            it is client 0's here, and there is no global one.
+            it is client 0's here, and there is no global one. Of a deployment's server, ``elsewhere`` are the numbers
+            of the clients whose personal adapters are at their sites.
     """
 
     def __init__(
@@ -120,17 +121,23 @@ class Models:
         """The number of a client, given as such or by name.
 
         Raises:
-            ValueError: If there is no such client, or it was forgotten.
+            ValueError: If there is no such client, or it was forgotten, or its adapter is at its site.
         """
         number = client_index(client, self.info.get("clients"), self.num_clients)
         if number in self.info.get("forgotten", ()):
             raise ValueError(f"client={client!r} was forgotten: the run has no adapter of it; name another client")
+        if number in self.info.get("elsewhere", ()):
+            raise ValueError(
+                f"client={client!r} keeps its adapter at its site: the server has none of it; export it there "
+                "(perada deploy export site.yaml), or ask for the global model"
+            )
         return number
 
     @property
     def _remaining(self) -> list[int]:
-        """The numbers of the clients that were not forgotten."""
-        return [client for client in range(self.num_clients) if client not in self.info.get("forgotten", ())]
+        """The numbers of the clients whose adapters are here: not forgotten, and not kept at their sites."""
+        absent = {*self.info.get("forgotten", ()), *self.info.get("elsewhere", ())}
+        return [client for client in range(self.num_clients) if client not in absent]
 
     def personal(self, client: int | str) -> nn.Module:
         """A client's model, by number or name: a network of its own, in evaluation mode, that maps images to logits.

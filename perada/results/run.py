@@ -274,7 +274,7 @@ class Run(Models):
         shared = [folders.load(folder / name, config) for name in (["."] if alone else _global_folders(models))]
         if "adapter_of" in info:
             return cls(adapted, shared, lambda _: shared[0], clients, metrics, info)
-        gone = set(info.get("forgotten", ()))
+        gone = {*info.get("forgotten", ()), *info.get("elsewhere", ())}
         left = range(0 if saved.shared else clients)
         states = {
             client: folders.load(folder / f"client_{client}", config, _rank(info, client))

@@ -170,7 +170,8 @@ class RunFile:
             if info.get(key) is not None:
                 check_list(info[key], count, kind=str)
         joined = [record["client"] for record in info.get("joined", [])]
-        for number in (*joined, *info.get("forgotten", []), *info.get("own_adapters", [])):
+        absent = [*info.get("forgotten", []), *info.get("elsewhere", [])]
+        for number in (*joined, *absent, *info.get("own_adapters", [])):
             check_whole("client", number, 0, most=clients - 1)
         check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, kind=str)
         needed = "backbone pretrained image_size preprocessing training train_backbone global_model"

@@ -108,7 +108,7 @@ def test_former_runs_of_a_site_are_listed_and_exported(tmp_path, capsys, monkeyp
     assert shown.index(current) < shown.index(former.stem)
     assert "local" in shown  # what the transport calls its runs
     main(["deploy", "export", str(path), "--run", former.stem, "--output", "out"])
-    exported = load_file(tmp_path / "out" / "personal" / "adapter_model.safetensors").values()
+    exported = load_file(tmp_path / "out" / "client_0" / "adapter_model.safetensors").values()
     (kept,) = read_state(former)[0].kept.values()
     for value in exported:
         assert any(value.shape == own[0].shape and (value == own[0]).all() for own in kept.values())

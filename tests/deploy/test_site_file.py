@@ -118,9 +118,9 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     assert [cell.strip() for cell in row[1:]] == ["local", digest[:8], "1", "0"]
     main(["deploy", "export", str(paths[1]), "--output", "out"])
     main(["deploy", "export", "srv", "--recipe", "a/recipe.yaml", "--output", "server"])
-    for folder in ("out/personal", "out/global", "server/global"):
+    for folder in ("out/client_0", "out/global", "server/global"):
         assert (tmp_path / folder / "adapter_model.safetensors").is_file()
-    exported = load_file(tmp_path / "out" / "personal" / "adapter_model.safetensors").values()
+    exported = load_file(tmp_path / "out" / "client_0" / "adapter_model.safetensors").values()
     (kept,) = read_state(tmp_path / "b" / "state" / "state.safetensors")[0].kept.values()
     assert len(exported) == len(kept) == 2
     assert all(any(torch.equal(value, own[0]) for own in kept.values()) for value in exported)
