@@ -3,6 +3,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,19 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
     for option in ("public_fraction", "validation_fraction"):
         if data[option]:
             raise ValueError(
-                f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; give public"
+                f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; give public, "
+                "as the recipe `sites` does (perada cp sites federation.yaml)"
             )
-    classes = len(named or ()) or data.num_classes or cli.model.num_classes or division.dataset.num_classes
+    classes = len(named or ()) or data.num_classes or cli.model.num_classes
     if not classes:
-        raise ValueError("the recipe does not say how many classes there are; give data.num_classes")
+        with suppress(FileNotFoundError):  # a set of one's own knows its classes from files, which are at the sites
+            classes = division.dataset.num_classes
+    if not classes:
+        raise ValueError(
+            "the recipe does not say which classes there are, and no client's images are read here; name them among "
+            "the options of its image set, as in classes: [benign, malignant], or give data.num_classes. The recipe "
+            "`sites` shows how (perada cp sites federation.yaml)"
+        )
     public = _public_images(cli.datamodule)
     multilabel = bool(getattr(division.dataset, "multilabel", False))
     loggers = [] if folder is None else _loggers(content, folder)

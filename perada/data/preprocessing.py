@@ -219,7 +219,7 @@ def preprocessing_of_set(images: ImageSet, preparation: Preparation) -> Preproce
     store = make_store([images])
     if isinstance(store, MapStore):
         image = store.item(0, 0, resize=False)[0]
-        size_of_store = None if preparation.image_size else tuple(image.shape[-2:])
+        size_of_store = None if preparation.image_size else (image.shape[-2], image.shape[-1])
         return _preprocessing(tuple(image.shape), image.dtype, True, size_of_store, preparation, full_scale)
     height, width = store.images.shape[-2:]
     return _preprocessing(
