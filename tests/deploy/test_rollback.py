@@ -16,7 +16,7 @@ from perada.deploy.transport import LocalTransport
 from perada.server.sums import SecureSums
 
 from .parties import Parties
-from .test_sites import RUN, Stopped, code, only_client, sending, train
+from .test_sites import RUN, Stopped, code, fails_at, only_client, sending, train
 
 OTHER_RUN = "cd" * 16
 
@@ -309,6 +309,23 @@ def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monke
         if finished:
             break
     assert finished and stop > 8
+
+
+def test_a_state_of_a_commit_that_failed_late_is_on_the_disk_before_it_counts(tiny, tmp_path, monkeypatch):
+    """Its renaming may still be lost by a power failure, while its reply leaves when the message comes again."""
+    site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
+    site.answer(train(site), "")
+    message = train(site, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("perada.core.files.sync", fails_at(1))  # of the folder, after the renaming
+        assert code(site.answer(message, ""), message) == "failed"
+    synced = []
+    monkeypatch.setattr("perada.deploy.state.sync", synced.extend)
+    assert code(site.answer(message, ""), message) == "ok"
+    assert synced == [site.book.folder / SITE_STATE, site.book.folder]
+    assert site.book.commits == 2
+    site.book.close()
+    assert refusal(site.book.folder) == ""
 
 
 def test_the_number_in_log_and_state_counts_every_commit(tiny, tmp_path):
