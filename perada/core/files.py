@@ -304,5 +304,7 @@ class FolderLock:
         if len(content) > _LOCK_BYTES:
             raise ValueError(f"the lock's file holds at most {_LOCK_BYTES} bytes, got {len(content)}")
         os.pwrite(self._file, content, 0)
-        os.ftruncate(self._file, len(content))
-        os.fsync(self._file)
+        if os.fstat(self._file).st_size != len(content):
+            os.ftruncate(self._file, len(content))
+        # Where the size stays the content is all that must be on the disk, which takes half the time.
+        getattr(os, "fdatasync", os.fsync)(self._file)

@@ -263,7 +263,7 @@ def test_a_former_run_that_is_put_back_is_not_continued(tiny, tmp_path):
     assert {state.run for state in read_runs(folder)[0]} == {RUN, OTHER_RUN}
 
 
-OPERATIONS = ("write", "pwrite", "fsync", "replace", "ftruncate")
+OPERATIONS = ("write", "pwrite", "fsync", "fdatasync", "replace", "ftruncate")
 
 
 def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monkeypatch):
