@@ -49,6 +49,11 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         logits = engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
         asked = {key: value for key, value in states.items() if value.requires_grad}
         found = torch.autograd.grad(row_losses(logits, y, multilabel).sum(), list(asked.values()), allow_unused=True)
+    if not all(value.isfinite().all() for value in found if value is not None):
+        raise ValueError(
+            "privacy: the gradients of a client's first image are not finite, so that those of single images cannot be "
+            "checked; look for values in the images that are far too large, or normalise them"
+        )
     tried = replace(options, max_norm=UNCLIPPED, clipping="flat", physical_batch_size=None)
     gradients = SampleGradients(tried, engine, multilabel)
     try:
