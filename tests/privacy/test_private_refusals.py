@@ -220,7 +220,6 @@ def test_weights_that_were_trained_on_the_clients_images(level):
     refused(r"was trained on the images of Digits", **chosen, data=given, image_size=32, **options)
 
 
-@pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_images_whose_gradients_are_not_finite_are_refused_in_one_line():
     data = task()
     for part in data.train:
@@ -228,6 +227,7 @@ def test_images_whose_gradients_are_not_finite_are_refused_in_one_line():
     refused("privacy: the gradients of a client's first image are not finite", data=data)
 
 
+@pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_ending_by_the_number_of_clients_that_failed(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     refused("max_failures=1 cannot be used with privacy or client_privacy", max_failures=1, **chosen)
