@@ -24,7 +24,7 @@ from perada.federation.diagnostics import Diagnostic
 from perada.federation.settings import ClientOptimizer, StoreKind
 from perada.lightning import FederatedLoop
 from perada.lightning.callbacks import make_trainer
-from perada.lightning.checkpoint import find_checkpoint
+from perada.lightning.checkpoint import described_early, find_checkpoint
 from perada.lightning.module import FederatedClassifier, LRSchedule
 from perada.lightning.run_folder import no_trace_if_refused
 from perada.lightning.strategies import check_trainer
@@ -175,7 +175,8 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
         "data": f"{type(given).__name__} of {data.num_clients} clients",
         "ckpt_path": ckpt_path,
     }
-    path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir))
+    early = described_early(loop, module, data)
+    path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir), early, loop.resume_allow)
     with quiet(), plain_data(path, trainer), no_trace_if_refused(trainer), worker_deaths_named():
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return loop.outcome(module)

@@ -39,7 +39,7 @@ from perada.data import FederatedDataModule
 from perada.data.batches.workers import worker_deaths_named
 from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.callbacks import OF_A_TRAINER, listed, own_parts
-from perada.lightning.checkpoint import find_checkpoint
+from perada.lightning.checkpoint import described_early, find_checkpoint
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import check_trainer, device_defaults
@@ -159,6 +159,7 @@ class PeradaCLI(LightningCLI):
         if not self.config.get("subcommand"):
             return
         config = self.config[self.config.subcommand]
+        self._asked_ckpt_path = config.get("ckpt_path")  # which is looked at again once the recipe's objects are made
         config.ckpt_path = find_checkpoint(config.get("ckpt_path"), Path(config.trainer.default_root_dir or "."))
         if config.ckpt_path is None and self.config.subcommand != "fit":
             warnings.warn(
@@ -170,7 +171,14 @@ class PeradaCLI(LightningCLI):
             config.weights_only = True  # or any code would be run that a checkpoint brings
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Carry out a subcommand of LightningCLI."""
+        """Carry out a subcommand of LightningCLI, from a checkpoint that belongs to this run if one is asked for."""
+        config = self.config[subcommand]
+        if config.ckpt_path is not None:
+            early = described_early(self.loop, self.model, self.datamodule)
+            root = Path(config.trainer.default_root_dir or ".")
+            fits = subcommand == "fit"
+            path = find_checkpoint(self._asked_ckpt_path, root, early, self.loop.resume_allow, fits)
+            config.ckpt_path = self.config_init[subcommand].ckpt_path = path
         with (
             plain_data(self.config[subcommand].ckpt_path, self.trainer),
             no_trace_if_refused(self.trainer),

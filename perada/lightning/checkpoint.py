@@ -20,8 +20,9 @@ from perada.core.files import open_atomic
 from perada.core.ranks import Ranks
 from perada.data import FederatedDataModule
 from perada.data.fingerprints import difference_in_content, difference_in_names, same_training_data
+from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
-from perada.results.restore import LAST, LENGTH, MARK, PREVIOUS, check_whole_file, newest_whole
+from perada.results.restore import CHECKPOINT_KEY, LAST, LENGTH, MARK, PREVIOUS, check_whole_file, newest_whole
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -63,10 +64,13 @@ class WholeCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, *options, **others)
 
 
+Description = dict[str, dict[str, Any]]
 CLIENTS = "clients"
 """What ``resume_allow`` must name for more clients."""
 CONTENT = "images"
 """What ``resume_allow`` must name for other images or labels of the same clients."""
+KNOWN_LATER = ("precision",)
+"""Options of a run that are known once it is set up."""
 OF_CLIENTS = ("number of clients", "clients' numbers of images", "partition of the data")
 """What a checkpoint then need not have in common with the run that loads it."""
 
@@ -91,20 +95,51 @@ class RoundCheckpoint(ModelCheckpoint):
         return {}
 
 
-def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
-    """The path of a checkpoint asked for by its path or, as ``last``, the whole one written last below ``root``.
+def find_checkpoint(
+    ckpt_path: str | None,
+    root: Path,
+    here: Description | None = None,
+    allowed: Sequence[str] = (),
+    training: bool = True,
+) -> str | None:
+    """Find a checkpoint by its path or, as ``last``, the whole one written last below ``root``.
+
+    Args:
+        ckpt_path: The path, ``last`` or None.
+        root: Folder with ``lightning_logs``.
+        here: What is known of the run before set-up (:func:`described_early`). ``last`` is then the newest checkpoint
+            that belongs to it, and one of another run is refused at once.
+        allowed: Options that may differ.
+        training: Whether training resumes, so that options count.
 
     Raises:
         FileNotFoundError: If it is not there.
-        ValueError: If it is not a checkpoint, only the beginning of one, or damaged.
+        ValueError: If it is not a checkpoint, only the beginning of one, damaged, or of another run.
     """
     if ckpt_path is None:
         return None
     if not isinstance(ckpt_path, str | Path):
         raise ValueError(f"ckpt_path={ckpt_path!r} cannot be used; give a checkpoint's path, or 'last'")
+    if here is not None:
+        for name in allowed:
+            check_choice("resume_allow", name, (*here["options"], *KNOWN_LATER, CLIENTS, CONTENT))
     if ckpt_path == "last":
         found = list(root.glob("lightning_logs/*/checkpoints/**/*.ckpt"))
-        path = newest_whole(found)
+        others = dict[Path, str]()
+
+        def belongs(path: Path) -> bool:
+            difference = None if here is None else _early_difference(path, here, allowed, training)
+            if difference is not None:
+                others[path] = difference
+            return difference is None
+
+        path = newest_whole(found, belongs)
+        if path is None and others:
+            newest = next(iter(others))
+            raise ValueError(
+                f"ckpt_path=last: no checkpoint below {str(root / 'lightning_logs')!r} belongs to this run, and the "
+                f"newest, {str(newest)!r}, is refused: {others[newest]}"
+            )
         if path is None:
             where = f"{'whole ' if found else ''}checkpoint below {str(root / 'lightning_logs')!r}"
             raise FileNotFoundError(f"ckpt_path=last: there is no {where}; train first, or name one by its path")
@@ -112,7 +147,61 @@ def find_checkpoint(ckpt_path: str | None, root: Path) -> str | None:
     if not Path(ckpt_path).is_file():
         raise FileNotFoundError(f"ckpt_path={ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
     check_whole_file(Path(ckpt_path))
+    if here is not None:
+        difference = _early_difference(Path(ckpt_path), here, allowed, training)
+        if difference is not None:
+            raise ValueError(difference)
     return ckpt_path
+
+
+def described_early(loop: Any, module: FederatedClassifier, data: FederatedDataModule) -> Description:  # noqa: ANN401  # a FederatedLoop, which imports this
+    """What :func:`described` will say, as far as it is known before anything is set up."""
+    belongs: dict[str, Any] = {"algorithm": loop.algorithm.kind, "server rule": loop.server_rule.kind}
+    if not loop.test_mode:
+        belongs["seed"] = loop.seed
+    if data.data is not None:
+        belongs["number of clients"] = len(data.data.train)
+    options = {
+        **{f"lr_{role}": rate for role, rate in module.lr.items()},
+        **{name: getattr(module, name) for name in ("optimizer", "momentum", "weight_decay", "clip_norm")},
+        "lr_schedule": [module.lr_schedule, module.lr_gamma, module.lr_every],
+        "batch_size": data.batch_size,
+        "image_size": data.image_size,
+        "augmentation": [data.prepare.crop_padding, data.prepare.flip],
+        **{name: getattr(loop, name) for name in ("clients_per_round", "weighting", "refuse_far")},
+        "local_training": repr(loop.phases),
+        "algorithm": repr(loop.algorithm),
+        "server_rule": repr(loop.server_rule),
+        "secure_sums": repr(loop.secure_sums),
+        **{f"distillation.{name}": value for name, value in asdict(loop.distillation).items()},
+    }
+    info = {name: getattr(module, name) for name in ("backbone", "adapter")}
+    partition = {}
+    if data.division is not None:
+        partition = {"dataset": repr(data.division.dataset), "partition": repr(data.division.partition)}
+    return {"belongs": belongs, "options": options, "info": info, "partition": partition}
+
+
+def _early_difference(path: Path, here: Description, allowed: Sequence[str], training: bool) -> str | None:
+    """Why a checkpoint is of another run, by what is known before set-up; None if it may be of this one.
+
+    Whatever cannot be read here is left to the checks of the checkpoint that is loaded.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)[CHECKPOINT_KEY]
+        for name, value in here["info"].items():
+            former = saved["info"][name]
+            if isinstance(value, str) and isinstance(former, str) and value != former:
+                return _of_another_run(f"its {name} {_difference(former, value)}", training)
+        recorded = path.parent.parent / "partition.json"
+        record = json.loads(recorded.read_text(encoding="utf-8")) if recorded.is_file() else {}
+        for name, value in here["partition"].items():
+            if CLIENTS not in allowed and record.get(name, value) != value:
+                return _of_another_run(f"its {name} {_difference(record[name], value)}", training)
+        free = OF_CLIENTS if CLIENTS in allowed else ()
+        return _first_difference(saved, here, training, allowed, free)
+    except Exception:  # of any file, which may hold anything
+        return None
 
 
 def described(parts: Parts) -> dict[str, dict[str, Any]]:
@@ -214,13 +303,27 @@ def check_saved(saved: dict[str, Any], parts: Parts, training: bool, allowed: Se
             raise ValueError(_of_another_run(f"its {name} {_difference(former, value)}", training))
     if not more:
         _check_content(saved["data"], parts.data.fingerprint, parts, training, allowed)
+    difference = _first_difference(saved, here | {"belongs": {}}, training, allowed, free)
+    if difference is not None:
+        raise ValueError(difference)
+
+
+def _first_difference(
+    saved: dict[str, Any], here: Description, training: bool, allowed: Sequence[str], free: Sequence[str]
+) -> str | None:
+    """The message on the first thing in which a checkpoint differs from a run that loads it; None if there is none."""
+    for name, value in here["belongs"].items():
+        former = saved["belongs"].get(name)
+        if former != value and name not in free:
+            return _of_another_run(f"its {name} {_difference(former, value)}", training)
     for name, value in here["options"].items() if training else ():
         former = saved["options"].get(name)
         if former != value and name not in allowed:
-            raise ValueError(
+            return (
                 f"the checkpoint belongs to a run with {name}={_short(former)}, and here it is {_short(value)}; resume "
                 f"with the former, or accept the change by resume_allow=[{name!r}] (--federated.resume_allow=[{name}])"
             )
+    return None
 
 
 def _of_another_run(difference: str, training: bool) -> str:

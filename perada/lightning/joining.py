@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of, joining
 from perada.core.checks import check_number, check_whole
@@ -107,6 +109,16 @@ def personalize(
     found = loop.outcome(module)
     scored = loop.measured.initial, found.metrics["clients"]
     before, after = (own[SCORE][0] if SCORE in own and served.val_dataloader() else None for own in scored)
+    if before is not None and after is not None:
+        lower_is_better = module.metrics[0].falls
+        worse = after > before if lower_is_better else after < before
+        if worse:
+            images = sum(served.checked.test.sizes) if served.checked.test is not None else 0
+            rank_zero_warn(
+                f"client {name!r}: its personal model is worse than the global model on its {images} test images, "
+                f"{100 * after:.2f} % after {100 * before:.2f} %; use the global model for it, or train less or "
+                "otherwise (rounds, local_steps, lr)"
+            )
     steps = rounds * sum(phase.local_steps(served.train_sizes[0], served.batch_size) for phase in phases)
     told = {"name": name, "images": served.train_sizes[0], "algorithm": base.kind, "rounds": rounds, "steps": steps}
     return run.with_client(found, told | {"before": before, "after": after})

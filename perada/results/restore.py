@@ -77,8 +77,8 @@ def damage_of(path: Path) -> str | None:
     return None if broken is None else f"is damaged: the checksum of {broken!r} in it does not fit"
 
 
-def newest_whole(paths: Iterable[Path]) -> Path | None:
-    """The checkpoint written last that is whole, whatever its name; None if there is none.
+def newest_whole(paths: Iterable[Path], suits: Callable[[Path], bool] | None = None) -> Path | None:
+    """The checkpoint written last that is whole and suits, whatever its name; None if there is none.
 
     Damaged ones are left out with a warning. Where a folder has ``last.ckpt``, what that replaced is older, whatever
     the times of the files say: copying changes them.
@@ -93,7 +93,9 @@ def newest_whole(paths: Iterable[Path]) -> Path | None:
     for path in sorted(found, key=age, reverse=True):
         damage = damage_of(path)
         if damage is None:
-            return path
+            if suits is None or suits(path):
+                return path
+            continue
         if not this_rank():
             what = f"{str(path)!r} {damage}, so the checkpoint before it is taken, if there is one"
             warnings.warn(what, stacklevel=2)

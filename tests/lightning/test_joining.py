@@ -99,6 +99,21 @@ def test_the_scores_are_those_of_the_models(tiny):
     assert (told["client"], told["images"], told["rounds"], told["steps"]) == (5, SIZE, 8, 24)
 
 
+def test_a_model_that_became_worse_is_warned_of_with_both_scores(tiny):
+    """The client learns other labels of its images than those that it is tested on, which the global model knows."""
+    run = finished(tiny)
+    data = newcomer()
+    x, _ = data.test[0].tensors
+    right = TensorDataset(x, run.global_model()(x).argmax(1))
+    images = FederatedData([TensorDataset(x, (right.tensors[1] + 1) % 3)], [right], num_classes=3)
+    with pytest.warns(
+        UserWarning, match=r"client 'late': its personal model is worse .* 6 test images, .* % after 100"
+    ):
+        joined = perada.personalize(run, images, "late", rounds=8, accelerator="cpu")
+    told = joined.info["joined"][-1]
+    assert told["before"] == 1 and told["after"] < 1
+
+
 def test_a_client_without_test_images_has_no_scores(tiny):
     told = perada.personalize(finished(tiny), newcomer(test=0), "late", rounds=1, accelerator="cpu").info["joined"][-1]
     assert told["before"] is told["after"] is None
