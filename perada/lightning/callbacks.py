@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, ProgressBar, TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from tqdm import tqdm
@@ -157,9 +157,12 @@ def own_parts(options: Mapping[str, Any], callbacks: list[pl.Callback]) -> tuple
     if options.get("enable_progress_bar") is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
         added.append(round_progress())
     saving, logger = options.get("enable_checkpointing"), options.get("logger")
+    writers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     if saving is None and logger is False:
-        chosen["enable_checkpointing"] = saving = any(isinstance(c, ModelCheckpoint) for c in callbacks)
-    if saving is not False and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+        chosen["enable_checkpointing"] = saving = bool(writers)
+    # A checkpoint that is written in an error does not replace those of the rounds, where there is a folder for them.
+    every_round = any(isinstance(writer, ModelCheckpoint) for writer in writers) or (logger is False and writers)
+    if saving is not False and not every_round:
         added.append(RoundCheckpoint())
     if logger in (None, True):
         chosen["logger"] = CSVLogger(options.get("default_root_dir") or ".")

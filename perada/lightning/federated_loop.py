@@ -124,6 +124,7 @@ class FederatedLoop(pl.Callback):
         self._failures: list[tuple[float, float]] = []
         self._loaded: dict[str, Any] | None = None
         self._journals: list[Path] = []
+        self._max_epochs: int | None = None
 
     def _check_options(self) -> None:
         """Refuse, by a ValueError, options that are out of range or do not fit one another."""
@@ -191,6 +192,8 @@ class FederatedLoop(pl.Callback):
         parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data, module))
         self.protection = set_up_rounds(parts, stage, self.protection)
         self._parts, self.num_clients = parts, data.num_clients
+        if stage == "fit":
+            self._max_epochs = trainer.max_epochs
 
     def _check_own(self, data: FederatedDataModule, module: FederatedClassifier, stage: str) -> None:
         """Refuse a second fit, and what belongs to another loop."""
@@ -282,6 +285,11 @@ class FederatedLoop(pl.Callback):
         raise_if_interrupted()
         parts, module = self.parts, self.parts.module
         module.shifted = {}  # of the states that now change
+        if trainer.max_epochs != self._max_epochs:
+            raise ValueError(
+                f"max_epochs was {self._max_epochs} at set-up and is {trainer.max_epochs} now: a callback changed the "
+                "number of rounds, by which noise and learning rates were planned; leave it out"
+            )
         shares = parts.data.shares(trainer.current_epoch)
         round, done = shares.plan.round, parts.federation.rounds_done
         if round != done:
@@ -361,11 +369,22 @@ class FederatedLoop(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
+        self._check_rounds(trainer)
         self.parts.federation.cohort = None  # of a round that was stopped in the middle, and counts as not begun
         scoring.finish(self.parts, self.history)
         self.measured.write(self.parts, self.history)
         if not self.parts.settings.private:  # else an error would show that every client failed, as no ledger counts
             check_failures(self._failures, None, over=True)
+
+    def _check_rounds(self, trainer: pl.Trainer) -> None:
+        """Warn where Lightning ended training before all rounds were done, and nothing asked it to."""
+        done, asked = self.parts.federation.rounds_done, trainer.max_epochs
+        stopped = trainer.should_stop or trainer.limit_train_batches == 0
+        if asked is not None and done < asked and not stopped:
+            rank_zero_warn(
+                f"{done} of {asked} rounds were trained: a callback or a hook of the module ended a round before its "
+                "last step; leave it out, or give max_epochs as many as are to be trained"
+            )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring the clients' states to process 0, also where a run was resumed that had nothing left to train."""

@@ -20,6 +20,7 @@ from perada.federation.evaluation import Evaluation, own_logits, sample_clients,
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
 from perada.federation.settings import ClientOptimizer, LocalTraining
+from perada.lightning.foreign_callbacks import check_callbacks
 from perada.models.adapted import AdaptedModel, AdapterChoice, make_slot
 from perada.models.merging import Trained
 from perada.models.spec import ModelSpec, frozen_digest
@@ -206,6 +207,11 @@ class FederatedClassifier(pl.LightningModule):
         steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress  # for loggers and checkpoints
         steps.increment_ready()
         steps.increment_completed()
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Add no callback; those of the trainer are checked here, before Lightning sets any of them up."""
+        check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]  # set by Lightning
+        return []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """An optimiser without effect, which Lightning asks for: clients' optimisers live for one round."""

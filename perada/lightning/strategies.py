@@ -15,12 +15,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from perada.lightning.checkpoint import WholeCheckpointIO
+from perada.lightning.foreign_callbacks import check_callbacks
 
 LOST = (
     "has lost another one, whose own message (or the system's, such as out of memory) says why; the job ends. Resume "
@@ -144,10 +144,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
     if started_by_torchrun() and trainer.world_size != int(os.environ["WORLD_SIZE"]):
         given, started = f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes}", os.environ["WORLD_SIZE"]
         raise ValueError(f"{given} cannot be used: torchrun started {started} processes; leave both out")
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
-        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
-            why = "it trains steps on trial, which no ledger counts; set batch_size and learning rates yourself"
-            raise ValueError(f"{type(callback).__name__} cannot be used: {why}")
+    check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # set by Lightning
     for name, (allowed, why) in OTHERS.items():
         value = getattr(trainer, name)
         if str(value) not in allowed and not (name == "max_steps" and trainer.fast_dev_run):  # type: ignore[attr-defined]  # set by Lightning
