@@ -4,13 +4,17 @@
 import copy
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import peft
+import torch
 from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftConfig, PeftModel
+from peft.utils import ModulesToSaveWrapper
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 
@@ -32,17 +36,19 @@ CONVOLUTIONS = {"LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "PERADA_DUA
 """Methods of PEFT, and one of ours, that adapt convolutions too; the others know linear layers alone."""
 
 
-def fill_targets(model: nn.Module, name: str, head: str, config: PeftConfig, last_blocks: int | None) -> None:
+def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | None) -> None:
     """Choose the layers to adapt, and write them into ``config.target_modules``.
 
     In a network of a known family these are the layers of its attention, or the main convolutions of its blocks; IA3
     takes what its paper does. In any other network they are all linear layers but the head, or all convolutions without
-    groups but the first: the kind that holds more of the parameters. LN tuning takes all norms.
+    groups but the first: the kind that holds more of the parameters. LN tuning takes all norms. Layers whose weights a
+    network reads instead of calling them, as BEiT does with ``qkv``, are left out where the size of images is known.
 
     A ValueError if there is no layer that the method adapts.
     """
     check_last_blocks(last_blocks)
-    within = reached(model, last_blocks)
+    model, name, head = backbone.model, backbone.name, backbone.head
+    within = reached(model, last_blocks) - _not_called(backbone)
     modules = [(path, module) for path, module in model.named_modules() if path in within and _usable(model, path)]
     linears = [path for path, module in modules if isinstance(module, nn.Linear) and path != head]
     every = dict(modules)
@@ -101,6 +107,36 @@ def _usable(model: nn.Module, path: str) -> bool:
     parts = path.split(".")
     owners = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
     return not any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
+
+
+def _not_called(backbone: "Backbone") -> set[str]:
+    """Names of the layers that a pass in evaluation mode does not call; none where no image is known, or it fails."""
+    if backbone.image is None:
+        return set()
+    layers = {
+        path: module
+        for path, module in backbone.model.named_modules()
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "forward" not in module.__dict__
+    }
+    called: set[str] = set()
+    for path, layer in layers.items():
+        # Not a hook: a network may take another path where there are any.
+        layer.__dict__["forward"] = partial(_noted, called, path, layer.forward)
+    try:
+        with torch.no_grad():
+            backbone.model.eval()(torch.zeros(1, *backbone.image.input_size))
+    except Exception:  # such as an image that is too small, which is reported with the images at hand
+        return set()
+    finally:
+        for layer in layers.values():
+            del layer.__dict__["forward"]
+    return layers.keys() - called
+
+
+def _noted(called: set[str], path: str, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Note that a layer is called, and run it."""
+    called.add(path)
+    return forward(*args, **kwargs)
 
 
 def _main_layers(modules: list[tuple[str, nn.Module]], linears: list[str]) -> list[str]:
@@ -231,7 +267,7 @@ def insert_adapter(
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             # LN tuning copies any layer; BOFT is slower without an extension that PEFT compiles.
             warnings.filterwarnings("ignore", "Unsupported layer type .*Norm|Failed to load the CUDA ext", UserWarning)
-            peft_model = cast(PeftModel, peft.get_peft_model(backbone.model, config))
+            peft_model = _wrapped(backbone, config)
     except NoMatchingPeftModuleError as error:
         raise ValueError(
             f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: target_modules="
@@ -296,11 +332,10 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
     placed = issubclass(tuner, AddingModel) and not isinstance(config, DualLoraConfig)  # by the method itself
     if getattr(config, "target_modules", "unset") is None and not placed:
-        fill_targets(backbone.model, backbone.name, backbone.head, config, cast(int | None, options.get("last_blocks")))
+        fill_targets(backbone, config, cast(int | None, options.get("last_blocks")))
     if isinstance(config, IA3Config) and config.feedforward_modules is None:
         config.feedforward_modules = []
     if not isinstance(config, SelectiveConfig):
-        _check_head_name(backbone)
         saved = cast(list[str] | None, vars(config)["modules_to_save"])
         vars(config)["modules_to_save"] = list(dict.fromkeys([backbone.head, *(saved or [])]))
     return config
@@ -324,8 +359,17 @@ def _named(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
     if last_blocks is not None and options.get("target_modules") is not None:
         raise ValueError("last_blocks and target_modules both say which layers to adapt: give one of them")
     if adapter in METHODS:
-        return METHODS[adapter](**cast(dict[str, Any], {name: options[name] for name in options if name in hints}))
+        fields_of_config = {name: _integral(options[name], hints[name]) for name in options if name in hints}
+        if "last_blocks" in fields_of_config:
+            fields_of_config["last_blocks"] = last_blocks  # checked by the configuration itself
+        return METHODS[adapter](**cast(dict[str, Any], fields_of_config))
     return SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[head], last_blocks=last_blocks)
+
+
+def _integral(value: object, hint: Any) -> object:  # noqa: ANN401  # an annotation
+    """A number without a fraction as an ``int``, where that is the only number that an option takes."""
+    kinds = get_args(hint) or (hint,)
+    return int(value) if isinstance(value, float) and int in kinds and float not in kinds else value
 
 
 def _is_of(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
@@ -335,6 +379,8 @@ def _is_of(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
         return any(_is_of(value, one) for one in get_args(hint))
     if origin is Literal:
         return any(type(value) is type(one) for one in get_args(hint))
+    if hint is int and isinstance(value, float):
+        return value.is_integer()
     if hint in (int, float):
         return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
     if origin in (list, set, tuple):
@@ -342,16 +388,34 @@ def _is_of(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
     return value is None if hint is None else not isinstance(origin, type) or isinstance(value, origin)
 
 
-def _check_head_name(backbone: Backbone) -> None:
-    """Refuse a head whose name PEFT, which compares the ends and the parts of names, would find elsewhere too."""
+def _wrapped(backbone: Backbone, config: PeftConfig) -> PeftModel:
+    """Let PEFT wrap the backbone's layers and its head.
+
+    PEFT finds modules to save by the ends of their names, so for a head called ``out`` it would take every ``dropout``,
+    its own among them. Such a head is wrapped here.
+    """
     head = backbone.head
-    for name, _ in backbone.model.named_modules():
-        inside = name == head or name.startswith(f"{head}.")
-        if not inside and (name.endswith(head) or f".{head}." in f".{name}."):
-            raise ValueError(
-                f"the head {head!r} of backbone {backbone.name!r} cannot be told from {name!r} by PEFT: give the head "
-                "a name of its own, or choose the adapter 'head', 'bias_norm' or 'full'"
-            )
+    if isinstance(config, SelectiveConfig) or not _is_end_of_others(backbone.model, head, config):
+        return cast(PeftModel, peft.get_peft_model(backbone.model, config))
+    saved: list[str] = vars(config)["modules_to_save"]
+    others = [name for name in saved if name != head]
+    vars(config)["modules_to_save"] = others or None
+    peft_model = cast(PeftModel, peft.get_peft_model(backbone.model, config))
+    vars(config)["modules_to_save"] = saved
+    layer = backbone.model.get_submodule(head)
+    wrapper = layer if isinstance(layer, ModulesToSaveWrapper) else ModulesToSaveWrapper(layer, "default")
+    wrapper.set_adapter("default")
+    backbone.model.set_submodule(head, wrapper)
+    return peft_model
+
+
+def _is_end_of_others(model: nn.Module, head: str, config: PeftConfig) -> bool:
+    """Whether names of other modules, of the model or of PEFT's layers, end in the name of the head."""
+    tuner: Any = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING[cast(peft.PeftType, config.peft_type)]
+    kinds = tuner.tuner_layer_cls if isinstance(tuner.tuner_layer_cls, tuple) else (tuner.tuner_layer_cls,)
+    names = [name for kind in kinds for name in (*kind.adapter_layer_names, *kind.other_param_names)]
+    names += [name for name, _ in model.named_modules() if name != head and not name.startswith(f"{head}.")]
+    return any(name.endswith(head) or f".{head}." in f".{name}." for name in names)
 
 
 def saved_tensors(adapted: AdaptedModel) -> dict[str, Tensor]:

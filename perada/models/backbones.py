@@ -48,7 +48,8 @@ def build_backbone(
     Args:
         backbone: A timm name, ``"hf:"`` and a transformers name or folder, or a network of the caller's own, which is
             copied; its head is its last ``nn.Linear``, and only ``num_classes`` is then looked at. Where it returns a
-            tuple or an object, the logits are the one tensor (B, K) in it, or its ``logits``. ``"char_lstm"`` is a
+            tuple or an object, the logits are the one tensor (B, K) in it, or its ``logits``. ``nn.DataParallel`` is
+            taken off, and weights of another format become float32. ``"char_lstm"`` is a
             :class:`~perada.models.char_lstm.CharLSTM` for texts, ``"char_lstm_64"`` one with 64 hidden units.
         num_classes: Number of classes K; None keeps the number that the backbone comes with.
         pretrained: True takes the weights from the hub or its cache, False starts from random weights. A string is a
@@ -104,8 +105,9 @@ def _turn_off_checkpointing(backbone: Backbone) -> None:
 
 
 def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
-    model = unwrapped(getattr(module, "_orig_mod", module))  # the network itself, where torch.compile wrapped it
+    model = unwrapped(_without_replicas(getattr(module, "_orig_mod", module)))  # of torch.compile
     name = type(model).__name__
+    _to_single_precision(model, name)
     linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not linears:
         raise ValueError(f"backbone {name!r} has no nn.Linear to be its head: end the network in one")
@@ -119,6 +121,27 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
         )
     return_logits(model, layer.out_features)
     return Backbone(model, name, head, getattr(model, IMAGE, None))
+
+
+def _without_replicas(module: nn.Module) -> nn.Module:
+    """The network that a wrapper of torch spreads over GPUs, which copies of clients' weights cannot be spread over."""
+    return module.module if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel) else module
+
+
+def _to_single_precision(model: nn.Module, name: str) -> None:
+    """Convert weights of another number format to float32, in place, and say so."""
+    formats = {
+        str(parameter.dtype).removeprefix("torch.")
+        for parameter in model.parameters()
+        if parameter.is_floating_point() and parameter.dtype != torch.float32
+    }
+    if formats:
+        model.float()
+        warnings.warn(
+            f"backbone {name!r} has weights in {' and '.join(sorted(formats))}, which were converted to float32, the "
+            "format of images and of what is trained; the trainer's precision='bf16-mixed' computes in bfloat16",
+            stacklevel=4,
+        )
 
 
 def return_logits(model: nn.Module, classes: int) -> None:

@@ -30,6 +30,9 @@ def unwrapped(network: nn.Module) -> nn.Module:
 
 
 def _plain(module: nn.Module) -> nn.Module:
+    if isinstance(module, nn.DataParallel):  # a part that several GPUs share
+        inner: nn.Module = module.module
+        return inner
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[module.active_adapters[0]]
     if isinstance(module, DualLoraLayer):

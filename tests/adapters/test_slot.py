@@ -99,11 +99,16 @@ def test_a_second_adapter_is_refused(make_backbone):
             refused()
 
 
-def test_a_head_that_peft_would_confuse_is_refused():
+def test_a_head_that_peft_would_confuse_is_the_only_one_that_is_trained():
     net = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 2))
     net = nn.Sequential(net, nn.ReLU(), nn.Identity(), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"the head '3' of backbone 'Sequential' cannot be told from '0\.3' by PEFT"):
-        insert_adapter(build_backbone(net, 2), "lora", target_modules=["0.0.0"])
+    model = insert_adapter(build_backbone(net, 2), "lora", target_modules=["0.0.0"]).model
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        "0.0.0.lora_A.default.weight",
+        "0.0.0.lora_B.default.weight",
+        "3.modules_to_save.default.weight",
+        "3.modules_to_save.default.bias",
+    ]
     model = insert_adapter(build_backbone(net, 2), "head").model
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["3.weight", "3.bias"]
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks of one's own as people have them: heads of any name, several GPUs, other number formats."""
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import perada
+from perada.models.adapted import insert_adapter
+from perada.models.backbones import build_backbone
+
+IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
+
+
+class Network(nn.Module):
+    """Its head's name is the end of other names."""
+
+    def __init__(self, head="out"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.name = head
+        self.layout, self.dropout, self.mix = nn.Linear(192, 16), nn.Dropout(0.1), nn.Linear(16, 16)
+        self.add_module(head, nn.Linear(16, 3))
+
+    def forward(self, x):
+        h = self.dropout(self.layout(x.flatten(1)).relu())
+        return getattr(self, self.name)(self.mix(h).relu())
+
+
+def finetune(network, adapter="lora", **options):
+    random = torch.Generator().manual_seed(1)
+
+    def part(n):
+        y = torch.arange(n) % 3
+        return TensorDataset(0.3 * torch.randn(n, 3, 8, 8, generator=random) + y.view(-1, 1, 1, 1), y)
+
+    data = perada.FederatedData([part(8), part(6)], [part(3), part(3)])
+    common = {"algorithm": "ditto", "rounds": 1, "local_steps": 2, "batch_size": 4, "accelerator": "cpu"}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return perada.finetune(network, data, adapter=adapter, **common | quiet | options)
+
+
+ADAPTERS = ["lora", "ia3", peft.LoHaConfig(), peft.OFTConfig(oft_block_size=4), peft.VeraConfig(r=4)]
+
+
+@pytest.mark.parametrize("head", ["out", "dropout_out", "A", "x", "t", "ix"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.every(4)
+def test_a_head_may_have_any_name(tmp_path, head, adapter):
+    run = finetune(Network(head), adapter, engine="loop")
+    trained = {key for key in run.state("global") if "modules_to_save" in key}
+    assert trained == {f"{head}.modules_to_save.default.weight", f"{head}.modules_to_save.default.bias"}
+    assert not torch.equal(
+        run.state("global")[f"{head}.modules_to_save.default.bias"], Network(head).get_submodule(head).bias
+    )
+    run.save(tmp_path / "saved")
+    loaded = perada.Run.load(tmp_path / "saved", backbone=Network(head))
+    with torch.no_grad():
+        expected = run.personal(1)(IMAGES)
+        assert torch.equal(loaded.personal(1)(IMAGES), expected)
+        assert torch.allclose(run.merged(1)(IMAGES), expected, atol=1e-6)
+
+
+def test_other_modules_to_save_are_kept():
+    config = peft.LoraConfig(target_modules=["mix"], modules_to_save=["layout", "out"])
+    model = insert_adapter(build_backbone(Network(), 3), config).model
+    trained = {name.partition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"layout", "mix", "out"}
+    assert type(model.dropout) is nn.Dropout
+
+
+@pytest.mark.parametrize(("value", "expected"), [(6.0, 6), (6, 6), (16.0, 16)])
+def test_a_number_without_a_fraction_is_an_integer(value, expected):
+    alpha = insert_adapter(build_backbone(Network(), 3), "lora", lora_alpha=value).config.lora_alpha
+    assert (alpha, type(alpha)) == (expected, int)
+
+
+@pytest.mark.parametrize("value", [6.5, "6", float("nan"), float("inf"), True])
+def test_another_one_is_refused(value):
+    with pytest.raises(ValueError, match=r"adapter_options: lora_alpha=.* cannot be used; adapter 'lora' takes int"):
+        insert_adapter(build_backbone(Network(), 3), "lora", lora_alpha=value)
+
+
+def partly_parallel():
+    network = Network()
+    network.mix = nn.DataParallel(network.mix)
+    return network
+
+
+@pytest.mark.parametrize("make", [lambda: nn.DataParallel(Network()), partly_parallel])
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_data_parallel_is_taken_off(make, adapter):
+    wanted, run = (finetune(network, adapter).state("global") for network in (Network(), make()))
+    assert run.keys() == wanted.keys()
+    assert all(torch.equal(run[key], value) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_weights_of_another_format_become_float32(dtype, adapter):
+    name = str(dtype).removeprefix("torch.")
+    network = Network().to(dtype)
+    with pytest.warns(UserWarning, match=rf"backbone 'Network' has weights in {name}, which were converted to float32"):
+        run = finetune(network, adapter)
+    wanted = finetune(Network().to(dtype).float(), adapter).state("global")
+    assert all(torch.equal(value, wanted[key]) for key, value in run.state("global").items())
+    assert next(network.parameters()).dtype == dtype  # the caller's own stays as it is
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224", "swinv2_tiny_window8_256"])
+@pytest.mark.every(3)
+def test_layers_whose_weights_are_read_get_no_lora(name):
+    size = 64
+    model = insert_adapter(build_backbone(name, 3, pretrained=False, image_size=size), "lora").model
+    wrapped = {path.removesuffix(".lora_A") for path, _ in model.named_modules() if path.endswith(".lora_A")}
+    assert wrapped
+    assert all(path.endswith("attn.proj") for path in wrapped)
+    with torch.no_grad():
+        before = model.eval()(torch.ones(1, 3, size, size))
+        for key, value in model.named_parameters():
+            value += "lora_B" in key
+        assert not torch.equal(model(torch.ones(1, 3, size, size)), before)
