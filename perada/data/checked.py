@@ -2,6 +2,7 @@
 """The checks of what the datasets of the clients and the server hold, and what they find."""
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.core.checks import check_whole
+from perada.core.text import some
 from perada.data.batches.datasets import (
     LABEL_KEYS,
     Kind,
@@ -172,6 +174,7 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
             "num_classes out"
         )
     num_classes = num_classes or data.num_classes
+    declared = num_classes is not None or data.classes is not None
     _check_counts(data)
     check_whole("num_classes", num_classes, optional=True)
     sets = {"training": data.train, "test": data.test if any(map(length, data.test)) else []}
@@ -197,6 +200,10 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
                 f"all images are of one class ({classes[0]}), and nothing can be learned: add images of another; "
                 "where an image has a label or not, give vectors of zeros and ones (a list of columns of a table)"
             )
+    if multilabel:
+        _warn_of_one_hot(found["training"])
+    elif not declared and (num_classes is None or words):
+        _check_inferred_classes(found)
     if num_classes is None:
         num_classes = first.shape[1] if multilabel else int(max(labels.max() for _, labels in known)) + 1
     if multilabel and first.shape[1] != num_classes:
@@ -215,6 +222,43 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     test, validation = stores.get("test"), stores.get("validation")
     names = None if classes is None else list(classes)
     return Checked(stores["training"], test, public, validation, num_classes, names, multilabel, image)
+
+
+def _check_inferred_classes(found: Mapping[str, list[Tensor]]) -> None:
+    """Refuse labels from which the number of classes is inferred, where they are no numbering of classes.
+
+    Raises:
+        ValueError: If all training images are of one class, or most of the classes would have no image.
+    """
+    trained = torch.cat(found["training"]).unique().tolist()
+    if len(trained) == 1:
+        raise ValueError(
+            f"all training images have the label {trained[0]}, and nothing can be learned from one class: add images "
+            "of another, or set num_classes if other clients have them. Where an image has a label or not, give float "
+            "vectors (1,) of zeros and ones"
+        )
+    used = torch.cat([labels for clients in found.values() for labels in clients]).unique().tolist()
+    count = used[-1] + 1
+    # Negative labels are refused later, with the client that has them.
+    if used[0] >= 0 and count - len(used) > len(used):
+        shown = some(list(map(str, used)))
+        raise ValueError(
+            f"the labels go up to {used[-1]}, which makes {count} classes, and {count - len(used)} of them have no "
+            f"image (there are {shown}): number the classes from 0 without gaps, take out images whose label means "
+            f"that they have none (often 255), or set num_classes={count} if this is meant"
+        )
+
+
+def _warn_of_one_hot(clients: Sequence[Tensor]) -> None:
+    """Warn of vectors that may be one-hot classes, since they are trained as labels that do not exclude one another."""
+    labels = torch.cat(list(clients))
+    images, count = labels.shape
+    if images > 1 and count > 1 and bool(((labels == 0) | (labels == 1)).all()) and bool((labels.sum(1) == 1).all()):
+        warnings.warn(
+            f"each of the {images} training images has exactly one of {count} labels, and they are trained as labels "
+            "of which an image may have several: if they are one-hot classes, give the classes (labels.argmax(1))",
+            stacklevel=3,
+        )
 
 
 def _common_kind(stores: Mapping[str, Store], size: int | None) -> Kind:
@@ -289,7 +333,7 @@ def _label(dataset: Dataset[Any], client: int, index: int) -> Any:  # noqa: ANN4
     """The label of a sample: a word or a tensor."""
     try:
         label = entries(read_item(dataset, index, f"client {client}"), labelled=True)[1]
-        return label if isinstance(label, str) else as_labels(label)
+        return label if isinstance(label, str) else as_labels(label, of_one_image=True)
     except TypeError as error:
         raise TypeError(f"client {client}, sample {index}: {error}") from None
 

@@ -143,7 +143,7 @@ def _read_samples(store: MapStore, client: int, limit: int) -> list[tuple[str, s
 def _hash_item(store: MapStore, client: int, index: int) -> tuple[str, str]:
     seed_all(0)  # transforms that draw from a global generator always draw alike
     image, label = store.item(client, index, resize=False)
-    return _hash_of(image), "" if label is None else _hash_of(as_labels(label))
+    return _hash_of(image), "" if label is None else _hash_of(as_labels(label, of_one_image=True))
 
 
 def _evenly_spaced(count: int, limit: int) -> Tensor:

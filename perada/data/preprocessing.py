@@ -300,7 +300,7 @@ def joining_data(
         if not samples:
             return []
         images = torch.stack([preprocessing.stored(image) for image, _ in samples])
-        labels = as_labels(torch.stack([torch.as_tensor(label) for _, label in samples]))
+        labels = torch.stack([as_labels(label, of_one_image=True) for _, label in samples])
         known = range(len(numbers)) if labels.ndim == 1 else (0, 1)
         fits = labels.ndim == 1 or labels.shape[1] == len(numbers)
         if (labels.ndim == 2) != multilabel or not fits or labels.min() < known[0] or labels.max() > known[-1]:

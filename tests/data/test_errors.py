@@ -96,7 +96,7 @@ def test_image_size_makes_one_shape_of_clients_tensors_too():
 
 
 def test_a_shape_that_changes_within_a_client_is_named_when_it_is_met():
-    mixed = [(torch.zeros(1, 5, 5), 0), (torch.zeros(1, 6, 6), 0)]
+    mixed = [(torch.zeros(1, 5, 5), 0), (torch.zeros(1, 6, 6), 1)]
     (batch,) = FederatedDataModule(FederatedData([mixed])).train_dataloader()
     ((client, reason),) = batch.failed
     assert client == 0
@@ -146,7 +146,7 @@ def test_labels_of_different_kinds(kind):
 
 def test_images_that_are_none():
     refused(FederatedData([client(dtype=torch.int64)]), "images are torch.int64: give uint8", TypeError)
-    refused(FederatedData([[("cat.jpg", 1)]]), "client 0, sample 0: an image is of type str", TypeError)
+    refused(FederatedData([[("cat.jpg", 1)]], num_classes=2), "client 0, sample 0: an image is of type str", TypeError)
 
 
 def test_channels_that_the_backbone_does_not_take():

@@ -113,14 +113,15 @@ def test_comparing_leaves_the_global_streams_alone():
 
 def test_a_public_set_with_private_images_is_refused():
     clients = [tensors(GREY[:2]), tensors(GREY[2:4])]
-    FederatedDataModule(FederatedData(clients)).checked.check_overlap()
-    FederatedDataModule(FederatedData(clients, public=tensors(GREY[4:]))).checked.check_overlap()
+    FederatedDataModule(FederatedData(clients, num_classes=2)).checked.check_overlap()
+    FederatedDataModule(FederatedData(clients, public=tensors(GREY[4:]), num_classes=2)).checked.check_overlap()
     with pytest.raises(ValueError, match=r"privacy: test image 1 of client 0 is also image 0 of the public set"):
-        FederatedDataModule(FederatedData(clients, [tensors(GREY[4:])] * 2, tensors(GREY[5:]))).checked.check_overlap()
+        data = FederatedData(clients, [tensors(GREY[4:])] * 2, tensors(GREY[5:]), num_classes=2)
+        FederatedDataModule(data).checked.check_overlap()
     with pytest.raises(
         ValueError, match=r"privacy: image 1 of client 1 is also image 0 of the public set: .* Take such"
     ) as error:
-        FederatedDataModule(FederatedData(clients, public=tensors(GREY[3:]))).checked.check_overlap()
+        FederatedDataModule(FederatedData(clients, public=tensors(GREY[3:]), num_classes=2)).checked.check_overlap()
     assert "\n" not in str(error.value)
 
 

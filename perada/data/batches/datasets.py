@@ -65,14 +65,22 @@ def tensor_source(dataset: Dataset[Any], labelled: bool) -> Source | None:
     return None
 
 
-def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
-    """Turn labels into int64 classes, or float32 vectors of a multi-label task.
+def as_labels(values: Any, of_one_image: bool = False) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
+    """Turn labels into int64 classes (N,), or float32 vectors (N, K) of a multi-label task.
+
+    Classes may have further axes of length 1, as in MedMNIST's (N, 1), which are dropped.
+
+    Args:
+        values: Labels of N images, or of one.
+        of_one_image: Whether they are the label of one image, a class () or a vector (K,).
 
     Raises:
         TypeError: If they are neither.
 
     >>> as_labels([1, 2]).dtype, as_labels(torch.ones(2, 5).double()).dtype
     (torch.int64, torch.float32)
+    >>> as_labels([[1], [2]]).tolist(), as_labels([2], of_one_image=True).tolist()
+    ([1, 2], 2)
     """
     remedy = "give integer classes, or float vectors (K,) of several labels"
     try:
@@ -83,6 +91,14 @@ def as_labels(values: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
         return labels.float()
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"labels are {labels.dtype}: {remedy}")
+    axes = 0 if of_one_image else 1
+    while labels.ndim > axes and labels.shape[-1] == 1:
+        labels = labels.squeeze(-1)
+    if labels.ndim > axes:
+        raise TypeError(
+            f"labels are whole numbers of shape {tuple(labels.shape)}, which may be one-hot, or several labels each: "
+            "give the classes of one-hot vectors (labels.argmax(-1)), or several labels as floats (labels.float())"
+        )
     return labels.long()
 
 
@@ -101,7 +117,12 @@ def declared_labels(dataset: Dataset[Any]) -> Tensor | list[Any] | None:
     if targets is None or getattr(base, "target_transform", None) is not None or len(targets) != length(base):
         return None
     words = list(targets) if isinstance(next(iter(targets), None), str) else None
-    return as_labels(targets)[torch.from_numpy(rows)] if words is None else [words[row] for row in rows.tolist()]
+    if words is not None:
+        return [words[row] for row in rows.tolist()]
+    try:
+        return as_labels(targets)[torch.from_numpy(rows)]
+    except TypeError:
+        return None  # the items may have them in another form; if not, the message names the item
 
 
 def entries(item: Any, labelled: bool) -> tuple[Any, Any]:  # noqa: ANN401
@@ -163,11 +184,25 @@ def kind(images: Tensor, skip: int = 1) -> Kind:
 
 def check_kind(client: int, got: Kind, expected: Kind, part: str = "") -> None:
     """Refuse images that cannot be batched together; the message begins with ``part``."""
-    if got != expected:
-        raise ValueError(
-            f"{part}client {client}: an image is {got}, others are {expected}: give all clients one shape and type, "
-            "or set image_size to have uint8 images resized"
-        )
+    if got == expected:
+        return
+    (shape, dtype), (expected_shape, expected_dtype) = got, expected
+    remedies = []
+    if dtype != expected_dtype:
+        remedies.append("give all images one type")
+    if len(shape) == len(expected_shape) == 3 and shape[0] != expected_shape[0]:
+        if {shape[0], expected_shape[0]} == {1, 3}:
+            remedies.append(
+                "give grey images three channels too (image.convert('RGB') of a PIL image, image.expand(3, -1, -1) of "
+                "a tensor (1, H, W))"
+            )
+        else:
+            remedies.append("give all images as many channels, such as image.convert('RGB') of a PIL image")
+    if len(shape) != len(expected_shape):
+        remedies.append("give all clients images of one shape")
+    elif shape[-2:] != expected_shape[-2:]:
+        remedies.append("give all clients one shape and type, or set image_size to have uint8 images resized")
+    raise ValueError(f"{part}client {client}: an image is {got}, others are {expected}: {'; and '.join(remedies)}")
 
 
 def check_label_kinds(known: Sequence[tuple[int, Tensor]]) -> None:

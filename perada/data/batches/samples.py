@@ -176,7 +176,8 @@ class MapStore(Samples):
         try:
             given, label = entries(item, self.labelled)
             image = to_image(given)
-            label = as_labels(label) if self.labelled and not isinstance(label, str) else label
+            if self.labelled and not isinstance(label, str):
+                label = as_labels(label, of_one_image=True)
         except TypeError as error:
             raise TypeError(f"{who}, sample {index}: {error}") from None
         if image.is_floating_point() and not image.isfinite().all():

@@ -193,9 +193,10 @@ def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None
             raise ValueError(f"{given} {len(images)} images and {len(labels)} labels; return one label for each image")
     whole = labels is None or not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
     if labels is not None and (labels.ndim != 1 if whole else labels.ndim != 2 or not labels.is_floating_point()):
+        column = " (labels.squeeze(1) of these)" if whole and labels.shape[1:] == (1,) else ""
         raise TypeError(
-            f"{given} labels {_shown(labels)}, which are neither classes nor vectors; return whole numbers (N,), a "
-            "class for each image, or floats (N, K) of zeros and ones for several labels each"
+            f"{given} labels {_shown(labels)}, which are neither classes nor vectors; return whole numbers "
+            f"(N,){column}, a class for each image, or floats (N, K) of zeros and ones for several labels each"
         )
     return images, labels.long() if labels is not None and whole else labels
 

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labels in the shapes and types in which data sets have them."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, TensorDataset
+
+from perada.data import FederatedData, FederatedDataModule
+from perada.data.checked import check
+
+IMAGES = torch.zeros(6, 3, 8, 8, dtype=torch.uint8)
+
+
+class Declared(Dataset):
+    """A data set that declares its labels, as torchvision's do."""
+
+    def __init__(self, labels):
+        self.targets = labels
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return IMAGES[index], self.targets[index]
+
+
+KINDS = {
+    "tensors": lambda labels: TensorDataset(IMAGES, torch.as_tensor(labels)),
+    "items": lambda labels: [(IMAGES[index], label) for index, label in enumerate(labels)],
+    "arrays": lambda labels: [(IMAGES[index], np.asarray(label)) for index, label in enumerate(labels)],
+    "dicts": lambda labels: [{"image": IMAGES[index], "label": label} for index, label in enumerate(labels)],
+    "declared": Declared,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32, torch.int16])
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 1, 1)])
+@pytest.mark.parametrize("classes", [2, 3])
+def test_classes_in_columns_are_classes(kind, dtype, shape, classes):
+    labels = torch.arange(6) % classes
+    dataset = KINDS[kind](labels.to(dtype).view(shape))
+    checked = check(FederatedData([dataset, dataset], [dataset, dataset]))
+    assert (checked.num_classes, checked.multilabel) == (classes, False)
+    for store in (checked.train, checked.test):
+        assert store.client_labels()[1].tolist() == labels.tolist()
+        assert store.take(torch.zeros(6, dtype=torch.int64), torch.arange(6))[1].tolist() == labels.tolist()
+    module = FederatedDataModule(FederatedData([dataset, dataset]), batch_size=6)
+    assert module.trial_batch([0]).y.shape == (1, 6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("labels", [torch.eye(3, dtype=torch.int64).repeat(2, 1), torch.ones(6, 2, dtype=torch.uint8)])
+def test_vectors_of_whole_numbers_say_what_to_give(kind, labels):
+    with pytest.raises(TypeError, match=r"labels are whole numbers of shape .*labels.argmax.*labels.float"):
+        check(FederatedData([KINDS[kind](labels)]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_hot_vectors_are_warned_of_and_several_labels_are_not(kind):
+    one_hot = torch.eye(3).repeat(2, 1)
+    with pytest.warns(UserWarning, match=r"each of the 12 training images has exactly one of 3 labels, .*argmax"):
+        assert check(FederatedData([KINDS[kind](one_hot)] * 2)).multilabel
+    several, soft, single = one_hot.clone(), one_hot.clone(), torch.tensor([[0.0], [1.0]]).repeat(3, 1)
+    several[0, :2] = 1
+    soft[0] = torch.tensor([0.5, 0.25, 0.25])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for labels in (several, soft, single):
+            assert check(FederatedData([KINDS[kind](labels)])).multilabel
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("label", [0, 1, 7])
+def test_a_single_class_is_refused_where_the_number_is_inferred(kind, label):
+    data = [KINDS[kind](torch.full((6,), label))] * 2
+    with pytest.raises(ValueError, match=f"all training images have the label {label}, and nothing can be learned"):
+        check(FederatedData(data, [KINDS[kind](torch.arange(6))] * 2))
+    # A site may have one class of several.
+    assert check(FederatedData(data, num_classes=8)).num_classes == 8
+    assert check(FederatedData(data, classes=list("abcdefgh"))).num_classes == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 1, 2, 255, 0, 1], r"go up to 255, which makes 256 classes, and 252 .* \(there are 0, 1, 2, 255\): number"),
+        ([1000, 1001, 1002, 1003, 1004, 1005], "1000 of them have no image"),
+        ([0, 10, 20, 30, 40, 50], r"set num_classes=51 if this is meant"),
+    ],
+)
+def test_sparse_labels_are_refused_where_the_number_is_inferred(kind, labels, message):
+    data = [KINDS[kind](torch.tensor(labels))]
+    with pytest.raises(ValueError, match=message.replace("\\\\", "\\")):
+        check(FederatedData(data))
+    assert check(FederatedData(data, num_classes=max(labels) + 1)).num_classes == max(labels) + 1
+
+
+@pytest.mark.parametrize("labels", [[0, 2, 0, 2, 0, 2], [1, 2, 3, 1, 2, 3], [0, 1, 3, 4, 5, 6]])
+def test_a_few_gaps_are_accepted(labels):
+    assert check(FederatedData([TensorDataset(IMAGES, torch.tensor(labels))])).num_classes == max(labels) + 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0.0, 1.0] * 3, "labels are torch.float32: give integer classes"),
+        ([0.0, float("nan")] * 3, "labels are torch.float32"),
+        ([True, False] * 3, "labels are torch.bool"),
+        ([0, None] * 3, "sample 1: labels are None"),
+        ([b"a", b"b"] * 3, "labels are b'a'"),
+        ([["a"], ["b"]] * 3, r"labels are \['a'\]"),
+        ([1j, 2j] * 3, "labels are torch.complex64"),
+    ],
+)
+def test_other_labels_are_refused_by_name(labels, message):
+    with pytest.raises(TypeError, match=message):
+        check(FederatedData([[(image, label) for image, label in zip(IMAGES, labels, strict=True)]]))
+
+
+@pytest.mark.parametrize("labels", [np.array([0, 1] * 3, dtype=object), [np.int8(0), np.int8(1)] * 3])
+def test_numbers_of_numpy_are_classes(labels):
+    assert check(FederatedData([list(zip(IMAGES, labels, strict=True))])).num_classes == 2
+
+
+@pytest.mark.parametrize("first", ["grey", "colour"])
+@pytest.mark.parametrize("together", [True, False])
+def test_the_remedy_for_grey_among_colour_images_helps(first, together):
+    grey = [(Image.new("L", (8, 8), 90), 0), (Image.new("L", (9, 9), 90), 1)]
+    colour = [(Image.new("RGB", (8, 8)), 0), (Image.new("RGB", (8, 8)), 1)]
+    parts = [grey, colour] if first == "grey" else [colour, grey]
+    clients = [sum(parts, [])] if together else parts  # noqa: RUF017
+    wrong = FederatedDataModule(FederatedData(clients), image_size=8, batch_size=4)
+    if together:
+        (reason,) = dict(next(iter(wrong.train_dataloader())).failed).values()
+    else:
+        with pytest.raises(ValueError, match="give grey images three channels too") as error:
+            wrong.setup()
+        reason = str(error.value)
+    assert "give grey images three channels too (image.convert('RGB') of a PIL image" in reason
+    assert "image_size" not in reason
+    clients = [[(image.convert("RGB"), label) for image, label in client] for client in clients]
+    (made := FederatedDataModule(FederatedData(clients), image_size=8, batch_size=4)).setup()
+    assert not next(iter(made.train_dataloader())).failed
