@@ -191,7 +191,7 @@ def test_groups_that_cannot_be_held_out_are_refused():
 
 
 def test_a_client_with_two_images_has_one_of_each():
-    made = module(FederatedData(numbered((2, 2))), client_validation=0.9, evaluate_on="validation")
+    made = module(FederatedData(numbered((2, 2)), num_classes=3), client_validation=0.9, evaluate_on="validation")
     assert [len(own) for own in trained(made) + scored(made, 2)] == [1, 1, 1, 1]
 
 

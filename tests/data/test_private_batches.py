@@ -221,7 +221,7 @@ def test_secure_transforms_of_a_dataset_do_not_go_by_a_known_key(secure):
     """By a known key one tells what every other image became, with image 0 and without it. No clipping bounds that."""
 
     def drawn():
-        data = FederatedData([Shaken(0)])
+        data = FederatedData([Shaken(0)], num_classes=2)
         module = FederatedDataModule(data, batch_size="full")
         private = replace(PERADA, secure=secure)
         module.configure_rounds(seed=3, clients_per_round=None, phases=[Phase(steps=2)], private=private)
