@@ -129,13 +129,14 @@ def _without_replicas(module: nn.Module) -> nn.Module:
 
 
 def _to_single_precision(model: nn.Module, name: str) -> None:
-    """Convert weights of another number format to float32, in place, and say so."""
+    """Convert weights of another number format to float32, in place, and warn of it.
+
+    A network that has float32 beside others converts between them by itself.
+    """
     formats = {
-        str(parameter.dtype).removeprefix("torch.")
-        for parameter in model.parameters()
-        if parameter.is_floating_point() and parameter.dtype != torch.float32
+        str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters() if parameter.is_floating_point()
     }
-    if formats:
+    if formats and "float32" not in formats:
         model.float()
         warnings.warn(
             f"backbone {name!r} has weights in {' and '.join(sorted(formats))}, which were converted to float32, the "
