@@ -4,11 +4,13 @@
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from argparse import ArgumentError
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jsonargparse import ArgumentParser
 
+from perada.cli.options import facts
 from perada.core.quiet import quiet_lightning
 from perada.core.text import near_names, printable
 
@@ -33,13 +35,20 @@ def one_line(error: Exception) -> str:
 
 
 def _unknown(found: re.Match[str]) -> str:
-    from perada.algorithms import ALGORITHM_NAMES, Algorithm
+    """What may be meant by a class that there is not, of those that its option takes."""
+    from perada.algorithms import Algorithm
     from perada.data import ImageSet, Partition
-    from perada.server import SERVER_RULES, ServerRule
+    from perada.server import ServerRule
 
+    own = "a class of your own by its path, such as mine.MyClass"
+    option = re.match(r"[\w.]+", found.string)
+    names = facts()["recipe_options"].get(option[0]) if option else None
+    if not names:
+        return f"there is no class {found[2]!r}; give {own}"
     bases: list[type] = [Algorithm, ServerRule, Partition, ImageSet]
-    names = sorted({kind.__name__ for base in bases for kind in subclasses(base)})
-    meant = hint(found[2], [*names, *ALGORITHM_NAMES, *SERVER_RULES], f"known classes are {', '.join(names)}")
+    # Of algorithms and server rules the classes can be named too, beside the names that are listed.
+    classes = [kind.__name__ for base in bases for kind in subclasses(base)]
+    meant = hint(found[2], [*names, *classes], f"choose one of {', '.join(names)}, or give {own}")
     return f"there is no class {found[2]!r}; {meant}"
 
 
@@ -89,12 +98,76 @@ _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
 """What jsonargparse says, and how we say it."""
 
 
+class OptionError(ArgumentError):
+    """A value of an option has a wrong type.
+
+    Attributes:
+        option: Full name of the option.
+    """
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(None, message)
+        self.option = option
+
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "dict": "a mapping, {NAME: VALUE}",
+    "list": "a list",
+    "NoneType": "",
+}
+"""What values of a type are called; null, by which an option is left out, is not said."""
+
+
+def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
+    r"""Say of a value of a wrong type what it must be; None where a message of the parser is about something else.
+
+    Args:
+        message: The parser's, in which the outer option comes first.
+        typed: By full name: an option as it was typed.
+
+    >>> message = "Parser key \"model.lr_local\":\n  Expected a <class 'float'>. Got value: fast"
+    >>> str(wrong_type(message, {"model.lr_local": "--lr_local"}))
+    "--lr_local: must be a number, got 'fast'"
+    """
+    keys = re.findall(r'Parser key "([^"]+)"', message)
+    if not keys:
+        return None
+    innermost = message[message.rindex("Parser key") :]
+    value = re.search(r"(?:Got value|Given value): (.*)", innermost)
+    if value is None:
+        return None
+    expected = re.findall(r"Expected a (.*?)(?:\. Got value.*)?$", innermost[: value.end()], re.MULTILINE)
+    kinds: list[str] = []
+    for kind in expected:
+        choice = re.fullmatch(r"typing\.Literal\[(.*)\]", kind)
+        of_class = re.fullmatch(r"<class '(\w+)'>", kind)
+        if choice:
+            kinds.append(f"one of {choice[1]}" if "," in choice[1] else choice[1])
+        elif of_class and of_class[1] in _KINDS:
+            kinds.append(_KINDS[of_class[1]])
+        else:
+            return None
+    kinds = list(dict.fromkeys(filter(None, kinds)))
+    if not kinds or "class_path" in innermost:
+        return None
+    option = ".".join(keys)
+    name = next((f"{typed[key]}{option[len(key) :]}" for key in (option, keys[0]) if key in typed), option)
+    return OptionError(option, f"{name}: must be {', or '.join(kinds)}, got {value[1]!r}")
+
+
 def of_options(message: str, parser: ArgumentParser) -> str:
     """An error of a command's parser, with options as they are typed, and the nearest to one that there is not."""
     typed = {
         action.dest: (action.option_strings or [str(action.metavar or action.dest).upper()])[-1]
         for action in parser._actions
     }
+    type_error = wrong_type(message, typed)
+    if type_error is not None:
+        return str(type_error)
     if missing := re.fullmatch(r"the following arguments are required: (.*)", message, re.DOTALL):
         names = ", ".join(typed.get(name, name) for name in missing[1].split(", "))
         return f"the following arguments are required: {names}; `{parser.prog} --help` explains them"

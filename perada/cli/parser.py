@@ -25,7 +25,8 @@ from perada.algorithms import ALGORITHM_NAMES, ALGORITHMS, VARIANTS, Algorithm, 
 from perada.api import FULL_NAMES, SECTIONS, argument_texts, full_name
 from perada.cli.messages import subclasses
 from perada.cli.options import TEXTS, nearest
-from perada.cli.recipes import recipe_files
+from perada.cli.recipes import recipe_files, recipe_names
+from perada.core.yaml_files import read_yaml
 from perada.data import ImageSet, Partition
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import SERVER_RULES, ServerRule
@@ -122,11 +123,24 @@ def spelt_out(args: Sequence[str]) -> list[str]:
 
 def _value_of(name: str, args: Sequence[str]) -> str | None:
     """What words of the command line give for an option, by either of its names; None if nothing."""
-    for word, after in zip(args, [*args[1:], ""], strict=True):
+    for place, word in enumerate(args):
         option, equals, value = word.partition("=")
         if option.startswith("--") and full_name(option[2:]) == name:
-            return value if equals else after
+            return value if equals else "".join(args[place + 1 : place + 2])
     return None
+
+
+def typed_names(args: Sequence[str]) -> dict[str, str]:
+    """By full name: what an option is called on the command line, or else in a recipe that it names."""
+    names: dict[str, str] = {}
+    for recipe in recipe_names(args):
+        for path in recipe_files(recipe):
+            names |= {full_name(name): name for name in read_yaml(path) if full_name(name) != name}
+    for word in args:
+        option = word.partition("=")[0]
+        if option.startswith("--"):
+            names[full_name(option[2:])] = option
+    return names
 
 
 def full_names(content: dict[str, Any]) -> dict[str, Any]:

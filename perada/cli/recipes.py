@@ -47,7 +47,10 @@ def find_recipe(name: str) -> list[Path]:
     known = recipes()
     key = name.removesuffix(".yaml")
     if key not in known:
-        meant = hint(key, known, "`perada ls` lists the recipes")
+        # Of a combination that there is not, the part that there is.
+        parts = [key.rsplit("/", cut)[0] for cut in range(1, key.count("/"))]
+        shorter = [part for part in parts if part in known]
+        meant = f"did you mean {shorter[0]!r}?" if shorter else hint(key, known, "`perada ls` lists the recipes")
         raise FileNotFoundError(f"{name!r} is neither a file nor a recipe; {meant}")
     return known[key]
 

@@ -21,12 +21,13 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from perada.cli.messages import one_line, quiet_libraries
+from perada.cli.messages import OptionError, one_line, quiet_libraries, wrong_type
 from perada.cli.parser import (
     RecipeParser,
     explained,
     full_names,
     spelt_out,
+    typed_names,
     with_own_classes,
     with_proposal,
     wrong_option,
@@ -42,7 +43,7 @@ from perada.lightning.callbacks import OF_A_TRAINER, listed, own_parts
 from perada.lightning.checkpoint import described_early, find_checkpoint
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import log_options, no_trace_if_refused
-from perada.lightning.strategies import check_trainer, device_defaults
+from perada.lightning.strategies import check_devices, check_trainer, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.report import client_table, epsilon_text, mode_line, shift_tables
 from perada.results.restore import plain_data
@@ -86,6 +87,7 @@ class PeradaCLI(LightningCLI):
         ``command`` is what was typed, for the run's record.
         """
         self.runs, self.command = run, list(command)
+        self.typed = typed_names(args)
         super().__init__(
             FederatedClassifier,
             FederatedDataModule,
@@ -134,6 +136,7 @@ class PeradaCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add perada's logger, progress bar and checkpoint where the recipe names none."""
         trainer = self._get(self.config_init, "trainer")
+        check_devices(trainer.accelerator, trainer.devices)
         if not self.runs or self.config.get("subcommand") == "fit":
             self._check_rounds(trainer.max_epochs)
         chosen, callbacks = own_parts(vars(trainer), listed(trainer.callbacks))
@@ -199,6 +202,8 @@ class PeradaCLI(LightningCLI):
             try:
                 with_own_classes(partial(super().parse_arguments, parser, args))
             except ArgumentError as error:
+                if type_error := wrong_type(str(error), self.typed):
+                    raise type_error from error
                 known = [action.dest for action in own._actions]
                 raise ArgumentError(None, with_proposal(str(error), known)) from error
 
@@ -413,7 +418,9 @@ class _Option:
 
 def _option_of(error: Exception, recipes: list[dict[str, Any]], words: list[str]) -> _Option | None:
     """The option that an error is about; None where that is not clear, or it is not among those that were given."""
-    if wrong := wrong_option(str(error)):
+    if isinstance(error, OptionError):
+        name = error.option
+    elif wrong := wrong_option(str(error)):
         name = wrong[1]
     elif found := _NAME.match(one_line(error)):
         name = ".".join(filter(None, found.groups()))

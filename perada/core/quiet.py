@@ -11,8 +11,8 @@ _SPEAKERS = ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilitie
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # The seed, since what noise may follow from is not for every terminal.
-    return not re.search("litlogger|Seed set to", record.getMessage())
+    # The seed, since what noise may follow from is not for every terminal; and which devices are not there.
+    return not re.search("litlogger|Seed set to|[GTHI]PU available: False", record.getMessage())
 
 
 def quiet_lightning() -> None:

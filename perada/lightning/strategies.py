@@ -2,6 +2,7 @@
 """Trainers: what they may be asked for, and a strategy for several devices whose processes train their own clients."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from perada.core.checks import check_choice, check_known
 from perada.lightning.checkpoint import WholeCheckpointIO
 from perada.lightning.foreign_callbacks import check_callbacks
 
@@ -102,6 +105,59 @@ def device_defaults() -> dict[str, Any]:
     return {"devices": local, "num_nodes": int(os.environ["WORLD_SIZE"]) // local}
 
 
+def check_devices(accelerator: object, devices: object) -> None:
+    """Refuse an accelerator that is not here, and a number of devices that there cannot be.
+
+    Objects of Lightning's classes are left to Lightning.
+
+    Raises:
+        ValueError: With the value and the remedy.
+    """
+    if isinstance(accelerator, str):
+        names = ["auto", "gpu", *AcceleratorRegistry.available_accelerators()]
+        check_choice("accelerator", accelerator, sorted(names))
+        if accelerator != "auto" and not _is_here(accelerator):
+            raise ValueError(
+                f"accelerator={accelerator!r} cannot be used: torch finds no such device on this machine; give 'auto' "
+                "or 'cpu', or see `perada doctor`"
+            )
+    count = _device_count(devices)
+    if count is None:
+        return
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not _is_here("gpu"))
+    numbered = isinstance(devices, list) or (isinstance(devices, str) and "," in devices)
+    if count < 1 or (numbered and on_cpu):
+        raise ValueError(
+            f"devices={devices!r} cannot be used; give a whole number of 1 or more, 'auto' for all, or, on GPUs, a "
+            "list of their numbers, such as [0, 1]"
+        )
+    cuda = accelerator == "cuda" or (accelerator in ("auto", "gpu") and torch.cuda.is_available())
+    here = torch.cuda.device_count() if cuda else count
+    if count > here:
+        raise ValueError(f"devices={devices!r} cannot be used: torch finds {here} GPUs; give fewer")
+
+
+def _is_here(accelerator: str) -> bool:
+    if accelerator == "gpu":
+        return torch.cuda.is_available() or torch.backends.mps.is_available()
+    here: bool = AcceleratorRegistry[accelerator]["accelerator"].is_available()
+    return here
+
+
+def _device_count(devices: object) -> int | None:
+    """How many devices are asked for; None for all of them, and -1 for what says nothing of the kind."""
+    if devices in ("auto", "-1", -1, None):
+        return None
+    if isinstance(devices, list):
+        return len(devices) if all(isinstance(one, int) and one >= 0 for one in devices) else -1
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return devices
+    if isinstance(devices, str) and re.fullmatch(r"\d+(,\d+)*,?", devices.replace(" ", "")):
+        numbers = [number for number in devices.split(",") if number.strip()]
+        return len(numbers) if "," in devices else int(devices)
+    return -1
+
+
 def choose_strategy(strategy: object, devices: object, num_nodes: int) -> Any:  # noqa: ANN401  # what Trainer takes
     """The strategy asked for; where none was, perada's for more than one device.
 
@@ -109,6 +165,8 @@ def choose_strategy(strategy: object, devices: object, num_nodes: int) -> Any:  
     ('auto', 'perada', 'ddp')
     """
     if strategy not in (None, "auto"):
+        if isinstance(strategy, str):
+            check_known("strategy", strategy, StrategyRegistry.available_strategies())
         return strategy
     count = len(devices) if isinstance(devices, list) else devices
     if count in ("auto", "-1", -1):

@@ -44,11 +44,11 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
     words = ["--trainer.precision=64", "--xyz", "3", "--lr_personal=-1"]
     first, *said, _, last = checked(capsys, "tiny.yaml", "wrong.yaml", *words, code=1)
     wanted = [
-        "model.optimizer: lion is unknown; choose one of 'sgd', 'adam', 'adamw'",
+        "model.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'lion'",
         "Option 'alhpa' is not accepted",
         "Option 'stesp' is not accepted; did you mean federated.distillation.steps?",
-        "federated.weighting: sample is unknown; choose one of 'uniform', 'samples'",
-        "trainer.max_epochs: give a value of type int",
+        "federated.weighting: must be one of 'uniform', 'samples', got 'sample'",
+        "trainer.max_epochs: must be a whole number, got",
         "unrecognized arguments: --xyz",
         "does not accept option 'lr_locl'; did you mean model.lr_local?",
         "'lerning_rate' is not accepted; did you mean model.lr_local or model.lr_personal",
