@@ -2,6 +2,7 @@
 """Batches of private training: streams that are independent, counts that are binomial, padding that is zero."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -38,10 +39,12 @@ def datamodule(private=PERADA, steps=(30,), data=None, sizes=SIZES, batch_size=B
 def drawn(loader):
     """For each stream and client the batches as lists of sample numbers; the padding is checked on the way."""
     seen = {}
-    for step, item in enumerate(loader):
+    steps_of_phases = Counter()
+    for item in loader:
+        phase = next(iter(item.values())).phase
         for name, batch in item.items():
             assert isinstance(batch, CohortBatch)
-            assert batch.step == step
+            assert (batch.phase, batch.step) == (phase, steps_of_phases[phase])
             assert batch.x.shape[:2] == batch.y.shape == (len(batch.clients), max(1, *batch.counts))
             for row, (client, count) in enumerate(zip(batch.clients, batch.counts, strict=True)):
                 numbers = batch.x[row, :count, 0] - 0.5 - 1000 * client
@@ -49,6 +52,7 @@ def drawn(loader):
                 assert not batch.x[row, count:].any()
                 assert not batch.y[row, count:].any()
                 seen.setdefault((name, client), []).append(numbers.int().tolist())
+        steps_of_phases[phase] += 1
     return seen
 
 
