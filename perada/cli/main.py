@@ -111,7 +111,7 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
         known_help = help_text(command, words)
         if known_help is not None:
             print(known_help)
-            return
+            raise SystemExit(0)
         _check_before_import(command, words)
         module, _, function = entry.partition(":")
         try:

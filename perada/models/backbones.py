@@ -129,14 +129,14 @@ def _without_replicas(module: nn.Module) -> nn.Module:
 
 
 def _to_single_precision(model: nn.Module, name: str) -> None:
-    """Convert weights of another number format to float32, in place, and warn of it.
+    """Convert weights of a half format to float32, in place, and warn of it.
 
-    A network that has float32 beside others converts between them by itself.
+    A network that has float32 beside others converts between them by itself. One in float64 is trained in it.
     """
     formats = {
         str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters() if parameter.is_floating_point()
     }
-    if formats and "float32" not in formats:
+    if formats and not formats & {"float32", "float64"}:
         model.float()
         warnings.warn(
             f"backbone {name!r} has weights in {' and '.join(sorted(formats))}, which were converted to float32, the "
