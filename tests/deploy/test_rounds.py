@@ -244,13 +244,18 @@ def test_a_server_from_an_older_copy_says_who_is_ahead(tiny, tmp_path):
 
 
 def test_a_site_from_an_older_copy_takes_part_again(tiny, tmp_path):
+    """From one of its whole folder: of a single older file is known that it is older, and it is refused."""
     parties = Parties(tiny, tmp_path, "ditto", rounds=3, every=3)
     workers = parties.workers()
-    coordinator = parties.coordinator(LocalTransport(workers))
+    transport = LocalTransport(workers)
+    coordinator = parties.coordinator(transport)
     coordinator._round()
-    shutil.copy(tmp_path / "site0" / "state.safetensors", tmp_path / "copy")
+    shutil.copytree(tmp_path / "site0", tmp_path / "copy")
     coordinator._round()
-    shutil.copy(tmp_path / "copy", tmp_path / "site0" / "state.safetensors")
+    workers["site0"].book.close()
+    shutil.rmtree(tmp_path / "site0")
+    shutil.copytree(tmp_path / "copy", tmp_path / "site0")
+    transport.workers["site0"] = workers["site0"] = parties.worker(0)
     coordinator.run()
     assert [len(record.answered) for record in coordinator.progress.records] == [3, 3, 3]
     assert workers["site0"].book.current().trained == 2
