@@ -136,7 +136,7 @@ def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):
 
 
 def test_a_run_that_is_not_there_is_said(pictures, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"'.*none' is not a finished run"):
+    with pytest.raises(FileNotFoundError, match=r"'.*none' is not there; give a run"):
         main(["personalize", str(tmp_path / "none"), "--data", str(pictures), "--client=late"])
 
 

@@ -104,7 +104,9 @@ def small_words(name, written=None):
     """Options with which a recipe runs in no time, on data that are there."""
     backbone = "test_vit" if "_vit" in name or "prompts" in name else "test_resnet"  # as the recipe's, in small
     public = {} if name == "quickstart" else {"public": None, "public_fraction": 0.1}
-    if "privacy" in name or name.endswith(("/sample", "/client")):  # the server has none of the clients' images
+    if (
+        "privacy" in name or "private" in name or name.endswith(("/sample", "/client"))
+    ):  # the server has none of the clients' images
         public = {"public": {"class_path": "Photographs", "init_args": {"count": 20, "size": 32}}}
         public |= {"public_fraction": 0.0, "validation_fraction": 0.0}
     data = SMALL["data"] | public
@@ -270,7 +272,7 @@ def test_ls_shows_the_groups_and_how_to_combine_them(parser, capsys):
         [f"method/{name}" for name in GROUPS["method"]],
         [f"privacy/{name}" for name in GROUPS["privacy"]],
         [f"paper/{name}" for name in GROUPS["paper"]],
-        COMPLETE,
+        sorted([*COMPLETE, "sites"]),
     ]
     for name, text in (row for rows in listed for row in rows):
         (path,) = find_recipe(name)

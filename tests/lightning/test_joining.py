@@ -13,6 +13,9 @@ from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.privacy import Privacy
 
+# A few steps on few images may make a model worse, which is warned of, and tested below.
+pytestmark = pytest.mark.filterwarnings("ignore:client .* its personal model is worse:UserWarning")
+
 SIZE = 10
 
 

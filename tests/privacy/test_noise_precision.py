@@ -41,9 +41,14 @@ def federation(images, dtype=torch.float32):
     return perada.FederatedData([TensorDataset(x, torch.zeros(images, dtype=torch.long))], num_classes=CLASSES)
 
 
-def train(images, dtype, **options):
+def mixed_network(dtype):
+    """A network whose first layer has another number format; one that has no float32 is converted to it."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, 4).to(dtype), Widened(), nn.Linear(4, CLASSES))
+
+
+def train(images, dtype, make=network, **options):
     common = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "lr_local": 1.0, "rounds": 1}
-    run = perada.finetune(network(dtype), federation(images, dtype), **common | QUIET | options)
+    run = perada.finetune(make(dtype), federation(images, dtype), **common | QUIET | options)
     return next(iter(run.state("global").values()))
 
 
@@ -113,7 +118,7 @@ def test_weights_in_half_precision_are_refused_at_set_up(engine, section, dtype)
     with pytest.raises(
         ValueError, match=r"'1\.weight' is torch\..*16, in which the noise would be rounded away"
     ) as error:
-        train(8, dtype, callbacks=[rounds], **{section: level}, **options)
+        train(8, dtype, mixed_network, callbacks=[rounds], **{section: level}, **options)
     assert "\n" not in str(error.value)
     assert not rounds.begun
 
@@ -126,9 +131,8 @@ class Rounds(pl.Callback):
 
 
 def test_frozen_weights_may_be_in_half_precision():
-    layers = [nn.Flatten(), nn.Linear(PIXELS, 4).to(torch.bfloat16), Widened(), nn.Linear(4, CLASSES)]
     run = perada.finetune(
-        nn.Sequential(*layers),
+        mixed_network(torch.bfloat16),
         federation(8, torch.bfloat16),
         adapter="head",
         algorithm="fedavg",
