@@ -104,9 +104,8 @@ def small_words(name, written=None):
     """Options with which a recipe runs in no time, on data that are there."""
     backbone = "test_vit" if "_vit" in name or "prompts" in name else "test_resnet"  # as the recipe's, in small
     public = {} if name == "quickstart" else {"public": None, "public_fraction": 0.1}
-    if (
-        "privacy" in name or "private" in name or name.endswith(("/sample", "/client"))
-    ):  # the server has none of the clients' images
+    # The server of a private run has none of the clients' images.
+    if "privacy" in name or "private" in name or name.endswith(("/sample", "/client")):
         public = {"public": {"class_path": "Photographs", "init_args": {"count": 20, "size": 32}}}
         public |= {"public_fraction": 0.0, "validation_fraction": 0.0}
     data = SMALL["data"] | public
