@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot be private is refused through ``perada.finetune``, in one line, before anything is trained."""
 
+import copy
 import warnings
 
 import peft
@@ -221,7 +222,7 @@ def test_weights_that_were_trained_on_the_clients_images(level):
 
 
 def test_images_whose_gradients_are_not_finite_are_refused_in_one_line():
-    data = task()
+    data = copy.deepcopy(task())  # the task is shared by all tests
     for part in data.train:
         part.tensors[0].fill_(1e308)
     refused("privacy: the gradients of a client's first image are not finite", data=data)
