@@ -11,7 +11,7 @@ from perada.cli.main import STUDIES
 from perada.studies.drawing import check_output, new_figure, write
 
 
-def test_a_study_is_imported_only_when_it_is_run(monkeypatch, capsys):
+def test_a_study_is_imported_only_when_it_is_run(monkeypatch, tmp_path):
     studies = [f"perada.studies.{name.replace('-', '_')}" for name in STUDIES]
     for name in studies:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -19,6 +19,10 @@ def test_a_study_is_imported_only_when_it_is_run(monkeypatch, capsys):
     assert [name for name in studies if name in sys.modules] == []
     with pytest.raises(SystemExit):
         main(["study", next(iter(STUDIES)), "--help"])
+    assert [name for name in studies if name in sys.modules] == []
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # so that it ends at once
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        main(["study", next(iter(STUDIES)), "--quick", f"--output={tmp_path / 'out'}"])
     assert [name for name in studies if name in sys.modules] == studies[:1]
 
 
