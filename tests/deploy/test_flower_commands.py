@@ -265,6 +265,7 @@ def test_the_connection_to_an_address_is_flowers_own_while_it_is_used(tmp_path):
 def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch):
     """Each with the parser that it has; what it would do then is left out, but for identities."""
     monkeypatch.chdir(tmp_path)
+    main(["cp", "sites", "federation.yaml"])
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     lines = re.findall(r"^perada (deploy .*)$", page.replace("\\\n", " "), re.MULTILINE)
     assert len(lines) >= 4
@@ -272,7 +273,11 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
     for name in ("write_app", "write_server_keys", "write_site_keys", "Link", "run_app", "recipe_digest"):
         monkeypatch.setattr(f"perada.cli.flower.{name}", lambda *given, name=name: seen.append(name))
     monkeypatch.setattr("perada.studies.deployment.run_demo", lambda rounds, _, secure_sums: seen.append(rounds))
+    for name in ("site.yaml", "STATE"):
+        (tmp_path / name).touch()
     monkeypatch.setattr("perada.cli.audit.read_site", lambda path: sys.exit(seen.append(str(path))))
+    monkeypatch.setattr("perada.cli.deploy._run_of_site", lambda *given: sys.exit(seen.append("site's export")))
+    monkeypatch.setattr("perada.cli.deploy.read_site", lambda path: path)
     for line in lines:
         with contextlib.suppress(SystemExit):
             main(shlex.split(line))
@@ -285,6 +290,7 @@ def test_the_commands_of_the_page_are_read_by_the_program(tmp_path, monkeypatch)
         "recipe_digest",
         3,
         "site.yaml",
+        "site's export",
     }
 
 
