@@ -42,6 +42,16 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _signal_handlers_stay():
+    """A program that ends by a signal ignores others from then on, and what later tests start would inherit that."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        if handler is not None:  # None is one that another language has set
+            signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _packages_listed_once():
     """Lightning looks through all installed packages for every Trainer, which takes as long as a tiny round."""
