@@ -81,13 +81,13 @@ def _beginning(typed: str, words: Iterable[str]) -> list[str]:
 
 def _options(command: str) -> dict[str, list[str]]:
     """The options of a command, with dashes, and their values."""
-    known = dict(facts()["commands"][command]["options"])
+    options = dict(facts()["commands"][command]["options"])
     # Those of LightningCLI and of compare take the options of recipes; `predict` has some of its own beside them.
     if command in ("fit", "validate", "test", "predict", "check", "compare"):
         of_recipes = facts()["recipe_options"]
-        known |= {f"--{name}": values for name, values in of_recipes.items()}
-        known |= {f"--{short}": of_recipes.get(full, []) for short, full in facts()["short_names"].items()}
-    return known
+        options |= {f"--{name}": values for name, values in of_recipes.items()}
+        options |= {f"--{short}": of_recipes.get(full, []) for short, full in facts()["short_names"].items()}
+    return options
 
 
 def _values(command: str, option: str, typed: str) -> list[str]:

@@ -230,7 +230,8 @@ def recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
         if not layout:
             raise ValueError(_no_layout(images, files))
         options = {"root": images, "layout": layout}
-        count, clients = len(files), "{client}" in layout
+        count = len(files)
+        clients = "{client}" in layout
     written = json.dumps(options, ensure_ascii=False)
     few = max(2, min(10, count // IMAGES_PER_CLIENT))
     return made.render(answers, distils=distils, kind=kind.__name__, options=written, clients=clients, num_clients=few)

@@ -84,7 +84,8 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
     options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
     seed = own.get("seed", said.get("seed", cli.config["data"].seed))
     served = FederatedDataModule(data, **options, seed=seed)
-    algorithm, loop = cli.loop.algorithm, cli.loop
+    loop = cli.loop
+    algorithm = loop.algorithm
     adds_up_logits = loop.secure_sums is not None and algorithm.distills and not algorithm.own_teachers
     private = loop.privacy is not None or loop.client_privacy is not None
     if not (adds_up_logits or private):

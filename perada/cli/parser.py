@@ -180,7 +180,8 @@ def full_names(content: dict[str, Any]) -> dict[str, Any]:
 
 def _set_rule_of_algorithm(federated: dict[str, Any]) -> None:
     """Write out the server rule of an algorithm whose name stands for one too."""
-    chosen, rule = federated.get("algorithm"), federated.get("server_rule")
+    chosen = federated.get("algorithm")
+    rule = federated.get("server_rule")
     name = chosen.get("class_path") if isinstance(chosen, dict) else chosen
     rule_name = rule.get("class_path") if isinstance(rule, dict) else rule
     if not isinstance(name, str):

@@ -292,7 +292,8 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
 
 def privacy_lines(made: PeradaCLI) -> list[str]:
     """The noise of a private run that is set up, and the ε that it comes to, one line for each section."""
-    protection, data = made.loop.protection, made.datamodule
+    protection = made.loop.protection
+    data = made.datamodule
     if protection is None:
         return []
     lines = []
@@ -348,7 +349,8 @@ def findings(recipes: list[dict[str, Any]], words: Sequence[str]) -> tuple[list[
         if option is None:
             return refused, warned, None
         option.remove()
-        changed, stand_ins = option, list(STAND_INS)
+        changed = option
+        stand_ins = list(STAND_INS)
 
 
 def _set_up(

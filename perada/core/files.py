@@ -23,8 +23,8 @@ try:
     import pwd
 except ModuleNotFoundError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
-    grp = None  # type: ignore[assignment]
-    pwd = None  # type: ignore[assignment]
+    grp = None  # type: ignore[assignment]  # checked before use
+    pwd = None  # type: ignore[assignment]  # checked before use
 
 LOCK = "lock"
 """Name of the file in a folder by which a process locks it."""
