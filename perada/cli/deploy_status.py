@@ -181,4 +181,4 @@ def shown_rounds(progress: Progress) -> str:
         told = [missing, outside, record.void or "–", f"{record.seconds:.1f}", traffic, shown]
         rows.append([str(record.round), answered, *inside, *told])
     sums = ["in the sum"] if summed else []
-    return table(["round", "answered", *sums, "missing", "outside", "void", "s", "MB", "personal %"], rows)
+    return table(["round", "answered", *sums, "missing", "outside", "void", "s", "MB", "own images %"], rows)

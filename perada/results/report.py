@@ -24,10 +24,47 @@ EPSILONS = {
     "privacy/client_epsilon_max": "ε client (max)",
 }
 """What the columns of each client's ε, and of those after a round, are called."""
+TITLES = {
+    "personal/local_test": "own images",
+    "personal/global_test": "all clients' images",
+    "global/global_test": "global model",
+    "global/local_test": "global model on own images",
+    "global/best_mode": "best mode",
+    "global/worst_mode": "worst mode",
+    ENTROPY: "entropy of the modes",
+}
+"""What scores are called in tables that people read; files keep the names of the metrics."""
+_FIGURES = {"_std": "std", "_worst": "worst client", "_p10": "10th percentile", "_weighted": "weighted by images"}
 ROWS = 20
 """Clients that a table shows."""
 SHIFTS_FILE = "shifts.json"
 """Scores by kind of corruption and severity, in a run's folder."""
+
+
+def title(name: str) -> str:
+    """The words for a metric in a table that people read; a name without words of its own stays.
+
+    >>> title("personal/local_test"), title("personal/local_test_ece"), title("global/global_test_ece")
+    ('own images', 'own images, ece', 'global model, ece')
+    >>> title("personal/global_test_worst"), title("personal/fog"), title("train/local_loss")
+    ("all clients' images, worst client", 'fog, personal models', 'training loss, local')
+    """
+    words = TITLES | EPSILONS
+    if name in words:
+        return words[name]
+    # The metric f1_weighted is a score of its own, and not a mean over clients that is weighted.
+    for ending, figure in _FIGURES.items():
+        if name.endswith(ending) and not name.endswith("f1_weighted"):
+            return f"{title(name.removesuffix(ending))}, {figure}"
+    for score in SCORES:
+        if name.startswith(f"{score}_"):
+            return f"{TITLES[score]}, {name.removeprefix(f'{score}_')}"
+    group, _, rest = name.partition("/")
+    if group == "train" and rest.endswith("_loss"):
+        return f"training loss, {rest.removesuffix('_loss')}"
+    if group in ("personal", "global") and rest:  # a shifted test set
+        return f"{rest}, {'personal models' if group == 'personal' else 'global model'}"
+    return name
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -95,7 +132,7 @@ def client_table(
     if len(sizes) > ROWS:
         rows.append([f"… {len(sizes) - ROWS} more", *[""] * (1 + len(scores))])
     rows.append(["mean ± std", "", *(_spread(name, values) for name, values in scores.items())])
-    shown = table(["client", "images", *(EPSILONS.get(name, name) for name in scores)], rows)
+    shown = table(["client", "training images", *map(title, scores)], rows)
     return f"{shown}\n\n{TEST_MODE}" if test_mode else shown
 
 
@@ -127,7 +164,7 @@ def shift_tables(kinds: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]
         severities = list(dict.fromkeys(severity for curve in curves.values() for severity in curve["severity"]))
         for model in ("personal", "global"):
             if all(model in curve for curve in curves.values()):
-                header = [f"{model}/{shift}", *(f"severity {severity:g}" for severity in severities), "mean"]
+                header = [title(f"{model}/{shift}"), *(f"severity {severity:g}" for severity in severities), "mean"]
                 tables.append(table(header, [_curve_row(*one, model, severities) for one in curves.items()]))
     return tables
 
@@ -139,7 +176,7 @@ def _curve_row(kind: str, curve: Mapping[str, Sequence[float]], model: str, seve
 
 def mode_line(scores: Mapping[str, float]) -> str:
     """What the models of an ensemble do alone, on one line; empty where there is no ensemble."""
-    return ", ".join(f"{name} {cell(name, scores[name])}" for name in MODES if name in scores)
+    return ", ".join(f"{title(name)} {cell(name, scores[name])}" for name in MODES if name in scores)
 
 
 def cell(name: str, value: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from perada.core.digests import check_sealed, sealed
 from perada.core.files import write_atomic
 from perada.core.text import printable
-from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, percent, shift_names, table
+from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, percent, shift_names, table, title
 from perada.studies.compare.grid import Point
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, Job, named
 
@@ -144,11 +144,13 @@ def summary(records: Sequence[Record]) -> str:
     private = [name for name in EPSILONS if any(name in record for record in shown)]
     scored = [*SCORES, *(name for name in MODES if any(record.get(name) is not None for record in shown))]
     scored += shift_names(name for record in shown for name in record)
-    columns: dict[str, Callable[[Sequence[Record]], str]] = {name: partial(_over_seeds, name=name) for name in scored}
+    columns: dict[str, Callable[[Sequence[Record]], str]] = {
+        title(name): partial(_over_seeds, name=name) for name in scored
+    }
     columns |= {EPSILONS[name][0]: partial(_epsilon, name=name) for name in private}
     if any(_lost(record) is not None for record in shown):
         columns["lost"] = lambda runs: _mean([value for value in map(_lost, runs) if value is not None], percent)
-    columns |= {title: partial(_cost, name=name, form=form) for title, (name, _, form) in COSTS.items()}
+    columns |= {heading: partial(_cost, name=name, form=form) for heading, (name, _, form) in COSTS.items()}
     if any(record.get("point") for record in shown):
         columns["chosen"] = lambda runs: ", ".join(v for run in runs[-1:] for v in run.get("point", {}).values()) or "–"
     rows = []
@@ -162,11 +164,14 @@ def summary(records: Sequence[Record]) -> str:
     rows += [[f"{label} (failed)", *["–"] * len(columns)] for label in lost]
     whole = {(one["full/params"], one["full/mb"]): one for one in reversed(shown) if "full/params" in one}
     for first in reversed(whole.values()):
-        name = "full fine-tuning would" + (f" ({first['label']})" if len(whole) > 1 else "")
-        cells = {title: form.format(first[full]) for title, (_, full, form) in COSTS.items() if full}
+        name = "full fine-tuning, for comparison" + (f" ({first['label']})" if len(whole) > 1 else "")
+        cells = {heading: form.format(first[full]) for heading, (_, full, form) in COSTS.items() if full}
         rows.append([name, *(cells.get(column, "") for column in columns)])
-    unit = f"Scores in %{', entropy in nats' * (ENTROPY in scored)}"
-    notes = [f"{unit}, trained and sent parameters and MB sent of one client in one round."]
+    notes = [
+        f"Scores in %{', entropy in nats' * (ENTROPY in scored)}. Each client's personal model is tested on the "
+        "client's own test images and on those of all clients (means over clients), the global model on the latter. "
+        "Parameters trained and sent, and MB sent, are of one client in one round."
+    ]
     if any(len([record for record in every if "failed" not in record]) > 1 for every in groups.values()):
         notes[0] += " ± is the sample standard deviation over seeds."
     notes += ["; ".join(": ".join(EPSILONS[name]) for name in private) + ".", _composed(records)] if private else []
@@ -231,12 +236,18 @@ def grid_table(records: Sequence[Record]) -> str:
             rows.append([label, *(record["point"].get(name, "") for name in names), shown_score(record), chosen])
     by = list(dict.fromkeys(name for record in tried for name in record.get("chosen_by", CHOSEN_BY)))
     lower = all(map(_lower, tried))
-    what = " and ".join(name.removeprefix("-" * lower) for name in by)
+    what = " and ".join(_scored_by(name, lower) for name in by)
     note = (
-        f"Scores of {' and '.join(names)} in %: {'mean of ' * (len(by) > 1)}{what} on held-out validation images"
+        f"Scores of {' and '.join(names)} in %: {'mean of ' * (len(by) > 1)}{what}, of held-out validation images"
         f"{'; the lowest is chosen' * lower}."
     )
     return _plain([table(["", *names, "score", ""], rows), note, *_failures(tried)])
+
+
+def _scored_by(name: str, lower: bool) -> str:
+    """A name of ``chosen_by`` in words, with the minus before it, unless the ``lower`` score of all is the better."""
+    minus = "-" if name.startswith("-") and not lower else ""
+    return minus + title(name.removeprefix("-"))
 
 
 def curve_tables(records: Sequence[Record]) -> str:
@@ -253,7 +264,7 @@ def curve_tables(records: Sequence[Record]) -> str:
             if any(name in row for one in own for row in one.values()):
                 rows.append([label, *(_over_seeds([one.get(round, {}) for one in own], name) for round in rounds)])
         if rows:
-            parts.append(table([f"{name} after round", *map(str, rounds)], rows))
+            parts.append(table([f"{title(name)} after round", *map(str, rounds)], rows))
     return _plain(parts)
 
 

@@ -28,9 +28,9 @@ from perada.studies.report.facts import sent
 from perada.studies.report.records import Record
 
 TITLES = {
-    "personal/local_test": "personal, own images",
-    "personal/global_test": "personal, everyone's images",
-    "global/global_test": "global, everyone's images",
+    "personal/local_test": "personal models, own images",
+    "personal/global_test": "personal models, all clients' images",
+    "global/global_test": "global model, all clients' images",
 }
 
 

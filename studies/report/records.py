@@ -25,6 +25,7 @@ from perada.results.report import (
     shift_names,
     shift_tables,
     table,
+    title,
 )
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
 
@@ -245,6 +246,6 @@ def run_report(folder: Path) -> str:
         [str(int(row["round"]) + 1), *(cell(name, row[name]) if name in row else "" for name in [*losses, *shown])]
         for row in record.rounds
     ]
-    header = ["round", *losses, *(EPSILONS.get(name, name) for name in shown)]
+    header = ["round", *map(title, [*losses, *shown])]
     warned = [TEST_MODE] if "privacy/test_mode" in names else []
     return "\n\n".join([table(header, body), *warned, *shift_tables(record.shifts)])

@@ -5,10 +5,11 @@ import math
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from perada.results.cards import check_record, privacy_lines
 from perada.results.clients import joined_clients
-from perada.results.report import SCORES, epsilon_text, shift_names
+from perada.results.report import SCORES, epsilon_text, shift_names, title
 from perada.studies.report import class_figures, figures
 from perada.studies.report.drawn import Drawn
 from perada.studies.report.facts import accuracies, confusion_tables, expected_calibration_error, sent
@@ -30,6 +31,7 @@ class Table:
         rows: Words, whole numbers, and scores from 0 to 1, which the page shows in %. A column ``± …`` stands in the
             cells of the one before.
         plain: Columns whose numbers are not scores.
+        metrics: Whether columns, or the first cells of rows, are metrics. The file has their names, the page words.
     """
 
     name: str
@@ -37,11 +39,20 @@ class Table:
     header: list[str]
     rows: list[list[Cell]]
     plain: Sequence[str] = ()
+    metrics: Literal["", "columns", "rows"] = ""
 
     @property
     def columns(self) -> list[int]:
         """Those that the page has, ``± …`` left out."""
         return [place for place, name in enumerate(self.header) if not name.startswith("± ")]
+
+    def head(self, column: int) -> str:
+        """What the page calls a column."""
+        name = self.header[column]
+        if self.metrics != "columns":
+            return name
+        before = "before: " if name.startswith("before: ") else ""
+        return before + title(name.removeprefix(before))
 
     def is_word(self, column: int) -> bool:
         """Whether a column holds words."""
@@ -55,7 +66,7 @@ class Table:
 
     def _shown(self, column: int, cell: Cell) -> str:
         if isinstance(cell, str):
-            return cell
+            return title(cell) if self.metrics == "rows" and column == 0 else cell
         if isinstance(cell, int):
             return f"{cell:,}"
         if math.isnan(cell):
@@ -120,7 +131,8 @@ def _rounds(record: Record, prefix: str) -> Section:
     rows: list[list[Cell]] = [
         [int(row["round"]) + 1, *(row.get(name, math.nan) for name in names)] for row in record.rounds
     ]
-    tables = [Table(f"{prefix}rounds", "What each round measured", ["round", *names], rows, plain)] if rows else []
+    header = ["round", *names]
+    tables = [Table(f"{prefix}rounds", "What each round measured", header, rows, plain, "columns")] if rows else []
     intro = "Scores in % after each round. The band holds the middle 80 % of clients; round 0 is before training."
     return Section("rounds", "Rounds", intro, _drawn(record, prefix, figures.curves, figures.losses), tables)
 
@@ -140,7 +152,8 @@ def _clients(record: Record, prefix: str) -> Section:
     ]
     header = ["client", *(["training images"] if sizes else []), *columns]
     epsilons = [name for name in columns if name.startswith("privacy/")]
-    tables = [Table(f"{prefix}clients", "Each client, sorted by its score", header, rows, epsilons)] if columns else []
+    caption = "Each client, sorted by its score"
+    tables = [Table(f"{prefix}clients", caption, header, rows, epsilons, "columns")] if columns else []
     intro = (
         "Each client's own model on its own test images, before the first round and after the last. The second figure "
     )
@@ -219,7 +232,8 @@ def _communication(record: Record, prefix: str) -> Section:
     header = ["round", "MB sent so far", SCORES[0], SCORES[2]]
     caption = "Megabytes sent, up and down, by all clients together"
     drawn = _drawn(record, prefix, figures.communication)
-    tables = [Table(f"{prefix}communication", caption, header, rows, ["MB sent so far"])] if drawn else []
+    plain = ["MB sent so far"]
+    tables = [Table(f"{prefix}communication", caption, header, rows, plain, "columns")] if drawn else []
     return Section("communication", "Communication", "What the scores cost in megabytes sent.", drawn, tables)
 
 
@@ -237,7 +251,8 @@ def _shifts(record: Record, prefix: str) -> Section:
     if names:
         means: list[list[Cell]] = [[name, record.last(name), record.last(f"{name}_std")] for name in names]
         header = ["score", "mean over clients", "std over clients"]
-        tables.insert(0, Table(f"{prefix}shift_means", "Scores on each shifted test set", header, means))
+        caption = "Scores on each shifted test set"
+        tables.insert(0, Table(f"{prefix}shift_means", caption, header, means, metrics="rows"))
     intro = "All models on test images that are not as those in training."
     return Section("shifts", "Shifted test sets", intro, _drawn(record, prefix, figures.shifts), tables)
 

@@ -117,7 +117,8 @@ def _scores(groups: Sequence[Group]) -> Section:
             row += [fmean(values) if values else math.nan, stdev(values) if len(values) > 1 else math.nan]
         rows.append(row)
     header = ["run", "runs", "seeds", *(text for name in names for text in (name, f"± {name}"))]
-    tables = [Table("comparison", "The last scores: mean and sample standard deviation over runs", header, rows)]
+    caption = "The last scores: mean and sample standard deviation over runs"
+    tables = [Table("comparison", caption, header, rows, metrics="columns")]
     drawn = [one for one in (_curves(groups, name) for name in SCORES) if one is not None]
     intro = (
         "Runs that differ in their seed alone are one row and one line: their mean, and a sample standard deviation "
@@ -191,8 +192,9 @@ def _paired(groups: Sequence[Group]) -> list[Section]:
     if not rows:
         return []
     header = ["run", "less", "clients", "mean difference", "standard error", "clients better", "clients worse"]
-    tables = [Table("paired", f"Differences of {score} over clients", header, rows)]
-    intro = f"Each client's {score}, its mean over seeds, less what the client has in {first.name}. The standard error "
+    tables = [Table("paired", f"Differences over clients: {TITLES[score]}", header, rows)]
+    intro = "The score of each client's personal model on the client's own images, its mean over seeds, less what the "
+    intro += f"client has in {first.name}. The standard error "
     intro += "is that of the mean over clients; it does not count how much a run changes with its seed."
     return [Section("paired", "Paired differences", intro, [_differences(each, first.name)], tables, opened=True)]
 

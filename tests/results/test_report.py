@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from perada.results.report import client_table, mode_line, percent, table
+from perada.results.report import client_table, mode_line, percent, table, title
 from perada.studies.report.records import run_report
 
 
@@ -20,7 +20,7 @@ def cells(text):
 
 def test_an_ensembles_models_have_a_line_and_columns(tmp_path):
     scores = {"global/best_mode": 0.5, "global/worst_mode": 0.25, "global/entropy": 1.0}
-    assert mode_line(scores) == "global/best_mode 50.00, global/worst_mode 25.00, global/entropy 1.0000 nats"
+    assert mode_line(scores) == "best mode 50.00, worst mode 25.00, entropy of the modes 1.0000 nats"
     assert mode_line({"global/global_test": 0.5}) == ""
     header = ["epoch", "global/global_test", *scores]
     (tmp_path / "metrics.csv").write_text(f"{','.join(header)}\n0,0.4,0.5,0.25,1.0\n")
@@ -35,9 +35,9 @@ def test_shifts_have_columns_and_tables(tmp_path):
     noise = {"severity": [4], "personal": [0.4], "personal_std": [0.0], "global": [0.3]}
     (tmp_path / "shifts.json").write_text(json.dumps({"bad": {"fog": curve, "shot_noise": noise}}))
     rounds, personal, shared = map(cells, run_report(tmp_path).split("\n\n"))
-    assert rounds == [["round", "personal/fog", "global/fog"], ["1", "", ""], ["2", "50.00", "25.00"]]
+    assert rounds == [["round", "fog, personal models", "fog, global model"], ["1", "", ""], ["2", "50.00", "25.00"]]
     assert personal == [
-        ["personal/bad", "severity 1", "severity 4", "mean"],
+        ["bad, personal models", "severity 1", "severity 4", "mean"],
         ["fog", "75.00", "25.00", "50.00"],
         ["shot_noise", "–", "40.00", "40.00"],
     ]
@@ -74,7 +74,7 @@ def test_percent():
 def test_client_table_leaves_missing_scores_out_of_the_mean():
     scores = {"personal/local_test": [0.5, math.nan, 1.0], "other": [0.0, 0.25, 0.5]}
     assert cells(client_table(scores, [7, 8, 9])) == [
-        ["client", "images", "personal/local_test", "other"],
+        ["client", "training images", "own images", "other"],
         ["0", "7", "50.00", "0.00"],
         ["1", "8", "–", "25.00"],
         ["2", "9", "100.00", "50.00"],
@@ -103,7 +103,7 @@ def test_epsilon_is_a_number_and_no_share():
         "privacy/release_epsilon": [3.0, math.inf],
     }
     assert cells(client_table(scores, [7, 8])) == [
-        ["client", "images", "personal/local_test", "ε server", "ε release"],
+        ["client", "training images", "own images", "ε server", "ε release"],
         ["0", "7", "50.00", "1.00", "3.00"],
         ["1", "8", "100.00", "2.50", "∞"],
         ["mean ± std", "", "75.00 ± 25.00", "1.75 ± 0.75", "∞"],
@@ -119,7 +119,7 @@ def test_run_report_shows_epsilon(tmp_path):
         "1,5,0.75,2.345,inf,inf,0.625,1.0\n"
     )
     assert cells(run_report(tmp_path)) == [
-        ["round", "personal/local_test", "ε server", "ε release", "ε client (max)"],
+        ["round", "own images", "ε server", "ε release", "ε client (max)"],
         ["1", "50.00", "1.23", "2.00", "0.50"],
         ["2", "75.00", "2.35", "∞", "0.62"],
     ]
@@ -135,7 +135,7 @@ def test_run_report_joins_the_rows_of_a_round(tmp_path):
         "1,5,,0.75,0.2,\n"
     )
     assert cells(run_report(tmp_path)) == [
-        ["round", "train/local_loss", "personal/local_test", "global/global_test"],
+        ["round", "training loss, local", "own images", "global model"],
         ["1", "0.7500", "50.00", "25.00"],
         ["2", "0.2500", "75.00", ""],
     ]
@@ -149,7 +149,8 @@ def test_run_report_of_a_real_run(tiny, tmp_path):
     assert header[0] == "round"
     for record, row in zip(run.metrics["rounds"], rounds, strict=True):
         assert row[0] == str(record["round"] + 1)
-        for name, cell in zip(header[1:], row[1:], strict=True):
+        for heading, cell in zip(header[1:], row[1:], strict=True):
+            name = next(name for name in record if title(name) == heading)
             shown = f"{record[name]:.4f}" if name.startswith("train/") else f"{100 * record[name]:.2f}"
             assert float(cell) == pytest.approx(float(shown), abs=0.011)
 

@@ -123,7 +123,8 @@ def test_each_client_is_there_before_and_after(page, runs):
     order = [NAMES[1:].index(row["client"].removeprefix("'")) for row in found]
     assert [float(row["before: personal/local_test"]) for row in found] == pytest.approx([before[i] for i in order])
     shown = next(table for table in Page(page / "index.html").tables.values() if table[0][0] == "client")
-    place = shown[0].index("personal/local_test")
+    place = shown[0].index("own images")
+    assert "before: own images" in shown[0] and not any("personal/" in head for head in shown[0])
     assert [row[place] for row in shown[1:]] == [f"{100 * value:.2f}" for value in sorted(after)]
 
 

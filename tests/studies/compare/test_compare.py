@@ -92,10 +92,10 @@ def test_each_algorithm_and_seed_once_and_not_again(recipe, read, tmp_path, caps
     records = read()
     assert all(record in records for record in partial)
     table = rows(shown)
-    assert list(table) == ["before fine-tuning", "fedavg", "ditto", "full fine-tuning would"]
+    assert list(table) == ["before fine-tuning", "fedavg", "ditto", "full fine-tuning, for comparison"]
     scores = [100 * r["personal/local_test"] for r in records if r["label"] == "ditto"]
     mean, spread = sum(scores) / 2, abs(scores[0] - scores[1]) / 2**0.5
-    assert table["ditto"]["personal/local_test"] == f"{mean:.2f} ± {spread:.2f}"
+    assert table["ditto"]["own images"] == f"{mean:.2f} ± {spread:.2f}"
     head = 96 * 10 + 10  # test_resnet's features and 10 classes
     assert (table["ditto"]["trained"], table["ditto"]["sent"]) == (f"{2 * head:,}", f"{head:,}")
     assert table["fedavg"]["trained"] == f"{head:,}"
@@ -268,8 +268,8 @@ def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
         )
         assert "fedrep, seed 0 failed: ValueError" in shown.err
         table = rows(shown.out)
-        assert table["fedrep (1 of 1 failed)"]["personal/local_test"] == "–"
-        assert table["fedavg"]["personal/local_test"] != "–"
+        assert table["fedrep (1 of 1 failed)"]["own images"] == "–"
+        assert table["fedavg"]["own images"] != "–"
     failed = [record for record in read() if "failed" in record]
     assert [record["label"] for record in failed] == ["fedrep"]
     assert "\n" not in failed[0]["failed"]
@@ -537,8 +537,8 @@ def test_summary_marks_what_is_not_known():
                        "mb_sent": 0.5, "seconds_per_round": 1.25}),
     ]  # fmt: skip
     table = rows(summary(records))
-    assert table["before fine-tuning"]["personal/local_test"] == "50.00"
-    assert table["before fine-tuning"]["global/global_test"] == "–"
+    assert table["before fine-tuning"]["own images"] == "50.00"
+    assert table["before fine-tuning"]["global model"] == "–"
     assert table["x"]["trained"] == "1,234"
     assert table["x"]["s / round"] == "1.2"
 
@@ -568,10 +568,10 @@ def test_shifts_have_columns():
     scores = {"personal/local_test": 0.25, "personal/fog": 0.5, "personal/fog_std": 0.1, "global/fog": 0.4}
     plain = record("before fine-tuning", stage="start", **{"personal/local_test": 0.5})
     table = rows(summary([plain, record("x", **scores), record("x", **scores | {"personal/fog": 0.7, "seed": 1})]))
-    assert table["x"]["personal/fog"] == "60.00 ± 14.14"
-    assert table["x"]["global/fog"] == "40.00 ± 0.00"
-    assert table["before fine-tuning"]["personal/fog"] == "–"
-    assert "personal/fog_std" not in table["x"]
+    assert table["x"]["fog, personal models"] == "60.00 ± 14.14"
+    assert table["x"]["fog, global model"] == "40.00 ± 0.00"
+    assert table["before fine-tuning"]["fog, personal models"] == "–"
+    assert not any("std" in name for name in table["x"])
 
 
 def test_epsilon_has_columns_where_a_run_was_private(tmp_path):
@@ -663,8 +663,8 @@ def test_scores_after_several_rounds_are_a_table(recipe, read, capsys):
     text = capsys.readouterr().out
     runs = [record for record in read() if record["stage"] == "run"]
     assert [[row["round"] for row in record["history"]] for record in runs] == [[2, 3]] * 2
-    for name in ("personal/local_test", "global/global_test"):
-        row = text.partition(f"| {name} after round")[2].splitlines()[2]
+    for name, words in (("personal/local_test", "own images"), ("global/global_test", "global model")):
+        row = text.partition(f"| {words} after round")[2].splitlines()[2]
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         means = [sum(record["history"][place][name] for record in runs) / 2 for place in (0, 1)]
         assert cells[0] == "tiny"
@@ -707,9 +707,9 @@ def test_ensembles_have_columns_of_their_modes(recipe, read, capsys):
     found = rows(capsys.readouterr().out)
     runs = [record for record in read() if record["label"] == "fed_ensemble"]
     best, entropy = (sum(record[name] for record in runs) / 2 for name in ("global/best_mode", "global/entropy"))
-    assert found["fed_ensemble"]["global/best_mode"].startswith(f"{100 * best:.2f} ± ")
-    assert found["fed_ensemble"]["global/entropy"].startswith(f"{entropy:.2f} ± ")
-    assert found["fedavg"]["global/worst_mode"] == "–"
+    assert found["fed_ensemble"]["best mode"].startswith(f"{100 * best:.2f} ± ")
+    assert found["fed_ensemble"]["entropy of the modes"].startswith(f"{entropy:.2f} ± ")
+    assert found["fedavg"]["worst mode"] == "–"
 
 
 @pytest.mark.slow
@@ -746,6 +746,7 @@ def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
     main(["compare", recipe, "--algorithms", "ditto", *GRID, *OUT])
     names = ["personal/local_test", "global/global_test"]
     tried = [record for record in read() if record["stage"] == "tune"]
+    words = ["own images", "global model"]
     for values, record in zip(((0.1, 0.9, 0.5), (0.9, 0.1, 0.5)), (0, 1), strict=True):
         rewritten = [without(one) | {names[record]: value} for one, value in zip(tried, values, strict=True)]
         (Path("out") / "r.json").write_text(json.dumps(rewritten))
@@ -753,7 +754,7 @@ def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
         main(["compare", recipe, "--algorithms", "ditto", *GRID, "--choose_by", names[record], *OUT])
         said = capsys.readouterr().out
         assert begun(said) == [f"ditto, seed 0, lr_personal+lr_local={('0.3', '0.01')[record]}"]
-        assert f"in %: {names[record]} on held-out" in said
+        assert f"in %: {words[record]}, of held-out" in said
         assert {one.get("chosen_by", [""])[0] for one in read() if one["stage"] == "tune"} == {names[record]}
 
 
@@ -776,7 +777,7 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
         scored("d, batch_size=4", 0, 0.7, variant=["--federated.distillation.batch_size=4"]),
     ]
     found = rows(summary(records))
-    assert [row["personal/local_test"] for row in found.values()] == ["20.00", "40.00", "50.00", "70.00"]
+    assert [row["own images"] for row in found.values()] == ["20.00", "40.00", "50.00", "70.00"]
     assert list(found)[:2] == ["ditto", "ditto --choose_by=global/global_test"]  # what both have is not said
     lines = curve_tables(records).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in lines[2:]]
@@ -811,7 +812,7 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
     for value in ("false", "perada:fashion_test_resnet"):
         own = [one["global/global_test"] for one in starts if one["varied"]["model.pretrained"] == value]
         row = found[f"before fine-tuning, pretrained={value}"]
-        assert row["global/global_test"].startswith(f"{50 * sum(own):.2f} ± ")
+        assert row["global model"].startswith(f"{50 * sum(own):.2f} ± ")
     main(["compare", recipe, "--vary", "federated.local_steps=1,2", "--output", "out/s.json"])
     assert [name for name in rows(capsys.readouterr().out) if name.startswith("before")] == ["before fine-tuning"]
 
@@ -916,7 +917,7 @@ def test_the_lower_error_is_chosen():
     shown = grid_table(tried)
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[2:4]]
     assert cells == [["ditto", "0", "30.00", ""], ["ditto", "1", "10.00", "chosen"]]
-    assert "personal/local_test_ece on held-out validation images; the lowest is chosen" in shown
+    assert "own images, ece, of held-out validation images; the lowest is chosen" in shown
     assert "-personal" not in shown
 
 
