@@ -49,7 +49,7 @@ def task(multilabel):
     return perada.FederatedData([part(n) for n in SIZES], [part(3) for _ in SIZES], TensorDataset(public))
 
 
-def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mode):
+def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mode, teacher_mode):
     """Algorithm 1 of the paper, client after client, on plain dictionaries."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     task_loss = F.binary_cross_entropy_with_logits if multilabel else F.cross_entropy
@@ -84,7 +84,8 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mo
             local.append(train(w, x, y, LR_LOCAL))
         w = {key: sum(state[key] for state in local) / len(local) for key in w}
         with torch.no_grad():
-            teacher = sum(logits(state, public) for state in local) / len(local)
+            teachers = [{key: value.clone() for key, value in state.items()} for state in local]
+            teacher = sum(logits(state, public, teacher_mode) for state in teachers) / len(local)
         student = {key: value.clone().requires_grad_(key in trained) for key, value in w.items()}
         steps = getattr(torch.optim, optimizer)([student[name] for name in sorted(trained)], lr=LR_SERVER)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(steps, DISTILL_STEPS)
@@ -107,16 +108,19 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mo
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("clients_per_round", [None, 2])
 @pytest.mark.parametrize(
-    ("network", "multilabel", "optimizer", "student_mode"),
+    ("network", "multilabel", "optimizer", "student_mode", "teacher_mode"),
     [
-        (convolutional, False, "Adam", "eval"),
-        pytest.param(convolutional, False, "Adam", "train", marks=pytest.mark.slow),
-        (convolutional, True, "SGD", "train"),
-        (linear, True, "SGD", "eval"),
+        (convolutional, False, "Adam", "eval", "eval"),
+        pytest.param(convolutional, False, "Adam", "train", "eval", marks=pytest.mark.slow),
+        (convolutional, True, "SGD", "train", "train"),
+        (convolutional, False, "SGD", "eval", "train"),
+        (linear, True, "SGD", "eval", "train"),
     ],
 )
 @pytest.mark.every(2)
-def test_three_rounds_equal_algorithm_1(network, multilabel, optimizer, student_mode, clients_per_round, engine):
+def test_three_rounds_equal_algorithm_1(
+    network, multilabel, optimizer, student_mode, teacher_mode, clients_per_round, engine
+):
     data, backbone = task(multilabel), network()
 
     def run(rounds):
@@ -137,6 +141,7 @@ def test_three_rounds_equal_algorithm_1(network, multilabel, optimizer, student_
                 "lr": LR_SERVER,
                 "optimizer": optimizer.lower(),
                 "student_mode": student_mode,
+                "teacher_mode": teacher_mode,
             },
             engine=engine,
             logger=False,
@@ -150,7 +155,9 @@ def test_three_rounds_equal_algorithm_1(network, multilabel, optimizer, student_
     module = perada.FederatedDataModule(data, batch_size="full")
     module.configure_rounds(seed=0, clients_per_round=clients_per_round, phases=[perada.data.Phase()])
     cohorts = [module.plan(round).clients for round in range(ROUNDS)]
-    w, personal = algorithm_1(model, start.state("global"), data, cohorts, multilabel, optimizer, student_mode)
+    w, personal = algorithm_1(
+        model, start.state("global"), data, cohorts, multilabel, optimizer, student_mode, teacher_mode
+    )
     moved = 0.0
     for role, expected in [(("global",), w), *((("personal", m), personal[m]) for m in range(len(SIZES)))]:
         for key, value in end.state(*role).items():

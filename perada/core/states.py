@@ -119,10 +119,32 @@ def train_mode(model: nn.Module) -> nn.Module:
     """
     model.train()
     for module in model.modules():
-        # Not hasattr: PEFT's wrappers answer for the module that they wrap, and would take it along into eval().
-        if "running_mean" in module._buffers and not any(p.requires_grad for p in module.parameters(recurse=False)):
+        if _has_running_statistics(module) and not _is_trained(module):
             module.eval()
     return model
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """List the norms that use the statistics of a batch in training mode, or always.
+
+    These are trained norms with running statistics, and norms that keep none. A frozen norm with running statistics
+    stays in evaluation mode (:func:`train_mode`).
+    """
+    return [
+        module
+        for module in model.modules()
+        if _has_running_statistics(module) and (_is_trained(module) or module._buffers["running_mean"] is None)
+    ]
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm with a place for running statistics, which may be None."""
+    # Not hasattr: PEFT's wrappers answer for the module that they wrap, and would take it along into eval().
+    return "running_mean" in module._buffers
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def clone(state: State) -> State:

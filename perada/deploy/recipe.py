@@ -30,7 +30,7 @@ from perada.lightning.strategies import check_trainer
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.client_sums import change_of, example_of
 from perada.server import Distillation
-from perada.server.distill import PUBLIC_BATCH
+from perada.server.distill import PUBLIC_BATCH, TeacherBatches
 
 REFUSED = {
     "precision='16-mixed'": "loss scales belong to all clients; give 'bf16-mixed'",
@@ -148,8 +148,8 @@ class Recipe:
         if self.noisy and loop.client_privacy is not None:
             sent = example_of(sent, loop.client_privacy.clipping == "adaptive")
         shown = loop.privacy is None and loop.client_privacy is None
-        used = len(images.used(loop.distillation, round)) if self.distils(round) else 0
-        logits = (used, self.module.num_classes or 0) if used else (0, 0)
+        rows = self.teacher_batches(round, images).size if self.distils(round) else 0
+        logits = (rows, self.module.num_classes or 0) if rows else (0, 0)
         return Contents(
             loop.secure_sums,
             sent,
@@ -171,6 +171,12 @@ class Recipe:
         loop = self.loop
         asked = loop.algorithm.distills and not loop.algorithm.own_teachers
         return asked and loop.client_privacy is None and loop.distillation.active(round)
+
+    def teacher_batches(self, round: int, images: "PublicImages") -> TeacherBatches:
+        """Batches of public images on which sites run their models, to add up the logits."""
+        options = self.loop.distillation
+        indices = images.public_indices(round, options.steps, options.batch_size)
+        return TeacherBatches.of_steps(indices, options, self.module.engine)
 
     def sent(self, round: int) -> State:
         """An example of what a client sends in a round. Odd rounds may have other names than even ones."""

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from perada.core.checks import check_choice
 from perada.core.rounds import CohortBatch
 from perada.core.seeding import Streams
-from perada.core.states import State, expand, send, tied_names, train_mode, unstack
+from perada.core.states import State, batch_norms, expand, send, tied_names, train_mode, unstack
 from perada.core.text import some
 from perada.engine.fold import Fold, fold
 from perada.engine.prefix import Prefix, find_prefix
@@ -99,6 +99,7 @@ class Engine:
         training: bool = False,
         counts: Sequence[int] | None = None,
         streams: Streams | None = None,
+        batch_statistics: bool = False,
     ) -> Tensor:
         """Logits of C states, each on its own images.
 
@@ -108,12 +109,19 @@ class Engine:
             training: Training mode: batch statistics, dropout.
             counts: Real rows of each client; the rest of its B rows is padding. ``None``: all are real.
             streams: The clients' random streams for this pass, needed in training where there is dropout.
+            batch_statistics: In evaluation mode, normalise by the statistics of each state's images wherever training
+                would (:func:`~perada.core.states.batch_norms`). Running statistics stay as they are, and nothing is
+                dropped.
 
         Returns:
             Logits (C, B, K), in single precision at least; rows beyond a client's count are meaningless.
         """
         real = None if counts is None or all(count == x.shape[1] for count in counts) else tuple(counts)
         (train_mode if training else nn.Module.eval)(self._fold.model)
+        if batch_statistics and not training:
+            for norm in batch_norms(self._fold.model):
+                norm.train()
+            states = self._with_own_buffers(states)
         logits = (self._folded if self.kind == "folded" else self._loop)(states, x, real, streams)
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
@@ -146,12 +154,30 @@ class Engine:
             found = torch.stack([_padded(one.flatten(1), rows) for one in given])
         return logits, found.to(logits.dtype)
 
-    def shared_logits(self, states: State, x: Tensor, rows: int | None = None) -> Tensor:
+    def _with_own_buffers(self, states: State) -> State:
+        """Copy what a norm in training mode writes to: its running statistics and its counter."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        return {
+            key: value if key in parameters else value.clone(memory_format=torch.contiguous_format)
+            for key, value in states.items()
+        }
+
+    @property
+    def has_batch_norms(self) -> bool:
+        """Whether the logits of an image depend on its batch where norms use the statistics of batches."""
+        return bool(batch_norms(self.model))
+
+    def shared_logits(
+        self, states: State, x: Tensor, rows: int | None = None, *, batch_statistics: bool = False
+    ) -> Tensor:
         """Logits (C, B, K) of C states (C, ...) on the same images (B, ...), in evaluation mode and without gradients.
 
         At most about so many ``rows`` run at once, an image counted for each state; of many images, a group at a time
         of one state. By default 512 images of 32×32 on a CPU, whose caches larger batches outgrow, and 131,072 on a
         GPU; fewer of larger ones, but 16. A token of a text counts as 32 numbers, since the model makes a vector of it.
+
+        With ``batch_statistics`` the images are one batch, by whose statistics norms normalise as in :meth:`logits`:
+        however many they are, they run at once.
         """
         size = x[0].numel() * (1 if x.is_floating_point() else 32)
         rows = rows or max(16, 3 * 2 ** (27 if x.is_cuda else 19) // size)
@@ -160,7 +186,10 @@ class Engine:
         with torch.no_grad():
             for chunk in chunks:
                 own, clients = dict(zip(states, chunk, strict=True)), len(chunk[0])
-                groups = [self.logits(own, group.expand(clients, *group.shape)) for group in x.split(rows)]
+                groups = [
+                    self.logits(own, group.expand(clients, *group.shape), batch_statistics=batch_statistics)
+                    for group in x.split(len(x) if batch_statistics else rows)
+                ]
                 parts.append(torch.cat(groups, 1))
         return torch.cat(parts)
 

@@ -195,9 +195,10 @@ class StackedBatchNorm(Twin):
             batch = torch.zeros_like(means), torch.zeros_like(variances)
             out = self._normalise(x_R, *batch, 1.0)
             assert self.num_batches_tracked is not None
-            share = 1 / self.num_batches_tracked.view(-1, 1)  # without a momentum these are cumulative means
+            # Without a momentum these are cumulative means.
+            count = self.num_batches_tracked.view(-1, 1).to(torch.promote_types(means.dtype, torch.float32))
             for running, own in zip((means, variances), batch, strict=True):
-                running.lerp_(own, share.to(own.dtype))
+                running.lerp_(own, count.reciprocal().to(own.dtype))
             return out
         return self._normalise(x_R, means, variances, 0.0 if momentum is None else momentum)
 

@@ -221,3 +221,27 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
             f"distillation: validate_every={distillation.validate_every} needs labelled images on the server, "
             "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0"
         )
+
+
+def check_distilled_batch_norm(settings: Settings, slot: Slot, public: int) -> None:
+    """Refuse, by a ValueError, steps of distillation on one image where a BatchNorm takes its statistics.
+
+    ``public`` is the number of public images.
+    """
+    distillation = settings.distillation
+    uses_statistics = "train" in (distillation.student_mode, distillation.teacher_mode)
+    if not (settings.algorithm.distills and distillation.steps and uses_statistics):
+        return
+    if not any(key.endswith("running_var") for key in slot.keys):
+        return
+    if public == 1:
+        cause = "the public set has 1 image"
+    elif distillation.batch_size == 1:
+        cause = "distillation: batch_size is 1"
+    else:
+        return
+    raise ValueError(
+        f"{cause}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, set "
+        "student_mode and teacher_mode of the distillation to 'eval', or choose an adapter without them (head, lora) "
+        "or a backbone with LayerNorm"
+    )

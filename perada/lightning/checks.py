@@ -17,7 +17,7 @@ from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
 from perada.engine.prefix import Prefix
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
-from perada.federation.settings import Settings, without_factors
+from perada.federation.settings import Settings, check_distilled_batch_norm, without_factors
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
 from perada.models.usage import check_usage
@@ -146,20 +146,18 @@ def check_batch_norm(parts: Parts) -> None:
     """Refuse, by a ValueError, batches of one image for a BatchNorm that is trained: statistics need at least two."""
     if not any(key.endswith("running_var") for key in parts.module.slot.keys):
         return
-    data, distillation = parts.data, parts.settings.distillation
-    distils = parts.settings.algorithm.distills and distillation.steps and distillation.student_mode == "train"
+    data = parts.data
     smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
     causes = {
         "batch_size is 1": data.batch_size == 1,
         f"client {smallest} has 1 training image": data.train_sizes[smallest] == 1,
-        "the public set has 1 image": distils and data.public_size == 1,
-        "distillation: batch_size is 1": distils and distillation.batch_size == 1,
     }
     for cause in (cause for cause, holds in causes.items() if holds):
         raise ValueError(
             f"{cause}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
             "choose an adapter without them (head, lora) or a backbone with LayerNorm"
         )
+    check_distilled_batch_norm(parts.settings, parts.module.slot, data.public_size)
 
 
 def with_diagnostics(

@@ -23,7 +23,7 @@ ServerOptimizer = Literal["adam", "sgd"]
 ONLY = slice(0, 1)
 """The student among the states that are scaled."""
 PUBLIC_BATCH = 512
-"""Public images that are prepared at once for the teachers."""
+"""Public images that are prepared at once for teachers in evaluation mode."""
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
@@ -57,8 +57,11 @@ class Distillation:
         schedule: ``"cosine"`` lets the rate fall to zero over the R steps of a round, or ``"constant"``.
         temperature: Softens both distributions.
         student_mode: ``"train"``: the student's norms use the public images of a step and move their running
-            statistics, and dropout draws from streams derived from the seed; ``"eval"``: neither. Teachers are in
-            evaluation mode always.
+            statistics, and dropout draws from streams derived from the seed; ``"eval"``: neither.
+        teacher_mode: ``"train"``: the trained norms of a teacher use the statistics of the public images of a step, as
+            they did of the client's images in training; ``"eval"``: its running statistics, which are those of its
+            client. The teachers stay as they are and drop nothing in either mode. Without trained BatchNorm both are
+            the same.
         until_round: Rounds from this one on (counted from 0) are not distilled; ``None`` distils every round.
         validate_every: Score the student every so many steps, and after the last one, on the labelled
             ``server_validation`` set, keep the best and fall back to the average where none is better; 0 (the paper
@@ -75,6 +78,7 @@ class Distillation:
     schedule: Literal["cosine", "constant"] = "cosine"
     temperature: float = 1.0
     student_mode: Literal["train", "eval"] = "eval"
+    teacher_mode: Literal["train", "eval"] = "eval"
     until_round: int | None = None
     validate_every: int = 0
     share_steps: bool = False
@@ -88,6 +92,7 @@ class Distillation:
         check_choice(name("schedule"), self.schedule, ["cosine", "constant"])
         check_number(name("temperature"), self.temperature, least=0.001, most=1000)
         check_choice(name("student_mode"), self.student_mode, ["train", "eval"])
+        check_choice(name("teacher_mode"), self.teacher_mode, ["train", "eval"])
         if self.share_steps and self.student_mode == "train":
             raise ValueError(
                 "distillation: share_steps=True would give the student's norms the images of one device only; choose "
@@ -118,6 +123,48 @@ class Distillation:
         return kind(leaves, lr=self.lr, fused=True)
 
 
+@dataclass(frozen=True)
+class TeacherBatches:
+    """The batches of public images that teachers run on in one round.
+
+    A simulation, and each site of a deployment, make the same ones of the same steps.
+
+    Attributes:
+        batches: Positions in the public set, those of each batch in ascending order.
+        rows: Where the images of the steps, (steps, B), are among the rows of all batches, one after another.
+        batch_statistics: Whether norms use the statistics of each batch.
+    """
+
+    batches: tuple[Tensor, ...]
+    rows: Tensor
+    batch_statistics: bool
+
+    @classmethod
+    def of_steps(cls, indices: Tensor, options: Distillation, engine: Engine) -> "TeacherBatches":
+        """Plan the teachers' passes for steps on the public images at ``indices`` (steps, B)."""
+        if options.teacher_mode == "eval" or not engine.has_batch_norms:
+            # An image's logits are the same in any batch, so each image is looked at once.
+            used, rows = torch.unique(indices, return_inverse=True)
+            return cls(used.split(PUBLIC_BATCH), rows, False)
+        # A batch has the images of one step. Statistics do not depend on their order, so that steps on the same images,
+        # such as those on all of the public set, share a batch.
+        in_order, order = indices.sort(dim=1, stable=True)
+        batches, batch_of_step = torch.unique(in_order, dim=0, return_inverse=True)
+        place_in_batch = order.argsort(dim=1)
+        rows = batch_of_step.unsqueeze(1) * indices.shape[1] + place_in_batch
+        return cls(batches.unbind(), rows, True)
+
+    @property
+    def size(self) -> int:
+        """How many images the batches have together."""
+        return sum(map(len, self.batches))
+
+    def logits(self, engine: Engine, teachers: State, images: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """Yield the logits (C, B, K) of teachers (C, ...) on each batch, whose prepared ``images`` are read for it."""
+        for batch in self.batches:
+            yield engine.shared_logits(teachers, images(batch), batch_statistics=self.batch_statistics)
+
+
 class ServerData(Protocol):
     """What the server needs of the data (:class:`perada.data.FederatedDataModule` has it)."""
 
@@ -135,8 +182,8 @@ class ServerData(Protocol):
 class Distiller:
     """Distils, in one round, the ensemble of teachers into a student: call it with both.
 
-    Every rank runs its part of the teachers, and each public image passes them once: the sum of their logits is all
-    that travels. The student's steps are taken by all ranks alike.
+    Every rank runs its part of the teachers, on each batch of :class:`TeacherBatches` once: the sum of their logits is
+    all that travels. The student's steps are taken by all ranks alike.
 
     Attributes:
         options: How; in a round that is not to be distilled the student stays as it is.
@@ -145,8 +192,8 @@ class Distiller:
         progress: Wraps the steps in a progress bar.
         secure: How the teachers' logits are added up where the server sees sums alone, and who they are: the clients,
             whatever states it is called with.
-        summed: The sum (N, K) of the clients' logits on the N public images that the round uses, in whole numbers,
-            where they added it up themselves.
+        summed: The sum (N, K) of the clients' logits on the N rows of the round's :class:`TeacherBatches`, in whole
+            numbers, where they added it up themselves.
         student: What was last distilled into, as it was before.
         diverged: Whether a result became NaN or infinite, and the student was returned instead.
     """
@@ -201,11 +248,10 @@ class Distiller:
         self, sent: Updates, student: State, indices: Tensor, device: torch.device, divided: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Images (B, ...) and the teachers' mean logits (B, K), a pair a step; where ``divided``, this rank's rows."""
-        used, positions = torch.unique(indices, return_inverse=True)
+        batches = TeacherBatches.of_steps(indices, self.options, self.engine)
         total, dtype = self.summed, next(iter(student.values())).dtype
         if total is None:
-            batches = (self.data.public_images(part, device) for part in used.split(PUBLIC_BATCH))
-            parts = [self._own_sum(sent, student, x) for x in batches]
+            parts = list(self._own_sums(sent, student, batches, device))
             total, dtype = torch.cat([part for part, _ in parts]), parts[0][1] if self.secure is None else dtype
             self.ranks.sum_([total])
         if self.secure is not None:
@@ -213,20 +259,22 @@ class Distiller:
         logits = (total / sent.clients).to(device, dtype)
         own = slice(self.ranks.rank, None, self.ranks.size) if divided else slice(None)
         for step, rows in enumerate(self.progress(indices)):
-            yield self.data.public_images(rows[own], device), logits[send(positions[step, own], device)]
+            yield self.data.public_images(rows[own], device), logits[send(batches.rows[step, own], device)]
 
-    def _own_sum(self, teachers: Updates, student: State, x: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Sum (B, K) of the logits of this rank's teachers, if any, and the logits' dtype.
+    def _own_sums(
+        self, teachers: Updates, student: State, batches: TeacherBatches, device: torch.device
+    ) -> Iterator[tuple[Tensor, torch.dtype]]:
+        """Yield, for each batch, the sum (B, K) of the logits of this rank's teachers, if any, and the logits' dtype.
 
-        It is in double precision, or in whole numbers where it is a secure one.
+        Sums are in double precision, or in whole numbers where they are secure ones.
         """
-        some = len(teachers.places)
-        whole = expand(student, max(1, some)) | (teachers.own if some else {})
-        logits = self.engine.shared_logits(whole, x)
-        values = double(logits if some else torch.zeros_like(logits))
-        if self.secure is not None:
-            values = self.secure[0].whole(values, teachers.clients)
-        return values.sum(0), logits.dtype
+        count = len(teachers.places)
+        states = expand(student, max(1, count)) | (teachers.own if count else {})
+        for logits in batches.logits(self.engine, states, lambda rows: self.data.public_images(rows, device)):
+            values = double(logits if count else torch.zeros_like(logits))
+            if self.secure is not None:
+                values = self.secure[0].whole(values, teachers.clients)
+            yield values.sum(0), logits.dtype
 
     def _accuracy(self, state: State) -> float:
         """Share of the server's validation labels that a state gets right."""

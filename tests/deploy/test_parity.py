@@ -14,6 +14,7 @@ from perada.deploy.server.rounds import _row
 from perada.deploy.state import read_state
 from perada.deploy.transport import LocalTransport
 from perada.federation.cohort import Cohort
+from perada.server import Distillation
 from perada.server.rules import SVD, FedAdam, LoRAFair, Median
 
 from ..algorithms.problems import ADAPTER_OF, OF_LORA
@@ -120,6 +121,19 @@ def normalized():
 @pytest.mark.every(5)
 def test_running_statistics_equal_those_of_a_simulation(algorithm, tiny, tmp_path):
     assert_equal(Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=normalized))
+
+
+@pytest.mark.parametrize("algorithm", ["perada", FedEnsemble(PerAda(), modes=2)])
+def test_teachers_in_training_mode_equal_those_of_a_simulation(algorithm, tiny, tmp_path):
+    loop = {"distillation": Distillation(steps=3, batch_size=4, lr=0.05, teacher_mode="train")}
+    assert_equal(Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=normalized, loop=loop))
+
+
+def test_a_server_refuses_to_distil_a_batch_norm_on_single_images(tiny, tmp_path):
+    loop = {"distillation": Distillation(steps=3, batch_size=1, teacher_mode="train")}
+    parties = Parties(tiny, tmp_path, "perada", sizes=(8, 5), net=normalized, loop=loop)
+    with pytest.raises(ValueError, match="distillation: batch_size is 1, and the adapter trains BatchNorm"):
+        parties.coordinator(LocalTransport({}))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ SIZES, CLASSES = (9, 5, 14, 7, 20), 3
 QUICK = (
     "perada",
     "a process without clients",
+    "teachers in training mode",
     "steps shared in double precision",
     "private clients",
 )
@@ -44,12 +45,16 @@ CASES = {
     "shifts": {"algorithm": "ditto", "shifted": True, "global_test_clients": 4},
     "perada in double precision": {"algorithm": "perada", "dtype": torch.float64, **DISTILS},
     "a process without clients": {"algorithm": "perada", "clients_per_round": 1, "diagnostics": True, **DISTILS},
+    "teachers in training mode": {
+        "algorithm": "perada",
+        "distillation": {"steps": 3, "batch_size": 5, "teacher_mode": "train"},
+        "distill_steps": None,
+    },
     "steps shared in double precision": {
         "algorithm": "perada",
         "dtype": torch.float64,
-        "distill_steps": 3,
-        "distill_batch_size": 5,
-        "distill_share_steps": True,
+        "distillation": {"steps": 3, "batch_size": 5, "share_steps": True, "teacher_mode": "train"},
+        "distill_steps": None,
         "diagnostics": True,
     },
     "many clients": {"algorithm": "perada_no_kd", "clients_per_round": None, "weighting": "samples"},

@@ -42,7 +42,7 @@ from perada.deploy.transport import Terms, Transport
 from perada.federation.cohort import Site
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import FAR, Server
-from perada.federation.settings import check_factors, check_rule, check_server_images
+from perada.federation.settings import check_distilled_batch_norm, check_factors, check_rule, check_server_images
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.rehearsal import check_client_level
 from perada.server.sums import SecureSums
@@ -106,6 +106,7 @@ class Coordinator:
         """Refuse, by a ValueError, what cannot be deployed."""
         settings, algorithm, terms = self.settings, self.settings.algorithm, self.terms
         check_server_images(settings, self.images.public_size, 0)
+        check_distilled_batch_norm(settings, self.recipe.module.slot, self.images.public_size)
         check_factors(settings, self.recipe.module.slot, self.recipe.template.sent)
         check_rule(settings)
         if self.sample is not None and self.sample < terms.min_sites:

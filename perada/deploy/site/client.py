@@ -35,7 +35,6 @@ from perada.privacy.accounting import Ledger, Ledgers
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
 from perada.server.aggregate import double
-from perada.server.distill import PUBLIC_BATCH
 
 SamplesT = TypeVar("SamplesT", bound=Samples)
 ValueT = TypeVar("ValueT")
@@ -238,11 +237,15 @@ class Client:
         """
         recipe, round, loop, logits = self.recipe, state.round, self.recipe.loop, None
         if recipe.distils(round):
-            used = self.images.used(loop.distillation, round)
-            whole = expand(to_device(recipe.template.initial | state.shown | state.update, recipe.device), 1)
-            with torch.no_grad(), recipe.context():
-                batches = (self.images.public_images(part, recipe.device) for part in used.split(PUBLIC_BATCH))
-                logits = torch.cat([double(self.module.engine.shared_logits(whole, x))[0] for x in batches])
+            model = expand(to_device(recipe.template.initial | state.shown | state.update, recipe.device), 1)
+            batches = recipe.teacher_batches(round, self.images)
+
+            def read(rows: Tensor) -> Tensor:
+                return self.images.public_images(rows, recipe.device)
+
+            with recipe.context():
+                parts = batches.logits(self.module.engine, model, read)
+                logits = torch.cat([double(part)[0] for part in parts])
         weight = 1.0 if loop.weighting == "uniform" else float(self.size)
         try:
             losses = {role: loss for role, loss in state.losses.items() if role in told}

@@ -11,6 +11,7 @@ from perada.algorithms import ALGORITHMS, FedBE, FFALoRA, PerAda
 from perada.deploy.protocol import Answer, header_of, pack
 from perada.deploy.state import read_state
 from perada.deploy.transport import Failure, LocalTransport
+from perada.server import Distillation
 from perada.server.rules import FedAdam
 from perada.server.sums import SecureSums
 from tests.algorithms.problems import ADAPTER_OF, MERGING, OF_LORA
@@ -41,6 +42,7 @@ class Liar(LocalTransport):
 NONE = {"fedbe", "fedbe_no_kd", "fed_ensemble", "standalone", "het_lora", "flexlora", "lora_fair", *MERGING}
 OF_TRANSFORMERS = {"fedalt_adapter", "fedsim_adapter"}
 LORA = {"module": {"adapter": "lora"}}
+TRAINING_TEACHERS = {"distillation": Distillation(steps=4, batch_size=5, lr=0.05, teacher_mode="train")}
 CASES = {
     name: (name, {"module": {"adapter": "lora" if name in OF_LORA else "dual_lora"}} if name in ADAPTER_OF else {})
     for name in sorted(set(ALGORITHMS) - NONE - OF_TRANSFORMERS - {"fedbn"})
@@ -51,6 +53,8 @@ CASES = {
     "ffa": (FFALoRA(PerAda()), LORA),
     "moments": (FedBE(samples=2, moments=True), {}),
     "running statistics": ("perada", {"net": normalized, "loop": {"weighting": "samples"}, "sizes": (8, 5, 12)}),
+    "teachers in training mode": ("perada", {"net": normalized, "loop": TRAINING_TEACHERS, "sizes": (8, 5, 12)}),
+    "drawn teachers in training mode": (FedBE(samples=2, moments=True), {"net": normalized, "loop": TRAINING_TEACHERS}),
     "prompts": ("perada", {"net": vit, "module": {"adapter": "prompt"}}),
 }
 
