@@ -208,6 +208,8 @@ def _class_of(entry: object) -> tuple[str, dict[str, Any]]:
 def _named_classes(dataset: object) -> tuple[str, ...] | None:
     """The classes that a recipe names: those that it gives its image set, or those that every copy of the set has."""
     kind, options = _class_of(dataset)
+    if kind == "Scanners":  # whose classes are those of the set that they see
+        return _named_classes(options.get("dataset"))
     names = options.get("classes") or getattr(getattr(perada.data, kind, None), "classes", None)
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return None

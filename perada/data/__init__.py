@@ -29,6 +29,7 @@ from perada.data.sets.arrays import (
 from perada.data.sets.base import ImageSet
 from perada.data.sets.folders import ImageFolder, Images, UnlabelledFolder
 from perada.data.sets.published import CheXpert, OfficeHome, OpenImage, Shakespeare
+from perada.data.sets.scanners import Scanners
 from perada.data.sets.tables import HuggingFace, ImageTable
 from perada.data.shifts import Corruptions, LabelShift, Shift
 
@@ -66,6 +67,7 @@ __all__ = [
     "Photographs",
     "QuantitySkew",
     "RoundPlan",
+    "Scanners",
     "Shakespeare",
     "Shards",
     "Shift",

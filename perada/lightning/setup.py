@@ -12,7 +12,7 @@ from perada.core.rounds import CohortBatch, sample_cohort
 from perada.core.seeding import generator
 from perada.core.speed import product_seconds
 from perada.core.states import State, expand, get_state
-from perada.data import Phase
+from perada.data import Phase, Scanners
 from perada.data.batches.datasets import resolved
 from perada.data.batches.features import FeatureStore
 from perada.federation.secure_sums import check_secure_sums
@@ -205,6 +205,8 @@ def _check_pretraining(parts: Parts) -> None:
         return
     clients = [] if data.data is None else data.data.train
     sources = [resolved(own)[0] for own in clients] if data.division is None else [data.division.dataset]
+    # A scanned image is one of the set that the scanners see.
+    sources = [source.unscanned if isinstance(source, Scanners) else source for source in sources]
     if any(type(source).__name__ == trained_on for source in sources):
         raise ValueError(
             f"privacy: pretrained={name!r} was trained on the images of {trained_on}, which are the clients' here, and "

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -50,6 +51,11 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def rows(self, rows: Array) -> "Split":
+        """Return some of the samples, in the order of ``rows``, as a split of its own."""
+        columns = {name: column[rows] for name, column in self.columns.items()}
+        return Split(self.labels[rows], self.index[rows], columns, self.name)
 
 
 class Partition(Options, ABC):
@@ -107,19 +113,38 @@ class ByDomain(Partition):
     Args:
         column: Name of the column.
         clients_per_domain: Clients that share each domain, at random and evenly.
+        within: A partition by which the clients of each domain share it, such as ``Dirichlet(num_clients=2)``, in place
+            of ``clients_per_domain``.
     """
 
     column: str = "domain"
     clients_per_domain: int = 1
+    within: Partition | None = None
 
     def __post_init__(self) -> None:
         check_whole("clients_per_domain", self.clients_per_domain)
         check_name("column", self.column)
+        if self.within is None:
+            return
+        if self.clients_per_domain != 1:
+            raise ValueError(
+                f"clients_per_domain={self.clients_per_domain} and within={self.within} both say how clients share a "
+                "domain: leave one out"
+            )
+        if not isinstance(getattr(self.within, "num_clients", None), int):
+            raise ValueError(
+                f"within={self.within} cannot be used; give a partition with num_clients, such as "
+                "Dirichlet(num_clients=2, alpha=0.3)"
+            )
+
+    @property
+    def _clients_of_domain(self) -> int:
+        return self.clients_per_domain if self.within is None else cast(int, vars(self.within)["num_clients"])
 
     def client_names(self, train: Split) -> Sequence[str] | None:
         """The domains; clients that share one are numbered behind it."""
         domains = np.unique(train.columns[self.column]).tolist()
-        share = range(self.clients_per_domain)
+        share = range(self._clients_of_domain)
         return [f"{domain} {one}" if len(share) > 1 else str(domain) for domain in domains for one in share]
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
@@ -129,10 +154,10 @@ class ByDomain(Partition):
         domains = np.unique(train.columns[self.column])
         of_train = rows_of(domains, train.columns[self.column])
         for domain, rows in zip(domains, of_train, strict=True):
-            if len(rows) < self.clients_per_domain:
+            if len(rows) < self._clients_of_domain:
+                option = "clients_per_domain" if self.within is None else "num_clients of within"
                 raise ValueError(
-                    f"domain {domain} has {len(rows)} samples for {self.clients_per_domain} clients: "
-                    "lower clients_per_domain"
+                    f"domain {domain} has {len(rows)} samples for {self._clients_of_domain} clients: lower {option}"
                 )
         of_test = rows_of(domains, test.columns[self.column] if len(test) else domains[:0])
         left = len(test) - sum(map(len, of_test))
@@ -142,7 +167,15 @@ class ByDomain(Partition):
                 f"{left} of {len(test)} test samples have a {self.column} that no training sample has; {then}",
                 stacklevel=2,
             )
-        for both in zip(of_train, of_test, strict=True):
+        for place, both in enumerate(zip(of_train, of_test, strict=True)):
+            if self.within is not None:
+                # Each domain is divided as a set of its own, by draws of its own.
+                own_seed = derive_seed(seed, "within", place)
+                splits = [part.rows(own) for part, own in zip((train, test), both, strict=True)]
+                shares = self.within.split(splits[0], splits[1], own_seed)
+                for part, own, rows_of_clients in zip(division, both, shares, strict=True):
+                    part.extend(own[rows] for rows in rows_of_clients)
+                continue
             for part, own in zip(division, both, strict=True):
                 part.extend(np.array_split(rng.permutation(own), self.clients_per_domain))
         return division

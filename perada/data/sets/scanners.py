@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images seen through generated scanners, so that clients differ in how their images look (feature shift).
+
+All arithmetic is on integers, so that the images are the same on every machine.
+Shape suffixes: N images, Ch channels, S height and width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.seeding import derive_seed
+from perada.data.partitions import Dirichlet, Split
+from perada.data.partitions.shares import Array, of_each_stratum
+from perada.data.sets.base import ImageSet, checked_columns, split_of
+
+COLUMN = "scanner"
+"""The column that names each image's scanner."""
+WHITE = 255
+_BILINEAR = Image.Resampling.BILINEAR
+_AT_ONCE = 1000  # images
+
+
+def _sampled(images: Array, matrix: tuple[int, int, int, int], denominator: int) -> Array:
+    """Resample images (N, Ch, S, S) along an affine map around their centre, bilinear; what lies outside is black.
+
+    The value at (row, column) is that of the images at ``matrix / denominator`` times it, both counted from the centre.
+    """
+    size = images.shape[-1]
+    # Twice the distance from the centre is a whole number, also where the size is even.
+    from_centre = 2 * np.arange(size) - (size - 1)
+    rows, columns = from_centre[:, None], from_centre[None, :]
+    unit = 2 * denominator
+    row_position = matrix[0] * rows + matrix[1] * columns + denominator * (size - 1)
+    column_position = matrix[2] * rows + matrix[3] * columns + denominator * (size - 1)
+    upper, row_weight = np.divmod(row_position, unit)
+    left, column_weight = np.divmod(column_position, unit)
+    # A black frame of two pixels stands for all that lies outside.
+    framed = np.pad(images, ((0, 0), (0, 0), (2, 2), (2, 2)))
+    total = np.zeros_like(images)
+    for row_offset in (0, 1):
+        for column_offset in (0, 1):
+            row = np.clip(upper + row_offset + 2, 0, size + 3)
+            column = np.clip(left + column_offset + 2, 0, size + 3)
+            weight_of_row = row_weight if row_offset else unit - row_weight
+            weight_of_column = column_weight if column_offset else unit - column_weight
+            total += framed[:, :, row, column] * (weight_of_row * weight_of_column)
+    rounded: Array = (total + unit * unit // 2) // (unit * unit)
+    return rounded
+
+
+def _plain(images: Array, seeds: Sequence[int]) -> Array:
+    return images
+
+
+def _negative(images: Array, seeds: Sequence[int]) -> Array:
+    return WHITE - images
+
+
+def _turned(images: Array, seeds: Sequence[int]) -> Array:
+    """Turn by 90 degrees, counter-clockwise."""
+    return np.rot90(images, axes=(2, 3))
+
+
+def _noisy(images: Array, seeds: Sequence[int]) -> Array:
+    """Add noise with a standard deviation of 59 grey levels: the sum of four uniform numbers, nearly normal."""
+    noise = np.empty_like(images)
+    for place, seed in enumerate(seeds):
+        draws = np.random.default_rng(seed).integers(0, WHITE + 1, (4, *images.shape[1:]))
+        noise[place] = draws.sum(0) - 2 * WHITE
+    noisy: Array = np.clip(images + noise * 2 // 5, 0, WHITE)
+    return noisy
+
+
+def _thick(images: Array, seeds: Sequence[int]) -> Array:
+    """Give each pixel the largest value within a sixteenth of the image's side."""
+    radius = max(1, images.shape[-1] // 16)
+    for axis in (2, 3):
+        padding = [(0, 0)] * 4
+        padding[axis] = (radius, radius)
+        windows = np.lib.stride_tricks.sliding_window_view(np.pad(images, padding), 2 * radius + 1, axis)
+        images = np.asarray(windows.max(-1))
+    return images
+
+
+def _faint(images: Array, seeds: Sequence[int]) -> Array:
+    """Leave a fifth of the contrast, around a dark grey."""
+    return images // 5 + 2 * WHITE // 5
+
+
+def _mirrored(images: Array, seeds: Sequence[int]) -> Array:
+    return images[:, :, :, ::-1]
+
+
+def _blurred(images: Array, seeds: Sequence[int]) -> Array:
+    """Average with triangular weights that reach an eighth of the image's side."""
+    reach = max(2, images.shape[-1] // 8)
+    weights = reach - np.abs(np.arange(1 - reach, reach))
+    for axis in (2, 3):
+        padding = [(0, 0)] * 4
+        padding[axis] = (reach - 1, reach - 1)
+        padded = np.pad(images, padding, mode="edge")
+        windows = np.lib.stride_tricks.sliding_window_view(padded, len(weights), axis)
+        images = windows @ weights
+    sum_of_weights = reach**4
+    averaged: Array = (images + sum_of_weights // 2) // sum_of_weights
+    return averaged
+
+
+def _upside_down_negative(images: Array, seeds: Sequence[int]) -> Array:
+    return WHITE - images[:, :, ::-1, ::-1]
+
+
+def _sheared(images: Array, seeds: Sequence[int]) -> Array:
+    """Move each row sideways by half of its distance from the middle row."""
+    return _sampled(images, (2, 0, 1, 2), 2)
+
+
+def _small(images: Array, seeds: Sequence[int]) -> Array:
+    """Halve both sides, in the middle of a black image."""
+    return _sampled(images, (2, 0, 0, 2), 1)
+
+
+def _lit(images: Array, seeds: Sequence[int]) -> Array:
+    """Halve the contrast and add light that grows from the left edge to the right one."""
+    size = images.shape[-1]
+    light: Array = np.arange(size) * WHITE // max(1, size - 1)
+    lit: Array = (images + light) // 2
+    return lit
+
+
+Device = Callable[[Array, Sequence[int]], Array]
+"""What a scanner makes of int64 images (N, Ch, S, S) from 0 to 255, with a seed for each."""
+DEVICES: dict[str, Device] = {
+    "plain": _plain,
+    "negative": _negative,
+    "turned": _turned,
+    "noisy": _noisy,
+    "thick": _thick,
+    "faint": _faint,
+    "mirrored": _mirrored,
+    "blurred": _blurred,
+    "upside_down_negative": _upside_down_negative,
+    "sheared": _sheared,
+    "small": _small,
+    "lit": _lit,
+}
+"""The scanners by name, in the order in which ``kinds`` takes them."""
+
+
+def scan(images: Tensor, kind: str, seeds: Sequence[int]) -> Tensor:
+    """Show images as a scanner sees them.
+
+    Args:
+        images: uint8 (N, Ch, S, S).
+        kind: Name of a scanner, or several joined by ``+``, which work one after another.
+        seeds: One for each image, from which a noisy scanner draws.
+
+    Returns:
+        uint8 (N, Ch, S, S).
+
+    >>> scan(torch.tensor([[[[0, 10], [20, 30]]]], dtype=torch.uint8), "negative+mirrored", [0]).tolist()
+    [[[[245, 255], [225, 235]]]]
+    """
+    pixels = images.numpy().astype(np.int64)
+    for name in kind.split("+"):
+        pixels = DEVICES[name](pixels, seeds)
+    return torch.from_numpy(np.ascontiguousarray(pixels).astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class _Scans:
+    """Where the images of a split are: the set (N,) among ``sources``, the row (N,) in it, and the scanner (N,)."""
+
+    sources: tuple[ImageSet, ...]
+    source: Array
+    row: Array
+    scanner: Array
+
+
+class Scanners(ImageSet):
+    """A set of images, each seen through one of several generated scanners: hospitals with devices of their own.
+
+    Each image belongs to one scanner, which the column ``scanner`` names. ``ByDomain(column="scanner")`` makes a client
+    of each, and ``ByDomain(column="scanner", within=...)`` several. A set without labels, such as
+    :class:`Photographs`, becomes a public set whose images come from all scanners.
+
+    Args:
+        dataset: The images, uint8 and square, or of any shape with ``size``.
+        kinds: The first so many of ``plain``, ``negative``, ``turned``, ``noisy``, ``thick``, ``faint``, ``mirrored``,
+            ``blurred``, ``upside_down_negative``, ``sheared``, ``small`` and ``lit``; or a list of their names. A name
+            may be several joined by ``+``, as in ``negative+turned``.
+        alpha: Divide each class among the scanners in proportions drawn from a Dirichlet distribution, as
+            :class:`Dirichlet` does; null for equal shares at random.
+        min_per_scanner: Images that each scanner has at least, with ``alpha``.
+        test_share: Divide both splits of ``dataset`` anew: this share of each scanner's images is the test split. Null
+            keeps the splits.
+        size: Height and width in pixels to which images are resized before they are scanned; null keeps them.
+        seed: Another seed, another assignment and other noise.
+        train: The training split, or else the test split.
+
+    Raises:
+        ValueError: If an option is out of range, or ``alpha`` is given and the set has no labels.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageSet,
+        kinds: int | list[str] = 12,
+        alpha: float | None = None,
+        min_per_scanner: int = 2,
+        test_share: float | None = None,
+        size: int | None = 32,
+        seed: int = 0,
+        train: bool = True,
+    ) -> None:
+        super().__init__(train)
+        if not isinstance(dataset, ImageSet):
+            raise TypeError(f"Scanners: dataset must be an image set such as Digits(), got {type(dataset).__name__}")
+        self.names = _names(kinds)
+        check_number("alpha", alpha, above=0, optional=True, hint="0.1 is very unequal, 100 even")
+        check_whole("min_per_scanner", min_per_scanner)
+        check_number("test_share", test_share, above=0, below=1, optional=True, hint="a share of all images")
+        check_whole("size", size, optional=True)
+        check_whole("seed", seed, 0, most=None)
+        self.dataset, self.kinds, self.alpha, self.min_per_scanner = dataset, kinds, alpha, min_per_scanner
+        self.test_share, self.size, self.seed = test_share, size, seed
+
+    @property
+    def num_classes(self) -> int | None:  # type: ignore[override]  # that of the set
+        """Number of classes of the set."""
+        return self.dataset.num_classes
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:  # type: ignore[override]  # those of the set
+        """Names of the set's classes."""
+        return self.dataset.classes
+
+    @property
+    def group_column(self) -> str | None:  # type: ignore[override]  # that of the set
+        """The column whose values stay together wherever images are set aside, or None."""
+        return self.dataset.group_column
+
+    @property
+    def identities(self) -> Array | None:  # type: ignore[override]  # those of the set
+        """A word (N,) that stands for each image where the set has such words, or None."""
+        of_sources = [source.identities for source in self._scans.sources]
+        known = [words for words in of_sources if words is not None]
+        return self._gathered(known) if len(known) == len(of_sources) else None
+
+    @property
+    def full_scale(self) -> float | None:
+        """The value of white in the set's files, where they are read so."""
+        scale: float | None = getattr(self.dataset, "full_scale", None)
+        return scale
+
+    @property
+    def unscanned(self) -> ImageSet:
+        """The set that the scanners see."""
+        return self.dataset.unscanned if isinstance(self.dataset, Scanners) else self.dataset
+
+    def download(self) -> None:
+        """Fetch the files of the set if that was asked for and they are missing."""
+        self.dataset.download()
+
+    @cached_property
+    def _scans(self) -> _Scans:
+        """Assign each image of this split to a scanner."""
+        if self.test_share is not None:
+            return self._divided_anew(self.test_share)
+        own = self.dataset.with_split(self.train)
+        if self.alpha is None:
+            scanner = self._even(len(own), int(self.train))
+        else:
+            other = own if self.train else self.dataset.with_split(True)
+            of_train, of_test = self._dirichlet(other, self.dataset.with_split(False))
+            scanner = of_train if self.train else of_test
+        return _Scans((own,), np.zeros(len(own), dtype=np.int64), np.arange(len(own)), scanner)
+
+    def _divided_anew(self, test_share: float) -> _Scans:
+        """Assign the images of both splits together, and draw the test images of each scanner."""
+        parts = self.dataset.with_split(True), self.dataset.with_split(False)
+        if parts[0].group_column is not None:
+            raise ValueError(
+                f"Scanners: test_share={test_share} would divide the images of one {parts[0].group_column} between "
+                f"training and test; leave it out, and {type(self.dataset).__name__} keeps its own splits"
+            )
+        sizes = [len(part) for part in parts]
+        scanner = self._even(sum(sizes), 0) if self.alpha is None else np.concatenate(self._dirichlet(*parts))
+        rng = np.random.default_rng(derive_seed(self.seed, "scanners/test"))
+        is_test = np.zeros(len(scanner), dtype=bool)
+        is_test[of_each_stratum(scanner, test_share, rng)] = True
+        chosen = np.flatnonzero(is_test != self.train)
+        source = np.repeat([0, 1], sizes)
+        row = np.concatenate([np.arange(size) for size in sizes])
+        return _Scans(parts, source[chosen], row[chosen], scanner[chosen])
+
+    def _even(self, count: int, part: int) -> Array:
+        """Scanners (N,) of so many images, at random, whose numbers of images differ by at most one."""
+        rng = np.random.default_rng(derive_seed(self.seed, "scanners", part))
+        scanner: Array = rng.permutation(count) % len(self.names)
+        return scanner
+
+    def _dirichlet(self, train: ImageSet, test: ImageSet) -> tuple[Array, Array]:
+        """Scanners (N,) of both splits in proportions that differ by class."""
+        assert self.alpha is not None
+        splits = []
+        for part in (train, test):
+            if part.labels is None:
+                raise ValueError(
+                    f"Scanners: alpha={self.alpha} divides by classes, and {split_of(part)} has no labels; leave alpha "
+                    "out"
+                )
+            splits.append(Split(part.labels.numpy(), np.arange(len(part)), name=type(part).__name__))
+        division = Dirichlet(len(self.names), self.alpha, min_per_client=self.min_per_scanner)
+        assigned = division.split(splits[0], splits[1], derive_seed(self.seed, "scanners"))
+        scanners = []
+        for split, rows_of_scanners in zip(splits, assigned, strict=True):
+            scanner = np.empty(len(split), dtype=np.int64)
+            for place, rows in enumerate(rows_of_scanners):
+                scanner[rows] = place
+            scanners.append(scanner)
+        return scanners[0], scanners[1]
+
+    @property
+    def columns(self) -> Mapping[str, Array]:
+        """The set's own columns and ``scanner``."""
+        scans = self._scans
+        columns: dict[str, Array] = {COLUMN: np.array(self.names)[scans.scanner]}
+        of_sources = [checked_columns(split_of(source), source.columns, len(source)) for source in scans.sources]
+        for name in of_sources[0]:
+            if all(name in own for own in of_sources) and name != COLUMN:
+                columns[name] = self._gathered([own[name] for own in of_sources])
+        return columns
+
+    def _gathered(self, values: Sequence[Array]) -> Array:
+        """What each image of this split has in the arrays of its source."""
+        scans = self._scans
+        starts = np.cumsum([0, *(len(source) for source in scans.sources)])[:-1]
+        gathered: Array = np.concatenate(values)[starts[scans.source] + scans.row]
+        return gathered
+
+    @property
+    def paths(self) -> list[str | None]:
+        """Where each image is, for messages; None where the set does not name them."""
+        lists = [getattr(source, "paths", None) for source in self._scans.sources]
+        places = zip(self._scans.source.tolist(), self._scans.row.tolist(), strict=True)
+        return [lists[source][row] if isinstance(lists[source], list) else None for source, row in places]
+
+    def __len__(self) -> int:
+        return len(self._scans.row)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
+        if self.images is not None:
+            return super().__getitem__(index)
+        scans = self._scans
+        place = range(len(self))[index]
+        source = scans.sources[scans.source[place]]
+        item = source[int(scans.row[place])]
+        image = item[0] if isinstance(item, tuple) else item
+        scanned = self._scanned(self._resized(image.unsqueeze(0)), np.array([place]))[0]
+        return scanned if self.labels is None else (scanned, self.labels[place])
+
+    def _load(self) -> tuple[Tensor | None, Tensor | None]:
+        scans = self._scans
+        of_sources = [source.labels.numpy() for source in scans.sources if source.labels is not None]
+        labels = torch.from_numpy(self._gathered(of_sources)) if len(of_sources) == len(scans.sources) else None
+        in_memory = [source.images for source in scans.sources if source.images is not None]
+        if len(in_memory) < len(scans.sources):
+            return None, labels  # they stay on disk, and are scanned as they are read
+        resized = torch.from_numpy(self._gathered([self._resized(images).numpy() for images in in_memory]))
+        return self._scanned(resized, np.arange(len(self))), labels
+
+    def _resized(self, images: Tensor) -> Tensor:
+        """Make images (N, Ch, H, W) square, of ``size`` if it is given."""
+        if images.dtype != torch.uint8:
+            raise TypeError(
+                f"Scanners: {type(self.dataset).__name__} has samples of type {images.dtype}, and scanners take uint8 "
+                "images: give them before they are normalised"
+            )
+        if images.ndim == 3:
+            images = images.unsqueeze(1)
+        height, width = images.shape[2:]
+        if self.size is None and height != width:
+            raise ValueError(f"Scanners: images are {height}×{width} pixels, and scanners need squares: set size")
+        size = self.size or height
+        if height == width == size:
+            return images
+        # Pillow resizes by whole numbers, torch by floating point whose rounding depends on the processor.
+        flat = images.reshape(-1, height, width).numpy()
+        made = [np.asarray(Image.fromarray(one).resize((size, size), _BILINEAR)) for one in flat]
+        return torch.from_numpy(np.stack(made)).view(*images.shape[:2], size, size)
+
+    def _scanned(self, images: Tensor, places: Array) -> Tensor:
+        """Scan the images (N, Ch, S, S) at ``places`` (N,) of this split."""
+        scans, scanned = self._scans, torch.empty_like(images)
+        for number, name in enumerate(self.names):
+            chosen = np.flatnonzero(scans.scanner[places] == number)
+            # In parts: the arithmetic takes 64 bits a pixel, and some scanners several times that.
+            for part in np.array_split(chosen, max(1, len(chosen) // _AT_ONCE)):
+                keys = zip(scans.source[places[part]].tolist(), scans.row[places[part]].tolist(), strict=True)
+                seeds = [derive_seed(self.seed, "scanner", self._split_of(source), row) for source, row in keys]
+                scanned[part] = scan(images[part], name, seeds)
+        return scanned
+
+    def _split_of(self, source: int) -> int:
+        """Which split of the set one of the sources is: 1 for training."""
+        return int(self._scans.sources[source].train)
+
+
+def _names(kinds: int | list[str]) -> list[str]:
+    """The scanners that ``kinds`` asks for."""
+    if not isinstance(kinds, list):
+        check_whole("kinds", kinds, most=len(DEVICES), hint="or give a list of names")
+        return [*DEVICES][:kinds]
+    for kind in kinds:
+        for name in str(kind).split("+"):
+            check_choice("kinds", name, [*DEVICES], hint="several work one after another if joined by '+'")
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise ValueError(f"kinds={kinds} cannot be used; give one at least, and each once")
+    return [*kinds]
