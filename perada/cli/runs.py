@@ -45,7 +45,7 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import check_devices, check_trainer, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
-from perada.results.report import client_table, epsilon_text, mode_line, shift_tables
+from perada.results.report import client_table, epsilon_text, mode_line, notes_on_means, shift_tables
 from perada.results.restore import plain_data
 
 REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
@@ -225,10 +225,17 @@ class PeradaCLI(LightningCLI):
         metrics, data = self.loop.outcome(self.model).metrics, self.datamodule
         if metrics["clients"]:
             print(client_table(metrics["clients"], data.train_sizes, self.loop.test_mode, data.client_names))
+            for line in self._notes(metrics.get("test_images", [])):
+                print(f"\n{line}")
         for shown in shift_tables(metrics.get("shifts", {})):
             print(f"\n{shown}")
         if mode_line(self.model.scores):
             print(mode_line(self.model.scores))
+
+    def _notes(self, test_images: Sequence[int]) -> list[str]:
+        """What the mean over clients hides, in lines below the table."""
+        participation = self.loop.parts.federation.participation
+        return notes_on_means(self.model.scores, test_images, participation.recent, participation.span)
 
     after_test = after_validate
 

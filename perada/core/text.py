@@ -5,7 +5,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-SPREADS = ("_std", "_worst", "_p10", "_weighted")
+SPREADS = ("_std", "_worst", "_p10", "_weighted", "_recent")
 """What the name of a mean over clients ends in where it is another figure of theirs."""
 
 

@@ -91,6 +91,7 @@ class Evaluation:
             counted.merge(ranks)
         found: dict[str, float] = {}
         per_client: dict[str, Tensor] = {}
+        recent = self.federation.participation.recent if self.federation.rounds_done else None
         local, shared, everyone = (one.all() for one in (self._local, self._global, self._everyone))
         for place, metric in enumerate(self.metrics):
             ending = f"_{metric.name}" if place else ""
@@ -105,8 +106,10 @@ class Evaluation:
                 per_client[away] = self._one(away, known, 1)
             for name in (home, away):
                 if name in per_client:
-                    sizes = self._sizes if name == home else None
-                    found |= spread(name, per_client[name], metric.falls, sizes)
+                    if name == home:
+                        found |= spread(name, per_client[name], metric.falls, self._sizes, recent)
+                    else:
+                        found |= spread(name, per_client[name], metric.falls)
             if self._global:
                 name = f"global/global_test{ending}"
                 found[name] = float(self._one(name, shared[metric.name][0, 0], 0))
@@ -120,13 +123,17 @@ class Evaluation:
     def details(self) -> dict[str, Any]:
         """What all processes have counted besides the scores, in plain types; all of them call it, once.
 
-        That is ``predictions``, by ``personal`` and ``global`` a :meth:`.Tally.record`; ``global/local_test``, the
-        global model's score on the test images of each client (M,), where clients have models of their own; and
-        ``per_class``, scores of each class. A private run has neither confusions nor scores of classes.
+        That are ``test_images``, the numbers of images that each client is scored on (M,); ``predictions``, by
+        ``personal`` and ``global`` a :meth:`.Tally.record`; ``global/local_test``, the global model's score on the
+        test images of each client (M,), where clients have models of their own; and ``per_class``, scores of each
+        class. A private run has neither confusions nor scores of classes.
         """
         ranks, shared = self.federation.ranks, self._states is not None
         names = [name for name, there in (("personal", self.federation.personalized), ("global", shared)) if there]
-        found: dict[str, Any] = {"predictions": {name: self._tallies[name].record(ranks) for name in names}}
+        found: dict[str, Any] = {
+            "test_images": self._sizes.tolist(),
+            "predictions": {name: self._tallies[name].record(ranks) for name in names},
+        }
         if self.federation.protection.private:  # their rows tell how many images of each class a client has
             for predicted in found["predictions"].values():
                 predicted.pop("confusion", None)

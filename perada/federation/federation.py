@@ -14,6 +14,7 @@ from perada.core.states import State, cut_ranks, expand, prefix, stack
 from perada.engine.engine import Engine, compare
 from perada.federation.cohort import Cohort, Outcomes, Site
 from perada.federation.diagnostics import Measuring, gradient_norms
+from perada.federation.participation import Participation
 from perada.federation.server import Progress, RoundReport, Server, megabytes_held, parameter_counts
 from perada.federation.settings import FederationData, Loader, Settings
 from perada.federation.shared_store import SharedStore
@@ -44,6 +45,7 @@ class Federation(Site):
         self.store = self._store(settings.algorithm)
         self.tuned: SharedStore | None = None
         self.rounds_done = 0
+        self.last_rounds = [0] * num_clients  # counted from 1; 0 for a client that never took part
         self.cohort: Cohort | None = None
         self._shares = Shares.of(RoundPlan(0, (), ()))
         self._gradients: dict[str, float] = {}
@@ -95,6 +97,11 @@ class Federation(Site):
         report.metrics = self._round_metrics(opened, cohort.received, trained.sent, outcomes)
         self.store.scatter(self._shares.parts, report.broken, trained.kept)
         self.rounds_done = plan.round + 1
+        # Who failed depends on the images, and no ledger of a private run counts it: there all that were drawn count.
+        absent = set[int]() if self.settings.private else set(report.broken)
+        for client in plan.clients:
+            if client not in absent:
+                self.last_rounds[client] = self.rounds_done
         sent, received = prefix(trained.sent, len(places)), prefix(cohort.received, len(places))
         good = outcomes.counts.nonzero().flatten().tolist()
         among = places, len(plan.clients), self.ranks
@@ -190,6 +197,16 @@ class Federation(Site):
         """Whether clients predict with states of their own by now."""
         return self.settings.algorithm.inference == "personal" or self.tuned is not None or bool(self.server.lora_ranks)
 
+    @property
+    def participation(self) -> Participation:
+        """When clients took part last."""
+        return Participation(self.last_rounds, self.rounds_done, self.settings.clients_per_round)
+
+    @property
+    def keeps_personal_models(self) -> bool:
+        """Whether clients predict with models that change only in rounds in which they take part."""
+        return self.settings.algorithm.inference == "personal" and self.tuned is None
+
     def state_dict(self) -> dict[str, Any]:
         """All that a later session needs to resume, in types that ``torch.load(weights_only=True)`` takes."""
         return {
@@ -197,6 +214,7 @@ class Federation(Site):
             "clients": self.store.state_dict(),
             "tuned": None if self.tuned is None else self.tuned.state_dict(),
             "rounds_done": self.rounds_done,
+            "last_rounds": list(self.last_rounds),
             "loss_scales": self.scales.state_dict(),
             "privacy": self.protection.state_dict(),
         }
@@ -207,6 +225,9 @@ class Federation(Site):
         self.protection.load_state_dict(saved.get("privacy"), self.rounds_done, saved["tuned"] is not None)
         self.server.load_state_dict(saved)
         numbers = saved.get("numbers")  # of the former clients, where a run resumes with more
+        self.last_rounds = [0] * self.num_clients
+        for client, last in enumerate(saved["last_rounds"]):
+            self.last_rounds[client if numbers is None else numbers[client]] = last
         if numbers is None:
             self.store.load_state_dict(saved["clients"])
         else:

@@ -33,7 +33,7 @@ NAMED: dict[str, tuple[str, dict[str, Any]]] = {
     "kappa": ("CohenKappa", {}),
 }
 """Metrics of torchmetrics by short names: the class without ``Multiclass`` or ``Multilabel``, and its options."""
-TAKEN = ("std", "worst", "p10", "weighted")
+TAKEN = ("std", "worst", "p10", "weighted", "recent")
 """Endings of the names of scores, which no metric may be called."""
 
 
@@ -110,7 +110,7 @@ def score_names(choice: MetricChoice) -> dict[str, bool]:
             if name != "global/global_test":
                 found |= {f"{full}_std": True, f"{full}_worst": falls, f"{full}_p10": falls}
             if name == "personal/local_test":
-                found[f"{full}_weighted"] = falls
+                found |= {f"{full}_weighted": falls, f"{full}_recent": falls}
     return found
 
 
@@ -203,11 +203,18 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
     return Metric(name, compute, metric_class.higher_is_better is False)
 
 
-def spread(name: str, values: Tensor, falls: bool = False, sizes: Tensor | None = None) -> dict[str, float]:
+def spread(
+    name: str,
+    values: Tensor,
+    falls: bool = False,
+    sizes: Tensor | None = None,
+    recent: Sequence[bool] | None = None,
+) -> dict[str, float]:
     """What is said of the clients' scores (M,), NaN where a client has none: mean, deviation, and the badly off.
 
     That is the mean ``name``, ``_std``, ``_worst``, ``_p10`` (the score that a tenth of the clients do not reach) and,
-    with the ``sizes`` (M,) of what each was scored on, ``_weighted``; all NaN where no client has a score.
+    with the ``sizes`` (M,) of what each was scored on, ``_weighted``. With ``recent``, whether each client took part
+    lately, ``_recent`` is the mean over those that did. All are NaN where no such client has a score.
     """
     known = ~values.isnan()
     own = values[known]
@@ -218,4 +225,7 @@ def spread(name: str, values: Tensor, falls: bool = False, sizes: Tensor | None 
     if sizes is not None:
         weights = sizes[known].double()
         found[f"{name}_weighted"] = float((own * weights).sum() / weights.sum()) if len(own) else math.nan
+    if recent is not None:
+        took_part = torch.tensor(recent, dtype=torch.bool, device=values.device)
+        found[f"{name}_recent"] = float(values[known & took_part].mean())
     return found

@@ -373,6 +373,7 @@ class FederatedLoop(pl.Callback):
         self.parts.federation.cohort = None  # of a round that was stopped in the middle, and counts as not begun
         scoring.finish(self.parts, self.history)
         self.measured.write(self.parts, self.history)
+        self._warn_of_stale_models(trainer)
         if not self.parts.settings.private:  # else an error would show that every client failed, as no ledger counts
             check_failures(self._failures, None, over=True)
 
@@ -385,6 +386,15 @@ class FederatedLoop(pl.Callback):
                 f"{done} of {asked} rounds were trained: a callback or a hook of the module ended a round before its "
                 "last step; leave it out, or give max_epochs as many as are to be trained"
             )
+
+    def _warn_of_stale_models(self, trainer: pl.Trainer) -> None:
+        """Warn where clients end the run with models that were not trained for more than half of it."""
+        parts = self.parts
+        if not parts.federation.keeps_personal_models or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+            return
+        warning = parts.federation.participation.warning(parts.data.client_names, anonymous=parts.settings.private)
+        if warning is not None:
+            rank_zero_warn(warning)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring the clients' states to process 0, also where a run was resumed that had nothing left to train."""

@@ -22,11 +22,11 @@ from perada.federation.evaluation import Evaluation, ShiftedEvaluation, sample_c
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts, warn_broken
-from perada.results.report import SHIFTS_FILE
+from perada.results.report import LAST_ROUND, SHIFTS_FILE
 from perada.results.run_file import RunFile, write_run
 
 History = list[dict[str, float]]
-DETAILS = ("predictions", "global/local_test", "per_class")
+DETAILS = ("test_images", "predictions", "global/local_test", "per_class")
 """What the module knows of its last evaluation besides scores."""
 LONG_SCORING = 60.0
 """Seconds of scoring that a run says beforehand."""
@@ -83,7 +83,9 @@ def _rounded(scores: torch.Tensor) -> list[float]:
 def metrics_of(parts: Parts, history: History, measured: Measured) -> dict[str, Any]:
     """``Run.metrics``: see :class:`perada.Run`."""
     module = parts.module
-    clients = {name: scores.tolist() for name, scores in module.per_client.items()}
+    clients: dict[str, list[Any]] = {name: scores.tolist() for name, scores in module.per_client.items()}
+    if parts.federation.rounds_done:
+        clients[LAST_ROUND] = list(parts.federation.last_rounds)
     found = {
         "rounds": history,
         "clients": clients | parts.federation.protection.epsilons(parts.data.num_clients),
@@ -289,7 +291,7 @@ def restore_scores(parts: Parts, saved: dict[str, Any]) -> None:
     module.per_client = {
         name: torch.tensor(values, dtype=torch.double)
         for name, values in metrics["clients"].items()
-        if name not in others and not name.startswith("privacy/")
+        if name not in others and name != LAST_ROUND and not name.startswith("privacy/")
     }
     module.details = {name: metrics[name] for name in DETAILS if name in metrics}
     module.shifted = shifted if current else {}

@@ -10,11 +10,12 @@ from typing import Any
 from perada.results.cards import joined_record
 from perada.results.inference import client_index
 from perada.results.models import Models
+from perada.results.report import LAST_ROUND
 from perada.results.run_file import RUN_FILE, finish, read_run, write_run
 
 Change = Callable[[str, list[Any], Any], list[Any]]
 """Makes another list of one with an entry a client, given what it is of and an entry that says nothing."""
-_BY_CLIENT = ("clients", "initial", "by_round", "global/local_test", "per_class", "partition")
+_BY_CLIENT = ("clients", "initial", "by_round", "global/local_test", "per_class", "partition", "test_images")
 
 
 def _changed(metrics: Mapping[str, Any], change: Change) -> dict[str, Any]:
@@ -27,6 +28,8 @@ def _changed(metrics: Mapping[str, Any], change: Change) -> dict[str, Any]:
             return [each("round", row) for row in value]
         if not isinstance(value, list):
             return value
+        if name == "test_images":
+            return change(name, value, 0)
         if not isinstance(value[0], list):  # but (K,) is of all clients
             return value if name.startswith("per_class/") else change(name, value, math.nan)
         return change(name, value, [0 if name.startswith("partition/") else math.nan] * len(value[0]))
@@ -84,7 +87,9 @@ def with_joined(run: Models, alone: Models, how: dict[str, Any]) -> tuple[dict[s
     new |= {f"clients/{name}": own[0] for name, own in alone.metrics["clients"].items()}
     new |= {f"partition/{part}": rows[0] for part, rows in alone.metrics.get("partition", {}).items()}
     before = math.nan if how["before"] is None else how["before"]
-    new |= {"clients/personal/global_test": math.nan, "global/local_test": before}
+    # It took part in none of the run's rounds, and its model is not older for that.
+    new |= {"clients/personal/global_test": math.nan, f"clients/{LAST_ROUND}": math.nan, "global/local_test": before}
+    new["test_images"] = alone.metrics.get("test_images", [0])[0]
     return told, _changed(
         run.metrics, lambda name, values, nothing: [*values, nothing if (own := new.get(name)) is None else own]
     )

@@ -238,7 +238,7 @@ def read_backbone(adapted: AdaptedModel, path: Path, needed: set[str]) -> State:
     return found
 
 
-_OF_CLIENTS = ("_worst", "_p10", "_client")
+_OF_CLIENTS = ("_worst", "_p10", "_recent", "_client")
 """Endings of metrics of a round that are of one client or a few."""
 
 

@@ -24,7 +24,12 @@ EPSILONS = {
     "privacy/client_epsilon_max": "ε client (max)",
 }
 """What the columns of each client's ε, and of those after a round, are called."""
+LAST_ROUND = "last_round"
+"""Among the values of each client, the last round in which it took part, counted from 1; 0 for none."""
+UNEVEN = 10
+"""The weighted mean is shown beside the plain one where one client has so many times the test images of another."""
 TITLES = {
+    LAST_ROUND: "last round",
     "personal/local_test": "own images",
     "personal/global_test": "all clients' images",
     "global/global_test": "global model",
@@ -34,7 +39,13 @@ TITLES = {
     ENTROPY: "entropy of the modes",
 }
 """What scores are called in tables that people read; files keep the names of the metrics."""
-_FIGURES = {"_std": "std", "_worst": "worst client", "_p10": "10th percentile", "_weighted": "weighted by images"}
+_FIGURES = {
+    "_std": "std",
+    "_worst": "worst client",
+    "_p10": "10th percentile",
+    "_weighted": "weighted by images",
+    "_recent": "recent clients",
+}
 ROWS = 20
 """Clients that a table shows."""
 SHIFTS_FILE = "shifts.json"
@@ -65,6 +76,33 @@ def title(name: str) -> str:
     if group in ("personal", "global") and rest:  # a shifted test set
         return f"{rest}, {'personal models' if group == 'personal' else 'global model'}"
     return name
+
+
+def scores_beside(means: Iterable[Mapping[str, float]], test_images: Iterable[int]) -> list[str]:
+    """Names of the figures that belong beside the mean score on own images, since it hides something.
+
+    Args:
+        means: Scores of runs, or of a run's rounds, by name.
+        test_images: Numbers of test images of the clients.
+
+    Returns:
+        The weighted mean where the numbers of test images differ by more than :data:`UNEVEN` times, and the mean over
+        the clients that took part lately where that is another.
+
+    >>> scores_beside([{"personal/local_test": 0.5, "personal/local_test_recent": 0.75}], [3, 31])
+    ['personal/local_test_weighted', 'personal/local_test_recent']
+    >>> scores_beside([{"personal/local_test": 0.5, "personal/local_test_recent": 0.5}], [3, 30, 0])
+    []
+    """
+    score = SCORES[0]
+    tested = [count for count in test_images if count]
+    names = []
+    if tested and max(tested) > UNEVEN * min(tested):
+        names.append(f"{score}_weighted")
+    # Both are means of the same scores where all clients are recent, but for rounding.
+    if any(abs(row[f"{score}_recent"] - row[score]) > 1e-9 for row in means if {score, f"{score}_recent"} <= set(row)):
+        names.append(f"{score}_recent")
+    return names
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -136,9 +174,41 @@ def client_table(
     return f"{shown}\n\n{TEST_MODE}" if test_mode else shown
 
 
+def notes_on_means(
+    means: Mapping[str, float], test_images: Sequence[int], recent: Sequence[bool], span: int
+) -> list[str]:
+    """Lines below the table of clients on what the mean score on own images hides.
+
+    Args:
+        means: Scores of the run by name.
+        test_images: Numbers of test images of the clients.
+        recent: Whether each client took part in one of the last rounds.
+        span: Number of these rounds.
+    """
+    score = SCORES[0]
+    lines = []
+    for name in scores_beside([means], test_images):
+        value = percent(means.get(name, math.nan))
+        if name.endswith("_weighted"):
+            tested = [count for count in test_images if count]
+            lines.append(
+                f"Clients have {min(tested)} to {max(tested)} test images. Weighted by these numbers, the mean of "
+                f"{title(score)} is {value}."
+            )
+        else:
+            rounds = "the last round" if span == 1 else f"the last {span} rounds"
+            lines.append(
+                f"Mean of {title(score)} over the {sum(recent)} of {len(recent)} clients that took part in {rounds}: "
+                f"{value}."
+            )
+    return lines
+
+
 def _spread(name: str, values: Sequence[float]) -> str:
     """Mean ± standard deviation of the clients that have the score."""
     known = [value for value in values if not math.isnan(value)]
+    if name == LAST_ROUND:
+        return ""
     if not known:
         return "–" if name.startswith(PRIVACY) else "– ± –"
     return mean_and_std(known) if name.startswith(PRIVACY) else f"{percent(fmean(known))} ± {percent(pstdev(known))}"
@@ -181,6 +251,8 @@ def mode_line(scores: Mapping[str, float]) -> str:
 
 def cell(name: str, value: float) -> str:
     """One metric as a table shows it."""
+    if name == LAST_ROUND:
+        return round_text(value)
     if name.startswith(PRIVACY):
         return epsilon_text(value)
     if name.startswith("train/"):
@@ -188,6 +260,17 @@ def cell(name: str, value: float) -> str:
     if name.startswith(("theory/", "updates/")) and name != "theory/ensemble_accuracy":
         return f"{value:.4g}"
     return f"{value:.4f} nats" if name == ENTROPY else percent(value)
+
+
+def round_text(value: float) -> str:
+    """The last round in which a client took part; a dash for NaN.
+
+    >>> round_text(3), round_text(0), round_text(math.nan)
+    ('3', 'never', '–')
+    """
+    if math.isnan(value):
+        return "–"
+    return f"{value:.0f}" if value else "never"
 
 
 def percent(value: float) -> str:

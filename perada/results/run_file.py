@@ -186,6 +186,7 @@ class RunFile:
             scores.append(row["personal/local_test"])
         scores += [self.metrics["global/local_test"]] if "global/local_test" in self.metrics else []
         check_list(scores, None, clients)
+        check_list(self.metrics.get("test_images", [0] * clients), clients, kind=int)
         check_list(self.train_sizes or [0] * clients, clients, kind=int)
         check_list(self.command, None, kind=str)
 

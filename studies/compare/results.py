@@ -12,7 +12,17 @@ from typing import Any
 from perada.core.digests import check_sealed, sealed
 from perada.core.files import write_atomic
 from perada.core.text import printable
-from perada.results.report import ENTROPY, MODES, SCORES, epsilon_text, percent, shift_names, table, title
+from perada.results.report import (
+    ENTROPY,
+    MODES,
+    SCORES,
+    epsilon_text,
+    percent,
+    scores_beside,
+    shift_names,
+    table,
+    title,
+)
 from perada.studies.compare.grid import Point
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, Job, named
 
@@ -142,7 +152,13 @@ def summary(records: Sequence[Record]) -> str:
     tried = dict.fromkeys(record["label"] for record in records if record["stage"] == "tune")
     lost = [label for label in tried if label not in {record["label"] for record in shown}]
     private = [name for name in EPSILONS if any(name in record for record in shown)]
-    scored = [*SCORES, *(name for name in MODES if any(record.get(name) is not None for record in shown))]
+    beside = scores_beside(shown, [count for record in shown for count in record.get("test_images", [])])
+    scored = [
+        SCORES[0],
+        *beside,
+        *SCORES[1:],
+        *(name for name in MODES if any(record.get(name) is not None for record in shown)),
+    ]
     scored += shift_names(name for record in shown for name in record)
     columns: dict[str, Callable[[Sequence[Record]], str]] = {
         title(name): partial(_over_seeds, name=name) for name in scored
@@ -174,9 +190,29 @@ def summary(records: Sequence[Record]) -> str:
     ]
     if any(len([record for record in every if "failed" not in record]) > 1 for every in groups.values()):
         notes[0] += " ± is the sample standard deviation over seeds."
+    notes += _staleness(groups)
     notes += ["; ".join(": ".join(EPSILONS[name]) for name in private) + ".", _composed(records)] if private else []
     notes += ["\n".join(f"{label}: {NO_POINT}." for label in lost)] if lost else []
     return _plain([table(["", *columns], rows), *notes, *_failures(shown)])
+
+
+def _staleness(groups: dict[str, list[Record]]) -> list[str]:
+    """Name the rows in whose runs clients ended with models of their own that are older than half the rounds."""
+    lines = []
+    for name, every in groups.items():
+        runs = [record for record in every if record.get("stale_clients")]
+        if not runs:
+            continue
+        worst = max(runs, key=lambda record: record["stale_clients"])
+        seed = f" with seed {worst['seed']}" if len(every) > 1 else ""
+        lines.append(f"- {name}: {worst['stale_clients']} of {worst['num_clients']} clients{seed}")
+    if not lines:
+        return []
+    head = (
+        "Personal models of clients that have not taken part for more than half of the rounds are that old, and the "
+        "means include them. More rounds, or more clients_per_round, help. There are such clients in:"
+    )
+    return ["\n".join([head, "", *lines])]
 
 
 def _composed(records: Sequence[Record]) -> str:

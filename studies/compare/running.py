@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,7 @@ import pytorch_lightning as pl
 import torch
 from tqdm import tqdm
 
+from perada.federation.participation import STALE
 from perada.lightning.parts import NothingLearnedError
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
@@ -94,18 +96,25 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
         result["start"] = _known(cli.model.scores)
     watch = Stopwatch()
     cli.trainer.callbacks.append(watch)
-    with suppress(NothingLearnedError):  # which the table shows as diverged
+    with suppress(NothingLearnedError), warnings.catch_warnings():  # the table shows a run without one as diverged
+        warnings.filterwarnings("ignore", STALE)  # which the table has a note on
         cli.trainer.fit(cli.model, cli.datamodule)
     whole = build_backbone(cli.model.backbone, cli.model.num_classes, pretrained=False, image_size=cli.model.image_size)
     tensors = [*whole.model.parameters(), *whole.model.buffers()]
     history, last = cli.loop.history, cli.loop.history[-1]
     measured = [cli.model.scores[name] for name in CHOSEN_BY if name in cli.model.scores]
     measured += [value for record in history for name, value in record.items() if name.startswith("train/")]
+    federation = cli.loop.parts.federation
+    tested = [count for count in cli.model.details.get("test_images", []) if count]
     shifts = cli.model.shifted.get("seconds", 0.0) if cli.datamodule.shifts_when == "end" else 0.0
     seconds = watch.seconds - shifts  # which are scored after the last round, outside of validation
     result["run"] = _known(cli.model.scores) | {
         "diverged": not all(map(math.isfinite, measured)),
         "local_steps": last["step"],
+        "num_clients": cli.loop.num_clients,
+        "last_rounds": list(federation.last_rounds),
+        "stale_clients": len(federation.participation.stale) if federation.keeps_personal_models else 0,
+        "test_images": [min(tested), max(tested)] if tested else [],
         **per_client(history, cli.loop.clients_per_round or cli.loop.num_clients),
         "full/params": sum(p.numel() for p in whole.model.parameters()),
         "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,

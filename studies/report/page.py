@@ -3,6 +3,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from perada.core.files import writing
 from perada.core.text import cell_text, printable
-from perada.results.report import SCORES, percent, title
+from perada.results.report import SCORES, percent, scores_beside, title
 from perada.studies.drawing import check_drawing
 from perada.studies.report.records import Record
 from perada.studies.report.sections import SHOWN, Cell, Section, Table, all_of, sections
@@ -122,9 +123,8 @@ def counted(number: int, word: str, plural: str = "s") -> str:
 
 def _facts(record: Record) -> list[tuple[str, str]]:
     """The scores after the last round, and what they were before."""
-    found = [
-        (title(name), f"{percent(record.last(name))} %") for name in SCORES if record.last(name) == record.last(name)
-    ]
+    names = [SCORES[0], *scores_beside(record.rounds[-1:], record.test_images), *SCORES[1:]]
+    found = [(title(name), f"{percent(record.last(name))} %") for name in names if not math.isnan(record.last(name))]
     initial = [value for value in record.initial.get(SCORES[0], []) if value == value]
     if initial:
         found.insert(0, (f"{title(SCORES[0])}, before training", f"{percent(sum(initial) / len(initial))} %"))

@@ -22,6 +22,7 @@ from perada.results.report import (
     SHIFTS_FILE,
     TEST_MODE,
     cell,
+    scores_beside,
     shift_names,
     shift_tables,
     table,
@@ -45,6 +46,7 @@ class Record:
         confusion: By model, rows of client, class, predicted class and number of images.
         calibration: By model, ``count``, ``right`` and mean ``confidence`` of each bin.
         train_sizes: Training images of each client.
+        test_images: Images that each client is scored on; of a comparison's run the fewest and the most of a client.
         command: What was typed, word by word.
         config: The text of ``config.yaml``.
         group: What tells a row of a comparison from the others, whose seeds make one row.
@@ -65,6 +67,7 @@ class Record:
     calibration: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     shifts: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
     train_sizes: list[int] = field(default_factory=list)
+    test_images: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     config: str = ""
     group: str = ""
@@ -109,6 +112,7 @@ class Record:
             confusion={},
             calibration={},
             shifts={},
+            test_images=[],
             without_scores=True,
         )
 
@@ -205,6 +209,7 @@ def _record(folder: Path, saved: RunFile) -> Record:
         {who: one["calibration"] for who, one in predictions.items()},
         _shifts(metrics.get("shifts", {})),
         saved.train_sizes,
+        metrics.get("test_images", []),
         saved.command,
         seed=saved.info.get("seed"),
     )
@@ -220,7 +225,9 @@ def _row(path: Path, one: dict[str, Any]) -> Record:
     for row in rounds:
         check_list([*row.values()], None)
     label = " ".join([str(one["label"]), *(str(word) for word in one.get("variant", []))])
-    return Record(str(one["label"]), path, rounds=rounds, group=label, seed=int(one["seed"]))
+    test_images = one.get("test_images", [])
+    check_list(test_images, None, kind=int)
+    return Record(str(one["label"]), path, rounds=rounds, test_images=test_images, group=label, seed=int(one["seed"]))
 
 
 def _shifts(content: Any) -> Any:  # noqa: ANN401  # whatever a file holds
@@ -239,7 +246,10 @@ def run_report(folder: Path) -> str:
     """
     (record,) = read_records(folder)
     names = {name for values in record.rounds for name in values}
-    shown = [name for name in (*SCORES, *MODES, *shift_names(names), *EPSILONS) if name in names]
+    beside = scores_beside(record.rounds, record.test_images)
+    shown = [
+        name for name in (SCORES[0], *beside, *SCORES[1:], *MODES, *shift_names(names), *EPSILONS) if name in names
+    ]
     losses = sorted(name for name in names if name.startswith("train/"))
     shown += sorted(name for name in names if name.startswith(("theory/", "updates/lora_")))
     body = [

@@ -9,7 +9,7 @@ from typing import Literal
 
 from perada.results.cards import check_record, privacy_lines
 from perada.results.clients import joined_clients
-from perada.results.report import SCORES, epsilon_text, shift_names, title
+from perada.results.report import LAST_ROUND, SCORES, epsilon_text, round_text, shift_names, title
 from perada.studies.report import class_figures, figures
 from perada.studies.report.drawn import Drawn
 from perada.studies.report.facts import accuracies, confusion_tables, expected_calibration_error, sent
@@ -67,6 +67,8 @@ class Table:
     def _shown(self, column: int, cell: Cell) -> str:
         if isinstance(cell, str):
             return title(cell) if self.metrics == "rows" and column == 0 else cell
+        if self.header[column] == LAST_ROUND:
+            return round_text(cell)
         if isinstance(cell, int):
             return f"{cell:,}"
         if math.isnan(cell):
@@ -151,13 +153,15 @@ def _clients(record: Record, prefix: str) -> Section:
         for client in order
     ]
     header = ["client", *(["training images"] if sizes else []), *columns]
-    epsilons = [name for name in columns if name.startswith("privacy/")]
+    plain = [name for name in columns if name.startswith("privacy/") or name == LAST_ROUND]
     caption = "Each client, sorted by its score"
-    tables = [Table(f"{prefix}clients", caption, header, rows, epsilons, "columns")] if columns else []
+    tables = [Table(f"{prefix}clients", caption, header, rows, plain, "columns")] if columns else []
     intro = (
         "Each client's own model on its own test images, before the first round and after the last. The second figure "
     )
     intro += "has the global model on the same images: above the line, the client's own is better."
+    if LAST_ROUND in columns:
+        intro += " A client's own model is as old as the last round in which the client took part."
     drawn = _drawn(record, prefix, figures.before_and_after, figures.personal_and_global)
     return Section("clients", "Clients", intro, drawn, tables)
 

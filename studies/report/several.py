@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from perada.results.report import SCORES, shift_names
+from perada.results.report import SCORES, scores_beside, shift_names
 from perada.studies.report.drawn import (
     COLOURS,
     MARKERS,
@@ -107,7 +107,10 @@ def comparison(records: Sequence[Record]) -> list[Section]:
 
 def _scores(groups: Sequence[Group]) -> Section:
     extra = shift_names(name for group in groups for run in group.runs for row in run.rounds for name in row)
-    names = [name for name in (*SCORES, *extra) if any(group.values(name) for group in groups)]
+    last = [run.rounds[-1] for group in groups for run in group.runs if run.rounds]
+    test_images = [count for group in groups for run in group.runs for count in run.test_images]
+    scores = (SCORES[0], *scores_beside(last, test_images), *SCORES[1:], *extra)
+    names = [name for name in scores if any(group.values(name) for group in groups)]
     rows: list[list[Cell]] = []
     for group in groups:
         seeds = [str(run.info.get("seed", run.seed)) for run in group.runs]

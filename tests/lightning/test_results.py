@@ -31,7 +31,8 @@ def test_the_runs_folder_holds_the_metrics(ran):
     assert content["metrics"] == run.metrics
     assert content["info"] == run.info
     assert content["command"] == []
-    names = {"rounds", "clients", "initial", "by_round", "partition", "predictions", "global/local_test"}
+    names = {"rounds", "clients", "initial", "by_round", "partition", "predictions"}
+    names |= {"global/local_test", "test_images"}
     assert set(run.metrics) == names
 
 

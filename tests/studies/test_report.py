@@ -128,6 +128,30 @@ def test_each_client_is_there_before_and_after(page, runs):
     assert [row[place] for row in shown[1:]] == [f"{100 * value:.2f}" for value in sorted(after)]
 
 
+def test_the_page_shows_when_each_client_took_part_last(page, runs):
+    run = runs[1][0]
+    last = run.metrics["clients"]["last_round"]
+    found = rows(page / "clients.csv")
+    order = [NAMES[1:].index(row["client"].removeprefix("'")) for row in found]
+    assert [row["last_round"] for row in found] == [str(last[client]) for client in order]
+    shown = next(table for table in Page(page / "index.html").tables.values() if table[0][0] == "client")
+    place = shown[0].index("last round")
+    assert [row[place] for row in shown[1:]] == [str(last[client]) if last[client] else "never" for client in order]
+
+
+def test_the_page_shows_what_the_mean_hides(tmp_path):
+    scores = {"personal/local_test": 0.5, "personal/local_test_weighted": 0.75, "personal/local_test_recent": 0.625}
+    info = {"num_classes": 2, "clients": ["north", "south"]}
+    record = Record("run", tmp_path, info, [{"round": 0} | scores], test_images=[3, 31])
+    record.clients = {"personal/local_test": [0.4, 0.6], "last_round": [1, 0]}
+    text = write_page(tmp_path / "page", [record]).read_text(encoding="utf-8")
+    for name, value in (("own images", 50), ("weighted by images", 75), ("recent clients", 62.5)):
+        assert f"{name}</dt><dd>{value:.2f} %</dd>" in text
+    assert ">never</td>" in text
+    even = write_page(tmp_path / "even", [Record("run", tmp_path, info, [{"round": 0} | scores], test_images=[3, 30])])
+    assert "weighted by images</dt>" not in even.read_text(encoding="utf-8")
+
+
 def test_the_partition_and_the_mistakes_are_those_of_the_run(page, runs, tiny):
     found = rows(page / "partition_train.csv")
     assert [int(row["all"]) for row in found] == list(tiny.sizes)

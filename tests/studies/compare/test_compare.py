@@ -22,6 +22,7 @@ from perada.cli import main
 from perada.cli.recipes import comparison_file
 from perada.cli.runs import PeradaCLI
 from perada.core.digests import KEY
+from perada.core.rounds import sample_cohort
 from perada.data import Digits
 from perada.studies.compare import file
 from perada.studies.compare.command import Comparison
@@ -562,6 +563,46 @@ def test_what_means_of_factors_lost_is_a_column():
     table = rows(summary([by_name, rule, record("x", history=[{"round": 1, "personal/local_test": 0.5}])]))
     assert {name: row["lost"] for name, row in table.items()} == {"fedavg": "50.00", "svd": "6.25", "x": "–"}
     assert "lost" not in rows(summary([record("x")]))["x"]
+
+
+def test_what_the_mean_hides_has_columns_where_it_hides_something():
+    """The weighted mean where test sets differ by more than ten times, the mean of those that took part lately."""
+    scores = {"personal/local_test": 0.5, "personal/local_test_weighted": 0.75, "personal/local_test_recent": 0.5}
+    table = rows(summary([record("x", **scores, test_images=[3, 30])]))
+    assert [name for name in table["x"] if "own images" in name] == ["own images"]
+    other = scores | {"personal/local_test_recent": 0.625, "test_images": [3, 31]}
+    table = rows(summary([record("before fine-tuning", stage="start"), record("x", **other)]))
+    assert table["x"]["own images, weighted by images"] == "75.00"
+    assert table["x"]["own images, recent clients"] == "62.50"
+    assert list(table["x"])[:3] == ["own images", "own images, weighted by images", "own images, recent clients"]
+    assert table["before fine-tuning"]["own images, recent clients"] == "–"
+
+
+def test_rows_with_stale_models_are_named():
+    stale = {"stale_clients": 1, "num_clients": 20, "seed": 0}
+    records = [record("x", **stale), record("x", **stale | {"stale_clients": 3, "seed": 1}), record("y")]
+    shown = summary(records)
+    assert "Personal models of clients that have not taken part" in shown
+    assert "- x: 3 of 20 clients with seed 1" in shown
+    assert "- y" not in shown
+    assert "models of clients" not in summary([record("y", stale_clients=0, num_clients=20)])
+
+
+def test_a_run_says_who_took_part_when(recipe, read, capsys):
+    """Of FedAvg, whose clients predict with the newest model, none is stale."""
+    options = ["--federated.clients_per_round=1", "--trainer.max_epochs=2"]
+    main(["compare", recipe, "--algorithms", "fedavg", "ditto", *options, *OUT])
+    found = capsys.readouterr()
+    runs = {one["label"]: one for one in read() if one["stage"] == "run"}
+    clients = runs["ditto"]["num_clients"]
+    last = [0] * clients
+    for round in range(2):
+        for client in sample_cohort(0, round, clients, 1):
+            last[client] = round + 1
+    assert runs["ditto"]["last_rounds"] == runs["fedavg"]["last_rounds"] == last
+    assert (runs["fedavg"]["stale_clients"], runs["ditto"]["stale_clients"]) == (0, last.count(0))
+    assert f"- ditto: {last.count(0)} of {clients} clients" in found.out and "- fedavg:" not in found.out
+    assert "have not taken part" not in found.err  # the note below the table is said once
 
 
 def test_shifts_have_columns():

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The round in which each client took part last: a model of a client's own is as old as that."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perada.core.text import some
+
+STALE = r"\d+ of \d+ clients have not taken part for more than half"
+"""How the warning of :meth:`Participation.warning` begins, for filters of warnings."""
+
+
+@dataclass(frozen=True)
+class Participation:
+    """When clients took part last.
+
+    Attributes:
+        last_rounds: Of each client, counted from 1; 0 for a client that never took part.
+        rounds: Number of rounds that are done.
+        clients_per_round: Number of clients drawn for a round; None for all.
+    """
+
+    last_rounds: Sequence[int]
+    rounds: int
+    clients_per_round: int | None = None
+
+    @property
+    def span(self) -> int:
+        """Number of last rounds that are recent: those in which as many clients are drawn as there are.
+
+        That is ceil(M / clients_per_round), or all rounds where there are fewer.
+
+        >>> Participation([0] * 20, 8, clients_per_round=8).span, Participation([0] * 20, 8).span
+        (3, 1)
+        """
+        clients = len(self.last_rounds)
+        turn = math.ceil(clients / (self.clients_per_round or clients))
+        return min(turn, self.rounds)
+
+    @property
+    def recent(self) -> list[bool]:
+        """Whether each client took part in one of the last :attr:`span` rounds.
+
+        >>> Participation([8, 5, 6, 0], 8, clients_per_round=2).recent
+        [True, False, False, False]
+        """
+        return [last > self.rounds - self.span for last in self.last_rounds]
+
+    @property
+    def stale(self) -> list[int]:
+        """Clients that have been away for more than half of all rounds.
+
+        >>> Participation([8, 4, 3, 0], 8, clients_per_round=2).stale
+        [2, 3]
+        """
+        return [client for client, last in enumerate(self.last_rounds) if 2 * (self.rounds - last) > self.rounds]
+
+    def warning(self, names: Sequence[str] | None = None, anonymous: bool = False) -> str | None:
+        """Say which clients' own models are stale, and what helps; None if none are.
+
+        Args:
+            names: Of the clients; by default their numbers.
+            anonymous: Give only the number of such clients.
+        """
+        stale = self.stale
+        if not stale:
+            return None
+        which = ""
+        if not anonymous:
+            shown = [names[client] if names else str(client) for client in stale]
+            since = [
+                f"{name} since round {self.last_rounds[client]}" if self.last_rounds[client] else f"{name} in none"
+                for client, name in zip(stale, shown, strict=True)
+            ]
+            which = f" (client {some(since, 10)})"
+        drawn = self.clients_per_round
+        if drawn is None or drawn >= len(self.last_rounds):
+            remedy = "all clients are drawn in each round, so their training failed or their privacy budget is spent"
+        else:
+            remedy = f"train more rounds, or draw more clients for each with clients_per_round (now {drawn})"
+        return (
+            f"{len(stale)} of {len(self.last_rounds)} clients have not taken part for more than half of the "
+            f"{self.rounds} rounds{which}: their personal models are that old, and the means over clients include "
+            f"them; {remedy}"
+        )
