@@ -20,7 +20,7 @@ from perada.deploy.site.file import Limits, SiteFile
 from perada.deploy.site.level import SiteLevel
 from perada.deploy.state import IMAGES, WHOLE, RunState, read_runs
 from perada.privacy.accounting import Ledger
-from perada.results.report import epsilon_text, table
+from perada.results.report import epsilon_text, round_text, table
 
 if TYPE_CHECKING:
     from perada.deploy.sums.party import Party
@@ -127,10 +127,12 @@ def site_status(given: SiteFile) -> str:
     if not states:
         return f"Site {given.name} has trained nothing yet."
     titles = ["run", "transport's id", "recipe", "rounds trained", "last round"]
-    rows = [[one.run, one.transport or "–", one.recipe[:8], str(one.trained), str(one.round)] for one in states]
+    rows = [
+        [one.run, one.transport or "–", one.recipe[:8], str(one.trained), round_text(one.round + 1)] for one in states
+    ]
     if any(one.summed >= 0 for one in states):
         titles.append("last under masks")
-        rows = [[*row, str(one.summed) if one.summed >= 0 else "–"] for row, one in zip(rows, states, strict=True)]
+        rows = [[*row, str(one.summed + 1) if one.summed >= 0 else "–"] for row, one in zip(rows, states, strict=True)]
     text = f"Site {given.name}, the current run first:\n\n{table(titles, rows)}"
     total, limits = Ledger(), given.limits
     total.load_state_dict(all_runs["total"])
@@ -162,13 +164,14 @@ def run_status(progress: Progress) -> str:
         spent = {name: float("inf") if one is None else one for name, one in member.epsilon.items()}
         epsilons = ", ".join(f"{name} {epsilon_text(one)}" for name, one in spent.items())
         size = "–" if member.size is None else str(member.size)
-        rows.append([member.name, size, str(member.rounds), member.left or "–", epsilons or "–"])
-    sites = table(["site", "images", "rounds", "left", "ε"], rows)
+        last = round_text(member.last_round)
+        rows.append([member.name, size, str(member.rounds), last, member.left or "–", epsilons or "–"])
+    sites = table(["site", "images", "rounds", "last round", "left", "ε"], rows)
     return f"Run {progress.run}: {progress.done} of {progress.rounds} rounds\n\n{shown_rounds(progress)}\n\n{sites}"
 
 
 def shown_rounds(progress: Progress) -> str:
-    """The rounds of a deployed run as a table."""
+    """The rounds of a deployed run as a table, counted from 1."""
     rows, summed = [], any(record.summed for record in progress.records)
     for record, row in zip(progress.records, progress.history, strict=True):
         reasons = dict.fromkeys(record.away, "away") | record.failed
@@ -179,6 +182,6 @@ def shown_rounds(progress: Progress) -> str:
         shown = "–" if score != score else f"{100 * score:.1f}"
         inside = [", ".join(record.summed) or "–"] if summed else []
         told = [missing, outside, record.void or "–", f"{record.seconds:.1f}", traffic, shown]
-        rows.append([str(record.round), answered, *inside, *told])
+        rows.append([str(record.round + 1), answered, *inside, *told])
     sums = ["in the sum"] if summed else []
     return table(["round", "answered", *sums, "missing", "outside", "void", "s", "MB", "own images %"], rows)

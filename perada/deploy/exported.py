@@ -15,6 +15,7 @@ from perada.deploy.state import RunState
 from perada.federation.settings import lora_ranks
 from perada.lightning.scoring import describe_run
 from perada.privacy.accounting import history_epsilon
+from perada.results.report import LAST_ROUND
 from perada.results.run import Run
 
 
@@ -108,7 +109,8 @@ def run_of_server(recipe: ServerRecipe, progress: Progress, states: Mapping[str,
         {name: int(value) if name == "round" else value for name, value in row.items()} for row in progress.history
     ]
     models = _members(recipe, to_device(states["global"], recipe.device), states["server"])
-    return Run(recipe.module.adapted, models, None, len(members), {"rounds": rounds, "clients": {}}, info)
+    metrics = {"rounds": rounds, "clients": {LAST_ROUND: [member.last_round for member in members]}}
+    return Run(recipe.module.adapted, models, None, len(members), metrics, info)
 
 
 def _members(recipe: Recipe, shared: State, server: Mapping[str, State]) -> list[State]:

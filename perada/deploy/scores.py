@@ -13,8 +13,13 @@ Facts = Mapping[str, Any]
 """What a site says beside its update (:class:`perada.deploy.protocol.Answer`)."""
 
 
-def mean_scores(metrics: Sequence[Metric], facts: Sequence[Facts]) -> dict[str, float]:
-    """Mean scores of the sites' models on their own images, and the global model's accuracy on the images of all."""
+def mean_scores(
+    metrics: Sequence[Metric], facts: Sequence[Facts], recent: Sequence[bool] | None = None
+) -> dict[str, float]:
+    """Mean scores of the sites' models on their own images, and the global model's accuracy on the images of all.
+
+    ``recent`` says of each site whether it took part in one of the last rounds (:class:`.Participation`).
+    """
     found: dict[str, float] = {}
     counts = [fact.get("counts", {}) for fact in facts]
     sizes = [own.get("personal", own.get("global", [0, 0]))[1] for own in counts]
@@ -23,7 +28,7 @@ def mean_scores(metrics: Sequence[Metric], facts: Sequence[Facts]) -> dict[str, 
         ending = f"_{metric.name}" if place else ""
         own = [own_score(fact, metric) for fact in facts]
         if any(map(math.isfinite, own)):
-            found |= spread(f"personal/local_test{ending}", torch.tensor(own), metric.falls, weights)
+            found |= spread(f"personal/local_test{ending}", torch.tensor(own), metric.falls, weights, recent)
         shared = [one["global"] for one in counts if "global" in one and one["global"][1]]
         if metric.compute is None and shared:
             found[f"global/global_test{ending}"] = sum(right for right, _ in shared) / sum(total for _, total in shared)

@@ -9,6 +9,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from perada.algorithms import ALGORITHMS, Ditto, FedAvgFT, FedBE, FedEnsemble, FFALoRA, HetLoRA, PerAda
+from perada.cli.deploy_status import run_status, shown_rounds
+from perada.core.rounds import sample_cohort
 from perada.data import FederatedData
 from perada.deploy.server.rounds import _row
 from perada.deploy.state import read_state
@@ -87,6 +89,25 @@ VARIANTS = {
     "rates": ("ditto", {"module": {"lr_schedule": "cosine", "optimizer": "adam", "momentum": 0.0}}),
     "held out": ("fedrep", {"loop": {"local_epochs": None, "local_steps": 3}}),
 }
+
+
+def test_sites_took_part_last_when_their_simulations_clients_did(tiny, tmp_path):
+    parties = Parties(tiny, tmp_path, "ditto", rounds=4, loop={"clients_per_round": 1, "seed": 5})
+    loop, coordinator = assert_equal(parties, min_sites=1)
+    progress = coordinator.progress
+    last = [0, 0, 0]
+    for round in range(4):
+        (client,) = sample_cohort(5, round, 3, 1)
+        last[client] = round + 1
+    assert len(set(last)) == 3
+    assert [member.last_round for member in progress.roster] == last
+    assert loop.parts.federation.last_rounds == last
+    for found, expected in zip(progress.history, loop.history, strict=True):
+        assert found["personal/local_test_recent"] == pytest.approx(expected["personal/local_test_recent"])
+    lines = [line.split("|") for line in run_status(progress).partition("| site ")[2].splitlines()[2:]]
+    assert [cells[4].strip() for cells in lines] == [str(one) if one else "never" for one in last]
+    rounds = [line.split("|")[1].strip() for line in shown_rounds(progress).splitlines()[2:]]
+    assert rounds == ["1", "2", "3", "4"]
 
 
 @pytest.mark.slow

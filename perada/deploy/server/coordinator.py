@@ -23,6 +23,7 @@ from perada.deploy.server.progress import (
     SERVER_STATE,
     Progress,
     Record,
+    participation_of,
     read_progress,
     read_sum,
     write_progress,
@@ -509,7 +510,9 @@ class Coordinator:
             models = len(next(iter(members.values())))
         answers = self._everyone("evaluate", tensors, models=models, strides=strides_of(state))
         metrics = self.recipe.module.metrics
-        found = mean_scores(metrics, [answer.facts for answer in answers.values()])
+        lately = participation_of(self.progress, self.sample).recent
+        recent = [lately[self.roster.numbers[name]] for name in answers]
+        found = mean_scores(metrics, [answer.facts for answer in answers.values()], recent)
         if self.settings.secure_sums is not None and not self.recipe.noisy:  # else sites tell no scores
             try:
                 contents = self.recipe.contents_of_scores()

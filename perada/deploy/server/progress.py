@@ -12,6 +12,7 @@ from perada.core.files import write_atomic
 from perada.core.states import State, laid_out, strides_of
 from perada.deploy.state import read_kept, write_kept
 from perada.deploy.sums.progress import SumState
+from perada.federation.participation import Participation
 
 SERVER_STATE, SERVER_FORMAT, METRICS = "server.safetensors", 3, "metrics.csv"
 SUM_STATE, SUM_FORMAT = "sum.safetensors", 1
@@ -28,6 +29,7 @@ class Member:
     late: int = -1  # the last round in which it did not answer in time
     lied: str = ""  # what it did in a secure sum that no honest site does; empty if nothing is proven
     rounds: int = 0  # that it took part in
+    last_round: int = 0  # that it took part in last, counted from 1; 0 if it never did
     epsilon: dict[str, float | None] = field(default_factory=dict)  # by ledger, as it last said
 
 
@@ -70,6 +72,11 @@ class Progress:
     moves: list[float] = field(default_factory=list)  # how far each secure sum moved the model, at the full rate
     spoiled: int = 0  # rounds in a row that the model, or a site, has spoiled since the last secure sum
     told: dict[str, str] = field(default_factory=dict)  # digests of what sites were told, by round; for secure sums
+
+
+def participation_of(progress: Progress, sites_per_round: int | None) -> Participation:
+    """When the sites of a run took part last, of whom so many are asked in a round (None: all)."""
+    return Participation([member.last_round for member in progress.roster], progress.done, sites_per_round)
 
 
 def write_progress(folder: Path, progress: Progress, states: dict[str, Any]) -> None:

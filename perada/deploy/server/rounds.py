@@ -117,6 +117,7 @@ class Roster:
         for client, answer in got.items():
             member = self.progress.roster[client]
             member.rounds += 1
+            member.last_round = record.round + 1
             member.epsilon = answer.facts.get("epsilon", member.epsilon)
         for member in self.progress.roster:
             code = record.failed.get(member.name)
