@@ -109,3 +109,57 @@ def test_trained_norms_that_peft_wraps_are_in_training_mode():
     assert any("modules_to_save" in name for name in trained)
     assert any("residual" in name for name in trained)
     assert trained != set(norms)
+
+
+def test_a_clone_shares_no_memory_and_no_graph():
+    weight = torch.ones(2, requires_grad=True)
+    state = {"trained": weight * 2, "kept": torch.ones(2)}
+    copied = states.clone(state)
+    with torch.no_grad():
+        for value in state.values():
+            value.zero_()
+    assert {key: value.tolist() for key, value in copied.items()} == {"trained": [2, 2], "kept": [1, 1]}
+    assert not copied["trained"].requires_grad
+
+
+class NormWithActivation(nn.BatchNorm1d):
+    """As timm has them: the activation is a part of the norm."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.act = nn.PReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+def test_a_frozen_norm_stays_in_evaluation_mode_though_a_layer_in_it_is_trained():
+    model = nn.Sequential(NormWithActivation()).requires_grad_(False)
+    model[0].act.requires_grad_(True)
+    states.train_mode(model)
+    model(torch.randn(8, 2) + 5)
+    assert model[0].running_mean.tolist() == [0, 0]
+
+
+def test_strides_of_dimensions_of_size_one_may_be_any():
+    laid_out = states.laid_out({"w": torch.arange(3.0).view(1, 3)}, {"w": [7, 1]})["w"]
+    assert laid_out.stride() == (7, 1)
+    assert laid_out.tolist() == [[0, 1, 2]]
+    with pytest.raises(ValueError, match=r"strides \[7, 1\] of 'w'"):
+        states.laid_out({"w": torch.zeros(2, 3)}, {"w": [7, 1]})
+
+
+def test_a_layer_of_a_lower_rank_is_not_cut():
+    factors = [
+        states.Factors("low.lora_A.w", "low.lora_B.w", 1.0),
+        states.Factors("high.lora_A.w", "high.lora_B.w", 1.0),
+    ]
+    ranks = {"low": 2, "high": 5}
+    state = {}
+    for layer, rank in ranks.items():
+        state |= {f"{layer}.lora_A.w": torch.randn(rank, 4), f"{layer}.lora_B.w": torch.randn(6, rank)}
+    cut = states.narrowed(state, factors, 3)
+    assert torch.equal(cut["low.lora_A.w"], state["low.lora_A.w"])
+    assert torch.equal(cut["low.lora_B.w"], state["low.lora_B.w"])
+    assert torch.equal(cut["high.lora_A.w"], state["high.lora_A.w"][:3])
+    assert torch.equal(cut["high.lora_B.w"], state["high.lora_B.w"][:, :3])

@@ -152,3 +152,25 @@ def test_auroc_ranks_confident_predictions():
     expected = roc_auc_score(y, logits[0].numpy(), average="macro")
     confident = collected("auroc", logits[:1] + 20, y, owner)
     assert confident.tolist() == pytest.approx([expected], abs=1e-6)
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+@pytest.mark.parametrize("metric", ["accuracy", "auroc"])
+def test_only_the_images_that_count_are_scored(metric, multilabel):
+    logits, y, owner = task(multilabel)
+    counted = owner != 1
+    scores = Scores(make_metrics(metric, multilabel, CLASSES), multilabel, models=1)
+    scores.update(logits[:1], y, models=[0], counted=counted)
+    (found,) = scores.means().values()
+    assert found.item() == pytest.approx(reference(metric, logits[0, counted], y[counted]), abs=1e-6)
+    assert found.item() != pytest.approx(reference(metric, logits[0], y), abs=1e-3)
+
+
+def test_a_label_as_likely_as_not_is_not_predicted_as_in_torchmetrics():
+    logits, y, _ = task(multilabel=True)
+    logits = logits.round()  # many are 0
+    scores = Scores(make_metrics("accuracy", True, CLASSES), multilabel=True, models=MODELS)
+    scores.update(logits, y)
+    (found,) = scores.means().values()
+    expected = [multilabel_accuracy(model.sigmoid(), y, num_labels=CLASSES, average="micro") for model in logits]
+    assert found.flatten().tolist() == pytest.approx([float(value) for value in expected], abs=1e-6)

@@ -246,6 +246,30 @@ def test_half_and_single_precision_follow_double(rule, dtype):
         previous = previous | out
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", [FedAvgM(0.3), FedAdam(0.1, tau=1e-5), FedYogi(0.1, tau=1e-5), ModifiedLocalGD(0.3)])
+def test_half_precision_is_rounded_once(rule, dtype):
+    """The step of one client's small change is computed in a wider format, in which neither τ² nor Δ² is zero."""
+    generator = torch.Generator().manual_seed(0)
+    previous = torch.randn(200, generator=generator).to(dtype)
+    update = (previous.double() * (1 + 2**-6 * torch.randn(200, generator=generator, dtype=torch.float64))).to(dtype)
+
+    def step(convert):
+        given = Aggregation(
+            {"w": convert(update[None])}, weights(1), {"w": convert(previous)}, frozenset({"w"}), round=0, state={}
+        )
+        return rule(given)["w"]
+
+    exact = step(torch.Tensor.double)
+    assert torch.equal(step(torch.clone), exact.to(dtype))
+
+
+def test_the_middle_of_two_large_numbers_fits_in_half_precision():
+    largest = torch.tensor([[60000.0], [60000.0]], dtype=torch.float16)
+    given = Aggregation({"w": largest}, weights(2), {"w": torch.zeros(1, dtype=torch.float16)}, frozenset({"w"}), 0)
+    assert Median()(given)["w"].item() == largest[0].item()
+
+
 @every_rule
 def test_shapes_names_and_inputs(rule):
     updates, previous = uploads(0), start()
