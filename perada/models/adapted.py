@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 import peft
 import torch
 from peft import AdaLoraConfig, IA3Config, LNTuningConfig, LoraConfig, PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
@@ -100,6 +101,24 @@ def call_encoder_layers(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         if trained and isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # nested tensors are only understood by the fast path
+
+
+def show_settings(model: nn.Module) -> None:
+    """Make the wrappers of adapted convolutions answer for the settings of the layer that they wrap, in place.
+
+    Some networks read them, such as those that compute the padding of TensorFlow from a layer's stride (MobileNet in
+    transformers 5.23). PEFT's wrappers have none of these attributes.
+    """
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    for module in model.modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        layer = module.get_base_layer()
+        if not isinstance(layer, nn.modules.conv._ConvNd):
+            continue
+        for name in names:
+            if not hasattr(module, name):
+                setattr(module, name, getattr(layer, name))
 
 
 def _usable(model: nn.Module, path: str) -> bool:
@@ -279,6 +298,7 @@ def insert_adapter(
         raise ValueError(f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}") from error
     check_attention(backbone.model, backbone.name)
     call_encoder_layers(backbone.model)
+    show_settings(backbone.model)
     adapted = AdaptedModel(backbone, peft_model, config)
     if train_backbone is not True and (lost := _not_saved(adapted)):
         raise ValueError(

@@ -2,10 +2,11 @@
 """A run resumes with the clients and the images that it began with, or is refused with what differs."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import perada
 from perada.data import FederatedData, fingerprints
@@ -274,3 +275,85 @@ def test_of_many_clients_a_bounded_number_is_read(monkeypatch):
     changed = {**former, "train": {**former["train"], "images": [*former["train"]["images"][:3], "x", "", "", "y"]}}
     text = fingerprints.difference_in_content(former, changed)
     assert text == "the training images of clients 3, 6 are not those of the checkpoint"
+
+
+@pytest.mark.parametrize("kind", ["tensors", "items"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_of_each_of_many_clients_the_first_and_the_last_image_are_hashed(monkeypatch, kind, place):
+    """Also where each client's share of the limit is less than one image."""
+    monkeypatch.setattr(fingerprints, "ITEMS_LIMIT", 2)
+    monkeypatch.setattr(fingerprints, "BYTES_LIMIT", 2 * 16)
+
+    def hashes(pairs):
+        clients = [TensorDataset(x, y) if kind == "tensors" else Items(list(zip(x, y, strict=True))) for x, y in pairs]
+        module = perada.FederatedDataModule(FederatedData(clients, num_classes=3), num_classes=3)
+        return module.fingerprint["train"]["images"]
+
+    pairs = [images(client) for client in range(4)]
+    before = hashes(pairs)
+    pairs[2][0][place] += 1
+    changed = [client for client, value in enumerate(hashes(pairs)) if value != before[client]]
+    assert changed == [2]
+
+
+def test_equal_bytes_of_another_shape_or_format_are_other_images():
+    flat = torch.arange(16, dtype=torch.int16)
+    formats = [flat, flat.view(4, 4), flat.view(2, 8), flat.view(torch.float16), flat.view(torch.bfloat16)]
+    formats.append(flat.view(torch.uint8))
+    assert len({fingerprints._hash_of(values) for values in formats}) == len(formats)
+
+
+def test_the_files_that_are_hashed_are_the_clients_own(tmp_path):
+    def sets():
+        return perada.data.Images(str(tmp_path / "images"), size=8, classes=["cat", "dog"])
+
+    def hashes():
+        clients = FederatedData([Subset(sets(), [2, 3]), Subset(sets(), [0, 1])], num_classes=2)
+        return perada.FederatedDataModule(clients, num_classes=2, image_size=8).fingerprint["train"]["images"]
+
+    for number in range(10):
+        write(tmp_path / "images", "a", f"{number}.png", number)
+    before, paths = hashes(), list(sets().manifest.paths)
+    for shade in range(50, 100):
+        write(tmp_path / "images", "a", Path(paths[3]).name, shade)
+        if list(sets().manifest.paths) == paths:  # what is a test image is drawn by its content
+            break
+    assert [new == old for new, old in zip(hashes(), before, strict=True)] == [False, True]
+
+
+def test_which_clients_differ_is_named_among_those_that_were_read():
+    def fingerprint(*hashes):
+        return {"train": {"labels": None, "images": list(hashes)}}
+
+    def difference(former, here):
+        return fingerprints.difference_in_content(fingerprint(*former), fingerprint(*here))
+
+    unread = fingerprints.NOT_READ
+    # A client that was not read this time has no images that could be another's.
+    assert (
+        difference(["a", unread], [unread, unread]) == "the training images of client 0 are not those of the checkpoint"
+    )
+    moved = "the training images of client 1 are not those of the checkpoint (client 1 now has those of client 0)"
+    assert difference(["a", "b"], ["a", "a"]) == moved
+    assert difference(["a"], ["a", "b"]) == "the training images of client 1 are not those of the checkpoint"
+
+
+def test_images_that_are_drawn_from_the_global_generator_are_compared():
+    def hashes(shift):
+        def draw(image):
+            return image + torch.randint(0, 2, image.shape, dtype=torch.uint8) + shift
+
+        return perada.FederatedDataModule(data(kind="items", draw=draw), num_classes=3).fingerprint["train"]["images"]
+
+    assert hashes(0) is not None
+    assert hashes(0) == hashes(0)
+    assert hashes(0) != hashes(1)
+
+
+@pytest.mark.parametrize("what", ["labels", "images"])
+def test_a_clients_training_data_are_its_labels_and_its_images(what):
+    former = {"train": {"labels": ["a", "b"], "images": ["c", "d"]}}
+    here = {"train": {"labels": ["x", "y", "b"], "images": ["z", "w", "d"]}}
+    assert fingerprints.same_training_data(former, 1, here, 2)
+    here["train"][what][2] = "other"
+    assert not fingerprints.same_training_data(former, 1, here, 2)
