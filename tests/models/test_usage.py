@@ -199,6 +199,17 @@ class CallsTwice(Network):
         return self.fc2(self.fc2(h).relu())
 
 
+class ReadsSettings(Network):
+    """Pads by itself, as the MobileNets of transformers do after TensorFlow's."""
+
+    def forward(self, x):
+        size = [self.stem.kernel_size[0] - self.stem.stride[0] + self.stem.padding[0]]
+        x = F.pad(x, size * 4) if self.stem.groups == 1 and self.stem.dilation == (1, 1) else x
+        assert (self.stem.in_channels, self.stem.out_channels) == (3, 8)
+        assert (self.fc1.in_features, self.fc1.out_features) == (32, 16)
+        return super().forward(x)
+
+
 class Routes(Network):
     """A layer that only some images reach."""
 
@@ -223,7 +234,7 @@ class AlwaysRandom(Network):
         return F.dropout(self.fc2(h), 0.5, True)
 
 
-@pytest.mark.parametrize("kind", [Network, CallsTwice, Routes, DropsAtRandom, AlwaysRandom])
+@pytest.mark.parametrize("kind", [Network, CallsTwice, ReadsSettings, Routes, DropsAtRandom, AlwaysRandom])
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_what_is_used_is_accepted(kind, adapter):
     usage = check_usage(adapted(kind(), adapter), IMAGES)

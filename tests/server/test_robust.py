@@ -202,3 +202,20 @@ def test_far_from_zero_small_changes_are_still_told_apart(rule):
     near = rule(given(updates))
     moved = rule(Aggregation(far, given(updates).weights, before, frozenset({"w"}), 0))
     np.testing.assert_allclose(vector(moved) - 1e6, vector(near), atol=1e-7)
+
+
+@pytest.mark.parametrize("broken", [0, 3])
+def test_of_a_client_that_sends_nonsense_neither_update_nor_weight_is_in_the_geometric_median(broken):
+    updates = uploads(1, 7)
+    others = [client for client in range(7) if client != broken]
+    updates["w"][broken] = torch.nan
+    weights = client_weights("samples", [50, 1, 1, 20, 1, 2, 90])
+    found = vector(GeometricMedian()(given(updates, weights)))
+    rows = points(updates)[others]
+    own = weights[others].numpy()
+
+    def distance(point):
+        return float((own * np.linalg.norm(rows - point, axis=1)).sum())
+
+    expected = minimize(distance, rows.mean(0), method="Nelder-Mead", options={"xatol": 1e-9, "maxiter": 20000})
+    assert distance(found) <= expected.fun * (1 + 1e-5)
