@@ -263,6 +263,18 @@ def test_a_former_run_that_is_put_back_is_not_continued(tiny, tmp_path):
     assert {state.run for state in read_runs(folder)[0]} == {RUN, OTHER_RUN}
 
 
+def test_runs_that_are_trained_in_turn_are_each_known_once(tmp_path):
+    book = Book(tmp_path)
+    for number, run in enumerate([RUN, OTHER_RUN, RUN, OTHER_RUN, RUN]):
+        state = book.load(run)
+        assert state.trained == number // 2
+        state.trained += 1
+        book.commit(state, book.total, number + 1, None)
+    assert [(state.run, state.trained) for state in read_runs(tmp_path)[0]] == [(RUN, 3), (OTHER_RUN, 2)]
+    book.close()
+    assert refusal(tmp_path) == ""
+
+
 OPERATIONS = ("write", "pwrite", "fsync", "fdatasync", "replace", "ftruncate")
 
 
