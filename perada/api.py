@@ -14,7 +14,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm, with_server_rule
-from perada.core.checks import check_options, check_whole
+from perada.core.checks import OptionError, check_options, check_whole
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
 from perada.data import FederatedData, FederatedDataModule
@@ -207,8 +207,10 @@ def _algorithm(given: str | Algorithm, options: dict[str, Any] | None, prox_stre
     """The algorithm, made by its name with its options, which one that is made already has."""
     check_options("algorithm_options", {} if options is None else options, "{'modes': 5}")
     if prox_strength is not None and "prox_strength" in (options or {}):
-        raise ValueError(
-            f"prox_strength={prox_strength!r} cannot be given beside algorithm_options={options!r}; leave one out"
+        raise OptionError(
+            f"prox_strength={prox_strength!r} cannot be given beside algorithm_options={options!r}; leave one out",
+            name="prox_strength",
+            value=prox_strength,
         )
     options = (options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
     if options and isinstance(given, Algorithm):
@@ -232,7 +234,11 @@ def _datamodule(
         raise TypeError(f"data is a {type(data).__name__}; give a FederatedData or a FederatedDataModule")
     for name, value, own in (("batch_size", batch_size, data.batch_size), ("image_size", size, data.image_size)):
         if value not in (None, own):
-            raise ValueError(f"{name}={value!r} cannot be given beside a datamodule, which has {own!r}; set it there")
+            raise OptionError(
+                f"{name}={value!r} cannot be given beside a datamodule, which has {own!r}; set it there",
+                name=name,
+                value=value,
+            )
     return data
 
 
@@ -267,12 +273,17 @@ def _distillation(
         if algorithm.distills:
             rank_zero_info(f"{type(algorithm).__name__} runs without distillation: the data has no public set")
         fields["steps"] = 0
+    options = options_of(Distillation, "distillation", given)
+    if options is not None:
+        return options
     try:
-        return options_of(Distillation, "distillation", given) or Distillation(**fields)
-    except ValueError as error:  # which calls the fields by their own names
-        written = {f"distillation: {DISTILLATION[name]}=": f"{name}=" for name in shorthands}
-        said = re.sub(r"^distillation: \w+=", lambda found: written.get(found[0], found[0]), str(error))
-        raise ValueError(said) from None
+        return Distillation(**fields)
+    except OptionError as error:
+        # The error calls the field by its own name, and the caller knows the shorthand.
+        for name in shorthands:
+            if error.option == f"distillation.{DISTILLATION[name]}":
+                raise error.renamed(name) from None
+        raise
 
 
 FULL_NAMES = {

@@ -19,7 +19,7 @@ from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
 from perada.algorithms.scaffold import Scaffold
 from perada.algorithms.sharing import FedAlt, FedBN, FedPer, FedRep, FedSim, LGFedAvg, PartialSharing
-from perada.core.checks import check_known
+from perada.core.checks import OptionError, check_known
 from perada.server.rules import SERVER_RULES
 
 __all__ = [
@@ -143,9 +143,11 @@ def with_server_rule(name: str | Algorithm, server_rule: Any) -> tuple[str | Alg
     if variant is None or variant.server_rule is None:
         return name, server_rule
     if server_rule not in (None, "mean", variant.server_rule):
-        raise ValueError(
+        raise OptionError(
             f"algorithm={name!r} has the server rule {variant.server_rule!r}, and server_rule={server_rule!r} is given "
-            f"beside it; leave server_rule out, or give algorithm={variant.base!r}"
+            f"beside it; leave server_rule out, or give algorithm={variant.base!r}",
+            name="algorithm",
+            value=name,
         )
     return variant.base, variant.server_rule
 
@@ -162,13 +164,19 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
     if isinstance(name, Algorithm):
         return name
     if not isinstance(name, str):
-        raise ValueError(f"algorithm={name!r} cannot be used; give a name, such as 'perada', or an Algorithm")
+        raise OptionError(
+            f"algorithm={name!r} cannot be used; give a name, such as 'perada', or an Algorithm",
+            name="algorithm",
+            value=name,
+        )
     variant = VARIANTS.get(name)
     rule = variant.server_rule if variant else name
     if rule in SERVER_RULES:
-        raise ValueError(
+        raise OptionError(
             f"algorithm={name!r} is a server rule here; give algorithm='fedavg', or another one, and "
-            f"server_rule={rule!r}"
+            f"server_rule={rule!r}",
+            name="algorithm",
+            value=name,
         )
     if variant is not None:
         arguments = {argument: make_algorithm(own) for argument, own in variant.options.items()}

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from perada.core.checks import Options
+from perada.core.checks import OptionError, Options
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, expand
 from perada.server.aggregate import Aggregation, ServerRule, Updates
@@ -347,10 +347,12 @@ class Around(Algorithm):
 def check_base(outer: Algorithm, base: object) -> None:
     """Refuse, by a ValueError, what is no algorithm, or one that has to be around ``outer``, since it gives ranks."""
     if not isinstance(base, Algorithm):
-        raise ValueError(f"base={base!r} is not an algorithm; give one, such as PerAda()")
+        raise OptionError(f"base={base!r} is not an algorithm; give one, such as PerAda()", name="base", value=base)
     own, name = type(base).__name__, type(outer).__name__
     if type(base).lora_rank is not Algorithm.lora_rank:
         around = not outer.is_ensemble and type(outer).lora_rank is Algorithm.lora_rank
         remedy = f"give {own}(base={name}(...))" if around else f"choose one of {own} and {name} alone"
         remedy = f"give one {own} alone" if type(base) is type(outer) else remedy
-        raise ValueError(f"base={own} gives clients ranks, and has to be around all else; {remedy}")
+        raise OptionError(
+            f"base={own} gives clients ranks, and has to be around all else; {remedy}", name="base", value=own
+        )

@@ -13,7 +13,7 @@ from perada.algorithms.fedavg import FedAvg, FedDyn
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL
 from perada.algorithms.scaffold import Scaffold
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_number, check_whole
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, expand, gather, partition, stack, unstack
@@ -54,7 +54,11 @@ class FedBE(Algorithm):
         check_number("average_from", average_from, least=0, most=1, hint="the share of the steps that are left out")
         check_choice("moments", moments, (True, False))
         if moments and sampler != "gaussian":
-            raise ValueError(f"moments=True cannot be used with sampler={sampler!r}, which mixes the clients' models")
+            raise OptionError(
+                f"moments=True cannot be used with sampler={sampler!r}, which mixes the clients' models",
+                name="moments",
+                value=True,
+            )
         self.moments = self.own_teachers = moments
         self.sampler, self.samples, self.distill, self.average_from = sampler, samples, distill, average_from
         self.distills = distill
@@ -196,14 +200,18 @@ class FedEnsemble(Around):
         kind = type(self.base).__name__
         one_model = self.base.sends and self.base.global_model and not self.base.is_ensemble
         if not one_model or isinstance(self.base, UNREPEATABLE) or self.base.personalization():
-            raise ValueError(
+            raise OptionError(
                 f"base={kind} cannot be repeated in modes: its server does not hold exactly one whole model, or its "
-                "clients keep what belongs to that one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda"
+                "clients keep what belongs to that one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda",
+                name="base",
+                value=kind,
             )
         if keeps == "best" and self.base.inference == "personal":
-            raise ValueError(
+            raise OptionError(
                 f"keeps='best' cannot be used with base={kind}, whose clients predict with models of their own; "
-                "choose keeps='ensemble'"
+                "choose keeps='ensemble'",
+                name="keeps",
+                value="best",
             )
         self.modes, self.strata, self.assignment = modes, strata, assignment
         self.average, self.keeps = average, keeps
@@ -223,7 +231,11 @@ class FedEnsemble(Around):
     def check(self, slot: Slot, num_clients: int) -> None:
         """Refuse more strata than clients, and what the base cannot work with."""
         if (self.strata or 0) > num_clients:
-            raise ValueError(f"strata={self.strata} cannot be filled by {num_clients} clients; give at most as many")
+            raise OptionError(
+                f"strata={self.strata} cannot be filled by {num_clients} clients; give at most as many",
+                name="strata",
+                value=self.strata,
+            )
         self.base.check(slot, num_clients)
 
     def initial(self, make: Callable[[int], State]) -> State:

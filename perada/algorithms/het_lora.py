@@ -14,7 +14,7 @@ from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, Ser
 from perada.algorithms.branches import RestOfWorld
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
-from perada.core.checks import check_whole
+from perada.core.checks import OptionError, check_whole
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, cut_ranks, expand, partition
 from perada.server.aggregate import Aggregation, ServerRule, Updates
@@ -60,8 +60,10 @@ class HetLoRA(Around):
         self.base, self.ranks, self.sizes = base or FedAvg(), ranks, sizes
         check_base(self, self.base)
         if self.base.is_ensemble:
-            raise ValueError(
-                f"base={type(self.base).__name__} has several global models; choose another, such as FedAvg"
+            raise OptionError(
+                f"base={type(self.base).__name__} has several global models; choose another, such as FedAvg",
+                name="base",
+                value=type(self.base).__name__,
             )
         if isinstance(self.base, RestOfWorld):
             raise ValueError("base=RestOfWorld needs the mean of whole branches; choose another, such as FedDPA")
@@ -79,19 +81,26 @@ class HetLoRA(Around):
             named = {str(key): rank for key, rank in self.ranks.items()}
             found = named.get(name, named.get(str(number)))
             if found is None:
-                raise ValueError(f"ranks={self.ranks!r} has no rank of client {name!r}; add it, or give a list")
+                raise OptionError(
+                    f"ranks={self.ranks!r} has no rank of client {name!r}; add it, or give a list",
+                    name="ranks",
+                    value=self.ranks,
+                )
         else:
             turns = self.ranks or [max(1, most // part) for part in (1, 2, 4)]
             if self.sizes is not None and size is None:
-                raise ValueError(
+                raise OptionError(
                     f"sizes={self.sizes!r} needs the number of images of client {name!r}, which it does not say, or "
-                    "which is private; give ranks by name"
+                    "which is private; give ranks by name",
+                    name="sizes",
+                    value=self.sizes,
                 )
             found = turns[number % len(turns) if self.sizes is None or size is None else bisect(self.sizes, size)]
         if found > most:
-            raise ValueError(
+            raise OptionError(
                 f"ranks: client {name!r} has {found}, and the adapter has r={most}; give the adapter the largest rank "
-                f"(adapter_options={{'r': {found}}})"
+                f"(adapter_options={{'r': {found}}})",
+                name="ranks",
             )
         return found
 
@@ -138,19 +147,29 @@ class HetLoRA(Around):
 def _check_ranks(ranks: object, sizes: object) -> None:
     """Refuse, by a ValueError, what are no ranks of clients, or no numbers of images that tell who has which."""
     if ranks is not None and (not isinstance(ranks, list | tuple | Mapping) or not ranks):
-        raise ValueError(f"ranks={ranks!r} cannot be used; give a list such as [2, 4, 8], or {{client: rank}}")
+        raise OptionError(
+            f"ranks={ranks!r} cannot be used; give a list such as [2, 4, 8], or {{client: rank}}",
+            name="ranks",
+            value=ranks,
+        )
     for rank in (ranks.values() if isinstance(ranks, Mapping) else ranks) or ():
         check_whole("ranks", rank, hint="of LoRA, of each client")
     if sizes is None:
         return
     if not isinstance(sizes, list | tuple) or not sizes:
-        raise ValueError(f"sizes={sizes!r} cannot be used; give a list of numbers of images, such as [100, 1000]")
+        raise OptionError(
+            f"sizes={sizes!r} cannot be used; give a list of numbers of images, such as [100, 1000]",
+            name="sizes",
+            value=sizes,
+        )
     for size in sizes:
         check_whole("sizes", size, hint="numbers of images")
     if sorted(set(sizes)) != [*sizes] or not isinstance(ranks, list | tuple) or len(ranks) != len(sizes) + 1:
-        raise ValueError(
+        raise OptionError(
             f"sizes={sizes!r} with ranks={ranks!r} cannot be used; give rising numbers of images, and a list of "
-            "ranks with one entry more"
+            "ranks with one entry more",
+            name="sizes",
+            value=sizes,
         )
 
 

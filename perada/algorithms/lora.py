@@ -12,6 +12,7 @@ import torch
 from perada.algorithms.base import Algorithm, Around, Broadcast, ServerStep, Slot, Stacks, check_base
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.sharing import PartialSharing
+from perada.core.checks import OptionError
 from perada.core.rounds import Phase
 from perada.core.states import State, expand, partition
 
@@ -54,8 +55,10 @@ class FFALoRA(Around):
         self.base = base or FedAvg()
         check_base(self, self.base)
         if isinstance(self.base, FFALoRA | FedSALoRA | RoLoRA) or self.base.merges:
-            raise ValueError(
-                f"base={type(self.base).__name__} says itself what becomes of A; choose another one, such as FedAvg"
+            raise OptionError(
+                f"base={type(self.base).__name__} says itself what becomes of A; choose another one, such as FedAvg",
+                name="base",
+                value=type(self.base).__name__,
             )
         vars(self).update({name: getattr(self.base, name) for name in Algorithm.__annotations__})
 

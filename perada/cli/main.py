@@ -14,8 +14,9 @@ from typing import NoReturn
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.messages import hint, of_options, one_line, quiet_libraries, short_warnings
-from perada.cli.options import check_options, check_recipe, help_text
+from perada.cli.messages import one_line, quiet_libraries, short_warnings
+from perada.cli.options import check_options, check_recipe, help_text, hint
+from perada.cli.parser_errors import of_options
 from perada.cli.recipes import find_recipe, is_comparison, listing, recipe_files, recipe_names, whole
 from perada.core.files import writing
 from perada.core.interruption import Terminated, received_signal, watch_signals

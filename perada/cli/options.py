@@ -7,7 +7,7 @@
 
 import json
 from argparse import ArgumentError
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -175,3 +175,9 @@ def nearest(key: str, known: Collection[str], full_names: Mapping[str, str]) -> 
         return near_names(key, full)
     of_section = [name for name in meanings[word] if section and name.startswith(f"{section}.")]
     return of_section or meanings[word]
+
+
+def hint(wrong: str, known: Iterable[str], otherwise: str) -> str:
+    """What may have been meant by a word that is not among the ``known`` ones."""
+    close = near_names(wrong, known)
+    return f"did you mean {close[0]!r}?" if close else otherwise

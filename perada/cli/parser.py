@@ -3,12 +3,11 @@
 
 import inspect
 import json
-import re
 import shutil
 import sys
 import types
 from argparse import SUPPRESS, Action
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
@@ -23,8 +22,8 @@ from pytorch_lightning.cli import LightningArgumentParser
 
 from perada.algorithms import ALGORITHM_NAMES, ALGORITHMS, VARIANTS, Algorithm, with_server_rule
 from perada.api import FULL_NAMES, SECTIONS, argument_texts, full_name
-from perada.cli.messages import subclasses
-from perada.cli.options import TEXTS, nearest
+from perada.cli.options import TEXTS
+from perada.cli.parser_errors import missing_module, subclasses
 from perada.cli.recipes import recipe_files, recipe_names
 from perada.core.yaml_files import read_yaml
 from perada.data import ImageSet, Partition
@@ -37,41 +36,6 @@ BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_
 """Options that take a class by the name of an algorithm or a server rule."""
 FIRST: list[str] = TEXTS["first"].split()
 LIGHTNING: dict[str, str] = TEXTS["lightning"]
-_WRONG = (
-    r"(?:unrecognized arguments|ambiguous option): (?:\S+ )*?(?P<dashes>--)(?P<key>[\w.-]+)[^\n]*",
-    r"(?:Group '(?P<group>[^']+)'|Subcommand '\w+') does not accept option '(?P<key>[^']+)'",
-    r"(?:Problem with given class_path '(?P<kind>[^']+)':\s+)?Option '(?P<key>[^']+)' is not accepted",
-)
-
-
-def wrong_option(message: str) -> tuple[re.Match[str], str] | None:
-    """Where an error of the parser says that there is no such option, and the option's full name."""
-    for form in _WRONG:
-        if found := re.search(form, message):
-            parts = found.groupdict()
-            above = re.search(r'Parser key "([^"]+)"', message) if parts.get("kind") else None
-            section = above[1] if above else parts.get("group")
-            return found, f"{section}.{parts['key']}" if section else parts["key"]
-    return None
-
-
-def with_proposal(message: str, known: Collection[str]) -> str:
-    """An error of the parser; where it is about an option that there is not, with the nearest of the ``known`` ones.
-
-    >>> with_proposal("unrecognized arguments: --lr 1", ["model.lr_local", "model.lr_personal", "model.optimizer"])
-    'unrecognized arguments: --lr 1; did you mean --model.lr_local or --model.lr_personal?'
-    """
-    if not (wrong := wrong_option(message)):
-        return message
-    found, key = wrong
-    parts = found.groupdict()
-    if kind := parts.get("kind"):
-        module, _, name = kind.rpartition(".")
-        taken = inspect.signature(getattr(sys.modules[module], name)).parameters
-        known = [f"{key.rpartition('.')[0]}.{argument}" for argument in taken]
-    near = [f"{parts.get('dashes') or ''}{name}" for name in nearest(key, known, FULL_NAMES)]
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return message[: found.end()] + hint + message[found.end() :]
 
 
 class RecipeParser(LightningArgumentParser):
@@ -225,10 +189,15 @@ def with_own_classes(parse: Callable[[], T]) -> T:
         try:
             return parse()
         except Exception as error:
-            wrong = re.search(r"'((\w+)\.[\w.]+)':\s+No module named '\2'", str(error))
-            if wrong is None or wrong[2] in sys.modules or PathFinder.find_spec(wrong[2], [here]) is None:
+            missing = missing_module(str(error))
+            if missing is None:
                 raise
-        module, _, kind = wrong[1].rpartition(".")
+            path, module_name = missing
+            package = path.partition(".")[0]
+            in_folder = PathFinder.find_spec(package, [here]) is not None
+            if module_name != package or package in sys.modules or not in_folder:
+                raise
+        module, _, kind = path.rpartition(".")
         sys.path.append(here)
         try:
             invalidate_caches()
@@ -236,7 +205,7 @@ def with_own_classes(parse: Callable[[], T]) -> T:
         except Exception as error:  # whatever the caller's code raises
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(
-                f"{kind!r} cannot be imported from {wrong[2]!r} in this folder: {reason}; fix it"
+                f"{kind!r} cannot be imported from {package!r} in this folder: {reason}; fix it"
             ) from error
         finally:
             sys.path.remove(here)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from perada.cli.messages import hint
+from perada.cli.options import hint
 from perada.core.yaml_files import read_yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"

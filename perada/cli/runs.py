@@ -2,7 +2,6 @@
 """The commands that run recipes: LightningCLI's own, compare, and check, which sets a run up and does not train."""
 
 import copy
-import re
 import sys
 import tempfile
 import warnings
@@ -21,7 +20,7 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from perada.cli.messages import OptionError, one_line, quiet_libraries, wrong_type
+from perada.cli.messages import one_line, quiet_libraries
 from perada.cli.parser import (
     RecipeParser,
     explained,
@@ -29,11 +28,10 @@ from perada.cli.parser import (
     spelt_out,
     typed_names,
     with_own_classes,
-    with_proposal,
-    wrong_option,
 )
+from perada.cli.parser_errors import option_error, rejected_option
 from perada.cli.recipes import comparison_file, recipe_files
-from perada.core.checks import check_whole
+from perada.core.checks import OptionError, check_whole
 from perada.core.text import printable
 from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
@@ -43,7 +41,7 @@ from perada.lightning.callbacks import OF_A_TRAINER, listed, own_parts
 from perada.lightning.checkpoint import described_early, find_checkpoint
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import log_options, no_trace_if_refused
-from perada.lightning.strategies import check_devices, check_trainer, device_defaults
+from perada.lightning.strategies import check_devices, check_trainer, check_words, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.report import client_table, epsilon_text, mode_line, notes_on_means, shift_tables
 from perada.results.restore import plain_data
@@ -53,8 +51,6 @@ REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, Misconfi
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false")
 STAND_INS = (1, 0.5, 10, 1e-5)
 """Values that `perada check` tries in the place of a refused one without which nothing else can be checked."""
-_NAME = re.compile(r"(?:((?:client_)?privacy|distillation): )?([a-z_][\w.]*)(?:=|:| '| is \d)")
-"""How a message begins with the option that it is about."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -133,10 +129,21 @@ class PeradaCLI(LightningCLI):
         defaults = OF_A_TRAINER | device_defaults()
         parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
 
+    def instantiate_classes(self) -> None:
+        """Make the objects; what a class of ours refuses comes without what else jsonargparse has tried."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            rejected = rejected_option(error)
+            if rejected is None or rejected is error:
+                raise
+            raise rejected from None
+
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Add perada's logger, progress bar and checkpoint where the recipe names none."""
         trainer = self._get(self.config_init, "trainer")
         check_devices(trainer.accelerator, trainer.devices)
+        check_words(vars(trainer))
         if not self.runs or self.config.get("subcommand") == "fit":
             self._check_rounds(trainer.max_epochs)
         chosen, callbacks = own_parts(vars(trainer), listed(trainer.callbacks))
@@ -202,10 +209,11 @@ class PeradaCLI(LightningCLI):
             try:
                 with_own_classes(partial(super().parse_arguments, parser, args))
             except ArgumentError as error:
-                if type_error := wrong_type(str(error), self.typed):
-                    raise type_error from error
                 known = [action.dest for action in own._actions]
-                raise ArgumentError(None, with_proposal(str(error), known)) from error
+                rejected = option_error(str(error), self.typed, known)
+                if rejected is None:
+                    raise
+                raise rejected from error
 
     def before_fit(self) -> None:
         """Keep what was asked for, for the run's record."""
@@ -427,14 +435,9 @@ class _Option:
 
 def _option_of(error: Exception, recipes: list[dict[str, Any]], words: list[str]) -> _Option | None:
     """The option that an error is about; None where that is not clear, or it is not among those that were given."""
-    if isinstance(error, OptionError):
-        name = error.option
-    elif wrong := wrong_option(str(error)):
-        name = wrong[1]
-    elif found := _NAME.match(one_line(error)):
-        name = ".".join(filter(None, found.groups()))
-    else:
+    if not isinstance(error, OptionError) or not error.name:
         return None
+    name = error.option
     given = [place for place, word in enumerate(words) if word.startswith("--") and _is(name, word[2:].split("=")[0])]
     if given:
         last = given[-1]

@@ -19,6 +19,44 @@ from typing import Any
 
 from perada.core.text import near_names
 
+
+class OptionError(ValueError):
+    """An option that is rejected.
+
+    Whoever handles the error reads these facts, and never the message.
+
+    Attributes:
+        name: The option as the message calls it: ``lr``, or ``privacy: max_norm`` for one of a section.
+        value: What it was set to, as far as it is known.
+        remedy: What to set instead, if that is a part of the message of its own.
+
+    >>> error = OptionError("privacy: max_norm=-1 cannot be used; give 1", name="privacy: max_norm", value=-1)
+    >>> error.option, error.value
+    ('privacy.max_norm', -1)
+    """
+
+    # The name can be left out because an error of another process (a loader worker) is made again of its message only.
+    def __init__(self, message: str, *, name: str = "", value: object = None, remedy: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+        self.value = value
+        self.remedy = remedy
+
+    @property
+    def option(self) -> str:
+        """The option with its section before a dot, as recipes and command lines have it."""
+        return self.name.replace(": ", ".")
+
+    def renamed(self, name: str) -> "OptionError":
+        """Make the same error for a caller who knows the option by another name."""
+        message = name + str(self).removeprefix(self.name)
+        return OptionError(message, name=name, value=self.value, remedy=self.remedy)
+
+
+class OptionTypeError(OptionError, TypeError):
+    """An option whose value has a type that is rejected."""
+
+
 LARGEST, LARGEST_WHOLE = 3.4e38, 2**63 - 1
 COUNTABLE = 10**12
 
@@ -58,15 +96,15 @@ def check_number(
     Without an upper one it is the end of float32, of whole numbers that of 64 bits, which torch can convert.
 
     Raises:
-        ValueError: With the value and the remedy; it ends with ``hint``, such as what a value means.
+        OptionError: With the value and the remedy; it ends with ``hint``, such as what a value means.
 
     >>> check_number("lr", 0.1, above=0)
     >>> check_number("lr", -1, above=0)
     Traceback (most recent call last):
-    ValueError: lr=-1 cannot be used; give a finite number above 0
+    perada.core.checks.OptionError: lr=-1 cannot be used; give a finite number above 0
     >>> check_number("lr", 1e300, least=0)
     Traceback (most recent call last):
-    ValueError: lr=1e+300 cannot be used; give a finite number from 0 to 3.4e+38
+    perada.core.checks.OptionError: lr=1e+300 cannot be used; give a finite number from 0 to 3.4e+38
     """
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
@@ -96,12 +134,12 @@ def check_whole(
     NumPy's integers count, ``True`` and ``False`` do not. ``most=None`` sets no limit.
 
     Raises:
-        ValueError: With the value and the remedy; it ends with ``hint``.
+        OptionError: With the value and the remedy; it ends with ``hint``.
 
     >>> check_whole("batch_size", "full", also=["full"])
     >>> check_whole("batch_size", 0, also=["full"])
     Traceback (most recent call last):
-    ValueError: batch_size=0 cannot be used; give a whole number of 1 or more, or 'full'
+    perada.core.checks.OptionError: batch_size=0 cannot be used; give a whole number of 1 or more, or 'full'
     """
     number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
     fits = number >= least and (most is None or number <= most)
@@ -124,52 +162,54 @@ def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: s
     """Refuse what is not one of ``allowed``.
 
     Raises:
-        ValueError: With the value and the choice.
+        OptionError: With the value and the choice.
 
     >>> check_choice("optimizer", "sgdd", ["sgd", "adam"])
     Traceback (most recent call last):
-    ValueError: optimizer='sgdd' is unknown; choose one of 'sgd', 'adam'
+    perada.core.checks.OptionError: optimizer='sgdd' is unknown; choose one of 'sgd', 'adam'
     """
     if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
         more = f" ({hint})" if hint else ""
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}{more}")
+        remedy = f"choose one of {', '.join(map(repr, allowed))}{more}"
+        raise OptionError(f"{name}={value!r} is unknown; {remedy}", name=name, value=value, remedy=remedy)
 
 
 def check_known(name: str, value: object, known: Iterable[str], also: str = "") -> None:
-    """Refuse a name that is not ``known``: a ValueError with the names that are close, or else all of them.
+    """Refuse a name that is not ``known``: an OptionError with the names that are close, or else all of them.
 
     >>> check_known("algorithm", "perda", ["perada", "ditto"])
     Traceback (most recent call last):
-    ValueError: algorithm='perda' is unknown; did you mean 'perada'?
+    perada.core.checks.OptionError: algorithm='perda' is unknown; did you mean 'perada'?
     """
     if value in (names := list(known)):
         return
     longer = [one for one in names if value and one.startswith(f"{value}_")]
     close = longer or near_names(str(value), names)
     hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose one of {', '.join(names)}{also}"
-    raise ValueError(f"{name}={value!r} is unknown; {hint}")
+    raise OptionError(f"{name}={value!r} is unknown; {hint}", name=name, value=value, remedy=hint)
 
 
 def check_name(name: str, value: object, optional: bool = False) -> None:
-    """Refuse, by a ValueError, what is not text of at least one letter (a path will do), or ``None`` if optional.
+    """Refuse, by an OptionError, what is not text of at least one letter (a path will do), or ``None`` if optional.
 
     >>> check_name("column", ["domain"])
     Traceback (most recent call last):
-    ValueError: column=['domain'] cannot be used; give a text
+    perada.core.checks.OptionError: column=['domain'] cannot be used; give a text
     """
     if not (isinstance(value, str | PurePath) and str(value)) and not (optional and value is None):
         _refuse(name, value, "a text", optional, "")
 
 
 def check_type(name: str, value: object, kind: type, such: str) -> None:
-    """Refuse, by a TypeError, what is neither ``None`` nor of a kind; ``such`` is an example.
+    """Refuse, by an OptionTypeError, what is neither ``None`` nor of a kind; ``such`` is an example.
 
     >>> check_type("partition", 0.1, dict, "{'alpha': 0.1}")
     Traceback (most recent call last):
-    TypeError: partition=0.1 cannot be used; give one such as {'alpha': 0.1}, or leave it out
+    perada.core.checks.OptionTypeError: partition=0.1 cannot be used; give one such as {'alpha': 0.1}, or leave it out
     """
     if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name}={value!r} cannot be used; give one such as {such}, or leave it out")
+        remedy = f"give one such as {such}, or leave it out"
+        raise OptionTypeError(f"{name}={value!r} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
 
 
 def _range(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
@@ -184,18 +224,20 @@ def _range(least: float | None, above: float | None, most: float | None, below: 
 def _refuse(name: str, value: object, what: str, optional: bool, hint: str) -> None:
     more = (", or leave it out" if optional else "") + (f" ({hint})" if hint else "")
     short = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:60]}…"
-    raise ValueError(f"{name}={short} cannot be used; give {what}{more}")
+    remedy = f"give {what}{more}"
+    raise OptionError(f"{name}={short} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
 
 
 def check_options(name: str, value: object, hint: str) -> None:
-    """Refuse, by a ValueError, what is not a dictionary of options by name; ``hint`` is an example.
+    """Refuse, by an OptionError, what is not a dictionary of options by name; ``hint`` is an example.
 
     >>> check_options("adapter_options", 3, "{'r': 8}")
     Traceback (most recent call last):
-    ValueError: adapter_options=3 cannot be used; give a dictionary of options, such as {'r': 8}
+    perada.core.checks.OptionError: adapter_options=3 cannot be used; give a dictionary of options, such as {'r': 8}
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"{name}={value!r} cannot be used; give a dictionary of options, such as {hint}")
+        remedy = f"give a dictionary of options, such as {hint}"
+        raise OptionError(f"{name}={value!r} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
 
 
 def check_installed(what: object, extra: str, *modules: str) -> None:

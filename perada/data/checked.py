@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from perada.core.checks import check_whole
+from perada.core.checks import OptionError, check_whole
 from perada.core.text import some
 from perada.data.batches.datasets import (
     LABEL_KEYS,
@@ -66,10 +66,11 @@ def _refuse_copies(store: Store, which: str, server_images: Mapping[bytes, str])
     for client, size in enumerate(store.sizes):
         for index, digest in enumerate(islice(digests, size)):
             if digest in server_images:
-                raise ValueError(
+                raise OptionError(
                     f"privacy: {which}image {index} of client {client} is also {server_images[digest]}: no ledger "
                     "counts what the server does with a client's image. Take such images out of the server's set, or "
-                    "give another set"
+                    "give another set",
+                    name="privacy",
                 )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from perada.core.checks import check_choice, check_number, check_type, check_whole
+from perada.core.checks import OptionError, check_choice, check_number, check_type, check_whole
 from perada.core.rounds import (
     CohortBatch,
     EvalBatch,
@@ -139,9 +139,11 @@ class FederatedDataModule(pl.LightningDataModule):
         self.data, self.division = data, None
         if data is None:
             if dataset is None or partition is None:
-                raise ValueError(
+                raise OptionError(
                     f"dataset={dataset} and partition={partition}: give both, for example Digits and Dirichlet, or "
-                    "data=FederatedData(...)"
+                    "data=FederatedData(...)",
+                    name="dataset",
+                    value=dataset,
                 )
             self.division = Division(dataset, partition, *given, seed=seed)
         elif dataset is not None or partition is not None or any(given):

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from perada.core.checks import check_choice, check_whole
+from perada.core.checks import OptionError, check_choice, check_whole
 from perada.core.seeding import derive_seed
 from perada.core.text import SPREADS
 from perada.data.batches.datasets import isolated_randomness, seed_all
@@ -68,7 +68,11 @@ class Corruptions(Shift):
             check_whole("shifts: severity", severity, most=5)
         for what, values in (("kinds", self.names), ("severities", self.severities)):
             if not values or len(set(values)) < len(values):
-                raise ValueError(f"shifts: {what}={[*values]} cannot be used; give one at least, and each once")
+                raise OptionError(
+                    f"shifts: {what}={[*values]} cannot be used; give one at least, and each once",
+                    name=f"shifts: {what}",
+                    value=[*values],
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,9 +119,10 @@ def as_shifts(given: Mapping[str, Given]) -> dict[str, Shift | ImageSet]:
     found: dict[str, Shift | ImageSet] = {}
     for name, value in given.items():
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name.startswith(TAKEN) or name.endswith(SPREADS):
-            raise ValueError(
+            raise OptionError(
                 f"shifts: the name {name!r} cannot be used; give one of letters, digits, '_', '-' and '.', that is no "
-                f"other score's: not beginning with {', '.join(TAKEN)}, nor ending in {', '.join(SPREADS)}"
+                f"other score's: not beginning with {', '.join(TAKEN)}, nor ending in {', '.join(SPREADS)}",
+                name="shifts",
             )
         if isinstance(value, Shift | ImageSet):
             found[name] = value
@@ -126,9 +131,11 @@ def as_shifts(given: Mapping[str, Given]) -> dict[str, Shift | ImageSet]:
         elif isinstance(value, list) or value in (*GROUPS, *GROUPS["all"]):
             found[name] = Corruptions(value)
         else:
-            raise ValueError(
+            raise OptionError(
                 f"shifts: {name}={value!r} is not a shift; give {LABEL_SHIFT!r}, a kind of corruption "
-                f"({', '.join(GROUPS)} or one of them), Corruptions, or an ImageSet with the same classes"
+                f"({', '.join(GROUPS)} or one of them), Corruptions, or an ImageSet with the same classes",
+                name=f"shifts: {name}",
+                value=value,
             )
     return found
 
@@ -143,7 +150,9 @@ def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: i
     found: list[Condition] = []
     for name, shift in shifts.items():
         if checked.test is None:
-            raise ValueError(f"shifts: {name!r} needs test images, and the data has none; give some, or no shifts")
+            raise OptionError(
+                f"shifts: {name!r} needs test images, and the data has none; give some, or no shifts", name="shifts"
+            )
         if isinstance(shift, ImageSet):
             found.append(Condition(name, _labelled(name, shift, checked, size)))
         elif isinstance(shift, Corruptions):
@@ -153,7 +162,9 @@ def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: i
             ]
         else:
             if sum(map(bool, checked.test.sizes)) < 2:
-                raise ValueError(f"shifts: {name!r} needs test images of two clients, at least; leave it out")
+                raise OptionError(
+                    f"shifts: {name!r} needs test images of two clients, at least; leave it out", name="shifts"
+                )
             found.append(Condition(name, checked.test, others=True))
     return found
 
@@ -173,9 +184,10 @@ def _check_corruptible(name: str, checked: Checked) -> None:
         ) from error
     shape, dtype = checked.image
     if dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3) or min(shape[1:]) < SMALLEST:
-        raise ValueError(
+        raise OptionError(
             f"shifts: {name!r} cannot corrupt images {dtype} of shape {shape}; give uint8 images of 1 or 3 channels, "
-            f"and image_size={SMALLEST} or more, to which they are resized before"
+            f"and image_size={SMALLEST} or more, to which they are resized before",
+            name="shifts",
         )
 
 

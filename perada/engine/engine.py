@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from perada.core.checks import check_choice
+from perada.core.checks import OptionError, check_choice
 from perada.core.rounds import CohortBatch
 from perada.core.seeding import Streams
 from perada.core.states import State, batch_norms, expand, send, tied_names, train_mode, unstack
@@ -57,7 +57,9 @@ class Engine:
             named = [f"{path} ({name})" for path, name in folded.missing.items()]
             message = f"trained layers without a stacked twin: {some(named, 4)}"
             if kind == "folded":
-                raise ValueError(f"engine='folded' cannot run {message}; use engine='loop' or 'auto'")
+                raise OptionError(
+                    f"engine='folded' cannot run {message}; use engine='loop' or 'auto'", name="engine", value="folded"
+                )
             if kind == "auto":
                 warnings.warn(f"engine='auto' takes the loop over clients: {message}", stacklevel=2)
         self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms import PerAda
-from perada.core.checks import check_choice
+from perada.core.checks import OptionError, check_choice
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Shares
 from perada.core.states import State
@@ -39,7 +39,11 @@ def check_asked(asked: bool | Sequence[Diagnostic]) -> None:
     if isinstance(asked, bool):
         return
     if isinstance(asked, str) or not isinstance(asked, Sequence):
-        raise ValueError(f"diagnostics={asked!r} cannot be used; give true, false, or a list of {', '.join(ALL)}")
+        raise OptionError(
+            f"diagnostics={asked!r} cannot be used; give true, false, or a list of {', '.join(ALL)}",
+            name="diagnostics",
+            value=asked,
+        )
     for name in asked:
         check_choice("diagnostics", name, ALL)
 
@@ -93,7 +97,10 @@ def choose(asked: bool | Sequence[Diagnostic], obstacles: Mapping[Diagnostic, st
         return tuple(name for name in ALL if asked and name not in obstacles)
     for name in asked:
         if name in obstacles:
-            raise ValueError(f"diagnostics: {name} cannot be measured: {obstacles[name]}, or take it out of the list")
+            raise OptionError(
+                f"diagnostics: {name} cannot be measured: {obstacles[name]}, or take it out of the list",
+                name="diagnostics",
+            )
     return tuple(name for name in ALL if name in asked)
 
 

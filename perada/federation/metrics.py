@@ -16,6 +16,7 @@ import torchmetrics.classification
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
+from perada.core.checks import OptionError
 from perada.core.text import near_names
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
@@ -126,20 +127,27 @@ def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[M
 def _entries(choice: object) -> list[tuple[str, str, dict[str, Any]]]:
     """Name, metric and options of each entry of a choice."""
     if not choice or not isinstance(choice, str | Sequence | Mapping):
-        raise ValueError(f"metric={choice!r} cannot be used; give a name such as 'accuracy', or a list of names")
+        raise OptionError(
+            f"metric={choice!r} cannot be used; give a name such as 'accuracy', or a list of names",
+            name="metric",
+            value=choice,
+        )
     entries = [_entry(entry) for entry in ([choice] if isinstance(choice, str | Mapping) else choice)]
     names = [name for name, _, _ in entries]
     for name in names:
         if name in TAKEN or not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(
-                f"metric: the name {name!r} cannot be used; give one of letters, digits and _, but {', '.join(TAKEN)}"
+            raise OptionError(
+                f"metric: the name {name!r} cannot be used; give one of letters, digits and _, but {', '.join(TAKEN)}",
+                name="metric",
             )
         if names.count(name) > 1:
             raise ValueError(
                 f"metric has {name!r} twice; leave one out, or give one another name, {{CLASS: {{name: …}}}}"
             )
     if "auto" in names and len(names) > 1:
-        raise ValueError("metric='auto' cannot be one of several; write 'accuracy' or 'auroc'")
+        raise OptionError(
+            "metric='auto' cannot be one of several; write 'accuracy' or 'auroc'", name="metric", value="auto"
+        )
     return entries
 
 
@@ -152,12 +160,20 @@ def _entry(entry: object) -> tuple[str, str, dict[str, Any]]:
         for_tasks = [name for name in classes if name in (f"Multiclass{kind}", f"Multilabel{kind}")]
         close = [*near_names(str(kind), known, limit=2), *for_tasks] or near_names(str(kind), classes, limit=3)
         hint = f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known)}"
-        raise ValueError(f"metric={kind!r} is unknown: {hint} (or a classification class of torchmetrics)")
+        raise OptionError(
+            f"metric={kind!r} is unknown: {hint} (or a classification class of torchmetrics)", name="metric", value=kind
+        )
     if not isinstance(given or {}, Mapping):
-        raise ValueError(f"metric {kind!r} has the options {given!r}; give a mapping, {{{kind}: {{OPTION: VALUE}}}}")
+        raise OptionError(
+            f"metric {kind!r} has the options {given!r}; give a mapping, {{{kind}: {{OPTION: VALUE}}}}",
+            name="metric",
+            value=kind,
+        )
     options = dict(given or {})
     if options and kind in known:
-        raise ValueError(f"metric {kind!r} takes no options; name the class of torchmetrics that has them")
+        raise OptionError(
+            f"metric {kind!r} takes no options; name the class of torchmetrics that has them", name="metric", value=kind
+        )
     return str(options.pop("name", kind)), kind, options
 
 
@@ -170,7 +186,11 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
     if kind == "auto":
         name = kind = "auroc" if multilabel else "accuracy"
     if kind == "balanced_accuracy" and multilabel:
-        raise ValueError("metric='balanced_accuracy' is for one class an image; choose 'recall_macro' or 'auroc'")
+        raise OptionError(
+            "metric='balanced_accuracy' is for one class an image; choose 'recall_macro' or 'auroc'",
+            name="metric",
+            value="balanced_accuracy",
+        )
     if kind in OWN:
         return Metric(name, OWN[kind])
     prefix, count = ("Multilabel", "num_labels") if multilabel else ("Multiclass", "num_classes")
@@ -178,7 +198,9 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
     made = _torchmetrics(prefix + base if kind in NAMED else kind)
     if made is None or not made.__name__.startswith(prefix):
         data = "several labels" if multilabel else "one class"
-        raise ValueError(f"metric={kind!r} is not for data with {data} an image; choose another")
+        raise OptionError(
+            f"metric={kind!r} is not for data with {data} an image; choose another", name="metric", value=kind
+        )
     metric_class, options = made, defaults | options | {count: classes}
 
     def compute(predictions: Tensor, labels: Tensor) -> Tensor:
@@ -199,7 +221,11 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
             raise TypeError("it gives neither a number nor one for each class")
     except Exception as error:  # every metric refuses in its own way
         reason = " ".join(str(error).split())
-        raise ValueError(f"metric {kind!r} cannot be used: {reason}; correct its options, or choose another") from error
+        raise OptionError(
+            f"metric {kind!r} cannot be used: {reason}; correct its options, or choose another",
+            name="metric",
+            value=kind,
+        ) from error
     return Metric(name, compute, metric_class.higher_is_better is False)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from perada.algorithms import Algorithm, Slot
 from perada.algorithms.base import Stacks
 from perada.algorithms.branches import RestOfWorld
-from perada.core.checks import check_choice
+from perada.core.checks import OptionError, check_choice
 from perada.core.rounds import AnyBatch, Phase, RoundPlan
 from perada.core.states import State
 from perada.engine.loss_scaling import MaskedAdam, MaskedSGD
@@ -144,7 +144,9 @@ def check_factors(settings: Settings, slot: Slot, sent: Collection[str]) -> None
     ``sent`` are the names that a client sends in the first round.
     """
     if settings.rule.needs_factors and (lack := without_factors(settings.algorithm, slot, sent)):
-        raise ValueError(f"server_rule={settings.rule.kind}: {lack}, or another rule")
+        raise OptionError(
+            f"server_rule={settings.rule.kind}: {lack}, or another rule", name="server_rule", value=settings.rule.kind
+        )
 
 
 def without_factors(algorithm: Algorithm, slot: Slot, sent: Collection[str]) -> str:
@@ -193,8 +195,10 @@ def check_rule(settings: Settings) -> None:
     }
     for reason, holds in reasons.items():
         if holds and rule is not Mean:
-            raise ValueError(
-                f"server_rule={rule.__name__} cannot be used with {type(algorithm).__name__}, which {reason}"
+            raise OptionError(
+                f"server_rule={rule.__name__} cannot be used with {type(algorithm).__name__}, which {reason}",
+                name="server_rule",
+                value=rule.__name__,
             )
 
 
@@ -210,16 +214,22 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
     if rule.needs and not algorithm.global_model:
         lacking = f"of what clients send, and the clients of {algorithm.kind} do not send whole models"
     if lacking:
-        raise ValueError(f"server_rule={type(rule).__name__} looks at predictions {lacking}; choose another rule")
+        raise OptionError(
+            f"server_rule={type(rule).__name__} looks at predictions {lacking}; choose another rule",
+            name="server_rule",
+            value=type(rule).__name__,
+        )
     if algorithm.distills and distillation.steps and not public:
         raise ValueError(
             f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no "
             "public set; give one (public=...) or set the number of distillation steps to 0"
         )
     if algorithm.distills and distillation.validate_every and not labelled:
-        raise ValueError(
+        raise OptionError(
             f"distillation: validate_every={distillation.validate_every} needs labelled images on the server, "
-            "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0"
+            "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0",
+            name="distillation: validate_every",
+            value=distillation.validate_every,
         )
 
 

@@ -18,7 +18,7 @@ from perada.core.files import writing
 from perada.core.text import SPREADS
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.federated_loop import ON_THE_BAR, FederatedLoop
-from perada.lightning.strategies import check_devices, check_trainer, choose_strategy, device_defaults
+from perada.lightning.strategies import check_devices, check_trainer, check_words, choose_strategy, device_defaults
 
 
 def _round(trainer: pl.Trainer) -> str:
@@ -141,6 +141,7 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
     given = listed(options.pop("callbacks", None))
     options = OF_A_TRAINER | {"max_epochs": rounds, "check_val_every_n_epoch": eval_every} | device_defaults() | options
     check_devices(options.get("accelerator", "auto"), options["devices"])
+    check_words(options)
     chosen, added = own_parts(options, given)
     trainer = pl.Trainer(callbacks=[loop, *given, *added], **options | chosen)
     check_trainer(trainer)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from perada.algorithms import Algorithm
 from perada.algorithms.trial import example_sent, is_own, try_rounds
+from perada.core.checks import OptionError
 from perada.core.seeding import generator
 from perada.core.text import some
 from perada.data import FederatedDataModule
@@ -41,7 +42,9 @@ def keep_clients_apart(parts: Parts, x: Tensor) -> None:
         return
     what = f"backbone {parts.adapted.backbone.name!r}: {why}"
     if module.engine_name == "folded":
-        raise ValueError(f"engine='folded' cannot run {what}; use engine='loop' or 'auto'")
+        raise OptionError(
+            f"engine='folded' cannot run {what}; use engine='loop' or 'auto'", name="engine", value="folded"
+        )
     warnings.warn(f"engine='auto' takes the loop over clients for {what}", stacklevel=2)
     module.engine = module.make_engine("loop")
 
@@ -207,9 +210,11 @@ def use_features(parts: Parts, image: Tensor) -> Prefix | None:
         return None
     prefix = module.engine.find_prefix(parts.near(image), 0.0 if module.cache_features else LEAST_SHARE)
     if prefix is None and module.cache_features:
-        raise ValueError(
+        raise OptionError(
             "cache_features=True, and the model has no frozen part before all that is trained; leave cache_features "
-            "out, or choose an adapter that has one (head, lora)"
+            "out, or choose an adapter that has one (head, lora)",
+            name="cache_features",
+            value=True,
         )
 
     def encode(images: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_number, check_whole
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
@@ -135,21 +135,37 @@ class FederatedLoop(pl.Callback):
         check_asked(self.diagnostics)
         client_weights(self.weighting, [1])
         if not isinstance(self.resume_allow, list | tuple):
-            raise ValueError(f"resume_allow={self.resume_allow!r} cannot be used; give a list, such as ['lr_local']")
+            raise OptionError(
+                f"resume_allow={self.resume_allow!r} cannot be used; give a list, such as ['lr_local']",
+                name="resume_allow",
+                value=self.resume_allow,
+            )
         if not isinstance(self.algorithm, Algorithm):
-            raise ValueError(f"algorithm={self.algorithm!r} is not an algorithm; give one, such as PerAda()")
+            raise OptionError(
+                f"algorithm={self.algorithm!r} is not an algorithm; give one, such as PerAda()",
+                name="algorithm",
+                value=self.algorithm,
+            )
         if self.weighting == "samples" and not self.server_rule.weighted:
             rule = type(self.server_rule).__name__
-            raise ValueError(f"weighting='samples' cannot be used with {rule}, which has no weights; choose 'uniform'")
+            raise OptionError(
+                f"weighting='samples' cannot be used with {rule}, which has no weights; choose 'uniform'",
+                name="weighting",
+                value="samples",
+            )
         if self.max_failures is not None and (self.privacy is not None or self.client_privacy is not None):
-            raise ValueError(
+            raise OptionError(
                 f"max_failures={self.max_failures} cannot be used with privacy or client_privacy: whether the run ends "
                 "would show whether a client's training failed, which depends on its images and which no ledger "
-                "counts; leave it out"
+                "counts; leave it out",
+                name="max_failures",
+                value=self.max_failures,
             )
         if self.refuse_far and self.client_privacy is not None:
-            raise ValueError(
-                "refuse_far=True cannot be used with client_privacy, whose account is of all clients; leave it out"
+            raise OptionError(
+                "refuse_far=True cannot be used with client_privacy, whose account is of all clients; leave it out",
+                name="refuse_far",
+                value=True,
             )
 
     @property

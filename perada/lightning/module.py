@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from perada.core.checks import check_choice, check_number, check_options, check_whole
+from perada.core.checks import OptionError, check_choice, check_number, check_options, check_whole
 from perada.core.rounds import AnyBatch
 from perada.core.states import State
 from perada.core.text import SPREADS
@@ -118,7 +118,11 @@ class FederatedClassifier(pl.LightningModule):
         check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
         check_options("torch_compile", {} if isinstance(torch_compile, bool) else torch_compile, "{'dynamic': True}")
         if not isinstance(pretrained, bool | str):
-            raise ValueError(f"pretrained={pretrained!r} cannot be used; give True, False, or where the weights are")
+            raise OptionError(
+                f"pretrained={pretrained!r} cannot be used; give True, False, or where the weights are",
+                name="pretrained",
+                value=pretrained,
+            )
         # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)
         self.adapter, self.adapter_options = adapter, adapter_options or {}

@@ -14,6 +14,7 @@ from pytorch_lightning.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from tqdm.auto import tqdm
 
+from perada.core.checks import OptionError
 from perada.core.rounds import AnyBatch, PrivateSampling, one_of
 from perada.data import CohortBatch, EvalBatch, FederatedDataModule, Phase, RoundPlan
 from perada.federation.federation import Federation
@@ -174,9 +175,11 @@ def check_failures(rounds: Sequence[tuple[float, float]], limit: int | None, ove
     """
     count = int(sum(failed for _, failed in rounds))
     if limit is not None and count > limit:
-        raise ValueError(
+        raise OptionError(
             f"max_failures={limit}: clients failed {count} times in {len(rounds)} rounds, as the warnings say; fix "
-            "what they name and resume (ckpt_path=last), or raise max_failures"
+            "what they name and resume (ckpt_path=last), or raise max_failures",
+            name="max_failures",
+            value=limit,
         )
     if over and rounds and all(drawn == failed for drawn, failed in rounds):
         raise NothingLearnedError(

@@ -8,6 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from perada.algorithms import Algorithm
 from perada.algorithms.trial import no_counts
+from perada.core.checks import OptionError
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.core.seeding import generator
 from perada.core.speed import product_seconds
@@ -156,15 +157,17 @@ def check_private(parts: Parts) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise ValueError(f"privacy: {reason}")
+            raise OptionError(f"privacy: {reason}", name="privacy")
     _check_server_has_no_client_images(parts)
     _check_pretraining(parts)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str) and not monitor.startswith(DATA_INDEPENDENT_METRICS):
-            raise ValueError(
+            raise OptionError(
                 f"privacy: {type(callback).__name__} chooses by {monitor!r}, which may depend on clients' private "
-                "images in a way that no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
+                "images in a way that no ledger counts; train for a fixed number of rounds and keep the last "
+                "checkpoint",
+                name="privacy",
             )
     for key, value in get_state(module.model).items():
         if value.is_floating_point():
@@ -186,10 +189,12 @@ def _check_server_has_no_client_images(parts: Parts) -> None:
         share = 0.0 if division is None else getattr(division, option)
         if share:
             labels = " with their labels" if option == "validation_fraction" else ""
-            raise ValueError(
+            raise OptionError(
                 f"{option}={share} cannot be used in a private run: it would hand a share of the clients' own images "
                 f"to the server{labels}, without clipping, noise or a ledger. Set it to 0, and give images of another "
-                "source (data.public), or do without distillation (distillation.steps=0)"
+                "source (data.public), or do without distillation (distillation.steps=0)",
+                name=option,
+                value=share,
             )
     parts.data.checked.check_overlap()
 
@@ -208,9 +213,11 @@ def _check_pretraining(parts: Parts) -> None:
     # A scanned image is one of the set that the scanners see.
     sources = [source.unscanned if isinstance(source, Scanners) else source for source in sources]
     if any(type(source).__name__ == trained_on for source in sources):
-        raise ValueError(
+        raise OptionError(
             f"privacy: pretrained={name!r} was trained on the images of {trained_on}, which are the clients' here, and "
-            "no ledger counts that; give weights that were trained on other images"
+            "no ledger counts that; give weights that were trained on other images",
+            name="pretrained",
+            value=name,
         )
 
 
@@ -218,10 +225,11 @@ def check_trained_norms(module: FederatedClassifier) -> None:
     """Refuse, by a ValueError, BatchNorm in what is privately trained."""
     trained = [key.removesuffix(".running_var") for key in module.slot.keys if key.endswith("running_var")]
     if trained:
-        raise ValueError(
+        raise OptionError(
             f"privacy: {trained[0]!r} and {len(trained) - 1} more are BatchNorm layers in what is trained: an image's "
             "gradient then depends on the others of its batch. Choose lora, bottleneck or head, a residual adapter "
-            "with norm='group' and train_norms=False (adapter_options), or a backbone with LayerNorm or GroupNorm"
+            "with norm='group' and train_norms=False (adapter_options), or a backbone with LayerNorm or GroupNorm",
+            name="privacy",
         )
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from perada.core.checks import check_choice, check_known
+from perada.core.checks import OptionError, check_choice, check_known
 from perada.lightning.checkpoint import WholeCheckpointIO
 from perada.lightning.foreign_callbacks import check_callbacks
 
@@ -105,6 +105,10 @@ def device_defaults() -> dict[str, Any]:
     return {"devices": local, "num_nodes": int(os.environ["WORLD_SIZE"]) // local}
 
 
+WORDS = {"profiler": ("simple", "advanced", "pytorch", "xla"), "gradient_clip_algorithm": ("value", "norm")}
+"""Options of a trainer that take a word, and the words."""
+
+
 def check_devices(accelerator: object, devices: object) -> None:
     """Refuse an accelerator that is not here, and a number of devices that there cannot be.
 
@@ -117,9 +121,11 @@ def check_devices(accelerator: object, devices: object) -> None:
         names = ["auto", "gpu", *AcceleratorRegistry.available_accelerators()]
         check_choice("accelerator", accelerator, sorted(names))
         if accelerator != "auto" and not _is_here(accelerator):
-            raise ValueError(
+            raise OptionError(
                 f"accelerator={accelerator!r} cannot be used: torch finds no such device on this machine; give 'auto' "
-                "or 'cpu', or see `perada doctor`"
+                "or 'cpu', or see `perada doctor`",
+                name="accelerator",
+                value=accelerator,
             )
     count = _device_count(devices)
     if count is None:
@@ -127,14 +133,35 @@ def check_devices(accelerator: object, devices: object) -> None:
     on_cpu = accelerator == "cpu" or (accelerator == "auto" and not _is_here("gpu"))
     numbered = isinstance(devices, list) or (isinstance(devices, str) and "," in devices)
     if count < 1 or (numbered and on_cpu):
-        raise ValueError(
+        raise OptionError(
             f"devices={devices!r} cannot be used; give a whole number of 1 or more, 'auto' for all, or, on GPUs, a "
-            "list of their numbers, such as [0, 1]"
+            "list of their numbers, such as [0, 1]",
+            name="devices",
+            value=devices,
         )
     cuda = accelerator == "cuda" or (accelerator in ("auto", "gpu") and torch.cuda.is_available())
     here = torch.cuda.device_count() if cuda else count
     if count > here:
-        raise ValueError(f"devices={devices!r} cannot be used: torch finds {here} GPUs; give fewer")
+        raise OptionError(
+            f"devices={devices!r} cannot be used: torch finds {here} GPUs; give fewer", name="devices", value=devices
+        )
+
+
+def check_words(options: Mapping[str, Any]) -> None:
+    """Refuse words that a trainer's options do not take, which Lightning would in words that do not name the option.
+
+    Raises:
+        OptionError: With the value and the choice.
+    """
+    for name, choices in WORDS.items():
+        value = options.get(name)
+        if isinstance(value, str):
+            check_choice(name, value, choices)
+    for name in ("max_time", "val_check_interval"):
+        value = options.get(name)
+        if isinstance(value, str) and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
+            remedy = "give days, hours, minutes and seconds, such as 00:12:00:00 for half a day, or leave it out"
+            raise OptionError(f"{name}={value!r} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
 
 
 def _is_here(accelerator: str) -> bool:
@@ -198,7 +225,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
     if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
         given, devices = type(trainer.strategy).__name__, trainer.world_size
         why = "clients are not replicas of one model; give strategy='perada'"
-        raise ValueError(f"strategy={given} cannot be used on {devices} devices: {why}")
+        raise OptionError(f"strategy={given} cannot be used on {devices} devices: {why}", name="strategy", value=given)
     if started_by_torchrun() and trainer.world_size != int(os.environ["WORLD_SIZE"]):
         given, started = f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes}", os.environ["WORLD_SIZE"]
         raise ValueError(f"{given} cannot be used: torchrun started {started} processes; leave both out")
@@ -206,7 +233,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
     for name, (allowed, why) in OTHERS.items():
         value = getattr(trainer, name)
         if str(value) not in allowed and not (name == "max_steps" and trainer.fast_dev_run):  # type: ignore[attr-defined]  # set by Lightning
-            raise ValueError(f"{name}={value!r} cannot be used: {why}")
+            raise OptionError(f"{name}={value!r} cannot be used: {why}", name=name, value=value)
 
 
 def scaling_of(trainer: pl.Trainer) -> torch.amp.GradScaler | None:

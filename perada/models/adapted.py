@@ -23,6 +23,7 @@ from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, Promp
 from perada.adapters.added import check_last_blocks, is_norm, plain_name, reached
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import Slot
+from perada.core.checks import OptionError
 from perada.core.rounds import ImageConfig
 from perada.core.states import Merged, parameter_keys, trained_keys
 from perada.models.factors import branches, check_lora, lora_factors
@@ -277,7 +278,11 @@ def insert_adapter(
             save. The backbone may then be half adapted: build it anew. (A TypeError if it is no adapter at all.)
     """
     if hasattr(backbone.model, "peft_config"):
-        raise ValueError(f"backbone {backbone.name!r} already holds an adapter: build a fresh one with build_backbone")
+        raise OptionError(
+            f"backbone {backbone.name!r} already holds an adapter: build a fresh one with build_backbone",
+            name="backbone",
+            value=backbone.name,
+        )
     config = _configure(backbone, adapter, options)
     method = adapter if isinstance(adapter, str) else type(adapter).__name__
     try:
@@ -288,22 +293,28 @@ def insert_adapter(
             warnings.filterwarnings("ignore", "Unsupported layer type .*Norm|Failed to load the CUDA ext", UserWarning)
             peft_model = _wrapped(backbone, config)
     except NoMatchingPeftModuleError as error:
-        raise ValueError(
+        raise OptionError(
             f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: target_modules="
-            f"{vars(config)['target_modules']!r} names none of its modules: name layers as model.named_modules() does"
+            f"{vars(config)['target_modules']!r} names none of its modules: name layers as model.named_modules() does",
+            name="adapter",
+            value=method,
         ) from error
     except Exception as error:  # every method of PEFT refuses in its own way
         reason = " ".join(str(error).split())
         reason = reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}"
-        raise ValueError(f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}") from error
+        raise OptionError(
+            f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}", name="adapter", value=method
+        ) from error
     check_attention(backbone.model, backbone.name)
     call_encoder_layers(backbone.model)
     show_settings(backbone.model)
     adapted = AdaptedModel(backbone, peft_model, config)
     if train_backbone is not True and (lost := _not_saved(adapted)):
-        raise ValueError(
+        raise OptionError(
             f"adapter {method!r} would train {lost[0]!r} ({len(lost)} such tensors) in {backbone.name!r}, but PEFT "
-            "would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'"
+            "would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'",
+            name="adapter",
+            value=method,
         )
     if train_backbone == "merged":
         let_merge(adapted.model)
@@ -311,8 +322,10 @@ def insert_adapter(
     if not train_backbone:
         return adapted
     if isinstance(config, SelectiveConfig):
-        raise ValueError(
-            f"train_backbone=True cannot be used with adapter {method!r}: choose 'full' to train all of it"
+        raise OptionError(
+            f"train_backbone=True cannot be used with adapter {method!r}: choose 'full' to train all of it",
+            name="train_backbone",
+            value=True,
         )
     last_blocks = options.get("last_blocks", getattr(config, "last_blocks", None))
     within = reached(adapted.model, cast(int | None, last_blocks))
@@ -336,7 +349,11 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     elif not isinstance(adapter, str):
         raise TypeError(f"adapter is a {type(adapter).__name__}: give a name of {ADAPTERS} or a PeftConfig")
     elif adapter not in ADAPTERS:
-        raise ValueError(f"adapter {adapter!r} is unknown: choose one of {ADAPTERS} or give a PeftConfig")
+        raise OptionError(
+            f"adapter {adapter!r} is unknown: choose one of {ADAPTERS} or give a PeftConfig",
+            name="adapter",
+            value=adapter,
+        )
     else:
         config = _named(adapter, options, backbone.head)
     if config.is_prompt_learning or not (isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")):
@@ -368,13 +385,19 @@ def _named(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
     for name, value in sorted(options.items()):
         if name not in known:
             choice = ", ".join(sorted(known)) or "none"
-            raise ValueError(
+            raise OptionError(
                 f"adapter {adapter!r} has no option {name!r}: its options are {choice}; leave it out of "
-                "adapter_options (another recipe may have set it), or choose an adapter that has it"
+                "adapter_options (another recipe may have set it), or choose an adapter that has it",
+                name="adapter",
+                value=adapter,
             )
         if name in hints.keys() - {"last_blocks"} and not _is_of(value, hints[name]):
             what = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
-            raise ValueError(f"adapter_options: {name}={value!r} cannot be used; adapter {adapter!r} takes {what}")
+            raise OptionError(
+                f"adapter_options: {name}={value!r} cannot be used; adapter {adapter!r} takes {what}",
+                name=f"adapter_options: {name}",
+                value=value,
+            )
     last_blocks = cast(int | None, options.get("last_blocks"))
     if last_blocks is not None and options.get("target_modules") is not None:
         raise ValueError("last_blocks and target_modules both say which layers to adapt: give one of them")

@@ -16,7 +16,7 @@ from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
-from perada.core.checks import check_whole
+from perada.core.checks import OptionError, check_whole
 from perada.core.rounds import ImageConfig
 from perada.core.text import near_names
 from perada.models.adapted import Backbone
@@ -110,14 +110,18 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
     _to_single_precision(model, name)
     linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not linears:
-        raise ValueError(f"backbone {name!r} has no nn.Linear to be its head: end the network in one")
+        raise OptionError(
+            f"backbone {name!r} has no nn.Linear to be its head: end the network in one", name="backbone", value=name
+        )
     head, layer = linears[-1]
     if "default" in head.split("."):
         raise ValueError(f"the head {head!r} of backbone {name!r} has PEFT's adapter name 'default' in it: rename it")
     if num_classes is not None and layer.out_features != num_classes:
-        raise ValueError(
+        raise OptionError(
             f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {layer.out_features} outputs: "
-            f"build the network with {num_classes} outputs, or leave num_classes out"
+            f"build the network with {num_classes} outputs, or leave num_classes out",
+            name="num_classes",
+            value=num_classes,
         )
     return_logits(model, layer.out_features)
     return Backbone(model, name, head, getattr(model, IMAGE, None))
@@ -174,13 +178,19 @@ def _from_timm(
     if not timm.is_model(name):
         close = near_names(name, timm.list_models() + timm.list_pretrained(), limit=3)
         hint = f"did you mean {', '.join(close)}?" if close else "see timm.list_models()"
-        raise ValueError(f"backbone {name!r} is not a timm model: {hint} (transformers models are written 'hf:NAME')")
+        raise OptionError(
+            f"backbone {name!r} is not a timm model: {hint} (transformers models are written 'hf:NAME')",
+            name="backbone",
+            value=name,
+        )
     try:
         config = timm.get_pretrained_cfg(name)
     except RuntimeError as error:  # an unknown tag after the dot
         known = ", ".join(timm.list_pretrained(f"{name.partition('.')[0]}.*")) or "none"
-        raise ValueError(
-            f"backbone {name!r} is not a timm model: the pretrained ones of this kind are {known}"
+        raise OptionError(
+            f"backbone {name!r} is not a timm model: the pretrained ones of this kind are {known}",
+            name="backbone",
+            value=name,
         ) from error
     options: dict[str, Any] = {"in_chans": in_chans, "num_classes": num_classes}
     options["img_size"] = size_to_build(name, image_size)  # timm leaves out what is None
@@ -190,10 +200,16 @@ def _from_timm(
     except Exception as error:  # downloads fail in many ways, and timm's own checks raise several types
         if pretrained is True:
             raise no_weights(name, f"{type(error).__name__}: {error}") from error
-        raise ValueError(f"backbone {name!r} cannot be built: {' '.join(str(error).split())}") from error
+        raise OptionError(
+            f"backbone {name!r} cannot be built: {' '.join(str(error).split())}", name="backbone", value=name
+        ) from error
     head = cast(dict[str, Any], model.pretrained_cfg).get("classifier")
     if not isinstance(head, str):
-        raise ValueError(f"backbone {name!r} has the classifiers {head!r}: choose a model with exactly one")
+        raise OptionError(
+            f"backbone {name!r} has the classifiers {head!r}: choose a model with exactly one",
+            name="backbone",
+            value=name,
+        )
     if isinstance(pretrained, str):
         load_weights(model, pretrained, head)
     data = resolve_model_data_config(model)
@@ -257,14 +273,20 @@ def _from_transformers(
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        raise ValueError(
+        raise OptionError(
             f"backbone {name!r} comes with code of its own, which is not run here; if you trust it, make the model "
-            "yourself and give it as an nn.Module"
+            "yourself and give it as an nn.Module",
+            name="backbone",
+            value=name,
         ) from error
     linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     heads = [path for path, layer in linears if layer.out_features == config.num_labels]
     if not heads:
-        raise ValueError(f"backbone {name!r} has no nn.Linear with {config.num_labels} outputs: choose another model")
+        raise OptionError(
+            f"backbone {name!r} has no nn.Linear with {config.num_labels} outputs: choose another model",
+            name="backbone",
+            value=name,
+        )
     if pretrained is not False:
         _check_loaded(name, heads[-1], report)
     return_logits(model, config.num_labels)
@@ -282,9 +304,11 @@ def _set_up(
         if value is None or own is None or own == value:
             continue
         if weights:
-            raise ValueError(
+            raise OptionError(
                 f"{option}={value}, but the weights of backbone {name!r} are for {own}: leave it at {own}, or set "
-                "`pretrained: false`"
+                "`pretrained: false`",
+                name=option,
+                value=value,
             )
         setattr(config, option, value)
     return image_size if image_size is not None else getattr(config, "image_size", None)

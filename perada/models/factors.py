@@ -8,6 +8,7 @@ from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import nn
 
 from perada.adapters.dual_lora import DualLoraLayer
+from perada.core.checks import OptionError
 from perada.core.states import Factors
 
 DRAWN = (True, False, "gaussian", "orthogonal")
@@ -19,15 +20,19 @@ def check_lora(config: PeftConfig) -> None:
     if not isinstance(config, LoraConfig):
         return
     if (start := config.init_lora_weights) not in DRAWN:
-        raise ValueError(
+        raise OptionError(
             f"init_lora_weights={start!r} cannot be used: it takes the factors from the backbone's weights or from "
-            "data, and moves or freezes what saved adapters do not hold; choose True, 'gaussian' or 'orthogonal'"
+            "data, and moves or freezes what saved adapters do not hold; choose True, 'gaussian' or 'orthogonal'",
+            name="init_lora_weights",
+            value=start,
         )
     for name in ("velora_config", "monteclora_config"):
         if getattr(config, name) is not None:
-            raise ValueError(
+            raise OptionError(
                 f"{name}={getattr(config, name)!r} cannot be used: a step then depends on earlier ones and on draws "
-                "that no state holds; leave it out"
+                "that no state holds; leave it out",
+                name=name,
+                value=getattr(config, name),
             )
 
 

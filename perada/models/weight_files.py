@@ -16,6 +16,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from perada.core.checks import OptionError
+
 HUB_TIMEOUT = 5.0  # seconds to wait for the hub's first answer
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 SHIPPED = "perada:"
@@ -95,9 +97,11 @@ def load_weights(model: nn.Module, source: str, head: str) -> None:
     extra = [key for key in state if key not in own and key not in heads]
     for keys, what in ((missing, "lacks"), (wrong, "has another shape for"), (extra, "has, unlike the backbone,")):
         if keys:
-            raise ValueError(
+            raise OptionError(
                 f"pretrained={source!r} is not a file for {type(model).__name__} as built here: it {what} {keys[0]!r} "
-                f"({len(keys)} such tensors): check the backbone's name, or set `pretrained: false`"
+                f"({len(keys)} such tensors): check the backbone's name, or set `pretrained: false`",
+                name="pretrained",
+                value=source,
             )
     model.load_state_dict({key: value for key, value in state.items() if key in own}, strict=False)
 
@@ -110,7 +114,11 @@ def _read(path: str, model: nn.Module) -> dict[str, Tensor]:
         convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
         state = convert(state, model) if convert else state
     except Exception as error:  # whatever a damaged or foreign file raises in the readers
-        raise ValueError(f"pretrained={path!r} cannot be read as weights: {' '.join(str(error).split())}") from error
+        raise OptionError(
+            f"pretrained={path!r} cannot be read as weights: {' '.join(str(error).split())}",
+            name="pretrained",
+            value=path,
+        ) from error
     first = cast(dict[str, Any], getattr(model, "pretrained_cfg", {})).get("first_conv")
     weight = state.get(f"{first}.weight")
     if isinstance(first, str) and weight is not None and weight.ndim == 4 and weight.shape[1] == 3:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any, NamedTuple
 
+from perada.core.checks import OptionError
 from perada.core.rounds import BatchSize, PrivateSampling, RoundPlan, rows_per_batch, sampling_rate
 from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, check_opacus, history_epsilon
 from perada.privacy.options import ClientPrivacy, Privacy
@@ -72,9 +73,11 @@ class Budget(ABC):
     def check_planned(self, known: bool) -> None:
         """Refuse, by a ValueError, to calibrate where the number of rounds is not known."""
         if not known:
-            raise ValueError(
+            raise OptionError(
                 f"{self.section}: target_epsilon={self.options.target_epsilon} needs a number of rounds to be "
-                "calibrated for; give max_epochs (rounds), or noise_multiplier"
+                "calibrated for; give max_epochs (rounds), or noise_multiplier",
+                name=f"{self.section}: target_epsilon",
+                value=self.options.target_epsilon,
             )
 
     def _counted(self, sent: bool) -> bool:
@@ -190,8 +193,11 @@ class Account(Budget):
         self._steps = cache(self._entries)
         everything = [*self._steps(self.sizes[0], False), *self._steps(self.sizes[0], True)]
         if self.limit is not None and not any(self._counted(entry.sent) for entry in everything):
-            raise ValueError(
-                "privacy: ledger='server' cannot limit an algorithm whose clients send nothing; choose ledger='release'"
+            raise OptionError(
+                "privacy: ledger='server' cannot limit an algorithm whose clients send nothing; choose "
+                "ledger='release'",
+                name="privacy: ledger",
+                value="server",
             )
         sigma = options.noise_multiplier
         self.noise_multipliers = self._calibrated() if sigma is None else [float(sigma)] * len(self.sizes)
@@ -214,9 +220,10 @@ class Account(Budget):
     def check_data(self, sizes: Sequence[int], batch_size: BatchSize) -> None:
         """Refuse data other than those that the account was made for."""
         if tuple(sizes) != self.sizes or batch_size != self.batch_size:
-            raise ValueError(
+            raise OptionError(
                 f"privacy: the data have batch_size={batch_size} and {sum(sizes)} images, and the ledgers count with "
-                f"batch_size={self.batch_size} and {sum(self.sizes)}; do not change them while a run is under way"
+                f"batch_size={self.batch_size} and {sum(self.sizes)}; do not change them while a run is under way",
+                name="privacy",
             )
 
     def cost(self, plan: RoundPlan, tuning: bool = False) -> list[Row]:
@@ -226,9 +233,10 @@ class Account(Budget):
             for phase in self.training(tuning).phases
         )
         if plan.steps != counted:
-            raise ValueError(
+            raise OptionError(
                 f"privacy: round {plan.round + 1} has {plan.steps} steps of its clients by phase, and the ledgers "
-                f"count {counted}; do not use the data module for another run meanwhile"
+                f"count {counted}; do not use the data module for another run meanwhile",
+                name="privacy",
             )
         return super().cost(plan, tuning)
 
@@ -256,10 +264,11 @@ class Account(Budget):
         """As of :class:`Budget`; a calibrated σ stays what it was. Batches must be drawn as they were before."""
         before = state["sampling"]
         if before != self.options.sampling:
-            raise ValueError(
+            raise OptionError(
                 f"privacy: the checkpoint's batches were drawn with sampling={before!r}, and here it is "
                 f"{self.options.sampling!r}: ε would be of two kinds of neighbours at once; resume with "
-                f"sampling={before!r}, or start anew"
+                f"sampling={before!r}, or start anew",
+                name="privacy",
             )
         if self.options.target_epsilon is not None:
             self.noise_multipliers = list(state["noise_multipliers"])
@@ -307,7 +316,7 @@ class Account(Budget):
             try:
                 sigma = once(target, options.delta, self._counted_rate(client), steps, options.accountant)
             except ValueError as error:
-                raise ValueError(f"privacy: client {client} ({size} images): {error}") from error
+                raise OptionError(f"privacy: client {client} ({size} images): {error}", name="privacy") from error
             result.append(sigma * looks**0.5)
         return result
 
@@ -317,8 +326,9 @@ class Account(Budget):
         unable = sorted({*clients} - {*self.affordable(clients)})
         if unable:
             named = [f"{one} ({self.sizes[one]} images, ε = {self._after(one, 1, 0):.2f})" for one in unable[:5]]
-            raise ValueError(
+            raise OptionError(
                 f"privacy: {len(unable)} of {len(clients)} clients would pass max_epsilon={self.options.max_epsilon} "
                 f"in their first round: client {', '.join(named)}; give more noise (noise_multiplier), smaller batches "
-                "or fewer local steps, or leave them out"
+                "or fewer local steps, or leave them out",
+                name="privacy",
             )

@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from statistics import fmean, pstdev
 from typing import Any
 
-from perada.core.checks import check_choice, check_installed, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_installed, check_number, check_whole
 
 ACCOUNTANTS = ("rdp", "prv")
 LARGEST_TARGET = 50
@@ -83,9 +83,11 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     while not (spent := history_epsilon({(high, sample_rate): steps}, delta, accountant)) <= target_epsilon:
         high = 2 * high
         if high > 1e6:
-            raise ValueError(
+            raise OptionError(
                 f"target_epsilon={target_epsilon} at delta={delta} is below what the {accountant} accountant can show "
-                "with any noise; raise the target, or use 'prv', whose bound goes lower than that of 'rdp'"
+                "with any noise; raise the target, or use 'prv', whose bound goes lower than that of 'rdp'",
+                name="target_epsilon",
+                value=target_epsilon,
             )
     while target_epsilon - spent > tolerance and high - low > 1e-6 * high:
         middle = (low + high) / 2
@@ -175,9 +177,11 @@ def check_delta_covers(section: str, delta: float, count: int, what: str) -> Non
         ValueError: If delta is not below 1 / count; ``what`` says what is counted, such as "images of client 3".
     """
     if delta >= 1 / count:
-        raise ValueError(
+        raise OptionError(
             f"{section}: delta={delta} must be below 1 / {count}, the number of {what}: otherwise publishing one of "
-            f"them in full would count as private; give less, such as {1 / (10 * count):.0e}"
+            f"them in full would count as private; give less, such as {1 / (10 * count):.0e}",
+            name=f"{section}: delta",
+            value=delta,
         )
 
 

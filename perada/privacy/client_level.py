@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perada.core.checks import OptionError
 from perada.core.seeding import generator
 from perada.core.states import State
 from perada.privacy.account import Budget, Cost, Planned
@@ -75,10 +76,12 @@ def split_noise(noise_multiplier: float, count_noise: float) -> float:
     if noise_multiplier == 0:
         return 0.0
     if not 2 * count_noise > noise_multiplier:
-        raise ValueError(
+        raise OptionError(
             f"count_noise={count_noise} is too little for noise_multiplier={noise_multiplier}: the count of short "
             f"updates alone would cost more; give more than {noise_multiplier / 2} (by default it is a twentieth of "
-            "the clients of a round, so more clients help too), or clipping='fixed'"
+            "the clients of a round, so more clients help too), or clipping='fixed'",
+            name="count_noise",
+            value=count_noise,
         )
     return float((noise_multiplier**-2 - (2 * count_noise) ** -2) ** -0.5)
 

@@ -37,6 +37,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from perada.core.checks import OptionError
 from perada.core.states import State
 from perada.privacy.clipping import check_bound, check_precision, with_noise
 from perada.server.sums import SecureSums
@@ -117,14 +118,16 @@ def check_grid(secure: SecureSums, size: float, deviation: float, sites: int, wh
     units = math.ldexp(deviation, secure.fraction_bits)
     if 0 < units < LEAST:
         bits = secure.fraction_bits + math.ceil(math.log2(LEAST / units))
-        raise ValueError(
+        raise OptionError(
             f"client_privacy: the noise in {what} of one of {sites} clients has the deviation {deviation:.3g}, "
             f"{units:.3g} multiples of 2^-{secure.fraction_bits}, and rounding needs {LEAST:g}; give "
-            f"secure_sums.fraction_bits={bits} or more, or a larger max_norm"
+            f"secure_sums.fraction_bits={bits} or more, or a larger max_norm",
+            name="client_privacy",
         )
     if size + FARTHEST * deviation >= secure.limit(sites):
-        raise ValueError(
+        raise OptionError(
             f"client_privacy: {what} of one of {sites} clients may be {size + FARTHEST * deviation:.3g}, and "
             f"fraction_bits={secure.fraction_bits} leaves room below {secure.limit(sites):.3g}; give fewer bits, or a "
-            "smaller max_norm or noise_multiplier"
+            "smaller max_norm or noise_multiplier",
+            name="client_privacy",
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_choice, check_number
+from perada.core.checks import OptionError, check_choice, check_number
 from perada.core.states import State
 from perada.privacy.sampling import secure_noise
 from perada.server.aggregate import double
@@ -139,9 +139,10 @@ def with_noise(row: Tensor, std: float, source: torch.Generator | None, added: T
 def check_precision(name: str, value: Tensor) -> None:
     """Refuse what is in half precision, where sums are rounded by more than the noise may be."""
     if value.dtype.itemsize < 4:
-        raise ValueError(
+        raise OptionError(
             f"privacy: {name!r} is {value.dtype}, in which the noise would be rounded away; train it in float32 "
-            "(frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)"
+            "(frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
+            name="privacy",
         )
 
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from perada.core.checks import OptionError
 from perada.core.seeding import Streams
 from perada.core.states import Merged, State, train_mode, trained_keys
 from perada.engine.engine import Engine, real_rows, row_losses
@@ -74,9 +75,11 @@ class SampleGradients:
         self.options, self.engine, self.multilabel = options, engine, multilabel
         self.alone = (engine.kind if options.engine == "auto" else options.engine) != "folded"
         if not self.alone and engine.kind != "folded":
-            raise ValueError(
+            raise OptionError(
                 "privacy: engine='folded' needs a training engine that folds; choose privacy engine 'opacus' or "
-                "'auto', or set engine (model.engine) to 'folded'"
+                "'auto', or set engine (model.engine) to 'folded'",
+                name="privacy: engine",
+                value="folded",
             )
         frozen = [one for one in chain(engine.model.parameters(), engine.model.buffers()) if not one.requires_grad]
         model = copy.deepcopy(engine.model, {id(one): one for one in frozen}) if self.alone else engine.model

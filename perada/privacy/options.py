@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_number, check_whole
 from perada.privacy.accounting import check_delta, check_target
 
 Accountant = Literal["rdp", "prv"]
@@ -140,9 +140,11 @@ def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
     """What both sections have."""
     noise, target, usual = options.noise_multiplier, options.target_epsilon, "usual values lie from 0.5 to 5"
     if (noise is None) == (target is None):
-        raise ValueError(
+        raise OptionError(
             f"{section}: noise_multiplier={noise} and target_epsilon={target}: give one of them, the noise or the ε "
-            "that it is calibrated for"
+            "that it is calibrated for",
+            name=f"{section}: noise_multiplier",
+            value=noise,
         )
     check_number(f"{section}: noise_multiplier", noise, least=0, most=1e100, optional=True, hint=usual)  # it is squared
     check_target(f"{section}: target_epsilon", target, optional=True)

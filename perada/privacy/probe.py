@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from perada.core.checks import OptionError
 from perada.core.seeding import Streams, generator, seeded
 from perada.core.states import State
 from perada.engine.engine import Engine, row_losses
@@ -50,9 +51,10 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         asked = {key: value for key, value in states.items() if value.requires_grad}
         found = torch.autograd.grad(row_losses(logits, y, multilabel).sum(), list(asked.values()), allow_unused=True)
     if not all(value.isfinite().all() for value in found if value is not None):
-        raise ValueError(
+        raise OptionError(
             "privacy: the gradients of a client's first image are not finite, so that those of single images cannot be "
-            "checked; look for values in the images that are far too large, or normalise them"
+            "checked; look for values in the images that are far too large, or normalise them",
+            name="privacy",
         )
     tried = replace(options, max_norm=UNCLIPPED, clipping="flat", physical_batch_size=None)
     gradients = SampleGradients(tried, engine, multilabel)
@@ -96,10 +98,11 @@ def check_products(device: torch.device) -> None:
     with torch.autocast(device.type, enabled=False):
         found, exact = torch.bmm(a.to(device), a.to(device)).cpu(), torch.bmm(a.double(), a.double())
     if float((found / exact - 1).abs().max()) > 1e-5:
-        raise ValueError(
+        raise OptionError(
             "privacy: products of float32 matrices are computed with fewer digits here, so that an image may have more "
             "than its share of a clipped sum; leave torch.set_float32_matmul_precision at 'highest', and TF32 off for "
-            "matrix products (precision='bf16-mixed' is fine: sums are made in float32)"
+            "matrix products (precision='bf16-mixed' is fine: sums are made in float32)",
+            name="privacy",
         )
 
 
@@ -121,14 +124,16 @@ def check_one_image(
     trial = _precisely(lambda dtype: _Trial(options, engine, states, batch, multilabel, dtype))
     everyone, rest = trial.sums(trial.all), trial.sums(trial.others)
     if trial.remembers() or not trial.close(everyone, trial.sums(trial.all)):
-        raise ValueError(
+        raise OptionError(
             "privacy: the network keeps something of the images that it sees in training, so that one batch depends on "
-            f"earlier ones, by what no noise covers; {REMEDY}"
+            f"earlier ones, by what no noise covers; {REMEDY}",
+            name="privacy",
         )
     if not trial.close({key: value - rest[key] for key, value in everyone.items()}, trial.alone):
-        raise ValueError(
+        raise OptionError(
             "privacy: an image's output in training depends on the other images of its batch, so that its gradient is "
-            f"not its own (a normalisation over the batch, or the like); {REMEDY}"
+            f"not its own (a normalisation over the batch, or the like); {REMEDY}",
+            name="privacy",
         )
 
 
@@ -144,9 +149,10 @@ def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
 
     before, after, close = _precisely(outputs)
     if not torch.allclose(after, before, rtol=close, atol=close, equal_nan=True):
-        raise ValueError(
+        raise OptionError(
             "client_privacy: the network mixes the images of all clients that are run as one batch; set engine='loop', "
-            f"which runs one after another, or {REMEDY}"
+            f"which runs one after another, or {REMEDY}",
+            name="client_privacy",
         )
 
 

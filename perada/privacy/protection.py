@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perada.core.checks import OptionError
 from perada.core.files import opener
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, RoundPlan, one_of
@@ -84,9 +85,10 @@ def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
                 if not FIELDS <= set(entry):
                     raise TypeError(entry)
             except (ValueError, TypeError) as error:
-                raise ValueError(
+                raise OptionError(
                     f"privacy: line {number} of {str(path)!r} is damaged, so that it cannot be known what was spent; "
-                    "restore the file from a copy, or start anew"
+                    "restore the file from a copy, or start anew",
+                    name="privacy",
                 ) from error
             if entry["run"] == run:
                 found[entry["id"]] = entry
@@ -219,9 +221,11 @@ class Protection:
         known = ranks.gather(read_journals(journals, self.run))[0]
         if self.journaled is not None and self.journaled not in known:
             names = ", ".join(map(repr, map(str, journals)))
-            raise ValueError(
+            raise OptionError(
                 f"privacy: the checkpoint's {JOURNAL} is not there, or not whole (looked for it in {names}): rounds "
-                "that were begun after the checkpoint could not be counted. Put it beside the checkpoint, or start anew"
+                "that were begun after the checkpoint could not be counted. Put it beside the checkpoint, or start "
+                "anew",
+                name="privacy",
             )
         missing = [entry for name, entry in known.items() if name not in self.counted]
         for entry in missing:

@@ -13,6 +13,7 @@ import torch
 from perada.algorithms import Algorithm, Broadcast, FedBE, Slot
 from perada.algorithms.base import Around
 from perada.algorithms.trial import Rehearsal, rounds_of
+from perada.core.checks import OptionError
 from perada.core.rounds import Phase
 from perada.core.states import State, clone, expand
 from perada.server import Aggregation, Mean, ServerRule, client_weights
@@ -71,9 +72,10 @@ def rehearse(
         for round, one, other in zip(numbers, sent(), sent(stream), strict=True):
             for key in one:
                 if not torch.equal(one[key], other[key]):
-                    raise ValueError(
+                    raise OptionError(
                         f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
-                        f"in round {round + 1} depends on it: the server's ledger would count too little; leave it out"
+                        f"in round {round + 1} depends on it: the server's ledger would count too little; leave it out",
+                        name="privacy",
                     )
     return Training(phases, tuple(counts), algorithm.unsent)
 
@@ -129,9 +131,10 @@ def only_the_mean_counts(rule: ServerRule) -> bool:
             try:
                 previous |= tried(Aggregation(updates, weights, clone(previous), frozenset(previous), round, state))
             except Exception as error:  # a rule of the caller's own
-                raise ValueError(
+                raise OptionError(
                     f"client_privacy: the server rule {rule.kind} says that it is a function of the mean, and fails "
-                    f"where that is tried ({type(error).__name__}: {error})"
+                    f"where that is tried ({type(error).__name__}: {error})",
+                    name="client_privacy",
                 ) from error
         parts = {"": previous} | state
         results.append({f"{name}/{key}": value for name, part in parts.items() for key, value in part.items()})

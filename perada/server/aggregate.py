@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from perada.core.checks import Options, check_choice
+from perada.core.checks import OptionError, Options, check_choice
 from perada.core.ranks import Ranks
 from perada.core.states import Factors, State, expand, gather, send
 
@@ -251,7 +251,11 @@ class ComposedRule(ServerRule):
 
     def __init__(self, aggregate: ServerRule | None) -> None:
         if aggregate is not None and not isinstance(aggregate, ServerRule):
-            raise ValueError(f"aggregate={aggregate!r} is not a server rule; give a ServerRule, such as Median()")
+            raise OptionError(
+                f"aggregate={aggregate!r} is not a server rule; give a ServerRule, such as Median()",
+                name="aggregate",
+                value=aggregate,
+            )
         self.aggregate = Mean() if aggregate is None else aggregate
         self.weighted = self.aggregate.weighted
         self.function_of_mean = self.function_of_mean and self.aggregate.function_of_mean

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_number, check_whole
 from perada.core.ranks import Ranks
 from perada.core.seeding import Streams
 from perada.core.states import State, expand, is_finite, send
@@ -94,9 +94,11 @@ class Distillation:
         check_choice(name("student_mode"), self.student_mode, ["train", "eval"])
         check_choice(name("teacher_mode"), self.teacher_mode, ["train", "eval"])
         if self.share_steps and self.student_mode == "train":
-            raise ValueError(
+            raise OptionError(
                 "distillation: share_steps=True would give the student's norms the images of one device only; choose "
-                "student_mode='eval', or share_steps=False"
+                "student_mode='eval', or share_steps=False",
+                name="distillation: share_steps",
+                value=True,
             )
         check_whole(name("until_round"), self.until_round, 0, optional=True)
         check_whole(name("validate_every"), self.validate_every, 0, hint="0 for never")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.core.checks import check_number
+from perada.core.checks import OptionError, check_number
 from perada.core.states import Factors, State
 from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updates
 
@@ -144,9 +144,11 @@ class _OnProducts(ComposedRule):
     def __call__(self, given: Aggregation) -> State:
         factors = [pair for pair in given.factors if {pair.down, pair.up} <= given.updates.keys()]
         if not factors:
-            raise ValueError(
+            raise OptionError(
                 f"server_rule={type(self).__name__} averages products of LoRA's factors, and clients send no pair of "
-                "them; choose server_rule='mean'"
+                "them; choose server_rule='mean'",
+                name="server_rule",
+                value=type(self).__name__,
             )
         names, clients = {name for pair in factors for name in (pair.down, pair.up)}, len(given.weights)
         if isinstance(given.updates, Updates):

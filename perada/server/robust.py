@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.core.checks import check_choice, check_number, check_whole, whole_share
+from perada.core.checks import OptionError, check_choice, check_number, check_whole, whole_share
 from perada.core.states import State
 from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, client_weights, double, mean
 
@@ -40,10 +40,12 @@ class Krum(ServerRule):
         share = self.suspected
         enough = next(count for count in itertools.count(clients) if 1 <= whole_share(share, count) <= (count - 3) / 2)
         if enough != clients:
-            raise ValueError(
+            raise OptionError(
                 f"suspected={share!r} suspects {whole_share(share, clients)} of {clients} clients a round; Krum "
                 f"must suspect one at least and needs 2 f + 3 clients to suspect f, here {enough}; sample more, or "
-                "change suspected"
+                "change suspected",
+                name="suspected",
+                value=share,
             )
 
     def __call__(self, given: Aggregation) -> State:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_known, check_number, whole_share
+from perada.core.checks import OptionError, check_known, check_number, whole_share
 from perada.core.states import State
 from perada.server.aggregate import Aggregation, ComposedRule, Mean, ServerRule, client_weights, mean
 from perada.server.low_rank import SVD, LoRAFair
@@ -57,8 +57,10 @@ class TrimmedMean(_Coordinatewise):
         """Refuse so few clients a round that none would be dropped."""
         if whole_share(self.trim, clients) == 0:
             need = next(c for c in range(clients + 1, math.ceil(1 / self.trim) + 2) if whole_share(self.trim, c))
-            raise ValueError(
-                f"trim={self.trim!r} drops none of {clients} clients a round; sample at least {need}, or raise trim"
+            raise OptionError(
+                f"trim={self.trim!r} drops none of {clients} clients a round; sample at least {need}, or raise trim",
+                name="trim",
+                value=self.trim,
             )
 
     def _reduce(self, ordered: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -18,6 +17,7 @@ from jsonargparse import Namespace
 
 from perada.algorithms import ALGORITHMS, VARIANTS, Algorithm
 from perada.core.checks import check_installed, check_known
+from perada.core.text import near_names
 from perada.server import SERVER_RULES
 from perada.studies.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, corners, parse_grid, points, ranged
 
@@ -315,10 +315,10 @@ class Plan:
         """Put a minus before the scores to choose by of which the lower one is the better."""
         chosen_by = self.given.choose_by
         if unknown := [name for name in chosen_by if name not in scores]:
-            close = get_close_matches(unknown[0], scores, n=3) or [name for name in scores if "_test_" not in name]
-            raise ValueError(
-                f"--choose_by {unknown[0]}: no such score with this --model.metric; did you mean {', '.join(close)}?"
-            )
+            near = near_names(unknown[0], scores, limit=3)
+            of_set = [name for name in scores if "_test_" not in name]
+            remedy = f"did you mean {', '.join(near)}?" if near else f"choose one of {', '.join(of_set)}"
+            raise ValueError(f"--choose_by {unknown[0]}: no such score with this --model.metric; {remedy}")
         signed = ["-" * scores[name] + name for name in chosen_by]
         if self.signed not in (chosen_by, signed):
             raise ValueError("--choose_by: of a score the lower is better in some recipes only; give all one metric")

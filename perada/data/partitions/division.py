@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import OptionError, check_number, check_whole
 from perada.core.seeding import derive_seed
 from perada.core.text import some
 from perada.data.batches.datasets import entries, isolated_randomness, read_item, resolved
@@ -40,9 +40,11 @@ class Division:
         for name in ("public_fraction", "validation_fraction"):
             check_number(name, getattr(self, name), least=0, below=1, hint="a share of the training images")
         if self.public_fraction + self.validation_fraction >= 1:
-            raise ValueError(
+            raise OptionError(
                 f"public_fraction={self.public_fraction} and validation_fraction={self.validation_fraction} leave "
-                "the clients nothing: lower one of them"
+                "the clients nothing: lower one of them",
+                name="public_fraction",
+                value=self.public_fraction,
             )
         if self.public is not None and self.public_fraction:
             raise ValueError(f"public and public_fraction={self.public_fraction} are both given: leave one out")
@@ -238,11 +240,13 @@ def hold_out(
     groups = [groups_of(dataset) if known is None else known for dataset, known in pairs]
     few = [str(client) for client, own in enumerate(groups) if len(np.unique(own)) < 2]
     if few:
-        raise ValueError(
+        raise OptionError(
             f"client_validation={share} asks every client for a validation image and one to train on, and "
             f"client{'s' * (len(few) > 1)} {some(few, 10)} {'have' if len(few) > 1 else 'has'} fewer than 2, or those "
             "of one group alone, as one patient: give them more (min_per_client of Dirichlet), leave them out, or set "
-            "client_validation to 0"
+            "client_validation to 0",
+            name="client_validation",
+            value=share,
         )
     train, validation = list[Dataset[Any]](), list[Dataset[Any]]()
     for client, (dataset, own) in enumerate(zip(datasets, groups, strict=True)):

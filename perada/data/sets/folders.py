@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from perada.core.checks import check_known
+from perada.core.checks import OptionError, check_known
 from perada.core.text import some
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, numbered, renumbered
@@ -159,13 +159,20 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
         if part.startswith("{"):
             check_known("layout: field", part[1:-1], FIELDS)
             if layout.count(part) > 1:
-                raise ValueError(f"layout={layout!r} has the field {part} twice; put * in one of the places")
+                raise OptionError(
+                    f"layout={layout!r} has the field {part} twice; put * in one of the places",
+                    name="layout",
+                    value=layout,
+                )
             pattern += f"(?P<{part[1:-1]}>[^/]+?)"
         else:
             pattern += {"*": "[^/]*", "?": "[^/]", "**": ".*", "**/": "(?:.*/)?"}.get(part, re.escape(part))
     if "{class}" not in layout:
-        raise ValueError(
-            f"layout={layout!r} has no {{class}}: say where the class stands; UnlabelledFolder reads images without one"
+        raise OptionError(
+            f"layout={layout!r} has no {{class}}: say where the class stands; UnlabelledFolder reads images without "
+            "one",
+            name="layout",
+            value=layout,
         )
     return re.compile(pattern, re.DOTALL)
 

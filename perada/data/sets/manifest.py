@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import OptionError, check_number, check_whole
 from perada.core.text import near_names, some
 from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
 from perada.data.federated import warn_of_look_alikes
@@ -167,7 +167,11 @@ class OwnImages(ImageFiles):
         super().__init__(root, **options)
         self._names = class_names(type(self).__name__, classes, None)
         if classes is not None and not self._names:
-            raise ValueError(f"classes={classes!r} cannot be used; give a list of their names, or leave it out")
+            raise OptionError(
+                f"classes={classes!r} cannot be used; give a list of their names, or leave it out",
+                name="classes",
+                value=classes,
+            )
         check_number("test_share", test_share, above=0, below=1, hint="a share of the images")
         check_full_scale(full_scale)
         self.known: Mapping[str, bool] = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from perada.core.checks import installed
+from perada.core.checks import OptionError, installed
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, numbered, reading
@@ -178,20 +178,24 @@ class HuggingFace(ListedImages):
         wanted = self.splits or (known if len(found) > 1 else list(found))
         for split in wanted:
             if split not in found:
-                raise ValueError(f"splits: {self.name} has no split {split!r}; it has {', '.join(found)}")
+                raise OptionError(
+                    f"splits: {self.name} has no split {split!r}; it has {', '.join(found)}", name="splits"
+                )
         if not wanted or (len(wanted) > 1 and not {*wanted} <= {*known}):
-            raise ValueError(
+            raise OptionError(
                 f"splits: of several splits of {self.name} each must be one of {', '.join(SPLITS)}; name those to be "
-                "used, or a single one"
+                "used, or a single one",
+                name="splits",
             )
         names = [f"{split}[{row}]" for split in wanted for row in range(len(found[split]))]
         parts = [found[split] for split in wanted if len(found[split])]
         try:
             whole = datasets.concatenate_datasets(parts or [found[wanted[0]]])
         except ValueError as error:
-            raise ValueError(
+            raise OptionError(
                 f"splits: {', '.join(wanted)} of {self.name} have columns that do not fit ({error}); cast them to the "
-                "same features, or name a single split"
+                "same features, or name a single split",
+                name="splits",
             ) from None
         return whole, {name: row for row, name in enumerate(names)}
 
@@ -268,7 +272,9 @@ class HuggingFace(ListedImages):
         words = [[str(names.get(one, one)) for one in own] for own in rows]
         used = {word for own in words for word in own}
         if names and not used <= {*names.values()}:
-            raise ValueError(f"label: {self.name} has classes in {column} that have no name; take their rows out")
+            raise OptionError(
+                f"label: {self.name} has classes in {column} that have no name; take their rows out", name="label"
+            )
         classes = tuple(name for name in names.values() if name in used) or None
         return numbered(words if several else [own[0] for own in words], classes)
 
@@ -299,9 +305,11 @@ def check_encoding(encoding: str | None) -> None:
         if encoding is not None:
             "".encode(encoding)
     except (LookupError, TypeError, ValueError):
-        raise ValueError(
+        raise OptionError(
             f"encoding={encoding!r} is unknown; choose one that Python knows, such as 'utf-8', 'cp1252' (Western "
-            "European Windows), 'utf-16' or 'shift_jis', or leave it out"
+            "European Windows), 'utf-16' or 'shift_jis', or leave it out",
+            name="encoding",
+            value=encoding,
         ) from None
 
 

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What jsonargparse's errors say, as facts and in our words.
+
+Its errors carry nothing but text. This file alone reads that text; everything else handles an
+:class:`~perada.core.checks.OptionError` and its attributes.
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+
+from jsonargparse import ArgumentParser
+
+from perada.cli.options import facts, nearest
+from perada.core.checks import OptionError
+from perada.core.text import near_names, some
+
+OWN_CLASS = "a class of your own by its path, such as mine.MyClass"
+_NOISE = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
+_PATH = r"(?:Expected a path but (\S+) either not accessible or invalid\n)?"
+_UNKNOWN_OPTION = (
+    r"(?:unrecognized arguments|ambiguous option): (?:\S+ )*?(?P<dashes>--)(?P<key>[\w.-]+)[^\n]*",
+    r"(?:Group '(?P<group>[^']+)'|Subcommand '\w+') does not accept option '(?P<key>[^']+)'",
+    r"(?:Problem with given class_path '(?P<kind>[^']+)':\s+)?Option '(?P<key>[^']+)' is not accepted",
+)
+_NO_MODULE = r"Problem with given class_path '([\w.]+)':\s+No module named '([\w.]+)'"
+_NO_ATTRIBUTE = r"Problem with given class_path '([\w.]+)':\s+module '([\w.]+)' has no attribute '(\w+)'"
+
+
+def option_error(message: str, typed: Mapping[str, str], known: list[str]) -> OptionError | None:
+    """The error of an option that a message is about; None where it is about something else.
+
+    Args:
+        message: The parser's.
+        typed: By full name: an option as it was typed.
+        known: Full names of all options.
+    """
+    return unknown_option(message, known) or wrong_type(message, typed) or wrong_class(message)
+
+
+def rejected_option(error: BaseException) -> OptionError | None:
+    """Find the error of a class of ours that jsonargparse has put into a message of its own; None if there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OptionError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def unknown_option(message: str, known: list[str]) -> OptionError | None:
+    """Propose the options that one that there is not may stand for; None where a message is about something else.
+
+    >>> str(unknown_option("unrecognized arguments: --lr 1", ["model.lr_local", "model.lr_personal"]))
+    'unrecognized arguments: --lr 1; did you mean --model.lr_local or --model.lr_personal?'
+    """
+    matches = (re.search(form, message) for form in _UNKNOWN_OPTION)
+    match = next(filter(None, matches), None)
+    if match is None:
+        return None
+    parts = match.groupdict()
+    key = parts["key"]
+    class_path = parts.get("kind")
+    keys = _keys(message)
+    if class_path and keys:
+        key = f"{keys[0]}.{key}"
+    elif parts.get("group"):
+        key = f"{parts['group']}.{key}"
+    if class_path:
+        module, _, name = class_path.rpartition(".")
+        arguments = inspect.signature(getattr(sys.modules[module], name)).parameters
+        known = [f"{key.rpartition('.')[0]}.{argument}" for argument in arguments]
+    dashes = parts.get("dashes") or ""
+    near = [f"{dashes}{name}" for name in nearest(key, known, facts()["short_names"])]
+    remedy = f"did you mean {' or '.join(near)}?" if near else ""
+    if class_path and keys:
+        # A class that may be one of several kinds is tried as each of them, and the parser says the same of each.
+        text = f"{keys[0]}: {class_path}: Option {parts['key']!r} is not accepted"
+    else:
+        text = message[: match.end()]
+    return OptionError(f"{text}; {remedy}" if remedy else text, name=key, remedy=remedy)
+
+
+def missing_module(message: str) -> tuple[str, str] | None:
+    """The path of a class and the module of it that there is not; None where a message is about something else."""
+    match = re.search(_NO_MODULE, message)
+    return (match[1], match[2]) if match else None
+
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "dict": "a mapping, {NAME: VALUE}",
+    "list": "a list",
+    "NoneType": "",
+}
+"""What values of a type are called; null, by which an option is left out, is not said."""
+
+
+def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
+    r"""Say of a value of a wrong type what it must be; None where a message of the parser is about something else.
+
+    Args:
+        message: The parser's, in which the outer option comes first.
+        typed: By full name: an option as it was typed.
+
+    >>> message = "Parser key \"model.lr_local\":\n  Expected a <class 'float'>. Got value: fast"
+    >>> str(wrong_type(message, {"model.lr_local": "--lr_local"}))
+    "--lr_local: must be a number, got 'fast'"
+    """
+    keys = _keys(message)
+    if not keys:
+        return None
+    innermost = message[message.rindex("Parser key") :]
+    value = re.search(r"(?:Got value|Given value): (.*)", innermost)
+    if value is None:
+        return None
+    of_class = re.fullmatch(r"NestedArg\(key='([\w.]+)', val=.*\)", value[1])
+    if of_class and "class_path" not in innermost and len(keys) == 1:
+        remedy = f"name the class of {keys[0]} first, by {keys[0]}=CLASS"
+        option = f"{keys[0]}.{of_class[1]}"
+        return _class_error(option, value[1], "is an option of a class, and no class is named", remedy)
+    expected = re.findall(r"Expected a (.*?)(?:\. Got value.*)?$", innermost[: value.end()], re.MULTILINE)
+    kinds: list[str] = []
+    for kind in expected:
+        choice = re.fullmatch(r"typing\.Literal\[(.*)\]", kind)
+        of_class = re.fullmatch(r"<class '(\w+)'>", kind)
+        if choice:
+            kinds.append(f"one of {choice[1]}" if "," in choice[1] else choice[1])
+        elif of_class and of_class[1] in _KINDS:
+            kinds.append(_KINDS[of_class[1]])
+        else:
+            return None
+    kinds = list(dict.fromkeys(filter(None, kinds)))
+    if not kinds or "class_path" in innermost:
+        return None
+    option = ".".join(keys)
+    name = next((f"{typed[key]}{option[len(key) :]}" for key in (option, keys[0]) if key in typed), option)
+    remedy = f"must be {', or '.join(kinds)}"
+    return OptionError(f"{name}: {remedy}, got {value[1]!r}", name=option, value=value[1], remedy=remedy)
+
+
+def _keys(message: str) -> list[str]:
+    """The option that a message is about, and then those of its class that it names, from outside in."""
+    return re.findall(r'Parser key "([^"]+)"', message)
+
+
+def wrong_class(message: str) -> OptionError | None:
+    """Say why a value of an option that takes a class is none; None where a message is about something else."""
+    keys = _keys(message)
+    if not keys:
+        return None
+    innermost = message[message.rindex("Parser key") :]
+    option = ".".join(keys)
+    no_module = re.search(_NO_MODULE, innermost)
+    no_attribute = re.search(_NO_ATTRIBUTE, innermost)
+    no_subclass = re.search(r"Import path (?:(\S+) )?does not correspond to (a subclass of \w+)", innermost)
+    no_class = re.search(r"Expected a dot import path string: (.+)", innermost)
+    given = re.search(r"Given value: (.*)", innermost)
+    value = given[1] if given else ""
+    if no_module:
+        remedy = "it must be in the current folder, on PYTHONPATH, or installed"
+        return _class_error(option, no_module[1], f"No module named {no_module[2]!r}", remedy)
+    if no_attribute:
+        near = near_names(no_attribute[3], vars(sys.modules[no_attribute[2]]))
+        remedy = f"did you mean {no_attribute[2]}.{near[0]}?" if near else f"give {OWN_CLASS}"
+        problem = f"module {no_attribute[2]!r} has no attribute {no_attribute[3]!r}"
+        return _class_error(option, no_attribute[1], problem, remedy)
+    if no_subclass:
+        return _class_error(option, value, f"{no_subclass[1] or value} is not {no_subclass[2]}", "give one")
+    if "Expected an instantiatable class" in innermost:
+        return _base_class(option, value, innermost)
+    if no_class or "Not a valid subclass of" in innermost:
+        return _no_such_class(option, no_class[1] if no_class else value, innermost)
+    return None
+
+
+def _class_error(option: str, value: object, problem: str, remedy: str) -> OptionError:
+    return OptionError(f"{option}: {problem}; {remedy}", name=option, value=value, remedy=remedy)
+
+
+def _base_class(option: str, value: str, message: str) -> OptionError | None:
+    """Name the subclasses of a class of which no object can be made; None if it is a class that lacks methods."""
+    base = next((base for base in _classes(_accepted(message)) if base.__name__ == value.rpartition(".")[2]), None)
+    names = _choices(option, [base]) if base else []
+    if not names:
+        return None
+    remedy = f"name one of its subclasses: {', '.join(names)}"
+    return _class_error(option, value, f"{value} is a base class, of which no object can be made", remedy)
+
+
+def _accepted(message: str) -> str:
+    """The types that an option accepts, as the parser prints them."""
+    types = re.search(r"Subtypes: \[(.*)\]", message)
+    return types[1] if types else ""
+
+
+def _choices(option: str, bases: Iterable[type]) -> list[str]:
+    """Names of the classes that an option takes: those of its help, or those that the packages of its bases export."""
+    listed = facts()["recipe_options"]
+    names = listed.get(option) or listed.get(option.removesuffix(".base"))
+    if names:
+        return names
+    exported: set[str] = set()
+    for base in bases:
+        package = sys.modules.get(base.__module__.rpartition(".")[0])
+        exported |= {kind.__name__ for kind in subclasses(base)} & set(getattr(package, "__all__", ()))
+    return sorted(exported)
+
+
+def _no_such_class(option: str, value: str, message: str) -> OptionError:
+    """Name the classes that an option takes, of which the value is none."""
+    accepted = _accepted(message)
+    bases = _classes(accepted)
+    if option == "data.data":
+        return _class_error(option, value, "takes objects of Python only", "name images by data.dataset")
+    mappings = [base for base in bases if is_dataclass(base)]
+    if mappings:
+        names = [field.name for field in fields(mappings[0])]
+        remedy = f"its options are {', '.join(names)}"
+        problem = f"must be a mapping of options, {{NAME: VALUE}}, got {value!r}"
+        return _class_error(option, value, problem, remedy)
+    names = _choices(option, bases)
+    # The classes of algorithms and server rules can be named too, beside the names that are listed.
+    classes = sorted({kind.__name__ for base in bases for kind in subclasses(base)})
+    near = near_names(value, [*names, *classes])
+    if not near and len(value) > 1:
+        # A word such as csv for CSVLogger.
+        near = [name for name in classes if name.lower().startswith(value.lower())]
+    if near:
+        remedy = f"did you mean {near[0]!r}?"
+    elif names:
+        choices = [some(names, 50)]
+        if "list[" in accepted or "Iterable[" in accepted:
+            choices.append("a list of them")
+        if "'bool'" in accepted:
+            choices.append("true or false")
+        remedy = f"choose one of {', '.join(choices)}, or give {OWN_CLASS}"
+    else:
+        remedy = f"give {OWN_CLASS}"
+    return _class_error(option, value, f"there is no class {value!r}", remedy)
+
+
+def _classes(types: str) -> list[type]:
+    """The classes, but for Python's own, whose paths are in a text."""
+    out: list[type] = []
+    for path in dict.fromkeys(re.findall(r"\w+(?:\.\w+)+", types)):
+        module, _, name = path.rpartition(".")
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and not module.startswith("collections"):
+            out.append(kind)
+    return out
+
+
+def subclasses(base: type) -> Iterator[type]:
+    """Every class below ``base`` that can be made, but for private ones."""
+    known: list[type] = type.__subclasses__(base)
+    for kind in known:
+        if not kind.__name__.startswith("_") and not getattr(kind, "__abstractmethods__", None):
+            yield kind
+        yield from subclasses(kind)
+
+
+def of_options(message: str, parser: ArgumentParser) -> str:
+    """An error of a command's parser, with options as they are typed, and the nearest to one that there is not."""
+    typed = {
+        action.dest: (action.option_strings or [str(action.metavar or action.dest).upper()])[-1]
+        for action in parser._actions
+    }
+    type_error = wrong_type(message, typed)
+    if type_error is not None:
+        return str(type_error)
+    if missing := re.fullmatch(r"the following arguments are required: (.*)", message, re.DOTALL):
+        names = ", ".join(typed.get(name, name) for name in missing[1].split(", "))
+        return f"the following arguments are required: {names}; `{parser.prog} --help` explains them"
+    wrong = re.search(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w.-]+)?", message)
+    if not wrong or "did you mean" in message:
+        return message
+    close = near_names(wrong[1] or "", [name for name in typed.values() if name.startswith("--")])
+    return f"{message}; " + (f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists the options")
+
+
+def _abstract(found: re.Match[str]) -> str:
+    """No object of a class can be made: it is a base of others, or lacks methods, by name where it can be found."""
+    path = found[2] or found[1] or "the class"
+    module, _, name = path.rpartition(".")
+    kind = getattr(sys.modules.get(module), name, None)
+    if isinstance(kind, type) and (known := sorted({own.__name__ for own in subclasses(kind)})):
+        return f"{path} is a base class, of which no object can be made; name one of its subclasses: {', '.join(known)}"
+    missing = sorted(getattr(kind, "__abstractmethods__", ())) or ["that are abstract"]
+    return f"{path} lacks methods ({', '.join(missing)}) that its base class asks for; add them"
+
+
+def _unquoted(found: re.Match[str]) -> str:
+    """YAML read a word as something else than a text."""
+    value = found[1]
+    if value in ("True", "False"):
+        kind = "yes, no, on, off, true and false as truth values"
+    elif value == "None":
+        kind = "null and ~ as nothing"
+    elif re.match(r"[-+.\d]", value):
+        kind = "it as a number or a date"
+    else:
+        return f"{value} cannot be used; give a value of type str"
+    return f'{value} is not a text: YAML reads {kind}. Put quotes around it, such as ["1", "no"]'
+
+
+_PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
+    r'Parser key "([^"]+)"( element \d+)?:': r"\1:",
+    r"(?s)Expected a path but (\S+\.(?:ya?ml|json)) .*": r"\1 cannot be read; give a file that is there, or a class",
+    rf"{_PATH}Import path does not correspond to (.*)": r"\1 is not \2; give one",
+    rf"(?s){_PATH}Expected an instantiatable class, but (?:(\S+) )?is abstract.*": _abstract,
+    rf"{_PATH}Problem with given class_path '[^']+':\n(No module named .*)": (
+        r"\2; it must be in the current folder, on PYTHONPATH, or installed"
+    ),
+    rf"{_PATH}Problem with given class_path '[^']+':\n(module '[^']+' has no attribute )": r"\2",
+    _PATH[:-1]: "",
+    r"Problem with given class_path '(.*)':": r"\1:",
+    r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)": r"\2 is unknown; choose one of \1",
+    r"(?:Expected a <class 'str'>\n)?Expected a <class 'str'>\. Got value: (.*)": _unquoted,
+    r"Expected a <class '(.*)'>\. Got value: (.*)": r"\2 cannot be used; give a value of type \1",
+    r"Expected a <class '(.*)'>$": r"give a value of type \1",
+    r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"\1 cannot be used; give a number \2",
+}
+"""What jsonargparse says, and how we say it."""
+
+
+def plain(message: str) -> str:
+    """An error's message, which may be the parser's, without what the parser says of its workings."""
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
+    # Of an error within `shifts` what else the value might have been is no help.
+    shifts = [line for line in lines if line.startswith("shifts: ")]
+    text = "\n".join(shifts[:1] or [line for line in lines if line and not line.startswith(_NOISE)])
+    for pattern, replacement in _PLAIN.items():
+        text = re.sub(pattern, replacement, text)
+    return text

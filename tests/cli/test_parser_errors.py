@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What jsonargparse's errors say: facts for those who handle them, and one plain sentence for those who read them."""
+
+import pytest
+import torch
+import yaml
+
+from perada.api import finetune
+from perada.cli.messages import one_line
+from perada.cli.parser_errors import missing_module, option_error
+from perada.cli.runs import PeradaCLI, _option_of
+from perada.core.checks import OptionError, check_number
+from perada.data import FederatedData
+
+from ..recipes import recipe
+
+FRAGMENTS = (
+    "Expected a",
+    "Subtypes",
+    "Not a valid",
+    "value of type",
+    "Parser key",
+    "NestedArg",
+    "Union",
+    "Given value",
+)
+
+
+def refused(tmp_path, *words):
+    """The error that a run with these options ends in."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe()))
+    with pytest.raises(OptionError) as caught:
+        PeradaCLI(["--config", str(tmp_path / "tiny.yaml"), *words], run=False)
+    return caught.value
+
+
+LOGGERS = "choose one of CSVLogger, CometLogger, MLFlowLogger, "
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "says"),
+    [
+        ("--trainer.logger foo", "trainer.logger", f"there is no class 'foo'; {LOGGERS}"),
+        ("--trainer.logger 3", "trainer.logger", f"there is no class '3'; {LOGGERS}"),
+        ("--trainer.logger=[foo]", "trainer.logger", f"there is no class 'foo'; {LOGGERS}"),
+        ("--trainer.logger csv", "trainer.logger", "there is no class 'csv'; did you mean 'CSVLogger'?"),
+        ("--trainer.logger CSVLoger", "trainer.logger", "there is no class 'CSVLoger'; did you mean 'CSVLogger'?"),
+        ("--trainer.logger mine.Logger", "trainer.logger", "No module named 'mine'; it must be in the current folder"),
+        ("--trainer.logger perada.data.IID", "trainer.logger", "perada.data.IID is not a subclass of Logger; give one"),
+        ("--trainer.logger.foo 3", "trainer.logger.foo", "is an option of a class, and no class is named; name the"),
+        ("--trainer.callbacks foo", "trainer.callbacks", "there is no class 'foo'; choose one of BackboneFinetuning, "),
+        ("--trainer.callbacks=[foo]", "trainer.callbacks", "there is no class 'foo'; choose one of BackboneFinetun"),
+        ("--trainer.callbacks EarlyStoping", "trainer.callbacks", "there is no class 'EarlyStoping'; did you mean"),
+        ("--trainer.plugins foo", "trainer.plugins", "there is no class 'foo'; choose one of "),
+        ("--trainer.strategy foo", "strategy", "choose one of ddp, "),
+        ("--trainer.profiler foo", "profiler", "choose one of 'simple', 'advanced', 'pytorch', 'xla'"),
+        ("--trainer.gradient_clip_algorithm foo", "gradient_clip_algorithm", "choose one of 'value', 'norm'"),
+        ("--trainer.max_time foo", "max_time", "such as 00:12:00:00 for half a day"),
+        ("--data.partition foo", "data.partition", "there is no class 'foo'; choose one of BalancedDirichlet, "),
+        ("--data.partition Partition", "data.partition", "Partition is a base class, of which no object can be made"),
+        ("--data.public foo", "data.public", "there is no class 'foo'; choose one of CIFAR10, "),
+        ("--data.data foo", "data.data", "takes objects of Python only; name images by data.dataset"),
+        ("--federated.algorithm foo", "federated.algorithm", "there is no class 'foo'; choose one of perada, "),
+        ("--algorithm=FedEnsemble --algorithm.base foo", "federated.algorithm.base", "there is no class 'foo'; choose"),
+        ("--federated.server_rule foo", "federated.server_rule", "there is no class 'foo'; choose one of mean, "),
+        ("--federated.distillation foo", "federated.distillation", "must be a mapping of options, {NAME: VALUE}, got"),
+        ("--federated.secure_sums foo", "federated.secure_sums", "; its options are min_sites, "),
+        (
+            "--privacy foo",
+            "privacy",
+            "must be a mapping of options, {NAME: VALUE}, got 'foo'; its options are ",
+        ),
+    ],
+)
+def test_a_plain_word_for_a_class_is_refused_with_option_value_and_remedy(tmp_path, words, option, says):
+    error = refused(tmp_path, *words.split())
+    assert error.option == option
+    assert says in one_line(error)
+    assert error.remedy and one_line(error).endswith(error.remedy)
+    assert [fragment for fragment in FRAGMENTS if fragment in one_line(error)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--lr_locl=3"], "lr_locl"),
+        (["--data.partition.alhpa=3"], "data.partition.alhpa"),
+        (["--trainer.logger=CSVLogger", "--trainer.logger.save_dirr=x"], "trainer.logger.save_dirr"),
+        (["--rounds", "three"], "trainer.max_epochs"),
+    ],
+)
+def test_the_option_is_a_fact_of_the_error(tmp_path, words, option):
+    error = refused(tmp_path, *words)
+    assert error.option == option
+    assert [fragment for fragment in FRAGMENTS[1:] if fragment in one_line(error)] == []
+
+
+def test_a_message_about_something_else_is_left_alone():
+    assert option_error("the disk is full", {}, ["model.lr_local"]) is None
+    assert missing_module("No module named 'mine'") is None
+    text = "Problem with given class_path 'mine.Net':\n  No module named 'mine'"
+    assert missing_module(text) == ("mine.Net", "mine")
+
+
+def test_handlers_read_the_attributes_and_not_the_text():
+    """`perada check` leaves out the option that an error holds, whatever its message looks like."""
+    recipes = [{"model": {"lr_local": 3, "lr_personal": 4}}]
+    about_one = OptionError("lr_personal=4 looks odd, since another one is refused", name="lr_local", value=3)
+    found = _option_of(about_one, recipes, [])
+    assert found is not None
+    found.remove()
+    assert recipes == [{"model": {"lr_personal": 4}}]
+    assert _option_of(ValueError("lr_personal=4 cannot be used; give less"), recipes, []) is None
+
+
+def test_an_error_of_a_section_has_the_section_in_its_option():
+    with pytest.raises(OptionError) as caught:
+        check_number("privacy: max_norm", -2, above=0)
+    assert (caught.value.option, caught.value.value) == ("privacy.max_norm", -2)
+    assert str(caught.value) == f"privacy: max_norm=-2 cannot be used; {caught.value.remedy}"
+    renamed = caught.value.renamed("clip")
+    assert str(renamed) == f"clip=-2 cannot be used; {caught.value.remedy}"
+    assert renamed.option == "clip"
+
+
+def test_a_shorthand_is_named_as_it_was_given(monkeypatch, tiny_data):
+    """The error is found by its option: the text may say anything."""
+
+    def odd(self):
+        raise OptionError("distillation: lr is odd", name="distillation: lr", value=self.lr)
+
+    monkeypatch.setattr("perada.server.distill.Distillation.__post_init__", odd)
+    with pytest.raises(OptionError, match=r"^lr_server is odd$"):
+        finetune("test_resnet", tiny_data, pretrained=False, lr_server=3.0)
+
+
+@pytest.fixture
+def tiny_data():
+    images = [(torch.full((3, 16, 16), number / 4), number % 2) for number in range(4)]
+    return FederatedData([images, images], num_classes=2)
