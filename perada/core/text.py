@@ -72,6 +72,26 @@ def look_alike(names: Iterable[str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+def case_variants(names: Iterable[str]) -> list[list[str]]:
+    r"""Group the names that differ in case, and beside it at most in what a reader does not see.
+
+    Names of one letter are left out, since an alphabet has both cases of each as classes of their own.
+
+    >>> case_variants(["Hospital", "clinic", "hospital", "HOSPITAL "])
+    [['Hospital', 'hospital', 'HOSPITAL ']]
+    >>> case_variants(["cat", "cat ", "A", "a"])
+    []
+    """
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        groups.setdefault(visible_form(name).casefold(), []).append(name)
+    variants = []
+    for folded, group in groups.items():
+        if len(folded) > 1 and len({visible_form(name) for name in group}) > 1:
+            variants.append(group)
+    return variants
+
+
 def some(names: Sequence[str], most: int = 5) -> str:
     """The first names, and how many there are more.
 

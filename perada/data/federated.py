@@ -8,12 +8,19 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from perada.core.text import look_alike, some
+from perada.core.text import case_variants, look_alike, some
 
 
 def warn_of_look_alikes(what: str, names: Iterable[Any]) -> None:
-    """Warn of names that a reader cannot tell apart; ``what`` are ``classes`` or the like."""
-    for group in look_alike(map(str, names)):
+    """Warn of names that a reader cannot tell apart, or only by case; ``what`` are ``classes`` or the like."""
+    texts = [str(name) for name in names]
+    for group in case_variants(texts):
+        warnings.warn(
+            f"the {what} {' and '.join(map(ascii, group))} are different {what}, and differ only in capitals and "
+            "spaces. Write them alike if they are meant to be one",
+            stacklevel=3,
+        )
+    for group in look_alike(texts):
         warnings.warn(
             f"the {what} {' and '.join(map(ascii, group))} look the same and are different {what}: they differ only "
             "in invisible characters, spaces, Unicode normalisation or look-alike letters. Rename them if they are "

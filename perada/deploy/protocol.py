@@ -71,6 +71,19 @@ def refuse(refused: bool, text: str, code: Code = "malformed") -> None:
         raise Refused(text, code)
 
 
+def shown_round(kind: str, round: int, of: str = "update") -> int:
+    """The round of a message as people count it, from 1.
+
+    Messages and files have the number of rounds before it. A message about models after a round (to score or fine-tune
+    them, or to add up their scores) comes when that round is over, and so has the number that people give the round.
+
+    >>> shown_round("train", 0), shown_round("evaluate", 1), shown_round("mask", 1, "scores")
+    (1, 1, 1)
+    """
+    after = kind in ("evaluate", "tune") or of == "scores"
+    return round if after else round + 1
+
+
 @dataclass(frozen=True)
 class Header:
     """What a message says beside its tensors; the fields are checked when it is made."""
@@ -100,7 +113,7 @@ class Order(Header):
     kind: Kind
     run: str  # id of the federation's run, which stays when it is resumed
     recipe: str  # digest of the recipe and the frozen weights
-    round: int = 0  # counted from 0
+    round: int = 0  # rounds before it; of what comes after a round, that one is among them
     client: int = 0  # the site's number in the run
     clients: int = 1  # number of sites in the run
     factor: float = 1.0  # of the learning rates
@@ -131,9 +144,14 @@ class Order(Header):
         check_choice("of", self.of, ("update", "scores"))
         _check_dictionary("sums", self.sums)
 
+    @property
+    def shown_round(self) -> int:
+        """The round as people count it, from 1: the one that is trained, or the one whose models are scored."""
+        return shown_round(self.kind, self.round, self.of)
+
     def __str__(self) -> str:
         sums = f" ({self.of}, attempt {self.attempt + 1})" if self.kind in SUMS else ""
-        return f"{self.kind}{sums}, round {self.round}"
+        return f"{self.kind}{sums}, round {self.shown_round}"
 
 
 @dataclass(frozen=True)

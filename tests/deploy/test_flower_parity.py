@@ -67,7 +67,7 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
         config = f'min_sites=3 deadline=300.0 state="{demo.folder}/server"'
         demo.start("run", [*words, config])
         log = demo.log("worker-beta")
-        demo.wait_for(lambda: "train, round 1" in log.read_text(), "run", "round 1 at beta", 300)
+        demo.wait_for(lambda: "train, round 2" in log.read_text(), "run", "round 2 at beta", 300)
         demo.kill("worker-beta")
         (server,) = demo.children(demo.processes["link"].pid, "flwr-serverapp")
         os.kill(server, signal.SIGKILL)

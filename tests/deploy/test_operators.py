@@ -74,7 +74,7 @@ def test_waiting_for_sites_is_said_and_its_end_is_one_line(tiny, tmp_path, caplo
     coordinator = Parties(tiny, tmp_path, rounds=1).coordinator(LocalTransport({}), min_sites=2, deadline=1.5)
     with pytest.raises(TimeoutError) as raised:
         coordinator.run()
-    assert "round 0 waits for sites" in caplog.text and "0 of at least 2 are there" in caplog.text
+    assert "round 1 waits for sites" in caplog.text and "0 of at least 2 are there" in caplog.text
     said = str(raised.value)
     assert "\n" not in said and "in 2 s (the deadline is 1.5 s); missing: no other site was ever connected" in said
 

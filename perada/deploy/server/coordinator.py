@@ -256,12 +256,12 @@ class Coordinator:
                 outside = ", ".join(f"{name} ({reason})" for name, reason in self.roster.outside.items())
                 log.info(
                     "round %d waits for sites, %.0f s more: %d of at least %d are there; connected, not joined: %s",
-                    *(progress.done, end - time.monotonic(), len(able), terms.min_sites, outside or "none"),
+                    *(progress.done + 1, end - time.monotonic(), len(able), terms.min_sites, outside or "none"),
                 )
             time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
         if len(able) < terms.min_sites:
             missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
-            raise TimeoutError(self._too_few(f"round {progress.done}", len(able), missing, begin))
+            raise TimeoutError(self._too_few(f"round {progress.done + 1}", len(able), missing, begin))
         total = len(progress.roster)
         return sample_cohort(self.settings.seed, progress.done, total, total if self.sample else None, lambda _: able)
 
@@ -313,7 +313,7 @@ class Coordinator:
         answered = len(got) + sum(code == "broken" for code in record.failed.values())
         if answered < terms.min_sites:
             missing = {name: record.failed.get(name, "late") for name in asked if name not in got}
-            raise TimeoutError(self._too_few(f"round {progress.done}", answered, missing, begin))
+            raise TimeoutError(self._too_few(f"round {progress.done + 1}", answered, missing, begin))
         record.asked, record.answered, record.outside = asked, list(got), dict(self.roster.outside)
         connected = set(self.transport.names())
         record.away = [
@@ -404,7 +404,7 @@ class Coordinator:
             self.server.load_state_dict(self._former)
             self._former, progress.spoiled = {}, 0
             record.void += "; the model from before the last sum was put back"
-            log.warning("round %d: the model from before the last secure sum was put back", record.round)
+            log.warning("round %d: the model from before the last secure sum was put back", record.round + 1)
 
     def _check_honest(self) -> None:
         """End the run before sites train for a sum that cannot be made, since too few are left that did not lie."""
@@ -414,8 +414,9 @@ class Coordinator:
             return
         named = "; ".join(f"site {name}: {reason}" for name, reason in liars.items())
         raise TimeoutError(
-            f"round {self.progress.done}: a secure sum needs {options.min_sites} sites, and too few are left without "
-            f"those that lied in one ({named}). Find out why they did, and resume the run: they are asked again then"
+            f"round {self.progress.done + 1}: a secure sum needs {options.min_sites} sites, and too few are left "
+            f"without those that lied in one ({named}). Find out why they did, and resume the run: they are asked "
+            "again then"
         )
 
     def _note_told(self, name: str) -> None:
@@ -524,7 +525,7 @@ class Coordinator:
                 summed = self._sum("scores", Record(self.progress.done), adds, contents)[1]
                 found = summed_scores(metrics, summed.numbers)
             except Refused as refusal:
-                log.warning("no scores after round %d: %s", self.progress.done - 1, refusal)
+                log.warning("no scores after round %d: %s", self.progress.done, refusal)
         self.progress.history[-1] |= found
         self.progress.scored = self.progress.done
         self._save()

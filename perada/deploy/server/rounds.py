@@ -223,7 +223,7 @@ def close_round(
     progress.records.append(record)
     progress.done, progress.asked = progress.done + 1, []
     for problem in filter(None, [record.void, "the distillation diverged" if report.diverged else ""]):
-        log.warning("round %d: %s", record.round, problem)
+        log.warning("round %d: %s", record.round + 1, problem)
 
 
 def _row(recipe: Recipe, got: Got, client: int, round: int) -> State:

@@ -26,6 +26,7 @@ from perada.deploy.protocol import (
     largest,
     pack,
     refuse,
+    shown_round,
     spec_of,
     unpack,
 )
@@ -146,10 +147,10 @@ class SiteWorker:
         other = state.client not in (None, order.client) or state.recipe not in ("", order.recipe)
         refuse(other, f"in run {order.run} the site is client {state.client} of recipe {state.recipe}", "other")
         late = order.round > rounds or (order.kind == "train" and order.round == rounds)
-        refuse(late, f"the recipe has {rounds} rounds, and round {order.round} was asked for", "future")
+        refuse(late, f"the recipe has {rounds} rounds, and round {order.shown_round} was asked for", "future")
         untuned = tune and (order.round < rounds or not client.settings.algorithm.personalization())
         refuse(untuned, "the recipe has no fine-tuning then", "other")
-        refuse(order.round < state.round, f"round {order.round} after round {state.round}", "past")
+        refuse(order.round < state.round, f"round {order.shown_round} after round {state.round + 1}", "past")
         state.client, state.recipe, state.transport, state.rank = order.client, order.recipe, run, order.rank
         if order.kind in SUMS:
             return self._sum(client, order, answers, state)
@@ -158,7 +159,7 @@ class SiteWorker:
             self._evaluate(client, message, order, answers, state)
             return self._with_keys(client, replace(order, of="scores", attempt=0), state, state.scores)
         if order.round == state.round:
-            refuse(answers != state.message, f"round {order.round} was trained for another message", "other")
+            refuse(answers != state.message, f"round {order.shown_round} was trained for another message", "other")
         else:
             self._train(client, message, order, answers, state)
         return self._with_keys(client, replace(order, of="update", attempt=0), state, state.reply)
@@ -211,7 +212,7 @@ class SiteWorker:
         except Refused as error:
             outcome, counts = f"what came of the training cannot be sent: {error}", False
         if outcome:
-            self.log.warning("round %d: %s", order.round, outcome)
+            self.log.warning("round %d: %s", order.shown_round, outcome)
         if not counts:  # nothing to add up: perhaps what the server sent, which it knows
             reply, state.update = _reply("broken", answers), {}
         state.round, state.trained, state.message, state.reply = order.round, state.trained + 1, answers, reply
@@ -269,13 +270,18 @@ class SiteWorker:
         there, left = self._left(order, state)
         last = state.scored if order.of == "scores" else state.round
         other = order.round != last or not there
-        refuse(other, f"secure sum: nothing of round {order.round} may be added up; the last one was {last}", "other")
+        shown_last = shown_round("keys", last, order.of)
+        refuse(
+            other,
+            f"secure sum: nothing of round {order.shown_round} may be added up; the last one was {shown_last}",
+            "other",
+        )
         terms = self._terms(client, order, state)
         if (reply := party.replied(terms, answers)) is not None:
             return reply
         # A vector leaves once: of two sums with other sites in them the difference would be a single site's.
         gone = order.kind in ("keys", "mask") and left >= order.round
-        refuse(gone, f"secure sum: what round {order.round} made has left under masks before", "other")
+        refuse(gone, f"secure sum: what round {order.shown_round} made has left under masks before", "other")
         if order.kind in ("keys", "mask") and not scores:
             self._check_sum(client)
         part = client.scores_of_sum if scores else client.part_of_sum
@@ -298,7 +304,7 @@ class SiteWorker:
             self.book.commit(state, total, self.book.rounds, self.book.sampling)
         tensors = {} if masked is None else {"masked": torch.from_numpy(masked)}
         if order.kind == "reveal":
-            self.log.info("round %d: in the sum are %s", order.round, ", ".join(party.alive(terms)))
+            self.log.info("round %d: in the sum are %s", order.shown_round, ", ".join(party.alive(terms)))
         reply = pack(Answer("ok", answers, sums=said), tensors)
         party.keep(terms, answers, reply)
         return reply
@@ -331,9 +337,9 @@ class SiteWorker:
     def _evaluate(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> None:
         """Score the models, once a round, and remember the global one that the last round made."""
         last = state.scored
-        refuse(order.round < last, f"scores after round {order.round}, and those after {last} were sent", "past")
+        refuse(order.round < last, f"scores after round {order.shown_round}, and those after {last} were sent", "past")
         if order.round == last:  # not others: or the server tries models of its own making on the site's images
-            refuse(answers != state.score, f"other models were scored after round {order.round}", "other")
+            refuse(answers != state.score, f"other models were scored after round {order.shown_round}", "other")
             return
         template = client.recipe.template
         expected = {f"shared/{key}": entry for key, entry in spec_of(template.initial).items()}

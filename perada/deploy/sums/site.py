@@ -165,7 +165,7 @@ class SiteRound:
         self._check_identities(adverts)
         for advert in adverts:
             refuse(advert.terms != mine.terms, f"secure sum: the keys of {advert.name!r} are for another sum", "other")
-            rounds = ", ".join(differing(told, advert))
+            rounds = ", ".join(str(int(round) + 1) for round in differing(told, advert))
             refuse(bool(rounds), f"secure sum: {advert.name!r} was told other things in round {rounds}", "other")
         self._adverts, self._order = {advert.name: advert for advert in adverts}, order
         self._about = digest([self._adverts[name].statement() for name in order])

@@ -273,7 +273,7 @@ def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored
     }
     (row,) = made.coordinator(LocalTransport(workers)).run().history
     assert ("global/global_test" in row) == scored
-    assert ("no scores after round 0" in caplog.text) != scored
+    assert ("no scores after round 1" in caplog.text) != scored
     if scored:
         counts = [read_state(workers[name].book.folder / "state.safetensors")[0].numbers for name in made.names[1:]]
         right, total = (sum(one[f"global/{what}"] for one in counts) for what in ("right", "all"))

@@ -31,7 +31,7 @@ def test_over_flower_it_is_the_simulation_to_the_bit(tmp_path, capfd, monkeypatc
     assert run_demo(2, recipe_digest, tmp_path / "server", secure_sums=True) == 0
     said = capfd.readouterr().out
     assert "is finished:completed" in said and "All processes have ended" in said
-    assert "mask (update, attempt 1), round 1: 3 of 3 sites replied in" in said
+    assert "mask (update, attempt 1), round 2: 3 of 3 sites replied in" in said
     progress, states = records.read_progress(tmp_path / "server")
     assert [record.summed for record in progress.records] == [[*deployment.SITES]] * 2
 
@@ -76,11 +76,11 @@ class Killed(Watched, Demo):
 
     def over(self, step, number):
         """Wait until all sites have taken a step of the sum of a round."""
-        self.said(f"{step} (update, attempt 1), round {number}: 4 of 4 sites replied")
+        self.said(f"{step} (update, attempt 1), round {number + 1}: 4 of 4 sites replied")
 
     def never(self, site, step, number):
         """A site was not asked for a step."""
-        assert f"{step} (update, attempt 1), round {number}" not in self.log(f"worker-{site}").read_text()
+        assert f"{step} (update, attempt 1), round {number + 1}" not in self.log(f"worker-{site}").read_text()
 
     def again(self, *sites, before=None):
         """Kill workers ``before`` they were asked for a step of a round, and start them again, as a supervisor does."""
@@ -156,7 +156,7 @@ def test_a_worker_is_killed_at_each_moment_of_a_sum(four):
     four.begin(6)
     four.command(deadline=500)
 
-    four.said("train, round 0", "worker-beta")  # before it has keys
+    four.said("train, round 1", "worker-beta")  # before it has keys
     four.again("beta")
     assert four.closed(0).summed == everyone
 
@@ -224,7 +224,7 @@ def test_the_server_is_killed_at_each_moment_of_a_sum_and_a_site_comes_back_late
 
     four.over("shares", 3)
     four.hold("beta")
-    four.said("mask (update, attempt 1), round 3: 3 of 4 sites replied, beta late")
+    four.said("mask (update, attempt 1), round 4: 3 of 4 sites replied, beta late")
     four.go_on("beta")
     record = four.closed(3)
     four.never("beta", "mask", 3)  # whoever asked it is gone, and so it masks nothing

@@ -467,12 +467,12 @@ def test_digests_of_what_sites_were_told_are_compared_in_full(differs):
         ({}, ""),
         ({"0": "a"}, ""),
         ({"3": "c", "7": "d"}, ""),
-        ({"1": "b", "0": "c"}, "0"),
-        ({"299": "d", "1": "c"}, "299"),
+        ({"1": "b", "0": "c"}, "1"),
+        ({"299": "d", "1": "c"}, "300"),
     ],
 )
 def test_two_sites_compare_the_rounds_in_which_both_were(others, rounds):
-    """Of 300 rounds a site says the last 256."""
+    """Of 300 rounds a site says the last 256. People count them from 1."""
     heard = {str(number): "b" * 64 for number in range(1, 300)} | {"0": "a" * 64}
     heard = {number: told for number, told in heard.items() if number != "7"}
     one = {"0": "a" * 64, "1": "b" * 64} if "299" not in others else heard

@@ -52,8 +52,8 @@ def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsy
     main(["deploy", "status", str(tmp_path / "server")])
     shown = cells(capsys.readouterr().out)
     place = shown["round"].index("in the sum")
-    assert [shown[number][place] for number in "012"] == [", ".join(made.names), "site1, site2, site3", "–"]
-    void = [shown[number][shown["round"].index("void")] for number in "012"]
+    assert [shown[number][place] for number in "123"] == [", ".join(made.names), "site1, site2, site3", "–"]
+    void = [shown[number][shown["round"].index("void")] for number in "123"]
     assert void == ["–", "–", "secure sum: 2 of 4 sites sent their part, and 3 must"]
 
     (tmp_path / "recipe.yaml").write_text("")
@@ -62,7 +62,7 @@ def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsy
     main(["deploy", "status", str(tmp_path / "site.yaml")])
     shown = cells(capsys.readouterr().out)
     (row,) = [row for name, row in shown.items() if name not in ("run",) and not name.startswith("-")]
-    assert row[shown["run"].index("last round")] == "2" and row[shown["run"].index("last under masks")] == "0"
+    assert row[shown["run"].index("last round")] == "3" and row[shown["run"].index("last under masks")] == "1"
 
 
 @pytest.mark.parametrize("sums", [True, False])
@@ -81,7 +81,7 @@ def test_status_shows_a_site_that_is_away(sums, tiny, tmp_path, capsys):
     main(["deploy", "status", str(tmp_path / "server")])
     shown = cells(capsys.readouterr().out)
     place = shown["round"].index("missing")
-    assert [shown[number][place] for number in "012"] == ["–", "site2 (away)", "–"]
+    assert [shown[number][place] for number in "123"] == ["–", "site2 (away)", "–"]
 
 
 class Weighed(LocalTransport):
