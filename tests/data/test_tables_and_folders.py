@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from perada.cli import main
 from perada.cli.data import recipe, table_options
 from perada.cli.messages import one_line
-from perada.core.text import look_alike
+from perada.core.text import case_variants, look_alike
 from perada.data import IID, ByDomain, FederatedData, ImageFolder, Images, ImageTable, UnlabelledFolder
 from perada.data.checked import check
 from perada.data.partitions.division import Division
@@ -226,13 +226,54 @@ def test_names_that_look_alike_are_warned_of(one, other):
         _ = ImageFolder("classes", classes=[one, "z", "dog"]).manifest
 
 
-@pytest.mark.parametrize("names", [["cat", "Cat"], ["1", "10"], ["a b", "ab"], ["é", "e"], ["cat", "cats"]])
+@pytest.mark.parametrize("names", [["A", "a"], ["1", "10"], ["a b", "ab"], ["é", "e"], ["cat", "cats"]])
 def test_names_that_a_reader_can_tell_apart_are_not(names):
     assert look_alike(names) == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ones = TensorDataset(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.arange(2))
         FederatedData([ones], classes=names)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("hospital", "Hospital"),
+        ("hospital", "Hospital "),
+        ("st. mary", "ST. MARY"),
+        ("caf\xe9", "CAFE\u0301"),
+        ("\xfcnal", "\xdcNAL"),
+        ("north\xa0wing", "North  Wing"),
+    ],
+)
+def test_names_that_differ_only_in_case_are_warned_of(one, other):
+    """Of clients in folders, of classes in folders, of labels that are words, of groups in a table, and by name."""
+    assert case_variants([one, "dog", other, one]) == [[one, other]]
+    says = "are different {} and differ only in capitals and spaces".format
+    write_images(f"clients/{one}/x", f"clients/{other}/x", f"clients/{one}/y")
+    with pytest.warns(UserWarning, match=says("clients,")) as caught:
+        Division(Images("clients", size=8), ByDomain("client")).share_out()
+    assert ascii(one) in str(caught[0].message) and ascii(other) in str(caught[0].message)
+    write_images(f"classes/{one}", f"classes/{other}", "classes/z")
+    with pytest.warns(UserWarning, match=says("classes,")):
+        Division(ImageFolder("classes", size=8), IID(1)).share_out()
+    items = [{"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": label} for label in (one, other, "dog")]
+    with pytest.warns(UserWarning, match=says("labels,")):
+        check(FederatedData([items]))
+    rows = "".join(f"classes/z/{number}.png,a,{group}\n" for number, group in enumerate([one, other, "p", "q"]))
+    Path("t.csv").write_text(f"path,label,patient\n{rows}", encoding="utf-8")
+    with pytest.warns(UserWarning, match=says("groups,")):
+        _ = ImageTable("t.csv", group="patient").manifest
+    ones = TensorDataset(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.arange(2))
+    with pytest.warns(UserWarning, match=says("clients,")):
+        FederatedData([ones, ones], client_names=[one, other])
+
+
+def test_names_of_one_letter_may_differ_in_case():
+    """An alphabet has classes A and a. Three names are one warning, beside that of two that look the same."""
+    assert case_variants(["A", "a", "b", "B "]) == []
+    assert case_variants(["Cat", "cat", "cat "]) == [["Cat", "cat", "cat "]]
+    assert case_variants(["cat", "cat "]) == []  # these look the same, which has a warning of its own
 
 
 @pytest.mark.parametrize(
