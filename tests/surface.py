@@ -334,6 +334,7 @@ def messages() -> dict[str, Parts]:
         "terms": fields(transport.Terms),
         state.SITE_STATE: {"": f"format {state.SITE_FORMAT}"},
         progress.SERVER_STATE: {"": f"format {progress.SERVER_FORMAT}"},
+        progress.SUM_STATE: {"": f"format {progress.SUM_FORMAT}"},
     }
 
 

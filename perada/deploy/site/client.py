@@ -79,7 +79,7 @@ class Client:
                 "client_privacy and secure_sums; approve one that has both, or leave the limit out"
             )
         recipe.build(self.data.num_classes, self.data.multilabel)
-        # What needs the server's images or other clients is the server's to check.
+        # What needs the server's images or other clients is the server's.
         alone = {"clients_per_round": None, "client_privacy": None, "rule": Mean(), "weighting": "uniform"}
         self.settings: Settings = recipe.settings(distillation=Distillation(steps=0), **alone)
         parts = Parts(self.data, self.module, self.settings)
@@ -87,9 +87,11 @@ class Client:
             self._protection = protection = protect(parts, recipe.rounds)
             self._noise = [] if protection.images is None else list(protection.images.noise_multipliers)
             configure_rounds(parts, protection)
-            check_private(parts)
+            # As a simulation of the recipe: with its own rule, weighting and privacy of whole clients.
+            simulated = Parts(self.data, self.module, recipe.settings(clients_per_round=None))
+            check_private(simulated)
             self._check_public_images()
-            check_first(parts, self.data.trial_batch([0]), fits=True)
+            check_first(simulated, self.data.trial_batch([0]), fits=True)
         self.level = SiteLevel(recipe, limits) if recipe.noisy else None
         self._site = Site(self.module.engine, self.module.slot, self.settings, protection)
         self.images, self._public = recipe.public_images(), (-1, "")
