@@ -21,8 +21,8 @@ TIMM = (
     "vitamin_small_224 ese_vovnet19b_slim xception41 xcit_nano_12_p16_224"
 ).split()
 TRANSFORMERS = (
-    "beit clip data2vec-vision dinov2 dinov2_with_registers focalnet hgnet_v2 ijepa poolformer pvt pvt_v2 regnet "
-    "resnet segformer vit"
+    "beit clip convnext convnextv2 data2vec-vision deit dinov2 dinov2_with_registers focalnet hgnet_v2 ijepa levit "
+    "mobilenet_v1 mobilenet_v2 poolformer pvt pvt_v2 regnet resnet segformer swin swinv2 vit"
 ).split()
 SMALL = {
     "hidden_size": 32,
@@ -32,14 +32,26 @@ SMALL = {
     "image_size": 64,
     "patch_size": 16,
 }
+STAGES = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]}
+WINDOWS = {"patch_size": 4, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4, "image_size": 64}
+# Configurations whose options have other names, depend on one another, or must name the class of the network.
+OPTIONS = {
+    "convnext": STAGES,
+    "convnextv2": STAGES,
+    "deit": SMALL | {"architectures": ["DeiTForImageClassification"]},
+    "levit": {"image_size": 64, "architectures": ["LevitForImageClassification"]},
+    "swin": WINDOWS,
+    "swinv2": WINDOWS,
+}
 
 
 def small_transformer(kind):
     """A network of transformers with random weights, as small as its configuration can make it."""
     from transformers import AutoConfig, AutoModelForImageClassification
 
-    config = AutoConfig.for_model(kind)
-    for part in (config, getattr(config, "vision_config", None)):
+    config = AutoConfig.for_model(kind, **OPTIONS.get(kind, {}))
+    parts = () if kind in OPTIONS else (config, getattr(config, "vision_config", None))
+    for part in parts:
         for option, value in SMALL.items():
             if isinstance(getattr(part, option, None), int):
                 setattr(part, option, value)

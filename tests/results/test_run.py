@@ -239,6 +239,14 @@ def with_extra(tensors):
     return tensors | {"base_model.model.9.weight": torch.zeros(2)}
 
 
+def with_first_filled(number):
+    def change(tensors):
+        first, value = next(iter(tensors.items()))
+        return tensors | {first: torch.full_like(value, number)}
+
+    return change
+
+
 def with_other_shapes(tensors):
     return {key: torch.zeros(*value.shape, 2) for key, value in tensors.items()}
 
@@ -272,6 +280,15 @@ def with_other_shapes(tensors):
             change_tensors("client_0/adapter_model.safetensors", with_other_shapes),
             r"client_0' belongs to another.*' is \[.*, 2\], of the run it is \[",
         ),
+        (
+            change_tensors("client_3/adapter_model.safetensors", with_first_filled(math.nan)),
+            "client_3' is broken: '.*' is not finite",
+        ),
+        (
+            change_tensors("global/adapter_model.safetensors", with_first_filled(-math.inf)),
+            "global' is broken: '.*' is not finite",
+        ),
+        (change_tensors("backbone.safetensors", with_other_shapes), "backbone.safetensors' does not fit backbone"),
         (truncate("backbone.safetensors"), "backbone.safetensors'"),
         (remove("backbone.safetensors"), "backbone.safetensors"),
     ],
