@@ -215,7 +215,7 @@ def worker_of(given: SiteFile) -> SiteWorker:
                 log.warning("the site's images: %s", sides.changed)
             remember(given.state, sides)
     try:
-        worker = SiteWorker(book, clients, given.may_send, log, party_of(given))
+        worker = SiteWorker(book, clients, given.may_send, log, party_of(given), given.resume_allow)
         stamp(log, lambda: {"site": given.name} | worker.about)
         return worker
     except (ValueError, OSError, ImportError):

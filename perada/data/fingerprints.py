@@ -225,6 +225,22 @@ def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) ->
     return None
 
 
+def changed_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Name what differs in two fingerprints of one client's data, such as ``training images``; None if nothing does."""
+    for part, title in (("train", "training images"), ("test", "test images"), ("validation", "validation images")):
+        before = former.get(part)
+        now = here.get(part)
+        if not isinstance(before, dict) or not isinstance(now, dict):
+            if before != now:
+                return title
+            continue
+        for what, whose in (("labels", f"labels of the {title}"), ("images", title)):
+            # What changes from read to read cannot be compared.
+            if before[what] is not None and now[what] is not None and before[what] != now[what]:
+                return whose
+    return None
+
+
 def _clients(old: Sequence[str], new: Sequence[str], names: Sequence[str] | None) -> str:
     """Name the clients whose hashes differ, and the first one that has what was another's."""
     shown = list(map(str, range(len(new)))) if names is None else list(map(repr, names))

@@ -125,6 +125,7 @@ class RunState:
     numbers: dict[str, float] = field(default_factory=dict)  # scores for a secure sum; empty where they stay
     asked: str = ""  # digest of the models that were scored
     counted: int = -1  # the last round after which scores left under masks
+    data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the images trained on; empty before the first
 
 
 class Book:

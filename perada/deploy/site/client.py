@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from perada.core.rounds import AnyBatch, Phase, PrivateSampling, RoundPlan, make
 from perada.core.states import State, cut_ranks, expand, to_device
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, loader, make_store
 from perada.data.federated import FederatedData
+from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.deploy.protocol import Order, Refused
 from perada.deploy.recipe import Recipe, first_kept, labels_digest
 from perada.deploy.site.budget import SiteBudget
@@ -137,6 +139,11 @@ class Client:
     def labels(self) -> str:
         """A digest of the classes, in their order: sites of one federation have the same."""
         return labels_digest(self.data.num_classes, self.data.multilabel, self.data.classes)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Hashes of the site's images and labels, which stay there: a run goes on with the same ones only."""
+        return fingerprint_of(self.data.checked, None, self.data.evaluate_on)
 
     def protection(self, account: dict[str, Any] | None, rounds_done: int) -> Protection:
         """The ledgers of a run that has trained so many rounds, of which ``account`` is the state; one run at a time.

@@ -69,6 +69,7 @@ class SiteFile:
     limits: Limits = field(default_factory=Limits)
     accelerator: str = "auto"
     secure_sums: Hiding | None = None  # None where it hides among nobody
+    resume_allow: tuple[str, ...] = ()  # ``images`` if a run without privacy may go on with other ones
 
 
 def read_site(path: Path) -> SiteFile:
@@ -104,6 +105,11 @@ def _site(home: Path, content: dict[str, Any]) -> SiteFile:
         raise ValueError(f"may_send={may_send!r} cannot be used; give a list of {', '.join(SENDABLE)}")
     for one in may_send:
         check_choice("may_send", one, SENDABLE)
+    resume_allow = content.get("resume_allow") or []
+    if not isinstance(resume_allow, list):
+        raise ValueError(f"resume_allow={resume_allow!r} cannot be used; give [images], or leave it out")
+    for one in resume_allow:
+        check_choice("resume_allow", one, ("images",))
     if not isinstance(recipes, list) or not recipes:
         raise ValueError(f"recipes={recipes!r} cannot be used; list what is approved, with recipe, sha256 and digest")
     return SiteFile(
@@ -116,6 +122,7 @@ def _site(home: Path, content: dict[str, Any]) -> SiteFile:
         Limits(**{key: _number(value) for key, value in limits.items()}),
         str(content.get("accelerator") or "auto"),
         _hiding(home, content.get("secure_sums")),
+        tuple(resume_allow),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from perada.core.states import State, laid_out, narrowed, widened
 from perada.core.text import printable
+from perada.data.fingerprints import changed_content
 from perada.deploy.protocol import (
     MODELS,
     SUMS,
@@ -54,6 +55,7 @@ class SiteWorker:
         may_send: What of :data:`perada.deploy.protocol.SENDABLE` may leave the site beside updates.
         log: Where reasons go; they never leave the site.
         party: The site among those that it hides among, for recipes with secure sums.
+        resume_allow: ``images`` lets a run without privacy go on with other images than it has trained on here.
 
     Raises:
         ValueError: If a recipe has secure sums and there is no ``party``.
@@ -66,6 +68,7 @@ class SiteWorker:
         may_send: Sequence[str] = (),
         log: logging.Logger | None = None,
         party: "Party | None" = None,
+        resume_allow: Sequence[str] = (),
     ) -> None:
         for client in clients.values():
             if client.settings.secure_sums is not None and party is None:
@@ -74,6 +77,7 @@ class SiteWorker:
                     "secure_sums with identity and sites (docs/secure_sums.md)"
                 )
         self.party = party
+        self.resume_allow = set(resume_allow)
         self.book, self.clients, self.may_send = book, dict(clients), set(may_send)
         self.log = log or logging.getLogger("perada.site")
         self.about: dict[str, object] = {}  # the run and round of the order that is being answered
@@ -167,6 +171,8 @@ class SiteWorker:
     def _train(self, client: Client, message: bytes, order: Order, answers: str, state: RunState) -> None:
         """Train, and commit what is kept, what it cost and the reply together."""
         book, template, tune = self.book, client.recipe.template, order.kind == "tune"
+        self._check_images(client, state)
+        state.data = client.fingerprint
         factors = client.module.slot.factors if order.rank else ()
         whole = template.initial if tune else template.sending
         _, given = unpack(message, spec_of(whole if tune else narrowed(whole, factors, order.rank)))
@@ -320,6 +326,26 @@ class SiteWorker:
         over = "another noisy sum would pass the largest ε of the site as a whole, in all runs together"
         raise Refused(f"{over} (max_site_epsilon; by default a whole run's)", "exhausted")
 
+    def _check_images(self, client: Client, state: RunState) -> None:
+        """Refuse to go on with a run on other images or labels than those that it has trained on here.
+
+        The personal state is of the former ones, and so are the ledgers and the noise of a private run.
+        """
+        changed = changed_content(state.data, client.fingerprint) if state.data else None
+        if changed is None:
+            return
+        loop = client.recipe.loop
+        difference = f"the site's {changed} are not those that run {state.run} has trained on here"
+        if loop.privacy is not None or loop.client_privacy is not None:
+            raise Refused(
+                f"{difference}, and its noise and its ledgers are of those; put them back, or take part in a new run",
+                "other",
+            )
+        if "images" not in self.resume_allow:
+            remedy = "put them back, or accept the change by resume_allow: [images] in the site's file"
+            raise Refused(f"{difference}; {remedy}", "other")
+        self.log.warning("%s; the run goes on with them, as resume_allow says", difference)
+
     def _check_limits(self, limits: Limits, state: RunState, protection: Protection) -> str | None:
         """Refuse what the site does not allow, or its budget not any more; else how private batches are drawn."""
         rounds, runs, sampling = self.book.rounds, self.book.runs, self.book.sampling
@@ -341,6 +367,7 @@ class SiteWorker:
         if order.round == last:  # not others: or the server tries models of its own making on the site's images
             refuse(answers != state.score, f"other models were scored after round {order.shown_round}", "other")
             return
+        self._check_images(client, state)
         template = client.recipe.template
         expected = {f"shared/{key}": entry for key, entry in spec_of(template.initial).items()}
         for key, (kind, shape) in spec_of(template.initial).items() if order.models else ():
