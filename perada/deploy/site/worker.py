@@ -83,6 +83,7 @@ class SiteWorker:
         self.about: dict[str, object] = {}  # the run and round of the order that is being answered
         self._turn = threading.Lock()
         for client in self.clients.values():
+            _ = client.fingerprint  # files are read for it, which the first round's deadline should not wait for
             self._warn_of_infinite_epsilon(client)
 
     @property
