@@ -18,7 +18,8 @@ TIMM = (
     "hardcorenas_b hgnetv2_b0 hiera_tiny_224 hrnet_w18_small iformer_t inception_next_atto rexnet_100 selecsls42 "
     "seresnet18 shvit_s1 starnet_s1 swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 tiny_vit_5m_224 "
     "twins_svt_small visformer_tiny vit_tiny_patch16_224 vit_tiny_r_s16_p8_224 vit_relpos_small_patch16_224 "
-    "vitamin_small_224 ese_vovnet19b_slim xception41 xcit_nano_12_p16_224"
+    "vitamin_small_224 ese_vovnet19b_slim xception41 xcit_nano_12_p16_224 test_maxvit test_coatnet regnetx_002 "
+    "pit_ti_224 pvt_v2_b0 mobilevit_xxs mobilevitv2_050 resnest14d nextvit_small"
 ).split()
 TRANSFORMERS = (
     "beit clip convnext convnextv2 data2vec-vision deit dinov2 dinov2_with_registers focalnet hgnet_v2 ijepa levit "
