@@ -7,6 +7,8 @@ from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from perada.core.garbage import collection_paused
+
 if TYPE_CHECKING:
     from perada.algorithms import Algorithm, make_algorithm
     from perada.api import finetune
@@ -37,12 +39,14 @@ _HOMES = ("algorithms", "privacy", "data", "results.run", "lightning", "api", "l
 def __getattr__(name: str) -> object:
     """Import a public name or a module when it is first used, so that ``import perada`` alone takes no time."""
     if name in __all__:
-        homes = (vars(importlib.import_module(f"perada.{home}")) for home in _HOMES)
-        globals()[name] = value = next(home[name] for home in homes if name in home)
+        with collection_paused():
+            homes = (vars(importlib.import_module(f"perada.{home}")) for home in _HOMES)
+            globals()[name] = value = next(home[name] for home in homes if name in home)
         return value
     if not name.startswith("_"):
         try:
-            return importlib.import_module(f"perada.{name}")
+            with collection_paused():
+                return importlib.import_module(f"perada.{name}")
         except ModuleNotFoundError as error:
             if error.name != f"perada.{name}":
                 raise

@@ -281,7 +281,7 @@ def _of_lightning(name: str) -> Parts:
 
     with redirect_stdout(StringIO()), suppress(SystemExit):
         PeradaCLI([name, "--help"])
-    made = next(own for (subcommands, *_), own in PeradaCLI.parsers.items() if subcommands)
+    made = next(own for (subcommand, *_), own in PeradaCLI.parsers.items() if subcommand == name)
     actions = made["_subcommand_parsers"][name]._actions
     return {f"--{one.dest}": "" for one in actions if one.dest in ("config", "print_config")}
 

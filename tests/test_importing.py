@@ -56,6 +56,29 @@ def test_import_perada_leaves_one_finder_until_peft_is_imported():
     assert run(script).strip() == "False"
 
 
+def test_the_collector_rests_during_an_import():
+    """It took a sixth of the time of importing the libraries, and found next to nothing."""
+    script = """
+import gc
+import perada
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+perada.make_algorithm
+paused = len(collections)
+gc.collect()
+print(paused, len(collections) > paused, gc.isenabled())
+"""
+    paused, collected, enabled = run(script).split()
+    assert int(paused) <= 4  # each counts at its start and its end; the import made hundreds
+    assert (collected, enabled) == ("True", "True")
+
+
+def test_images_that_scikit_learn_ships_are_read_without_importing_it():
+    script = "import sys; from perada.data import Digits, Photographs; "
+    script += "print(len(Digits().images), len(Photographs(count=2).images), {'sklearn', 'pandas'} & {*sys.modules})"
+    assert run(script).strip() == "1438 2 set()"
+
+
 def test_what_only_some_need_is_asked_for_when_they_need_it():
     """A base install has neither Opacus nor scikit-learn: other runs go without, and one line names the extra."""
     script = """

@@ -65,10 +65,11 @@ def _command(path: tuple[str, ...], target: str) -> CommandFacts:
 
 def _recipe_parsers() -> list[ArgumentParser]:
     """The parsers of the commands of LightningCLI; one that has run its help is kept."""
-    with redirect_stdout(StringIO()), suppress(SystemExit):
-        PeradaCLI([RECIPE_COMMANDS[0], "--help"])
-    kept = next(parts for parts in PeradaCLI.parsers.values() if "_subcommand_parsers" in parts)
-    return [kept["_subcommand_parsers"][name] for name in RECIPE_COMMANDS]
+    for name in RECIPE_COMMANDS:
+        with redirect_stdout(StringIO()), suppress(SystemExit):
+            PeradaCLI([name, "--help"])
+    kept = {subcommand: parts for (subcommand, *_), parts in PeradaCLI.parsers.items()}
+    return [kept[name]["_subcommand_parsers"][name] for name in RECIPE_COMMANDS]
 
 
 def _options(actions: Iterable[Action]) -> dict[str, list[str]]:

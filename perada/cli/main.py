@@ -19,6 +19,7 @@ from perada.cli.options import check_options, check_recipe, help_text, hint
 from perada.cli.parser_errors import of_options
 from perada.cli.recipes import find_recipe, is_comparison, listing, recipe_files, recipe_names, whole
 from perada.core.files import writing
+from perada.core.garbage import collection_paused, objects_frozen
 from perada.core.interruption import Terminated, received_signal, watch_signals
 from perada.core.yaml_files import read_yaml
 
@@ -115,8 +116,11 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
             raise SystemExit(0)
         _check_before_import(command, words)
         module, _, function = entry.partition(":")
+        with collection_paused():
+            run_command = getattr(import_module(f"perada.{module}"), function)
         try:
-            getattr(import_module(f"perada.{module}"), function)(parser, words)
+            with objects_frozen():
+                run_command(parser, words)
         except ArgumentError as error:
             raise ArgumentError(None, of_options(str(error), parser)) from error
     elif words and words[0] in entry:
@@ -156,16 +160,19 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     for name in recipe_names(words):
         for path in recipe_files(name):  # refuses one that does not exist before anything slow is imported
             check_recipe(path)
-    from perada.cli.runs import PeradaCLI
+    with collection_paused():
+        from perada.cli.runs import PeradaCLI
 
-    PeradaCLI([parser.prog.split()[-1], *words], command=[*parser.prog.split(), *words])
+    with objects_frozen():
+        PeradaCLI([parser.prog.split()[-1], *words], command=[*parser.prog.split(), *words])
 
 
 def predict(parser: ArgumentParser, words: list[str]) -> None:
     """Predict images with a run that is named first; without one, a recipe's test images, by LightningCLI."""
     asks = {"-h", "--help"} & set(words)
     if asks or not words or not words[0].startswith("-") or any(word.startswith("--images") for word in words):
-        from perada.cli.inference import predict as predict_images
+        with collection_paused():
+            from perada.cli.inference import predict as predict_images
 
         predict_images(parser, words)
     else:

@@ -83,6 +83,7 @@ class PeradaCLI(LightningCLI):
         ``command`` is what was typed, for the run's record.
         """
         self.runs, self.command = run, list(command)
+        self.subcommand = args[0] if run else None
         self.typed = typed_names(args)
         super().__init__(
             FederatedClassifier,
@@ -100,12 +101,17 @@ class PeradaCLI(LightningCLI):
 
     def setup_parser(self, add_subcommands: bool, *kwargs: Any) -> None:
         """Build the parser once a process: it takes longer than most command lines, and a comparison has many."""
-        defaults = (add_subcommands, *device_defaults().items())
+        defaults = (self.subcommand, *device_defaults().items())
         if defaults not in self.parsers:
             before = set(vars(self))
             super().setup_parser(add_subcommands, *kwargs)
             self.parsers[defaults] = {name: value for name, value in vars(self).items() if name not in before}
         vars(self).update(self.parsers[defaults])
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, but called on the object
+        """Return the subcommand that runs only: making the parsers of the others would take longer than parsing."""
+        of_all = LightningCLI.subcommands()
+        return {name: skipped for name, skipped in of_all.items() if name == self.subcommand}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Make a parser that takes no abbreviations: the next release may have another option that begins alike."""

@@ -26,6 +26,15 @@ def options(text):
     return [word.strip(",").removeprefix("--") for line in lines for word in line.split() if word.startswith("-")]
 
 
+@pytest.mark.parametrize("command", ["validate", "predict"])
+def test_a_command_makes_no_parser_of_the_others(command, capsys):
+    with pytest.raises(SystemExit):
+        PeradaCLI([command, "--help"])
+    assert f"perada {command}" in capsys.readouterr().out
+    parts = next(parts for (subcommand, *_), parts in PeradaCLI.parsers.items() if subcommand == command)
+    assert [*parts["_subcommand_parsers"]] == [command]
+
+
 @pytest.mark.parametrize("command", ["fit", "test"])
 def test_help_is_short_and_has_every_option_of_ours(command, capsys):
     text = shown(capsys, command, "--help")

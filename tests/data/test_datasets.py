@@ -217,6 +217,15 @@ def test_photographs_are_cut_from_scikit_learns():
         assert any(torch.equal(image[row : row + 40, column : column + 40], cut) for image, row, column in places)
 
 
+def test_without_the_files_scikit_learn_reads_its_own_images(monkeypatch):
+    """A later release may keep them elsewhere."""
+    digits, photographs = Digits(), Photographs(count=3)
+    monkeypatch.setattr("perada.data.sets.arrays.sklearn_data_file", lambda name: None)
+    by_function = Digits()
+    assert torch.equal(by_function.images, digits.images) and torch.equal(by_function.labels, digits.labels)
+    assert torch.equal(Photographs(count=3).images, photographs.images)
+
+
 def test_photographs_options():
     gray = Photographs(count=4, size=8, gray=True)
     colour = Photographs(count=4, size=8)

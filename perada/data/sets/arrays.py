@@ -6,11 +6,13 @@ What is mapped into memory is read when it is used.
 
 import gzip
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision import datasets as published
 from torchvision.datasets.utils import check_integrity
@@ -40,7 +42,12 @@ class Digits(ImageSet):
     classes = DIGITS
 
     def _load(self) -> tuple[Tensor, Tensor]:
-        pixels, labels = installed("sklearn.datasets", "Digits", "examples").load_digits(return_X_y=True)
+        table = sklearn_data_file("data/digits.csv.gz")
+        if table is None:
+            pixels, labels = installed("sklearn.datasets", "Digits", "examples").load_digits(return_X_y=True)
+        else:
+            numbers = np.loadtxt(table, delimiter=",")
+            pixels, labels = numbers[:, :-1], numbers[:, -1].astype(int)
         images = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8)).view(-1, 1, 8, 8)
         order = np.random.default_rng(0).permutation(len(labels))
         cut = len(labels) // 5
@@ -308,7 +315,11 @@ class Photographs(ImageSet):
         self.gray, self.seed = gray, seed
 
     def _load(self) -> tuple[Tensor, None]:
-        shipped = installed("sklearn.datasets", "Photographs", "examples").load_sample_images().images
+        files = [sklearn_data_file(f"images/{name}.jpg") for name in ("china", "flower")]
+        if None in files:
+            shipped = installed("sklearn.datasets", "Photographs", "examples").load_sample_images().images
+        else:
+            shipped = [np.asarray(Image.open(file)) for file in files]
         photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in shipped]
         if self.gray:
             luma = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)  # ITU-R BT.601
@@ -321,6 +332,17 @@ class Photographs(ImageSet):
             top, left = (int(random.integers(extent - side + 1)) for extent in image.shape[1:])
             cuts.append(resize_uint8(image[:, top : top + side, left : left + side], self.size))
         return torch.stack(cuts), None
+
+
+def sklearn_data_file(name: str) -> Path | None:
+    """Return where a data file of scikit-learn is, or None if it is not below ``sklearn/datasets``.
+
+    The quickstart needs nothing else of scikit-learn, whose import takes pandas, pyarrow and 500 modules with it.
+    """
+    spec = find_spec("sklearn")
+    folders = spec.submodule_search_locations if spec is not None else None
+    paths = [Path(folder) / "datasets" / name for folder in folders or ()]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def find_folder(candidates: Sequence[Path], pattern: str) -> Path | None:
