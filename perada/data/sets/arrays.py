@@ -315,11 +315,11 @@ class Photographs(ImageSet):
         self.gray, self.seed = gray, seed
 
     def _load(self) -> tuple[Tensor, None]:
-        files = [sklearn_data_file(f"images/{name}.jpg") for name in ("china", "flower")]
-        if None in files:
+        china, flower = sklearn_data_file("images/china.jpg"), sklearn_data_file("images/flower.jpg")
+        if china is None or flower is None:
             shipped = installed("sklearn.datasets", "Photographs", "examples").load_sample_images().images
         else:
-            shipped = [np.asarray(Image.open(file)) for file in files]
+            shipped = [np.asarray(Image.open(file)) for file in (china, flower)]
         photographs = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in shipped]
         if self.gray:
             luma = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)  # ITU-R BT.601
