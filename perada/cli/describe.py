@@ -68,8 +68,10 @@ def _recipe_parsers() -> list[ArgumentParser]:
     for name in RECIPE_COMMANDS:
         with redirect_stdout(StringIO()), suppress(SystemExit):
             PeradaCLI([name, "--help"])
-    kept = {subcommand: parts for (subcommand, *_), parts in PeradaCLI.parsers.items()}
-    return [kept[name]["_subcommand_parsers"][name] for name in RECIPE_COMMANDS]
+    parsers: dict[str, ArgumentParser] = {}
+    for parts in PeradaCLI.parsers.values():
+        parsers |= parts.get("_subcommand_parsers", {})
+    return [parsers[name] for name in RECIPE_COMMANDS]
 
 
 def _options(actions: Iterable[Action]) -> dict[str, list[str]]:
