@@ -49,6 +49,8 @@ class Evaluation:
         self._members = Scores(metrics[:1], self.multilabel, models=members)
         self._shared_local = Scores(metrics[:1], self.multilabel, groups=self.clients)
         self._sizes = torch.zeros(self.clients, dtype=torch.int64)
+        # Before the first round nobody took part, and there is no such mean.
+        self._recent = federation.participation.recent if federation.rounds_done else None
         self._entropies: list[Tensor] = []
         self._tallies = {name: Tally(self.multilabel) for name in ("personal", "global")}
         self.per_class: dict[str, Tensor] = {}
@@ -91,7 +93,6 @@ class Evaluation:
             counted.merge(ranks)
         found: dict[str, float] = {}
         per_client: dict[str, Tensor] = {}
-        recent = self.federation.participation.recent if self.federation.rounds_done else None
         local, shared, everyone = (one.all() for one in (self._local, self._global, self._everyone))
         for place, metric in enumerate(self.metrics):
             ending = f"_{metric.name}" if place else ""
@@ -107,7 +108,7 @@ class Evaluation:
             for name in (home, away):
                 if name in per_client:
                     if name == home:
-                        found |= spread(name, per_client[name], metric.falls, self._sizes, recent)
+                        found |= spread(name, per_client[name], metric.falls, self._sizes, self._recent)
                     else:
                         found |= spread(name, per_client[name], metric.falls)
             if self._global:

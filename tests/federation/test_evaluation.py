@@ -81,7 +81,7 @@ def test_a_sample_of_clients_has_the_scores_of_all(tiny, metric):
 def test_with_no_sample_each_model_is_scored_at_home_only(tiny):
     _, _, run = fitted(tiny, classifier={"global_test_clients": 0})
     assert "personal/global_test" not in run.metrics["rounds"][-1]
-    assert set(run.metrics["clients"]) == {"personal/local_test"}
+    assert set(run.metrics["clients"]) == {"personal/local_test", "last_round"}
     _, _, whole = fitted(tiny)
     local = whole.metrics["clients"]["personal/local_test"]
     assert run.metrics["clients"]["personal/local_test"] == pytest.approx(local, nan_ok=True)
