@@ -9,6 +9,15 @@ SPREADS = ("_std", "_worst", "_p10", "_weighted", "_recent")
 """What the name of a mean over clients ends in where it is another figure of theirs."""
 
 
+def is_spread(name: str) -> bool:
+    """Whether a score is another figure of the clients' scores than their mean; the metric f1_weighted is none.
+
+    >>> is_spread("personal/local_test_std"), is_spread("personal/local_test_f1_weighted")
+    (True, False)
+    """
+    return name.endswith(SPREADS) and not name.endswith("_f1_weighted")
+
+
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet takes for the beginning of a formula."""
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from perada.core.files import writing
-from perada.core.text import SPREADS
+from perada.core.text import is_spread
 from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.federated_loop import ON_THE_BAR, FederatedLoop
 from perada.lightning.strategies import check_devices, check_trainer, check_words, choose_strategy, device_defaults
+from perada.results.report import ENTROPY, cell, title
 
 
 def _round(trainer: pl.Trainer) -> str:
@@ -76,7 +77,10 @@ class RoundLines(ProgressBar):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
         record = next((one.history[-1] for one in callbacks if isinstance(one, FederatedLoop) and one.history), {})
         scores = {name: value for name, value in record.items() if name.startswith(("personal/", "global/"))}
-        words += [f"{name} {100 * value:.2f} %" for name, value in scores.items() if not name.endswith(SPREADS)]
+        for name, value in scores.items():
+            if not is_spread(name):
+                unit = "" if name == ENTROPY else " %"
+                words.append(f"{title(name)} {cell(name, value)}{unit}")
         words += [f"{name} {record[name]:.3g}" for name in ON_THE_BAR if name in record]
         print(f"{_round(trainer)}: {', '.join(words)}", file=sys.stderr, flush=True)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from perada.core.checks import OptionError, check_choice, check_number, check_options, check_whole
 from perada.core.rounds import AnyBatch
 from perada.core.states import State
-from perada.core.text import SPREADS
+from perada.core.text import is_spread
 from perada.data import EvalBatch
 from perada.engine.engine import Engine, EngineName
 from perada.federation.evaluation import Evaluation, own_logits, sample_clients, shared_logits
@@ -245,7 +245,7 @@ class FederatedClassifier(pl.LightningModule):
         self.score()
         self.log("round", float(self.trainer.current_epoch))
         for name, value in self.scores.items():
-            self.log(name, value, prog_bar=not (name.endswith(SPREADS) or name in self.shifted.get("scores", {})))
+            self.log(name, value, prog_bar=not (is_spread(name) or name in self.shifted.get("scores", {})))
 
     def score(self) -> None:
         """Compute ``scores``, ``per_client`` and ``details`` of what the validation steps have counted."""

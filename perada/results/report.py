@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 
-from perada.core.text import SPREADS, printable
+from perada.core.text import is_spread, printable
 
 TEST_MODE = (
     "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
@@ -40,11 +40,11 @@ TITLES = {
 }
 """What scores are called in tables that people read; files keep the names of the metrics."""
 _FIGURES = {
-    "_std": "std",
-    "_worst": "worst client",
-    "_p10": "10th percentile",
-    "_weighted": "weighted by images",
-    "_recent": "recent clients",
+    "std": "std",
+    "worst": "worst client",
+    "p10": "10th percentile",
+    "weighted": "weighted by images",
+    "recent": "recent clients",
 }
 ROWS = 20
 """Clients that a table shows."""
@@ -59,14 +59,15 @@ def title(name: str) -> str:
     ('own images', 'own images, ece', 'global model, ece')
     >>> title("personal/global_test_worst"), title("personal/fog"), title("train/local_loss")
     ("all clients' images, worst client", 'fog, personal models', 'training loss, local')
+    >>> title("personal/local_test_f1_weighted"), title("theory/personal_distance_std")
+    ('own images, f1_weighted', 'theory/personal_distance_std')
     """
     words = TITLES | EPSILONS
     if name in words:
         return words[name]
-    # The metric f1_weighted is a score of its own, and not a mean over clients that is weighted.
-    for ending, figure in _FIGURES.items():
-        if name.endswith(ending) and not name.endswith("f1_weighted"):
-            return f"{title(name.removesuffix(ending))}, {figure}"
+    if name.startswith(("personal/", "global/")) and is_spread(name):
+        mean, _, ending = name.rpartition("_")
+        return f"{title(mean)}, {_FIGURES[ending]}"
     for score in SCORES:
         if name.startswith(f"{score}_"):
             return f"{TITLES[score]}, {name.removeprefix(f'{score}_')}"
@@ -220,7 +221,7 @@ def shift_names(names: Iterable[str]) -> list[str]:
     >>> shift_names(["personal/local_test", "personal/fog", "personal/fog_std", "global/fog", "comm/up_mb"])
     ['personal/fog', 'global/fog']
     """
-    scores = [name for name in names if name.startswith(("personal/", "global/")) and not name.endswith(SPREADS)]
+    scores = [name for name in names if name.startswith(("personal/", "global/")) and not is_spread(name)]
     return sorted({*scores} - {*SCORES, *MODES}, key=lambda name: (name.partition("/")[2], name[0] != "p"))
 
 

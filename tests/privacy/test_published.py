@@ -124,14 +124,15 @@ def test_a_page_has_scores_only_where_the_run_is_not_private(tmp_path, capsys, s
         main(["report", str(folder), "--output", str(tmp_path / name), *words])
         page = (tmp_path / name / "index.html").read_text(encoding="utf-8")
         tables = "".join(path.read_text() for path in (tmp_path / name).glob("*.csv"))
-        assert ("local_test" in page, "local_test" in tables) == (shown, shown)
+        assert ("own images</dt>" in page, "local_test" in tables) == (shown, shown)
+        assert ("own images<" in page) == ("last round<" in page) == shown
         assert ("_loss" in tables) == (section is None)
     if section is not None:
         assert "left out" in capsys.readouterr().out
         page = (tmp_path / "plain" / "index.html").read_text(encoding="utf-8")
         assert "ε" in page and "Scores, losses and diagnostics are left out" in page
     main(["report", str(folder)])  # on the screen of whoever holds the run
-    assert "local_test" in capsys.readouterr().out
+    assert "| own images |" in capsys.readouterr().out
 
 
 def test_a_page_on_private_runs_of_a_comparison_has_no_scores(tmp_path):

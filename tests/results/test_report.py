@@ -61,6 +61,18 @@ def test_broken_shifts_are_named(tmp_path, text):
         run_report(tmp_path)
 
 
+def test_the_weighted_f1_is_a_score_and_no_weighted_mean(tmp_path):
+    header = [
+        "epoch",
+        "personal/local_test_f1_weighted",
+        "personal/local_test_f1_weighted_weighted",
+        "personal/fog_std",
+    ]
+    (tmp_path / "metrics.csv").write_text(f"{','.join(header)}\n0,0.5,0.25,0.1\n")
+    assert cells(run_report(tmp_path)) == [["round", "own images, f1_weighted"], ["1", "50.00"]]
+    assert title(header[2]) == "own images, f1_weighted, weighted by images"
+
+
 def test_table_is_markdown():
     text = table(["name", "x"], [["a", "1.50"], ["longer", ""]])
     assert cells(text) == [["name", "x"], ["a", "1.50"], ["longer", ""]]
