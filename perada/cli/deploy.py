@@ -241,7 +241,12 @@ def _run_of_site(given: SiteFile, name: str | None, run: str | None) -> Run:
         raise ValueError(f"run={run!r} is not one of the site's runs; `perada deploy status` lists them")
     state = next((one for one in states if run in (None, one.run)), None)
     if state is None or not state.shared:
-        raise ValueError(f"site {given.name} was told no global state yet; export when the run is over")
+        remedy = "export when the run is over"
+        # Whoever exports late, when the next run has begun, wants the one that is over.
+        exportable = [former.run for former in states if former.shared]
+        if exportable:
+            remedy += f", or export a former run: --run {' or --run '.join(exportable)}"
+        raise ValueError(f"site {given.name} was told no global state yet; {remedy}")
     path = Path(name).absolute() if name else next(iter(given.recipes))
     client = client_of(path, given)
     if client.recipe.digest != state.recipe:

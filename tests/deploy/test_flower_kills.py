@@ -51,7 +51,7 @@ class Killed(Watched, Demo):
     def hold(self, number):
         """Stop beta's worker in the middle of a round; its round cannot end before it goes on."""
         log = self.log("worker-beta")
-        self.wait_for(lambda: f"train, round {number}" in log.read_text(), "run", f"round {number} at beta", 400)
+        self.wait_for(lambda: f"train, round {number + 1}" in log.read_text(), "run", f"round {number} at beta", 400)
         self.processes["worker-beta"].send_signal(signal.SIGSTOP)
         assert self.state("beta").round == number - 1, "the round was over before it could be held"
 
@@ -114,7 +114,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
             book.close()
             assert sorted(path.name for path in book.folder.iterdir()) == [HEAD, LOG, "lock", SITE_STATE]
         said = demo.log("worker-beta").read_text()
-    assert said.count("train, round 1\n") >= 2  # asked again after the ClientApp's death, and not trained again
+    assert said.count("train, round 2\n") >= 2  # asked again after the ClientApp's death, and not trained again
     here, expected = in_peace(tmp_path)
     assert over.done == here.done == ROUNDS
     same(states["global"], expected["global"])

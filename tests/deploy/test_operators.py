@@ -4,13 +4,14 @@
 import logging
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from perada.cli.deploy_status import shown_rounds
 from perada.cli.main import main
 from perada.deploy.protocol import header_of
 from perada.deploy.site.file import Limits, read_site
-from perada.deploy.state import read_state
+from perada.deploy.state import RunState, read_state
 from perada.deploy.transport import Failure, LocalTransport
 
 from .parties import Parties
@@ -114,6 +115,17 @@ def test_former_runs_of_a_site_are_listed_and_exported(tmp_path, capsys, monkeyp
         assert any(value.shape == own[0].shape and (value == own[0]).all() for own in kept.values())
     with pytest.raises(ValueError, match="run='0' is not one of the site's runs; `perada deploy status` lists them"):
         main(["deploy", "export", str(path), "--run", "0", "--output", "other"])
+
+
+def test_an_export_while_the_next_run_begins_names_the_former_ones(tmp_path, monkeypatch):
+    path = write(tmp_path, "a", data=PART | {"client": 0})
+    states = [RunState("new"), RunState("done", shared={"w": torch.zeros(1)}), RunState("ended-early")]
+    monkeypatch.setattr("perada.cli.deploy.read_runs", lambda folder: (states, {}))
+    with pytest.raises(ValueError, match=r"no global state yet; .* or export a former run: --run done$"):
+        main(["deploy", "export", str(path), "--output", "out"])
+    del states[1]
+    with pytest.raises(ValueError, match=r"no global state yet; export when the run is over$"):
+        main(["deploy", "export", str(path), "--output", "out"])
 
 
 def test_a_site_says_both_ids_of_a_run(tiny, tmp_path, caplog):
