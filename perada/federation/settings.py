@@ -224,6 +224,11 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
             f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no "
             "public set; give one (public=...) or set the number of distillation steps to 0"
         )
+    if algorithm.distills and distillation.guard is not None and settings.training.multilabel:
+        raise ValueError(
+            f"distillation: guard={distillation.guard!r} counts predicted classes, and images here have several "
+            "labels; leave the guard out, or set validate_every where the server has labelled images"
+        )
     if algorithm.distills and distillation.validate_every and not labelled:
         raise OptionError(
             f"distillation: validate_every={distillation.validate_every} needs labelled images on the server, "

@@ -26,6 +26,10 @@ PUBLIC_BATCH = 512
 """Public images that are prepared at once for teachers in evaluation mode."""
 
 
+LEAST_AGREEMENT = 0.5
+"""Share of public images on which average and ensemble must predict the same class, by the guard."""
+
+
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
     """Kullback-Leibler divergence of the student from the teacher, mean over images: a scalar.
 
@@ -43,6 +47,35 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
     p = teacher.sigmoid()
     cross_entropy = F.binary_cross_entropy_with_logits(student, p)
     return (cross_entropy - F.binary_cross_entropy_with_logits(teacher, p)) * temperature**2
+
+
+def predicted_class_entropy(logits: Tensor) -> float:
+    """Entropy, in nats, of how often each class is predicted, from logits (N, K).
+
+    >>> predicted_class_entropy(torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
+    0.0
+    >>> round(predicted_class_entropy(torch.tensor([[1.0, 0.0], [0.0, 1.0]])), 4)
+    0.6931
+    """
+    counts = logits.argmax(-1).bincount(minlength=logits.shape[-1]).double()
+    return float(torch.special.entr(counts / counts.sum()).sum())
+
+
+def ensemble_looks_better(average: Tensor, ensemble: Tensor) -> bool:
+    """Compare the average's and the ensemble's logits (N, K) on public images, without labels.
+
+    Both see the same images. A model that works less well calls images of many classes by few names, so the ensemble
+    must predict the classes more evenly. Where the two disagree on most images, these are not of the clients' kind,
+    and nothing follows from the classes that are predicted.
+
+    >>> right, lopsided = torch.eye(3), torch.eye(3)[[0, 0, 2]]
+    >>> ensemble_looks_better(lopsided, right), ensemble_looks_better(right, lopsided)
+    (True, False)
+    """
+    same_class = average.argmax(-1) == ensemble.argmax(-1)
+    if int(same_class.sum()) <= LEAST_AGREEMENT * len(same_class):
+        return False
+    return predicted_class_entropy(ensemble) > predicted_class_entropy(average)
 
 
 @dataclass(frozen=True)
@@ -66,6 +99,10 @@ class Distillation:
         validate_every: Score the student every so many steps, and after the last one, on the labelled
             ``server_validation`` set, keep the best and fall back to the average where none is better; 0 (the paper
             assumes no labels on the server) never does.
+        guard: ``"predictions"`` distils a round only if its public images suggest, without labels, that this helps: the
+            ensemble and the clients' average predict the same class on most of them, and the ensemble, and then the
+            student, predict the classes more evenly than the average. Otherwise the average stays. ``None`` distils
+            always.
         share_steps: Divide the images of each step among several devices and add up their gradients, which pays for
             large batches. Results are then those of one device but for rounding, which Adam makes larger wherever a
             gradient is nearly zero; without it all devices take all steps alike.
@@ -81,6 +118,7 @@ class Distillation:
     teacher_mode: Literal["train", "eval"] = "eval"
     until_round: int | None = None
     validate_every: int = 0
+    guard: Literal["predictions"] | None = None
     share_steps: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +131,8 @@ class Distillation:
         check_number(name("temperature"), self.temperature, least=0.001, most=1000)
         check_choice(name("student_mode"), self.student_mode, ["train", "eval"])
         check_choice(name("teacher_mode"), self.teacher_mode, ["train", "eval"])
+        if self.guard is not None:
+            check_choice(name("guard"), self.guard, ["predictions"])
         if self.share_steps and self.student_mode == "train":
             raise OptionError(
                 "distillation: share_steps=True would give the student's norms the images of one device only; choose "
@@ -234,23 +274,36 @@ class Distiller:
             indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
             rows = indices.shape[1]
             divided = self.options.share_steps and 1 < self.ranks.size <= rows
-            pairs = self._pairs(sent, student, indices, device, divided)
-            with torch.enable_grad():
-                refined = self.train(student, pairs, average_from, scales, rows if divided else None, sent.own.keys())
-            self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
+            batches = TeacherBatches.of_steps(indices, self.options, self.engine)
+            targets = self._targets(sent, student, batches, device)
+            average_logits = None if self.options.guard is None else self._public_logits(student, batches)
+            if average_logits is None or ensemble_looks_better(average_logits, targets):
+                pairs = self._pairs(indices, batches, targets, divided)
+                with torch.enable_grad():
+                    refined = self.train(
+                        student, pairs, average_from, scales, rows if divided else None, sent.own.keys()
+                    )
+                self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
+                # A result that is not finite is dealt with below.
+                if average_logits is not None and is_finite(refined):
+                    entropy = predicted_class_entropy(self._public_logits(refined, batches))
+                    if entropy <= predicted_class_entropy(average_logits):
+                        refined = student
         if scales is not None:
             self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
             skipped = self.metrics.get("server/skipped_steps", 0.0) + float(scales.skipped)
             self.metrics["server/skipped_steps"] = skipped
         finite = is_finite(refined)
         self.diverged |= not finite
-        return refined if finite else student
+        result = refined if finite else student
+        if self.options.guard is not None and self.options.active(self.round):
+            # An algorithm with several global models distils each of them in a round.
+            distilled = self.metrics.get("server/distilled", 0.0) + float(result is not student)
+            self.metrics["server/distilled"] = distilled
+        return result
 
-    def _pairs(
-        self, sent: Updates, student: State, indices: Tensor, device: torch.device, divided: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images (B, ...) and the teachers' mean logits (B, K), a pair a step; where ``divided``, this rank's rows."""
-        batches = TeacherBatches.of_steps(indices, self.options, self.engine)
+    def _targets(self, sent: Updates, student: State, batches: TeacherBatches, device: torch.device) -> Tensor:
+        """The teachers' mean logits (N, K) on the rows of the batches."""
         total, dtype = self.summed, next(iter(student.values())).dtype
         if total is None:
             parts = list(self._own_sums(sent, student, batches, device))
@@ -258,10 +311,30 @@ class Distiller:
             self.ranks.sum_([total])
         if self.secure is not None:
             total = self.secure[0].real(total)
-        logits = (total / sent.clients).to(device, dtype)
+        return (total / sent.clients).to(device, dtype)
+
+    def _pairs(
+        self, indices: Tensor, batches: TeacherBatches, targets: Tensor, divided: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images (B, ...) and the teachers' mean logits (B, K), a pair a step; where ``divided``, this rank's rows."""
+        device = targets.device
         own = slice(self.ranks.rank, None, self.ranks.size) if divided else slice(None)
         for step, rows in enumerate(self.progress(indices)):
-            yield self.data.public_images(rows[own], device), logits[send(batches.rows[step, own], device)]
+            yield self.data.public_images(rows[own], device), targets[send(batches.rows[step, own], device)]
+
+    def _public_logits(self, state: State, batches: TeacherBatches) -> Tensor:
+        """Logits (N, K) of one state on the rows of the batches, in evaluation mode."""
+        device = next(iter(state.values())).device
+        model = expand(state, 1)
+        # An image counts as often as among the teachers' logits.
+        used, rows = torch.cat(batches.batches).unique(return_inverse=True)
+        parts = [
+            self.engine.shared_logits(model, self.data.public_images(part, device))[0]
+            for part in used.split(PUBLIC_BATCH)
+        ]
+        logits = torch.cat(parts)[rows.to(device)]
+        self.ranks.broadcast_([logits])  # all ranks must decide alike
+        return logits
 
     def _own_sums(
         self, teachers: Updates, student: State, batches: TeacherBatches, device: torch.device
