@@ -22,7 +22,7 @@ from perada.deploy.flower.keys import write_server_keys, write_site_keys
 from perada.deploy.flower.running import QUIET, Link, check_flower, program, run_app, write_connection
 from perada.deploy.transport import Terms
 
-QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+DIGITS = Path(__file__).parents[1] / "recipes" / "digits.yaml"
 SITES = ("alpha", "beta", "gamma")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
 """One thread each: their batches are small, and there are many processes. Flower looks for a message every second."""
@@ -207,8 +207,8 @@ def write_sites(folder: Path) -> None:
 
 
 def demo_recipe(rounds: int, secure_sums: bool = False) -> str:
-    """The quickstart for three clients and a few short rounds: scored after each, or after the last if by a sum."""
-    recipe: dict[str, Any] = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+    """The recipe ``digits`` for three clients and a few short rounds; by a sum only the last one is scored."""
+    recipe: dict[str, Any] = yaml.safe_load(DIGITS.read_text(encoding="utf-8"))
     recipe["trainer"] |= {"max_epochs": rounds, "check_val_every_n_epoch": rounds if secure_sums else 1}
     recipe["model"] |= {"engine": "loop", "cache_features": False}
     recipe["data"]["partition"]["init_args"] |= {"num_clients": len(SITES)}
@@ -216,7 +216,7 @@ def demo_recipe(rounds: int, secure_sums: bool = False) -> str:
     recipe["federated"]["distillation"] |= {"steps": 10}
     if secure_sums:
         recipe["federated"]["secure_sums"] = {"fraction_bits": 24}
-    return "# The quickstart with three clients.\n" + yaml.safe_dump(recipe, sort_keys=False)
+    return "# The recipe digits with three clients.\n" + yaml.safe_dump(recipe, sort_keys=False)
 
 
 def site_file(folder: Path, place: int, recipe: Path, digest: str) -> Path:

@@ -108,7 +108,7 @@ class Reader:
         if is_comparison(self.folder / "overlay.yaml"):
             self.parsed(["compare", "overlay.yaml"])
             return
-        self.parsed(["fit", "--config", "quickstart", "--config", "overlay.yaml"])
+        self.parsed(["fit", "--config", "digits", "--config", "overlay.yaml"])
         printed = self.capsys.readouterr().out
         for word in re.findall(r"(?:class_path|dataset|partition|base): ([\w.]+)", block.code):
             assert word in printed, f"{word} of the overlay is not in the configuration"
@@ -142,13 +142,18 @@ class Reader:
         if parse_only:
             self.parsed(given)
         elif given[0] in ("fit", "test"):
-            own = any(word.startswith("images") for word in given)  # whose clients are not made by number
-            small = [word for word in SMALL if not (own and "num_clients" in word)]
-            main([*given, *small, f"--trainer.max_epochs={1 + ('--ckpt_path' in given)}"])
+            main([*given, *self.small(given), f"--trainer.max_epochs={1 + ('--ckpt_path' in given)}"])
         elif given[0] == "compare":
-            main([*given, *SMALL, "--trainer.max_epochs=1", "--seeds", "0"])
+            main([*given, *self.small(given), "--trainer.max_epochs=1", "--seeds", "0"])
         else:
             main([*given, *(["--quick"] if given[0] == "study" and given[1:] else [])])
+
+    def small(self, given):
+        """Options with which a command takes little time."""
+        # The clients of these are hospitals, which are not made by number.
+        hospitals = any(word.startswith(("images", "quickstart")) for word in given)
+        hospitals |= "mine.yaml" in given and "Scanners" in (self.folder / "mine.yaml").read_text()
+        return [word for word in SMALL if not (hospitals and "num_clients" in word)]
 
     def parsed(self, given):
         """Only parse a command line, by the real parser."""

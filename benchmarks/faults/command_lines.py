@@ -15,7 +15,7 @@ from benchmarks.faults.outcomes import Campaign
 from perada.cli import entry_point
 
 BASE = (
-    "--config quickstart --trainer.max_epochs=1 --federated.local_steps=1 --data.train_limit=100 --data.test_limit=40 "
+    "--config digits --trainer.max_epochs=1 --federated.local_steps=1 --data.train_limit=100 --data.test_limit=40 "
     "--trainer.accelerator=cpu --trainer.enable_progress_bar=false --federated.distillation.steps=1"
 ).split()
 OPTIONS = (

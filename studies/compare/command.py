@@ -160,7 +160,7 @@ def _divide(words: list[str], parser: ArgumentParser) -> tuple[list[str], list[s
         if word.startswith("-") and not word[1:2].isdigit():
             part, option = (known, name) if name in parser._option_string_actions else (other, "")
             word = word if part is known else f"--{full_name(name[2:])}{equals}{value}"
-        elif before in ("--tune", "--vary") and equals and part[-1] != before:  # a further one
+        elif before in ("--set", "--tune", "--vary") and equals and part[-1] != before:  # a further one
             part.append(before)
         part.append(word)
     return known, other
@@ -175,6 +175,8 @@ def _add_options(parser: ArgumentParser) -> None:
             such as mine.MyAlgorithm.
         paper: Each algorithm trains what its paper trains: PerAda the recipe's adapter, the others full models.
         seeds: Seeds.
+        set: Value of an option of `perada fit` for some algorithms: ditto,perada:NAME=V. A+B=V gives two options the
+            same value.
         tune: Values of options of `perada fit`. Each is first tried with the first seed, on images that the clients
             hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same value. With several
             --tune every combination is tried. ditto,perada:NAME=V1,V2 is for these algorithms only. NAME=lo..hi is a
@@ -195,6 +197,7 @@ def _add_options(parser: ArgumentParser) -> None:
         "--algorithms": {"nargs": "+", "default": [], "metavar": "NAME"},
         "--paper": {"action": "store_true"},
         "--seeds": {"nargs": "+", "type": int, "default": [0]},
+        "--set": values | {"metavar": "ALGORITHMS:NAME=V"},
         "--tune": values | {"metavar": "[ALGORITHMS:]NAME=V1,V2"},
         "--trials": {"type": PositiveInt},
         "--sampler": {"type": Sampler, "default": "tpe"},

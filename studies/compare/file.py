@@ -28,12 +28,12 @@ def comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list
         raise ValueError(f"{file!r} names no recipes to compare: give it compare: {{recipes: [...]}}")
     out = _listed(own.pop("recipes"))
     for name, value in own.items():
-        if name not in ("tune", "vary"):
+        if name not in ("set", "tune", "vary"):
             out += [] if value is False else [f"--{name}", *(_listed(value) if value is not True else ())]
             continue
         if not isinstance(value, dict):
             raise ValueError(
-                f"{file!r}: compare.{name} is {value!r}; give it options of `perada fit` with lists of values"
+                f"{file!r}: compare.{name} is {value!r}; give it options of `perada fit` with their values"
             )
         given = [word.removeprefix(f"--{name}=").partition("=")[0] for word in rest]
         for key in (key for key in value if key not in given):

@@ -177,7 +177,28 @@ def _bound(make: Callable[..., Algorithm]) -> tuple[Callable[..., Algorithm], di
     return given.func, inspect.signature(given.func).bind_partial(*given.args, **given.keywords).arguments
 
 
-def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Grid]:
+def parse_settings(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Point]:
+    """Parse the arguments of ``--set`` into the settings of each algorithm.
+
+    Raises:
+        ValueError: If an option has several values.
+
+    >>> parse_settings(["ditto:model.lr_local=1"], ["fedavg", "ditto"])
+    {'fedavg': {}, 'ditto': {'model.lr_local': '1'}}
+    """
+    settings: dict[str, Point] = {}
+    for algorithm, grid in parse_grids(asked, algorithms, "--set").items():
+        settings[algorithm] = {}
+        for name, values in grid.items():
+            if isinstance(values, Range) or len(values) > 1:
+                raise ValueError(
+                    f"--set {name} must have one value for each algorithm; give --tune to choose among several"
+                )
+            settings[algorithm][name] = values[0]
+    return settings
+
+
+def parse_grids(asked: Sequence[str], algorithms: Sequence[str], option: str = "--tune") -> dict[str, Grid]:
     """The grid of each algorithm (the recipes' own: ""), from the arguments of ``--tune``, which may begin with names.
 
     What is for an algorithm that is not among the ``algorithms`` is left out.
@@ -189,13 +210,15 @@ def parse_grids(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str, Gr
     for text in asked:
         named, colon, _ = text.partition("=")[0].rpartition(":")
         if colon and "" in grids:
-            raise ValueError(f"--tune {text!r} is for named algorithms: give --algorithms too")
+            raise ValueError(f"{option} {text!r} is for named algorithms: give --algorithms too")
         for name in named.split(",") if colon else grids:
             if colon and name not in grids and name not in ENTRIES:
-                raise ValueError(f"--tune {text!r} is for {name!r}, which is not an algorithm: `perada compare --help`")
+                raise ValueError(
+                    f"{option} {text!r} is for {name!r}, which is not an algorithm: `perada compare --help`"
+                )
             if name in grids:
                 grids[name].append(text.removeprefix(f"{named}:"))
-    return {name: parse_grid(own) for name, own in grids.items()}
+    return {name: parse_grid(own, option) for name, own in grids.items()}
 
 
 @dataclass(frozen=True)
@@ -247,9 +270,11 @@ class Plan:
             entry_of("perada" if name == "all" else name)
         self.seeds = list(dict.fromkeys(given.seeds))
         vary, self.grids = parse_grid(given.vary, "--vary"), parse_grids(given.tune, algorithms)
+        self.settings = parse_settings(given.set, algorithms)
         self._check_options(vary)
         self.trials = (given.trials or TRIALS) if any(map(ranged, self.grids.values())) else 0
         self.asked = ["--paper"] * given.paper + [f"--tune={text}" for text in given.tune]
+        self.asked += [f"--set={text}" for text in given.set]
         if self.trials:
             self.asked += [f"--trials={self.trials}", f"--sampler={given.sampler}"]
         if given.tune and given.choose_by != list(CHOSEN_BY):
@@ -270,6 +295,13 @@ class Plan:
         ranges = any(map(ranged, self.grids.values()))
         tuned = {one for grid in self.grids.values() for name in grid for one in name.split("+")}
         varied = {one for name in vary for one in name.split("+")}
+        for algorithm, settings in self.settings.items():
+            chosen = {name for joined in (*self.grids[algorithm], *vary) for name in joined.split("+")}
+            for name in (name for joined in settings for name in joined.split("+")):
+                if name in chosen:
+                    raise ValueError(
+                        f"--set gives {name} one value, and --tune or --vary others: leave one of them out"
+                    )
         if both := sorted(tuned & varied):
             raise ValueError(f"--tune and --vary both name {both[0]}: tune it or vary it")
         if twice := sorted((tuned | varied) & {word[2:].partition("=")[0] for word in self.overrides}):
@@ -337,6 +369,7 @@ class Plan:
             *([HOLD_OUT] if tunes else []),
             *self.overrides,
             *self._adapter(recipe, algorithm),
+            *words(self.settings[algorithm]),
             *point_of_row,
             *words(point),
             *([VALIDATE] if tunes else []),

@@ -124,7 +124,7 @@ def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path, monkeypatch):
     code = "".join(parts)
     assert all(len(part.splitlines()) < 40 for part in parts)
     (tmp_path / "my_methods.py").write_text(code)
-    recipe = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    recipe = yaml.safe_load((ROOT / "recipes" / "digits.yaml").read_text())
     recipe["federated"] |= yaml.safe_load(section)["federated"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
     small = """

@@ -142,7 +142,7 @@ def test_shipped_recipes_fit_the_schema(validator):
     ],
 )
 def test_the_schema_refuses_what_is_wrong(validator, keys, value):
-    content = read(RECIPES / "quickstart.yaml")
+    content = read(RECIPES / "digits.yaml")
     assert validator.is_valid(content)
     inner = changed = copy.deepcopy(content)
     for key in keys[:-1]:

@@ -29,7 +29,12 @@ FILES = sorted(ROOT.rglob("*.yaml"))
 FOLDERS = ("data", "method", "privacy", "paper")
 GROUPS = {group: [path.stem for path in FILES if path.parent.name == group] for group in FOLDERS}
 IMAGES = [name for name in GROUPS["data"] if name != "shakespeare"]  # texts: tests/data/test_shakespeare.py
-COMPLETE = [path.stem for path in FILES if path.parent == ROOT and path.stem != "sites"]  # tests/deploy runs that
+COMPLETE = [
+    path.stem
+    for path in FILES
+    if path.parent == ROOT
+    and path.stem not in ("sites", "hospitals")  # tests/deploy runs one, the other is a comparison
+]
 COMBINED = ["/".join(parts) for parts in product(IMAGES, GROUPS["method"])]
 COMBINED += ["/".join(parts) for parts in product(IMAGES, GROUPS["method"], GROUPS["privacy"])]
 SPELT_OUT = {
@@ -97,13 +102,13 @@ def parser():
     """The parser of the command line without subcommands; the digits are read once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sklearn.datasets.load_digits", cache(load_digits))
-        yield PeradaCLI(["--config", "quickstart"], run=False).parser
+        yield PeradaCLI(["--config", "digits"], run=False).parser
 
 
 def small_words(name, written=None):
     """Options with which a recipe runs in no time, on data that are there."""
     backbone = "test_vit" if "_vit" in name or "prompts" in name else "test_resnet"  # as the recipe's, in small
-    public = {} if name == "quickstart" else {"public": None, "public_fraction": 0.1}
+    public = {} if name == "digits" else {"public": None, "public_fraction": 0.1}
     # The server of a private run has none of the clients' images.
     if "privacy" in name or "private" in name or name.endswith(("/sample", "/client")):
         public = {"public": {"class_path": "Photographs", "init_args": {"count": 20, "size": 32}}}
@@ -114,6 +119,9 @@ def small_words(name, written=None):
         data |= {"dataset": written(first), "num_workers": 0}
     if first in ("office_home", "images"):
         del data["partition"]  # a domain or a hospital a client
+    if first == "quickstart":
+        del data["partition"], data["public"], data["public_fraction"]
+        data["dataset"] = {"init_args": {"kinds": 4, "size": 16, "min_per_scanner": 2}}
     config = SMALL | {"model": SMALL["model"] | {"backbone": backbone}, "data": data}
     Path("../small.yaml").write_text(yaml.safe_dump(config))
     tuned = ["--federated.algorithm.finetune_epochs=0.1"] if "fedavg_ft" in name or "fedbabu" in name else []
@@ -173,7 +181,7 @@ def table_of_clients(capsys, names="0123"):
 @pytest.mark.every(2)
 def test_recipe_runs(name, capsys):
     main(["fit", *small_words(name)])
-    table_of_clients(capsys)
+    table_of_clients(capsys, ["negative", "noisy", "plain", "turned"] if name == "quickstart" else "0123")
     assert list(Path().iterdir()) == []
 
 
@@ -197,7 +205,7 @@ def test_no_private_recipe_gives_the_server_images_of_clients(name):
 
 
 def test_a_method_goes_over_a_complete_recipe(parser):
-    cli = PeradaCLI([*small_words("quickstart"), "--config", "method/fedprox"], run=False)
+    cli = PeradaCLI([*small_words("digits"), "--config", "method/fedprox"], run=False)
     algorithm = cli.loop.algorithm
     assert (type(algorithm).__name__, algorithm.prox_strength) == ("FedProx", 0.01)  # PerAda's, below, is 1
     assert cli.config.data.public is None
@@ -271,7 +279,7 @@ def test_ls_shows_the_groups_and_how_to_combine_them(parser, capsys):
         [f"method/{name}" for name in GROUPS["method"]],
         [f"privacy/{name}" for name in GROUPS["privacy"]],
         [f"paper/{name}" for name in GROUPS["paper"]],
-        sorted([*COMPLETE, "sites"]),
+        sorted([*COMPLETE, "hospitals", "sites"]),
     ]
     for name, text in (row for rows in listed for row in rows):
         (path,) = find_recipe(name)
@@ -306,6 +314,9 @@ def test_recipe_says_what_it_is_and_fixes_its_seed(path):
     if path.parent.name == "paper":
         assert path.read_text().splitlines()[1].startswith("# The paper ")
         return
+    if path.stem == "hospitals":
+        assert content.keys() == {"compare"}
+        return
     if path.parent.name != "data":
         algorithm = content["federated"]["algorithm"]
         assert algorithm["class_path" if isinstance(algorithm, dict) else 0]
@@ -316,6 +327,27 @@ def test_recipe_says_what_it_is_and_fixes_its_seed(path):
 
 class Planned(Exception):
     """Raised where the runs would begin."""
+
+
+def test_the_comparison_of_hospitals_gives_each_method_its_own_settings(monkeypatch):
+    plans = []
+
+    def stop(comparison):
+        plans.append(comparison.plan)
+        raise Planned
+
+    monkeypatch.setattr(command.Comparison, "run", stop)
+    with pytest.raises(Planned):
+        main(["compare", "hospitals"])
+    (plan,) = plans
+    clis = {row[1]: plan.make_cli(plan.job(row, 0, "run", {}).args) for row in plan.rows}
+    adapters = {name: cli.model.adapter for name, cli in clis.items()}
+    whole = dict.fromkeys(("fedavg_ft", "fedbn", "ditto"), "full")
+    assert adapters == dict.fromkeys(("standalone", "fedavg", "perada"), "residual") | whole
+    for cli in clis.values():
+        assert cli.loop.clients_per_round is None
+        assert cli.config.data.public_fraction == 0.25
+        assert cli.config.federated.local_epochs == clis["perada"].config.federated.local_epochs
 
 
 @pytest.mark.parametrize(

@@ -171,10 +171,10 @@ def test_the_units_leave_little_to_whoever_takes_over_a_process(app):
 def test_init_names_the_digest_of_recipe_and_weights(tmp_path, capsys):
     said = []
     for name, words in (("one", []), ("two", []), ("other", ["--name", "other"])):
-        recipe = "quickstart"
+        recipe = "digits"
         if name == "other":
             recipe = str(tmp_path / "recipe.yaml")
-            main(["cp", "quickstart", recipe])
+            main(["cp", "digits", recipe])
             text = (tmp_path / "recipe.yaml").read_text()
             (tmp_path / "recipe.yaml").write_text(text.replace("prox_strength: 5.0", "prox_strength: 2.0"))
         main(["deploy", "init", recipe, str(tmp_path / name), *words])
@@ -388,7 +388,7 @@ def test_an_error_at_the_server_is_one_line_for_whoever_started_the_run(kind, tm
 
 
 def test_batch_norm_in_private_training_is_refused_before_sites_get_the_recipe(tmp_path):
-    main(["cp", "quickstart", str(tmp_path / "recipe.yaml")])
+    main(["cp", "digits", str(tmp_path / "recipe.yaml")])
     with (tmp_path / "recipe.yaml").open("a") as file:
         file.write("privacy: {noise_multiplier: 1.0}\n")
     with pytest.raises(ValueError, match="are BatchNorm layers in what is trained"):

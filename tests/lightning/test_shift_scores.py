@@ -229,9 +229,9 @@ def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsy
         "--data.shifts={hazy: {class_path: Corruptions, init_args: {kinds: fog, severities: [1, 4]}}, o: label_shift}"
     ]
     small += ["--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
-    main(["fit", "--config", "quickstart", *small])
+    main(["fit", "--config", "digits", *small])
     fitted = capsys.readouterr().out
-    main(["test", "--config", "quickstart", *small, "--ckpt_path", "last"])
+    main(["test", "--config", "digits", *small, "--ckpt_path", "last"])
     tested = capsys.readouterr().out
     tables = [line for line in fitted.splitlines() if line.startswith("|")]
     assert [line for line in tested.splitlines() if line.startswith("|")] == tables
@@ -249,7 +249,7 @@ def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsy
     assert "severity 4" in report
     assert "global/o" in report
     with pytest.raises(ValueError, match=r"its partition .*; give the .*; other test images belong in data.shifts"):
-        main(["test", "--config", "quickstart", *small, "--data.test_limit=19", "--ckpt_path", "last"])
+        main(["test", "--config", "digits", *small, "--data.test_limit=19", "--ckpt_path", "last"])
 
 
 def test_when_they_are_scored(tmp_path):

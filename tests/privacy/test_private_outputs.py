@@ -49,7 +49,7 @@ def test_class_counts_are_in_no_file_of_a_private_run(tmp_path, monkeypatch, pri
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("opacus.accountants.analysis.rdp._compute_rdp", once)
     options = ["--privacy.noise_multiplier=1", "--privacy.delta=1e-4"] if private else []
-    main(["fit", "--config", "quickstart", *FIT, *options])
+    main(["fit", "--config", "digits", *FIT, *options])
     run = tmp_path / "lightning_logs" / "version_0"
     main(["export", str(run), "--output", "adapters"])
     main(["report", str(run), "--output", "page"])

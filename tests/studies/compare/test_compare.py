@@ -781,6 +781,31 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
         main([*words, "--tune", "model.lr_local=1,2"])
 
 
+def test_settings_of_some_algorithms_reach_their_runs_only(recipe, monkeypatch):
+    plans = []
+
+    class Planned(Exception):
+        pass
+
+    def stop(comparison):
+        plans.append(comparison.plan)
+        raise Planned
+
+    monkeypatch.setattr(Comparison, "run", stop)
+    words = ["--set", "fedavg,ditto:lr_local+lr_personal=0.3", "ditto:federated.algorithm.prox_strength=7"]
+    for before in ([], ["--model.lr_local=0.9"]):  # what is said of one algorithm counts more than what is said of all
+        with pytest.raises(Planned):
+            main(["compare", recipe, "--algorithms", "fedavg", "ditto", "perada_no_kd", *before, *words])
+        (plan,) = plans
+        plans.clear()
+        clis = {row[1]: plan.make_cli(plan.job(row, 0, "run", {}).args) for row in plan.rows}
+        rates = {name: cli.config.model.lr_local for name, cli in clis.items()}
+        assert rates["fedavg"] == rates["ditto"] == 0.3
+        assert rates["perada_no_kd"] != 0.3
+        assert clis["ditto"].loop.algorithm.prox_strength == 7
+        assert clis["perada_no_kd"].loop.algorithm.prox_strength != 7
+
+
 @pytest.mark.slow
 def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
     """The records of the grid are used again, and say what chose."""
@@ -888,6 +913,19 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         (
             ["--tune=lr_local+lr_personal=0.1,1", "--lr_personal=1"],
             "--model.lr_personal is given for every run, and tuned",
+        ),
+        (["--set", "fedavg:model.lr_local=1"], "--set 'fedavg:model.lr_local=1' is for named algorithms"),
+        (
+            ["--set", "perda:model.lr_local=1", "--algorithms", "fedavg"],
+            "--set 'perda:model.lr_local=1' is for 'perda', which is not an algorithm",
+        ),
+        (
+            ["--set", "fedavg:model.lr_local=1,2", "--algorithms", "fedavg"],
+            r"--set model\.lr_local must have one value for each algorithm; give --tune",
+        ),
+        (
+            ["--set", "fedavg:lr_local=1", "--tune", "fedavg:lr_personal+lr_local=1,2", "--algorithms", "fedavg"],
+            r"--set gives model\.lr_local one value, and --tune or --vary others",
         ),
     ],
 )
