@@ -50,6 +50,11 @@ CASES = {
         "distillation": {"steps": 3, "batch_size": 5, "teacher_mode": "train"},
         "distill_steps": None,
     },
+    "a guarded distillation": {
+        "algorithm": "perada",
+        "distillation": {"steps": 3, "batch_size": 5, "guard": "predictions"},
+        "distill_steps": None,
+    },
     "steps shared in double precision": {
         "algorithm": "perada",
         "dtype": torch.float64,

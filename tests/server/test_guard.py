@@ -12,7 +12,7 @@ import perada
 from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
 from perada.server import Distillation, Distiller, SecureSums
-from perada.server.distill import predicted_class_entropy
+from perada.server.distill import ensemble_looks_better, predicted_class_entropy
 
 CLASSES, IMAGES = 3, 12
 
@@ -23,6 +23,26 @@ def test_entropy_is_that_of_the_histogram_of_predictions():
     shares = [classes.count(c) / len(classes) for c in set(classes)]
     assert predicted_class_entropy(logits) == pytest.approx(-sum(p * math.log(p) for p in shares))
     assert predicted_class_entropy(logits.flip(0) * 7 - 3) == predicted_class_entropy(logits)
+
+
+def predicting(counts):
+    """Logits by which so many images are of each class."""
+    return nn.functional.one_hot(torch.repeat_interleave(torch.tensor(counts)), CLASSES).float()
+
+
+@pytest.mark.parametrize(
+    ("average", "ensemble", "better"),
+    [
+        ([60, 30, 10], [50, 30, 20], True),
+        ([60, 30, 10], [59, 30, 11], False),  # by one image: 0.013 nats
+        ([50, 30, 20], [60, 30, 10], False),
+        ([34, 33, 33], [34, 33, 33], False),
+        ([100, 0, 0], [50, 25, 25], False),  # they agree on half of the images
+        ([100, 0, 0], [51, 25, 24], True),
+    ],
+)
+def test_the_ensemble_must_agree_on_most_images_and_be_more_even_by_more_than_an_image(average, ensemble, better):
+    assert ensemble_looks_better(predicting(average), predicting(ensemble)) == better
 
 
 class Public:
