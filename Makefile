@@ -12,7 +12,7 @@ comma := ,
 .PHONY: help quickstart deploy-demo test test-all bench check docs format surface commands dist matrix audit sbom lock clean
 
 help:
-	@echo "make quickstart  set up .venv and run recipes/digits.yaml (20 clients on scikit-learn's digits)"
+	@echo "make quickstart  set up .venv and compare six methods on 12 hospitals (recipes/hospitals.yaml)"
 	@echo "make deploy-demo set up .venv and run three sites on this machine over Flower"
 	@echo "make test        set up .venv and run the tests"
 	@echo "make test-all    the slow tests too"
@@ -62,7 +62,7 @@ SAME_DIGITS := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATI
 endif
 
 quickstart: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(SAME_DIGITS) $(BIN)/perada compare digits --algorithms fedavg standalone perada --jobs 2
+	OMP_NUM_THREADS=1 $(SAME_DIGITS) $(BIN)/perada compare hospitals --jobs 2
 
 deploy-demo: $(VENV)/.installed-flower
 	OMP_NUM_THREADS=1 $(BIN)/perada deploy demo

@@ -3,6 +3,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 from torch.distributed.run import get_args_parser
 
 import perada
@@ -214,13 +216,22 @@ def test_the_readmes_blocks_run(reader):
     names = reader.follow("README.md")
     run = names["run"]
     assert isinstance(run, perada.Run)
-    assert run.num_clients == 20
+    assert run.num_clients == 12
     assert names["model"](torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-    for client in ("my_run/client_19", "adapters_of_my_run/client_7"):
+    for client in ("my_run/client_11", "adapters_of_my_run/client_11"):
         assert (reader.folder / client / "adapter_model.safetensors").is_file()
     written = (reader.folder / "lightning_logs" / "version_1" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert "personal/local_test_std" in written
     assert {name for name in written if "/" in name} <= metrics_of_the_glossary()
+
+
+def test_the_figure_of_the_readme_is_drawn_from_its_table():
+    drawing = runpy.run_path(str(ROOT / "docs" / "home_and_abroad.py"))
+    methods = drawing["table_of"]((ROOT / "README.md").read_text())
+    assert list(methods) == yaml.safe_load((ROOT / "recipes" / "hospitals.yaml").read_text())["compare"]["algorithms"]
+    figure = (ROOT / "docs" / "home_and_abroad.svg").read_text()
+    assert figure == drawing["drawn"](methods)
+    assert figure.count("<circle") == len(methods)
 
 
 @pytest.mark.slow
