@@ -9,7 +9,7 @@ from typing import Any
 from perada.core.states import State, to_device, unstack
 from perada.data.preprocessing import Preprocessing, preprocessing_of, preprocessing_of_set
 from perada.deploy.recipe import Recipe, ServerRecipe
-from perada.deploy.server.progress import Member, Progress
+from perada.deploy.server.progress import Progress
 from perada.deploy.site.client import Client
 from perada.deploy.state import RunState
 from perada.federation.settings import lora_ranks
@@ -170,8 +170,8 @@ def _privacy_of_server(recipe: ServerRecipe, progress: Progress) -> dict[str, An
             "at_sites": True,
             "noise_multipliers": unknown,
             "sample_rates": unknown,
-            "server": [_epsilon(member, "server") for member in members],
-            "release": [_epsilon(member, "release") for member in members],
+            "server": [member.spent("server") for member in members],
+            "release": [member.spent("release") for member in members],
         }
     if settings.client_privacy is not None:
         level = recipe.level(len(members))
@@ -180,11 +180,3 @@ def _privacy_of_server(recipe: ServerRecipe, progress: Progress) -> dict[str, An
             level.load_state_dict(progress.level)
         privacy["client"] = level.record(len(members))
     return privacy or None
-
-
-def _epsilon(member: Member, ledger: str) -> float:
-    """What a site last said that it has spent; infinite if it does not say, and 0 if it took part in no round."""
-    if not member.rounds:
-        return 0.0
-    value = member.epsilon.get(ledger)
-    return math.inf if value is None else value

@@ -181,8 +181,11 @@ class Answer(Header):
                 check_whole(name, value, 0, most=IMAGES)
             elif name == "labels":
                 _check_hexadecimal(name, value, 64)
-            elif name in ("losses", "epsilon"):
-                _check_numbers(value, optional=name == "epsilon")
+            elif name == "losses":
+                _check_numbers(value, optional=False)
+            elif name == "epsilon":
+                # Nobody spends less than nothing, and a record with such an ε could not be read again.
+                _check_numbers(value, optional=True, least=0)
             elif name in ("counts", "scores") and set(value) <= {"personal", "global"}:
                 for found in value.values():
                     if name == "scores":
@@ -205,13 +208,13 @@ def _check_dictionary(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} is no dictionary")
 
 
-def _check_numbers(values: Mapping[str, object], optional: bool) -> None:
+def _check_numbers(values: Mapping[str, object], optional: bool, least: float = -1e12) -> None:
     """Refuse what is not a few finite numbers by name; None, if ``optional``, stands for what is none, or infinite."""
     check_whole("the number of entries", len(values), 0, most=ENTRIES)
     for key, value in values.items():
         if not re.fullmatch(r"[\w.-]{1,64}", key):
             raise ValueError(f"an entry {key!r}")
-        check_number(key, value, least=-1e12, most=1e12, optional=optional)
+        check_number(key, value, least=least, most=1e12, optional=optional)
 
 
 def digest(message: bytes) -> str:

@@ -17,6 +17,7 @@ from perada.data.preprocessing import joining_data
 from perada.lightning.callbacks import make_trainer
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.setup import check_pretraining
 from perada.privacy import Privacy
 from perada.results.run import Run
 
@@ -82,6 +83,9 @@ def personalize(
     if rounds is None:
         taken = how["rounds"] * (how["clients_per_round"] or how["num_clients"]) / how["num_clients"]
         rounds = 1 if base.inference == "global" else max(1, math.ceil(taken))
+    if info.get("privacy"):
+        # Before the images are copied into memory, after which nobody sees where they are from.
+        check_pretraining(info["pretrained"], [data.train[data.find(name)[0]]])
     own = joining_data(data, name, run.preprocessing, info.get("classes"), info["num_classes"], info["multilabel"])
     assert own.client_names is not None
     name = own.client_names[0]

@@ -2,9 +2,12 @@
 """Set-up: all that is checked, in its order, and the privacy of a run, before the first round."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch.utils.data import Dataset
 
 from perada.algorithms import Algorithm
 from perada.algorithms.trial import no_counts
@@ -13,8 +16,7 @@ from perada.core.rounds import CohortBatch, sample_cohort
 from perada.core.seeding import generator
 from perada.core.speed import product_seconds
 from perada.core.states import State, expand, get_state
-from perada.data import Phase, Scanners
-from perada.data.batches.datasets import resolved
+from perada.data import Phase
 from perada.data.batches.features import FeatureStore
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.settings import check_factors, check_rule, check_server_images
@@ -200,25 +202,42 @@ def _check_server_has_no_client_images(parts: Parts) -> None:
 
 
 def _check_pretraining(parts: Parts) -> None:
-    """Refuse, by a ValueError, weights of perada's own that were trained on the images that clients have.
+    """Refuse, by a ValueError, weights of perada's own that were trained on the images that clients have."""
+    data = parts.data
+    clients = [] if data.data is None else data.data.train
+    check_pretraining(parts.module.pretrained, clients if data.division is None else [data.division.dataset])
+
+
+def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]]) -> None:
+    """Refuse, by a ValueError, weights of perada's own that were trained on the images of these datasets.
 
     The frozen backbone then holds what the ledgers promise to hide. Of weights from elsewhere nobody knows it here.
     """
-    name, data = str(parts.module.pretrained), parts.data
-    trained_on = SHIPPED_SOURCES.get(name)
+    trained_on = SHIPPED_SOURCES.get(str(pretrained))
     if trained_on is None:
         return
-    clients = [] if data.data is None else data.data.train
-    sources = [resolved(own)[0] for own in clients] if data.division is None else [data.division.dataset]
-    # A scanned image is one of the set that the scanners see.
-    sources = [source.unscanned if isinstance(source, Scanners) else source for source in sources]
-    if any(type(source).__name__ == trained_on for source in sources):
+    if any(type(source).__name__ == trained_on for dataset in datasets for source in _sources(dataset)):
         raise OptionError(
-            f"privacy: pretrained={name!r} was trained on the images of {trained_on}, which are the clients' here, and "
-            "no ledger counts that; give weights that were trained on other images",
+            f"privacy: pretrained={pretrained!r} was trained on the images of {trained_on}, which are the clients' "
+            "here, and no ledger counts that; give weights that were trained on other images",
             name="pretrained",
-            value=name,
+            value=pretrained,
         )
+
+
+def _sources(dataset: Dataset[Any]) -> Iterator[object]:
+    """Yield a dataset and those that it is made of: of a Subset, of several together, of a wrapper, of Scanners."""
+    left: list[object] = [dataset]
+    seen = set[int]()
+    while left:
+        source = left.pop()
+        if source is None or id(source) in seen:
+            continue
+        seen.add(id(source))
+        yield source
+        left.append(getattr(source, "dataset", None))
+        several = getattr(source, "datasets", None)
+        left += several if isinstance(several, list | tuple) else []
 
 
 def check_trained_norms(module: FederatedClassifier) -> None:

@@ -123,11 +123,22 @@ def published(info: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[dict
     if "joined" in info:
         info["joined"] = [record | {"before": None, "after": None} for record in info["joined"]]
     rounds = [
-        {name: value for name, value in row.items() if name.startswith(DATA_INDEPENDENT_METRICS)}
+        {name: value for name, value in row.items() if name.startswith(_independent_in(row))}
         for row in metrics["rounds"]
     ]
     clients = {name: values for name, values in metrics["clients"].items() if name.startswith("privacy/")}
     return info, {"rounds": rounds, "clients": clients}
+
+
+def _independent_in(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those of :data:`DATA_INDEPENDENT_METRICS` that are independent in a round of a simulation, or of a deployment.
+
+    A deployment measures the bytes that came, and counts the parameters of those that answered. A site whose training
+    broke sends a short reply, and whether it does depends on its images.
+    """
+    if not any(name.startswith("deploy/") for name in row):
+        return DATA_INDEPENDENT_METRICS
+    return tuple(start for start in DATA_INDEPENDENT_METRICS if start not in ("params/", "comm/"))
 
 
 @dataclass

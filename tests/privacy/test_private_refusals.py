@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import perada
 from perada.algorithms import Algorithm, FedAvg, FedEnsemble, FedROD, Moon, PerAda
@@ -202,6 +202,19 @@ def test_a_share_of_clients_images_for_the_server(level, option):
     )
 
 
+class Wrapper(Dataset):
+    """A dataset of somebody's own around another one."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+    def __len__(self):
+        return len(self.dataset)
+
+
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_weights_that_were_trained_on_the_clients_images(level):
     data = perada.FederatedDataModule(
@@ -217,8 +230,23 @@ def test_weights_that_were_trained_on_the_clients_images(level):
     refused(
         r"pretrained='perada:digits_test_resnet' was trained on the images of Digits", **chosen, data=data, **options
     )
-    given = perada.FederatedData([Digits().with_split(True)] * 2, num_classes=10)
-    refused(r"was trained on the images of Digits", **chosen, data=given, image_size=32, **options)
+    digits = Digits().with_split(True)
+    for client in (digits, ConcatDataset([digits, digits]), Wrapper(Subset(digits, range(9)))):
+        given = perada.FederatedData([client] * 2, num_classes=10)
+        refused(r"was trained on the images of Digits", **chosen, data=given, image_size=32, **options)
+
+
+def test_a_client_joins_by_no_weights_that_were_trained_on_its_images():
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8, generator=random)
+    others = perada.FederatedData([TensorDataset(x, torch.arange(8))] * 2, num_classes=10)
+    run = perada.finetune(
+        "test_resnet", others, pretrained="perada:digits_test_resnet", adapter="head", algorithm="ditto", rounds=1,
+        local_steps=1, batch_size=4, privacy=PRIVATE, accelerator="cpu", enable_progress_bar=False, logger=False,
+    )  # fmt: skip
+    own = perada.FederatedData([Subset(Digits().with_split(True), range(20))], num_classes=10)
+    with pytest.raises(ValueError, match="was trained on the images of Digits, which are the clients' here"):
+        perada.personalize(run, own, "new", rounds=1, accelerator="cpu")
 
 
 def test_images_whose_gradients_are_not_finite_are_refused_in_one_line():

@@ -260,11 +260,6 @@ class Scanners(ImageSet):
         scale: float | None = getattr(self.dataset, "full_scale", None)
         return scale
 
-    @property
-    def unscanned(self) -> ImageSet:
-        """The set that the scanners see."""
-        return self.dataset.unscanned if isinstance(self.dataset, Scanners) else self.dataset
-
     def download(self) -> None:
         """Fetch the files of the set if that was asked for and they are missing."""
         self.dataset.download()

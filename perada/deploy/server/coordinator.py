@@ -34,6 +34,7 @@ from perada.deploy.server.rounds import (
     Roster,
     ask,
     close_round,
+    epsilons,
     log_each,
     log_round,
 )
@@ -156,10 +157,14 @@ class Coordinator:
             self._round()
         if self.settings.algorithm.personalization() and not progress.tuned:
             begin, state = time.monotonic(), self.server.global_state
-            tuned = self._everyone("tune", state, strides=strides_of(state))
+            failed: dict[str, str] = {}
+            tuned = self._everyone("tune", state, failed, strides=strides_of(state))
+            self.roster.note_tuned(tuned, failed)
             if len(tuned) < self.terms.min_sites:
                 missing = {name: "not tuned" for name in self.roster.numbers if name not in tuned}
                 raise TimeoutError(self._too_few("fine-tuning", len(tuned), missing, begin))
+            if self.settings.privacy is not None:
+                progress.history[-1] |= epsilons(progress.roster)
             progress.tuned, progress.scored = True, -1
             self._save()
         if progress.scored < progress.done:
@@ -225,8 +230,10 @@ class Coordinator:
                 return False
         return True
 
-    def _everyone(self, kind: Kind, tensors: State, **given: Any) -> dict[str, Answer]:
-        """Ask all sites that are there, within the deadline."""
+    def _everyone(
+        self, kind: Kind, tensors: State, failed: dict[str, str] | None = None, **given: Any
+    ) -> dict[str, Answer]:
+        """Ask all sites that are there, within the deadline; codes of those without an answer come into ``failed``."""
         numbers, record = self.roster.numbers, Record(self.progress.done)
         asked = [name for name in numbers if name in self.transport.names()]
         end = time.monotonic() + self.terms.deadline
@@ -237,6 +244,8 @@ class Coordinator:
         got = self._ask(asked, message, lambda _: {}, end, record)
         for name, code in record.failed.items():
             log.warning("%s: site %s: %s", kind, name, code, extra={"site": name})
+        if failed is not None:
+            failed.update(record.failed)
         return {name: answer for name, (answer, _) in got.items()}
 
     def _gather_sites(self, end: float) -> list[int]:

@@ -32,6 +32,13 @@ class Member:
     last_round: int = 0  # that it took part in last, counted from 1; 0 if it never did
     epsilon: dict[str, float | None] = field(default_factory=dict)  # by ledger, as it last said
 
+    def spent(self, ledger: str) -> float:
+        """Return the ε that the site last said; infinite if it does not say, and 0 if it took part in no round."""
+        if not self.rounds and not self.epsilon:
+            return 0.0
+        value = self.epsilon.get(ledger)
+        return math.inf if value is None else value
+
 
 @dataclass
 class Record:

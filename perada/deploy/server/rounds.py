@@ -29,6 +29,8 @@ Facts = Mapping[str, Any]
 """What a site says beside its update (:class:`perada.deploy.protocol.Answer`)."""
 PASSING = ("late", "unreachable", "crashed")
 """Codes after which a site may be asked again in the same round."""
+UNTRAINED = ("exhausted", "unapproved", "past", "future", "other", "protocol")
+"""Codes of sites that have refused to train."""
 REPEAT = 10
 """A site that was not let in is asked again in each tenth round; one that did not answer, in the next."""
 
@@ -112,6 +114,20 @@ class Roster:
         sizes = [member.size or 1 for member in self.progress.roster]
         return make_plan(self.progress.done, clients, sizes, self.settings.phases, self.batch_size)
 
+    def note_tuned(self, answers: Mapping[str, Answer], failed: Mapping[str, str]) -> None:
+        """Write down what the fine-tuning cost the sites, which only their release ledgers count.
+
+        Args:
+            answers: Of the sites that did it, by name.
+            failed: Codes of the others that were asked.
+        """
+        for member in self.progress.roster:
+            if member.name in answers:
+                member.epsilon = answers[member.name].facts.get("epsilon", member.epsilon)
+            elif failed.get(member.name, "exhausted") not in UNTRAINED:
+                # It may have trained, and nobody here knows.
+                member.epsilon = member.epsilon | {"release": None}
+
     def note(self, record: Record, got: Mapping[int, Answer]) -> None:
         """Write down who took part, who was late and who is not to be asked any more."""
         for client, answer in got.items():
@@ -125,6 +141,9 @@ class Roster:
                 member.left = code
             if code == "late":
                 member.late = record.round
+            if code == "broken":
+                # It has spent as much as for an update, and its reply says nothing of that: its next one will.
+                member.epsilon = {"server": None, "release": None}
 
 
 def ask(
@@ -250,12 +269,19 @@ def measured(
         losses = [fact["losses"][role] for fact in facts if role in fact.get("losses", {})]
         if losses and len(losses) == len(facts):
             found[f"train/{role}_loss"] = float(torch.tensor(losses).mean())
-    for name in ("release", "server"):
-        spent = [member.epsilon[name] for member in roster if name in member.epsilon]
-        if spent:
-            values = torch.tensor([math.inf if value is None else value for value in spent])
-            found[f"privacy/{name}_epsilon_mean"] = float(values.mean())
-            found[f"privacy/{name}_epsilon_max"] = float(values.max())
+    return found | (epsilons(roster) if loop.privacy is not None else {})
+
+
+def epsilons(roster: Sequence[Member]) -> dict[str, float]:
+    """Mean and largest ε of the sites of a private run.
+
+    Sites that do not tell theirs are not left out: the others' would pass for that of all.
+    """
+    found = {}
+    for ledger in ("release", "server"):
+        values = torch.tensor([member.spent(ledger) for member in roster])
+        found[f"privacy/{ledger}_epsilon_mean"] = float(values.mean())
+        found[f"privacy/{ledger}_epsilon_max"] = float(values.max())
     return found
 
 

@@ -33,7 +33,7 @@ from perada.federation.settings import Settings
 from perada.lightning.parts import Parts
 from perada.lightning.setup import check_first, check_private, configure_rounds, protect
 from perada.privacy.account import Row
-from perada.privacy.accounting import Ledger, Ledgers
+from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
 from perada.server.aggregate import double
@@ -80,6 +80,7 @@ class Client:
                 f"max_site_epsilon={limits.max_site_epsilon} of the site cannot be kept by a recipe without "
                 "client_privacy and secure_sums; approve one that has both, or leave the limit out"
             )
+        self._check_deltas_of_sites()
         recipe.build(self.data.num_classes, self.data.multilabel)
         # What needs the server's images or other clients is the server's.
         alone = {"clients_per_round": None, "client_privacy": None, "rule": Mean(), "weighting": "uniform"}
@@ -99,6 +100,19 @@ class Client:
         self.images, self._public = recipe.public_images(), (-1, "")
         self.planned = self._planned()
         self.budget = SiteBudget(limits, limits.max_epsilon, self.planned)
+
+    def _check_deltas_of_sites(self) -> None:
+        """Refuse, by a ValueError, a δ with which one of the sites of a sum could be shown in full.
+
+        A site does not know how many sites there are. With secure sums it knows that there may be as few as
+        ``min_sites``, and does not leave this to the server, against which the noise is meant to hold.
+        """
+        recipe = self.recipe
+        level, sums = recipe.loop.client_privacy, recipe.loop.secure_sums
+        if level is None or sums is None:
+            return
+        for section, delta in (("client_privacy", level.delta), ("limits", self.limits.delta)):
+            check_delta_covers(section, delta, sums.min_sites, "sites of a secure sum (min_sites)")
 
     def _check_public_images(self) -> None:
         """Refuse, by a ValueError, a private recipe whose public set holds images of the site.
