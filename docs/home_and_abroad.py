@@ -70,7 +70,9 @@ def drawn(methods: dict[str, dict[str, float]]) -> str:
     for method, scores in methods.items():
         x, y = x_of(scores[HOME]), y_of(scores[ABROAD])
         colour, weight = ("#c0392b", "bold") if method == "perada" else ("#2a7fb8", "normal")
-        left = x > WIDTH - 140
+        # Beside a point that is close and further right there is no room for the label.
+        beside = [other for other in methods.values() if abs(other[ABROAD] - scores[ABROAD]) < 5]
+        left = any(other[HOME] > scores[HOME] for other in beside)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
         parts.append(
             f'<text x="{x + (-9 if left else 9):.1f}" y="{y + 4:.1f}" text-anchor="{"end" if left else "start"}" '
