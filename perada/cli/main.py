@@ -133,7 +133,10 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
         commands = parser.add_subcommands(required=False, title="commands", metavar="COMMAND", description=about)
         for name, (_, line) in entry.items():
             commands.add_subcommand(name, ArgumentParser(), help=line)
-        parser.parse_args(words)
+        try:
+            parser.parse_args(words)
+        except ArgumentError as error:
+            raise ArgumentError(None, f"{error}; `{prog} --help` lists the commands") from error
         parser.print_help()
 
 

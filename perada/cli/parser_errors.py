@@ -37,7 +37,26 @@ def option_error(message: str, typed: Mapping[str, str], known: list[str]) -> Op
         typed: By full name: an option as it was typed.
         known: Full names of all options.
     """
-    return unknown_option(message, known) or wrong_type(message, typed) or wrong_class(message)
+    return (
+        missing_value(message, typed)
+        or unknown_option(message, known)
+        or wrong_type(message, typed)
+        or wrong_class(message, typed)
+    )
+
+
+def missing_value(message: str, typed: Mapping[str, str]) -> OptionError | None:
+    """Say that an option has no value behind it; None where a message of the parser is about something else.
+
+    >>> str(missing_value("argument --model.lr_local: expected one argument", {"model.lr_local": "--lr_local"}))
+    '--lr_local: a value is missing; write --lr_local VALUE'
+    """
+    match = re.match(r"argument (?:-\w/)?--([\w.-]+): expected (?:one|at least one|\d+) argument", message)
+    if match is None:
+        return None
+    name = typed.get(match[1], f"--{match[1]}")
+    remedy = f"write {name} VALUE"
+    return OptionError(f"{name}: a value is missing; {remedy}", name=match[1], remedy=remedy)
 
 
 def rejected_option(error: BaseException) -> OptionError | None:
@@ -73,6 +92,10 @@ def unknown_option(message: str, known: list[str]) -> OptionError | None:
     dashes = parts.get("dashes") or ""
     near = [f"{dashes}{name}" for name in nearest(key, known, facts()["short_names"])]
     remedy = f"did you mean {' or '.join(near)}?" if near else ""
+    if class_path and not near:
+        remedy = f"its options are {', '.join(arguments)}" if arguments else "it has no options"
+    elif not near and dashes:
+        remedy = "`perada fit --help` lists the options"
     if class_path and keys:
         # A class that may be one of several kinds is tried as each of them, and the parser says the same of each.
         text = f"{keys[0]}: {class_path}: Option {parts['key']!r} is not accepted"
@@ -119,9 +142,12 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
         return None
     of_class = re.fullmatch(r"NestedArg\(key='([\w.]+)', val=.*\)", value[1])
     if of_class and "class_path" not in innermost and len(keys) == 1:
-        remedy = f"name the class of {keys[0]} first, by {keys[0]}=CLASS"
         option = f"{keys[0]}.{of_class[1]}"
-        return _class_error(option, value[1], "is an option of a class, and no class is named", remedy)
+        name = typed.get(option, option)
+        outer = name.removesuffix(f".{of_class[1]}")
+        remedy = f"name the class of {outer} first, by {outer}=CLASS"
+        message = f"{name}: is an option of a class, and no class is named; {remedy}"
+        return OptionError(message, name=option, value=value[1], remedy=remedy)
     expected = re.findall(r"Expected a (.*?)(?:\. Got value.*)?$", innermost[: value.end()], re.MULTILINE)
     kinds: list[str] = []
     for kind in expected:
@@ -147,8 +173,21 @@ def _keys(message: str) -> list[str]:
     return re.findall(r'Parser key "([^"]+)"', message)
 
 
-def wrong_class(message: str) -> OptionError | None:
-    """Say why a value of an option that takes a class is none; None where a message is about something else."""
+def wrong_class(message: str, typed: Mapping[str, str]) -> OptionError | None:
+    """Say why a value of an option that takes a class is none; None where a message is about something else.
+
+    Args:
+        message: The parser's.
+        typed: By full name: an option as it was typed.
+    """
+    error = _wrong_class(message)
+    if error is None or error.name not in typed:
+        return error
+    text = typed[error.name] + str(error).removeprefix(error.name)
+    return OptionError(text, name=error.name, value=error.value, remedy=error.remedy)
+
+
+def _wrong_class(message: str) -> OptionError | None:
     keys = _keys(message)
     if not keys:
         return None
@@ -269,9 +308,12 @@ def of_options(message: str, parser: ArgumentParser) -> str:
         action.dest: (action.option_strings or [str(action.metavar or action.dest).upper()])[-1]
         for action in parser._actions
     }
-    type_error = wrong_type(message, typed)
+    type_error = missing_value(message, {}) or wrong_type(message, typed)
     if type_error is not None:
         return str(type_error)
+    choice = re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL)
+    if choice is not None:
+        return f"{typed.get(choice[1], choice[1])}: must be one of {choice[3]}, got {choice[2]}"
     if missing := re.fullmatch(r"the following arguments are required: (.*)", message, re.DOTALL):
         names = ", ".join(typed.get(name, name) for name in missing[1].split(", "))
         return f"the following arguments are required: {names}; `{parser.prog} --help` explains them"

@@ -93,11 +93,11 @@ def _compare(
     )
 
 
-def perturbed_states(state: State, keys: Collection[str], clients: int) -> list[State]:
+def perturbed_states(state: State, keys: Collection[str], clients: int, least: float = 0.0) -> list[State]:
     """States of some clients near ``state``, each with other values of the parameters called ``keys``.
 
     Most adapters begin as zero, so that a network computes the same with and without them. Parameters move by a tenth
-    of their size, those that are zero by 0.02.
+    of their size, those that are zero by 0.02, and all by at least ``least``.
     """
     states = []
     for client in range(clients):
@@ -108,7 +108,8 @@ def perturbed_states(state: State, keys: Collection[str], clients: int) -> list[
             value = moved[key]
             size = float(value.float().square().mean().sqrt())
             noise = block.repeat(math.ceil(value.numel() / _BLOCK))[: value.numel()].view(value.shape)
-            value += (noise * (0.1 * size if size > 0 else 0.02)).to(value)
+            step = max(0.1 * size if size > 0 else 0.02, least)
+            value += (noise * step).to(value)
         states.append(moved)
     return states
 

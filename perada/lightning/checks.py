@@ -125,6 +125,12 @@ def _check_image(parts: Parts, name: str, x: Tensor) -> None:
                 f"the adapter ({type(adapted.config).__name__}) does not run on {backbone}, which runs without it: "
                 f"{reason}; choose another adapter, or set channels_last: false"
             ) from error
+        formats = {value.dtype for value in model.parameters() if value.is_floating_point()}
+        if x.dtype == torch.float32 and formats == {torch.float64}:
+            raise ValueError(
+                f"{backbone} has weights in float64, and the {name} are {x.dtype} ({reason}); convert the network by "
+                "network.float(), or give images in float64"
+            ) from error
         remedy = "images of the shape and type it takes (image_size resizes uint8 ones)"
         if parts.data.tokens:
             remedy = "texts of the length that it takes, and tokens that it knows"

@@ -14,6 +14,7 @@ import torch
 from timm.data.config import resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
 from perada.core.checks import OptionError, check_whole
@@ -47,9 +48,9 @@ def build_backbone(
 
     Args:
         backbone: A timm name, ``"hf:"`` and a transformers name or folder, or a network of the caller's own, which is
-            copied; its head is its last ``nn.Linear``, and only ``num_classes`` is then looked at. Where it returns a
-            tuple or an object, the logits are the one tensor (B, K) in it, or its ``logits``. ``nn.DataParallel`` is
-            taken off, and weights of another format become float32. ``"char_lstm"`` is a
+            copied; its head is its last ``nn.Linear`` with ``num_classes`` outputs, and nothing else is then looked at.
+            Where it returns a tuple or an object, the logits are the one tensor (B, K) in it, or its ``logits``.
+            ``nn.DataParallel`` is taken off, and weights of another format become float32. ``"char_lstm"`` is a
             :class:`~perada.models.char_lstm.CharLSTM` for texts, ``"char_lstm_64"`` one with 64 hidden units.
         num_classes: Number of classes K; None keeps the number that the backbone comes with.
         pretrained: True takes the weights from the hub or its cache, False starts from random weights. A string is a
@@ -105,15 +106,19 @@ def _turn_off_checkpointing(backbone: Backbone) -> None:
 
 
 def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
-    model = unwrapped(_without_replicas(getattr(module, "_orig_mod", module)))  # of torch.compile
-    name = type(model).__name__
+    network = _without_replicas(getattr(module, "_orig_mod", module))  # of torch.compile
+    name = type(network).__name__
+    _check_copyable(network, name)
+    model = unwrapped(network)
     _to_single_precision(model, name)
     linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not linears:
         raise OptionError(
             f"backbone {name!r} has no nn.Linear to be its head: end the network in one", name="backbone", value=name
         )
-    head, layer = linears[-1]
+    # A layer of another kind may have been made after the head, or stand in a part that is.
+    fitting = [(path, layer) for path, layer in linears if num_classes in (None, layer.out_features)]
+    head, layer = fitting[-1] if fitting else linears[-1]
     if "default" in head.split("."):
         raise ValueError(f"the head {head!r} of backbone {name!r} has PEFT's adapter name 'default' in it: rename it")
     if num_classes is not None and layer.out_features != num_classes:
@@ -125,6 +130,31 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
         )
     return_logits(model, layer.out_features)
     return Backbone(model, name, head, getattr(model, IMAGE, None))
+
+
+def _check_copyable(network: nn.Module, name: str) -> None:
+    """Refuse a network of which clients cannot have copies."""
+    problem = ""
+    if isinstance(network, torch.jit.ScriptModule):
+        problem = "is compiled by TorchScript, whose layers cannot be adapted; give the network that it was made from"
+    lazy = [key for key, tensor in network.state_dict(keep_vars=True).items() if is_lazy(tensor)]
+    if lazy:
+        problem = f"has no shape for {lazy[0]!r} yet; call the network once with images before you give it"
+    if problem:
+        raise OptionError(f"backbone {name!r} {problem}", name="backbone", value=name)
+    computed = [
+        f"{path}.{attribute}".lstrip(".")
+        for path, module in network.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor) and not value.is_leaf
+    ]
+    if computed:
+        raise OptionError(
+            f"backbone {name!r} holds {computed[0]!r}, a tensor computed from parameters, and cannot be copied; for "
+            "weight normalisation take torch.nn.utils.parametrizations.weight_norm, and detach other such tensors",
+            name="backbone",
+            value=name,
+        )
 
 
 def _without_replicas(module: nn.Module) -> nn.Module:

@@ -65,6 +65,14 @@ def check_usage(adapted: AdaptedModel, x: Tensor, *, channels_last: bool = False
         x: Prepared images (B, ...), or texts, on the network's device.
         channels_last: Whether images are run in that memory format.
     """
+    parameters = dict(adapted.model.named_parameters())
+    complex_keys = [key for key in parameter_keys(adapted.model) if parameters[key].is_complex()]
+    if complex_keys:
+        verb = "is" if len(complex_keys) == 1 else "are"
+        return Usage(
+            f"only real numbers can be trained, and {some(complex_keys, 3)} {verb} complex; hold the two parts in a "
+            "real parameter, of which torch.view_as_complex makes a complex tensor, or choose another adapter"
+        )
     trial = _Trial(adapted, x, channels_last)
     try:
         untrained, unread = trial.unused()

@@ -13,10 +13,11 @@ from tqdm.auto import tqdm
 from perada.algorithms.base import Average
 from perada.core.checks import check_whole, installed
 from perada.core.seeding import generator
-from perada.core.states import State, clone, set_state, to_device
+from perada.core.states import State, clone, parameter_keys, set_state, to_device
 from perada.data.preprocessing import Preprocessing
 from perada.engine.engine import ensemble
 from perada.engine.fold import fold
+from perada.engine.fold_check import perturbed_states
 from perada.models.adapted import AdaptedModel
 from perada.models.backbones import IMAGE
 from perada.models.merging import check_merged, merge_adapter
@@ -250,8 +251,13 @@ class Models:
         """
         state = self.state("global") if client is None else self.state("personal", client)
         peft_model = self._adapted.peft_model
+        images = _noise(self.preprocessing)
+        # An adapter that training has hardly moved hides a wrong merge, which grows with it.
+        moved_state = perturbed_states(state, parameter_keys(self._adapted.model), clients=1, least=0.02)[0]
+        moved = merge_adapter(copy.deepcopy(peft_model), moved_state)
+        check_merged(peft_model, moved, self._model(moved_state), images)
         merged = merge_adapter(copy.deepcopy(peft_model).to(memory_format=torch.contiguous_format), state)
-        check_merged(peft_model, merged, self._model(state), _noise(self.preprocessing))
+        check_merged(peft_model, merged, self._model(state), images)
         return merged
 
     def adapted(self) -> AdaptedModel:

@@ -508,7 +508,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox=1"), "'prox' is not accepted"),
         (
             (*FIT, "--federated.server_rule=bad.Nope"),
-            "error: federated.server_rule: No module named 'bad'; it must be in",
+            "error: --federated.server_rule: No module named 'bad'; it must be in",
         ),
         (
             (*FIT, "--federated.server_rule=perada.server.Nope"),

@@ -3,6 +3,7 @@
 
 import inspect
 import json
+from argparse import ArgumentError
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ import yaml
 import perada
 from perada.algorithms import Algorithm, make_algorithm
 from perada.api import FULL_NAMES
+from perada.cli.main import main
 from perada.cli.messages import one_line
 from perada.cli.options import ELSEWHERE
 from perada.cli.runs import PeradaCLI
@@ -154,6 +156,26 @@ def test_a_wrong_option_proposes_the_nearest(words, meant):
     assert refused(*words.split()).endswith(f"; did you mean {meant}?")
 
 
+def test_a_class_without_such_an_option_names_those_that_it_has():
+    assert refused("--server_rule", "krum", "--server_rule.xyzzy", "3").endswith("its options are suspected, keep")
+
+
+def test_a_class_is_refused_under_the_name_that_was_typed():
+    assert refused("--algorithm", "xyzzy").startswith("--algorithm: there is no class 'xyzzy'; ")
+    assert refused("--privacy", "true").startswith("--privacy: must be a mapping of options")
+
+
+def test_a_choice_that_there_is_not_is_named_as_help_names_it():
+    with pytest.raises(ArgumentError, match="SHELL: must be one of 'bash', 'zsh', got 'csh'"):
+        main(["completion", "csh"])
+
+
+@pytest.mark.parametrize("words", [["--xyzzy"], ["deploy", "--xyzzy"], ["deploy", "keys", "--xyzzy"]])
+def test_an_option_before_a_command_is_refused_with_where_to_look(words):
+    with pytest.raises(ArgumentError, match=r"arguments: --xyzzy; `perada[ a-z]* --help` lists the commands"):
+        main(words)
+
+
 @pytest.mark.parametrize("words", ["--xyzzy=3", "--model.xyzzy=3"])
 def test_nothing_is_proposed_for_what_is_like_nothing(words):
     assert "did you mean" not in refused(words)
@@ -174,6 +196,14 @@ def test_nothing_is_proposed_for_what_is_like_nothing(words):
         ("--distillation.steps abc", "--distillation.steps: must be a whole number, got 'abc'"),
         ("--algorithm=PerAda --algorithm.prox_strength x", "--algorithm.prox_strength: must be a number, got 'x'"),
         ("--privacy.target_epsilon x", "--privacy.target_epsilon: must be a number, got 'x'"),
+        ("--rounds", "--rounds: a value is missing; write --rounds VALUE"),
+        ("--lr_local --seed 3", "--lr_local: a value is missing; write --lr_local VALUE"),
+        ("--trainer.max_epochs", "--trainer.max_epochs: a value is missing; write --trainer.max_epochs VALUE"),
+        (
+            "--server_rule.nope 3",
+            "--server_rule.nope: is an option of a class, and no class is named; name the class of --server_rule "
+            "first, by --server_rule=CLASS",
+        ),
     ],
 )
 def test_a_value_of_a_wrong_type_is_named_with_the_option_as_typed(words, says):
@@ -202,7 +232,7 @@ def test_so_it_is_in_a_recipe(recipe, says):
         ("--trainer.devices=[] --trainer.accelerator=cpu", "devices=[] cannot be used; give a whole number"),
         ("--trainer.devices=0,1 --trainer.accelerator=cpu", "devices='0,1' cannot be used; give a whole number"),
         ("--trainer.strategy=dpp", "strategy='dpp' is unknown; did you mean 'ddp'"),
-        ("--algorithm=fedpac", "federated.algorithm: there is no class 'fedpac'; choose one of perada, "),
+        ("--algorithm=fedpac", "--algorithm: there is no class 'fedpac'; choose one of perada, "),
         ("--metric=Accuracy", "metric='Accuracy' is unknown: did you mean accuracy"),
         ("--metric=F1Score", "metric='F1Score' is unknown: did you mean MulticlassF1Score"),
     ],

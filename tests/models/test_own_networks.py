@@ -122,3 +122,101 @@ def test_layers_whose_weights_are_read_get_no_lora(name):
         for key, value in model.named_parameters():
             value += "lora_B" in key
         assert not torch.equal(model(torch.ones(1, 3, size, size)), before)
+
+
+class AuxiliaryLast(Network):
+    """A layer that was made after the head is its last linear one."""
+
+    def __init__(self):
+        super().__init__("head")
+        self.gate = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.mix(self.layout(x.flatten(1)).relu())
+        return self.head(h * self.gate(h).sigmoid())
+
+
+def test_the_head_is_the_last_layer_with_as_many_outputs_as_classes():
+    assert build_backbone(AuxiliaryLast(), 3).head == "head"
+    assert build_backbone(AuxiliaryLast()).head == "gate"
+    run = finetune(AuxiliaryLast(), num_classes=3)
+    assert {key.partition(".")[0] for key in run.state("global") if "modules_to_save" in key} == {"head"}
+
+
+class WeightNormalised(Network):
+    def __init__(self):
+        super().__init__()
+        with pytest.warns(FutureWarning):
+            self.mix = nn.utils.weight_norm(self.mix)
+
+
+class Lazy(Network):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.LazyLinear(3)
+
+
+def traced():
+    return torch.jit.trace(Network().eval(), IMAGES)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            WeightNormalised,
+            r"holds 'mix.weight', a tensor computed .* torch.nn.utils.parametrizations.weight_norm",
+        ),
+        (Lazy, r"has no shape for 'out.weight' yet; call the network once"),
+        (traced, r"is compiled by TorchScript, .* give the network that it was made from"),
+    ],
+)
+def test_a_network_that_cannot_be_copied_or_adapted_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        build_backbone(make(), 3)
+
+
+def test_a_network_in_double_precision_is_refused_with_its_format():
+    with pytest.raises(ValueError, match=r"has weights in float64, and the images are torch.float32 .*network\.float"):
+        finetune(Network().double())
+
+
+class Complex(Network):
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(8, 5, dtype=torch.complex64))
+
+    def forward(self, x):
+        return super().forward(torch.fft.irfft2(torch.fft.rfft2(x) * self.filter, s=(8, 8)))
+
+
+def test_complex_parameters_are_refused_where_they_are_trained():
+    with pytest.raises(ValueError, match="only real numbers can be trained, and filter is complex"):
+        finetune(Complex(), "full", engine="loop")
+    finetune(Complex(), "head", engine="loop")
+
+
+def doubled(module, arguments, output):
+    return 2 * output
+
+
+class Hooked(Network):
+    """What a hook does to the layer's own output it does to the merged adapter's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix.register_forward_hook(doubled)
+
+
+class NamesAFormat(Hooked):
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+@pytest.mark.parametrize("kind", [Hooked, NamesAFormat])
+@pytest.mark.filterwarnings("ignore:the adapter .* cannot be merged")
+def test_a_wrong_merge_is_refused_however_little_was_trained(kind):
+    run = finetune(kind(), lr_local=1e-6, lr_personal=1e-6)
+    with pytest.raises(NotImplementedError, match="merged, it computes something else"):
+        run.merged(0)
