@@ -512,19 +512,19 @@ FIT = ("fit", "--config", "tiny.yaml")
         ),
         (
             (*FIT, "--federated.server_rule=perada.server.Nope"),
-            "error: federated.server_rule: module 'perada.server' has no attribute 'Nope'",
+            "error: --federated.server_rule: module 'perada.server' has no attribute 'Nope'",
         ),
         (
             (*FIT, "--federated.server_rule=perada.data.IID"),
-            "error: federated.server_rule: perada.data.IID is not a subclass of ServerRule; give one",
+            "error: --federated.server_rule: perada.data.IID is not a subclass of ServerRule; give one",
         ),
         (
             (*FIT, "--data.dataset=perada.data.ImageSet"),
-            "error: data.dataset: perada.data.ImageSet is a base class, of which no object can be made; name one",
+            "error: --data.dataset: perada.data.ImageSet is a base class, of which no object can be made; name one",
         ),
         (
             (*FIT, "--trainer.logger.save_dir=logs"),
-            "error: trainer.logger: pytorch_lightning.loggers.Logger is a base class, of which no object can be made",
+            "error: --trainer.logger: pytorch_lightning.loggers.Logger is a base class, of which no object can be made",
         ),
         (
             (*FIT, "--data.dataset=none.yaml"),
