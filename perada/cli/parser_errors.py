@@ -199,6 +199,9 @@ def _wrong_class(message: str) -> OptionError | None:
     no_class = re.search(r"Expected a dot import path string: (.+)", innermost)
     given = re.search(r"Given value: (.*)", innermost)
     value = given[1] if given else ""
+    if no_module and no_module[1].endswith((".yaml", ".yml", ".json")):
+        remedy = "give a file that is there, or a class"
+        return _class_error(option, no_module[1], f"{no_module[1]} cannot be read", remedy)
     if no_module:
         remedy = "it must be in the current folder, on PYTHONPATH, or installed"
         return _class_error(option, no_module[1], f"No module named {no_module[2]!r}", remedy)

@@ -477,7 +477,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         (("fit", "quickstart"), "'quickstart' is not an option; a recipe is given as perada fit --config quickstart"),
         (("compare", "tiny.yaml", "--output", "."), "--output=. is a folder; give a file, such as"),
         (("export", "nowhere", "--output", "x"), "'nowhere' is not there; give a run: a folder that"),
-        (("export", "nowhere"), "the following arguments are required: --output; `perada export --help` explains them"),
+        (("export", "."), "the following arguments are required: --output; `perada export --help` explains them"),
         (("study", "fed-ensemble"), "the following arguments are required: --output"),
         (("compare",), "the following arguments are required: RECIPES"),
         (("compare", "tiny.yaml", "--jobs=0"), "jobs: 0 cannot be used; give a number >0"),
@@ -504,7 +504,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         ),
         ((*FIT, "--data.dataset=Digit"), "data.dataset: there is no class 'Digit'; did you mean 'Digits'?"),
         ((*FIT, "--data.public_fraction=0"), "no public set"),
-        ((*FIT, "--federated.algorithm=Dito"), "federated.algorithm: there is no class 'Dito'; did you mean 'Ditto'?"),
+        ((*FIT, "--federated.algorithm=Dito"), "federated.algorithm: there is no class 'Dito'; did you mean 'ditto'?"),
         ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox=1"), "'prox' is not accepted"),
         (
             (*FIT, "--federated.server_rule=bad.Nope"),
@@ -524,11 +524,11 @@ FIT = ("fit", "--config", "tiny.yaml")
         ),
         (
             (*FIT, "--trainer.logger.save_dir=logs"),
-            "error: --trainer.logger: pytorch_lightning.loggers.Logger is a base class, of which no object can be made",
+            "error: --trainer.logger.save_dir: is an option of a class, and no class is named; name the class of",
         ),
         (
             (*FIT, "--data.dataset=none.yaml"),
-            "error: data.dataset: none.yaml cannot be read; give a file that is there",
+            "error: --data.dataset: none.yaml cannot be read; give a file that is there",
         ),
         ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=-1"), "prox_strength=-1.0"),
         (
