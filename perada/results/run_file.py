@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perada.core.checks import check_whole
+from perada.core.checks import OptionError, check_whole
 from perada.core.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
 from perada.core.files import check_links, locked, sync, write_atomic
 
@@ -225,7 +225,9 @@ def naming(what: Path | str, remedy: str = "take a copy that is whole, save it a
     except WrongFormat:
         raise
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{said} ({type(error).__name__}: {error}); {remedy}") from error
+        # An option's error says what is wrong; of Python's own the type does ("KeyError: 'rounds'").
+        reason = str(error) if isinstance(error, OptionError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{said} ({reason}); {remedy}") from error
 
 
 def write_run(folder: Path, content: RunFile) -> None:

@@ -176,7 +176,7 @@ def test_a_broken_record_in_the_file_is_named(saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "copy")
     text = (undigested(folder) / "run.json").read_text()
     (folder / "run.json").write_text(text.replace('"kind": "uint8"', '"kind": "video"'))
-    with pytest.raises(ValueError, match=r"run.json' is broken \(ValueError: preprocessing: kind='video' is unknown"):
+    with pytest.raises(ValueError, match=r"run.json' is broken \(preprocessing: kind='video' is unknown"):
         perada.Run.load(folder)
     content = json.loads(text)
     del content["info"]["preprocessing"]

@@ -18,7 +18,7 @@ from .test_hostile_server import changed
 
 PAGE = Path(__file__).parents[3] / "docs" / "secure_sums.md"
 NAMES = {
-    "moments": "fedbe",
+    **dict.fromkeys(("moments", "drawn teachers in training mode"), "fedbe"),
     **{
         "fedavg_ft": "fedavg",
         "fedadam": "fedavg",
@@ -26,7 +26,10 @@ NAMES = {
         "feddpa_f": "feddpa",
         "mtl": "multi-task learning",
     },
-    **dict.fromkeys(("perada_no_kd", "running statistics", "prompts"), "perada"),
+    **dict.fromkeys(
+        ("perada_no_kd", "running statistics", "teachers in training mode", "a guarded distillation", "prompts"),
+        "perada",
+    ),
     **{"lg_fedavg": "lg-fedavg", "fedsa_lora": "fedsa-lora", "ffa_lora": "ffa-lora", "ffa": "ffa-lora"},
 }
 """As the page calls a case, in lower case, where that is not its own name."""

@@ -478,7 +478,7 @@ def test_an_adapter_of_its_own_has_the_options_that_it_knows(recipe, given, lora
 def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own(recipe, tmp_path):
     """What ``--adapter`` says on the command line is as if the recipe said it; ``--vary`` is for every algorithm."""
     given = Namespace(recipes=[recipe], algorithms=["fedavg", "feddpa", "fedalt_row", "rolora"], seeds=[0], vary=[])
-    given.update(Namespace(tune=[], trials=None, sampler="tpe", choose_by=list(CHOSEN_BY), paper=False))
+    given.update(Namespace(tune=[], set=[], trials=None, sampler="tpe", choose_by=list(CHOSEN_BY), paper=False))
     make = partial(PeradaCLI, run=False)
 
     def adapters(*words):
@@ -900,7 +900,7 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         ),
         (
             ["--tune", "model.lr_local=1,2", "--algorithms", "fedavg", "--choose_by", "personal/local_test_f1_macro"],
-            "--choose_by personal/local_test_f1_macro: no such score with this --model.metric; did you mean ",
+            "--choose_by personal/local_test_f1_macro: no such score with this --model.metric; choose one of ",
         ),
         (
             ["--vary", "rounds=1,2", "data.seed=0,1", "--rounds", "3"],
