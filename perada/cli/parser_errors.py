@@ -67,7 +67,7 @@ def rejected_option(error: BaseException) -> OptionError | None:
     return cause
 
 
-def unknown_option(message: str, known: list[str]) -> OptionError | None:
+def unknown_option(message: str, options: list[str]) -> OptionError | None:
     """Propose the options that one that there is not may stand for; None where a message is about something else.
 
     >>> str(unknown_option("unrecognized arguments: --lr 1", ["model.lr_local", "model.lr_personal"]))
@@ -88,9 +88,9 @@ def unknown_option(message: str, known: list[str]) -> OptionError | None:
     if class_path:
         module, _, name = class_path.rpartition(".")
         arguments = inspect.signature(getattr(sys.modules[module], name)).parameters
-        known = [f"{key.rpartition('.')[0]}.{argument}" for argument in arguments]
+        options = [f"{key.rpartition('.')[0]}.{argument}" for argument in arguments]
     dashes = parts.get("dashes") or ""
-    near = [f"{dashes}{name}" for name in nearest(key, known, facts()["short_names"])]
+    near = [f"{dashes}{name}" for name in nearest(key, options, facts()["short_names"])]
     remedy = f"did you mean {' or '.join(near)}?" if near else ""
     if class_path and not near:
         remedy = f"its options are {', '.join(arguments)}" if arguments else "it has no options"
@@ -197,8 +197,8 @@ def _wrong_class(message: str) -> OptionError | None:
     no_attribute = re.search(_NO_ATTRIBUTE, innermost)
     no_subclass = re.search(r"Import path (?:(\S+) )?does not correspond to (a subclass of \w+)", innermost)
     no_class = re.search(r"Expected a dot import path string: (.+)", innermost)
-    given = re.search(r"Given value: (.*)", innermost)
-    value = given[1] if given else ""
+    value_line = re.search(r"Given value: (.*)", innermost)
+    value = value_line[1] if value_line else ""
     if no_module and no_module[1].endswith((".yaml", ".yml", ".json")):
         remedy = "give a file that is there, or a class"
         return _class_error(option, no_module[1], f"{no_module[1]} cannot be read", remedy)

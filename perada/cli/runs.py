@@ -108,7 +108,7 @@ class PeradaCLI(LightningCLI):
             self.parsers[defaults] = {name: value for name, value in vars(self).items() if name not in before}
         vars(self).update(self.parsers[defaults])
 
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static there, but called on the object
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning declares a static method and calls it as self.subcommands()
         """Return the subcommand that runs only: making the parsers of the others would take longer than parsing."""
         of_all = LightningCLI.subcommands()
         return {name: skipped for name, skipped in of_all.items() if name == self.subcommand}

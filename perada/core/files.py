@@ -19,12 +19,8 @@ from typing import Any, BinaryIO
 
 try:
     import fcntl
-    import grp
-    import pwd
 except ModuleNotFoundError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
-    grp = None  # type: ignore[assignment]  # checked before use
-    pwd = None  # type: ignore[assignment]  # checked before use
 
 LOCK = "lock"
 """Name of the file in a folder by which a process locks it."""
@@ -63,14 +59,17 @@ def is_owner_only(status: os.stat_result, rights: int = 0o7) -> bool:
         return False
     if not mode & (rights << 3):
         return True
-    if pwd is None or grp is None:
+    if os.name != "posix":  # nobody knows the members of a group there
         return False
     groups_of_process = {os.getegid(), *os.getgroups()}
     return status.st_gid in groups_of_process and not _other_members(status.st_gid)
 
 
 def _other_members(group: int) -> set[int]:
-    """Ids of the accounts in a group, but for root and this process's own."""
+    """Return the ids of the accounts in a group, except for root and this process's own."""
+    import grp  # only on POSIX systems
+    import pwd
+
     accounts = pwd.getpwall()
     members = {account.pw_uid for account in accounts if account.pw_gid == group}
     try:

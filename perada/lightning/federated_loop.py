@@ -395,18 +395,21 @@ class FederatedLoop(pl.Callback):
 
     def _check_rounds(self, trainer: pl.Trainer) -> None:
         """Warn where Lightning ended training before all rounds were done, and nothing asked it to."""
-        done, asked = self.parts.federation.rounds_done, trainer.max_epochs
+        done = self.parts.federation.rounds_done
+        max_epochs = trainer.max_epochs
         stopped = trainer.should_stop or trainer.limit_train_batches == 0
-        if asked is not None and done < asked and not stopped:
+        if max_epochs is not None and done < max_epochs and not stopped:
             rank_zero_warn(
-                f"{done} of {asked} rounds were trained: a callback or a hook of the module ended a round before its "
-                "last step; leave it out, or give max_epochs as many as are to be trained"
+                f"{done} of {max_epochs} rounds were trained: a callback or a hook of the module ended a round before "
+                "its last step; leave it out, or give max_epochs as many as are to be trained"
             )
 
     def _warn_of_stale_models(self, trainer: pl.Trainer) -> None:
         """Warn where clients end the run with models that were not trained for more than half of it."""
         parts = self.parts
-        if not parts.federation.keeps_personal_models or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        if not parts.federation.keeps_personal_models:
+            return
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # a function of another module of Lightning's sets it
             return
         warning = parts.federation.participation.warning(parts.data.client_names, anonymous=parts.settings.private)
         if warning is not None:

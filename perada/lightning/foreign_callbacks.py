@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's callbacks that act on a module's weights, gradients or steps, and cannot be used in federated rounds."""
 
-from collections.abc import Iterable
-
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import (
     BaseFinetuning,
@@ -47,9 +45,9 @@ UNSUPPORTED_CALLBACKS: dict[type[pl.Callback], str] = {
 """Why a kind of callback, or one derived from it, cannot be used, and what to do."""
 
 
-def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
-    """Refuse, by a ValueError, callbacks that federated rounds cannot run with."""
-    for callback in callbacks:
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Reject, by a ValueError, callbacks of a trainer that federated rounds cannot run with."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's _CallbackConnector sets it
         for kind, reason in UNSUPPORTED_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise ValueError(f"{type(callback).__name__} cannot be used: {reason}")

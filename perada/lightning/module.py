@@ -214,7 +214,7 @@ class FederatedClassifier(pl.LightningModule):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Add no callback; those of the trainer are checked here, before Lightning sets any of them up."""
-        check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]  # set by Lightning
+        check_callbacks(self.trainer)
         return []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -229,7 +229,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
     if started_by_torchrun() and trainer.world_size != int(os.environ["WORLD_SIZE"]):
         given, started = f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes}", os.environ["WORLD_SIZE"]
         raise ValueError(f"{given} cannot be used: torchrun started {started} processes; leave both out")
-    check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # set by Lightning
+    check_callbacks(trainer)
     for name, (allowed, why) in OTHERS.items():
         value = getattr(trainer, name)
         if str(value) not in allowed and not (name == "max_steps" and trainer.fast_dev_run):  # type: ignore[attr-defined]  # set by Lightning

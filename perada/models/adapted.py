@@ -49,7 +49,9 @@ def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | No
     A ValueError if there is no layer that the method adapts.
     """
     check_last_blocks(last_blocks)
-    model, name, head = backbone.model, backbone.name, backbone.head
+    model = backbone.model
+    name = backbone.name
+    head = backbone.head
     within = reached(model, last_blocks) - _not_called(backbone)
     modules = [(path, module) for path, module in model.named_modules() if path in within and _usable(model, path)]
     linears = [path for path, module in modules if isinstance(module, nn.Linear) and path != head]
@@ -409,7 +411,7 @@ def _named(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
     return SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[head], last_blocks=last_blocks)
 
 
-def _integral(value: object, hint: Any) -> object:  # noqa: ANN401  # an annotation
+def _integral(value: object, hint: object) -> object:
     """A number without a fraction as an ``int``, where that is the only number that an option takes."""
     kinds = get_args(hint) or (hint,)
     return int(value) if isinstance(value, float) and int in kinds and float not in kinds else value

@@ -189,8 +189,8 @@ class TeacherBatches:
         """Plan the teachers' passes for steps on the public images at ``indices`` (steps, B)."""
         if options.teacher_mode == "eval" or not engine.has_batch_norms:
             # An image's logits are the same in any batch, so each image is looked at once.
-            used, rows = torch.unique(indices, return_inverse=True)
-            return cls(used.split(PUBLIC_BATCH), rows, False)
+            distinct, rows = torch.unique(indices, return_inverse=True)
+            return cls(distinct.split(PUBLIC_BATCH), rows, False)
         # A batch has the images of one step. Statistics do not depend on their order, so that steps on the same images,
         # such as those on all of the public set, share a batch.
         in_order, order = indices.sort(dim=1, stable=True)

@@ -65,7 +65,7 @@ def tensor_source(dataset: Dataset[Any], labelled: bool) -> Source | None:
     return None
 
 
-def as_labels(values: Any, of_one_image: bool = False) -> Tensor:  # noqa: ANN401 - whatever a dataset gives
+def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     """Turn labels into int64 classes (N,), or float32 vectors (N, K) of a multi-label task.
 
     Classes may have further axes of length 1, as in MedMNIST's (N, 1), which are dropped.

@@ -47,7 +47,8 @@ class Digits(ImageSet):
             pixels, labels = installed("sklearn.datasets", "Digits", "examples").load_digits(return_X_y=True)
         else:
             numbers = np.loadtxt(table, delimiter=",")
-            pixels, labels = numbers[:, :-1], numbers[:, -1].astype(int)
+            pixels = numbers[:, :-1]
+            labels = numbers[:, -1].astype(int)
         images = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8)).view(-1, 1, 8, 8)
         order = np.random.default_rng(0).permutation(len(labels))
         cut = len(labels) // 5
@@ -315,7 +316,8 @@ class Photographs(ImageSet):
         self.gray, self.seed = gray, seed
 
     def _load(self) -> tuple[Tensor, None]:
-        china, flower = sklearn_data_file("images/china.jpg"), sklearn_data_file("images/flower.jpg")
+        china = sklearn_data_file("images/china.jpg")
+        flower = sklearn_data_file("images/flower.jpg")
         if china is None or flower is None:
             shipped = installed("sklearn.datasets", "Photographs", "examples").load_sample_images().images
         else:

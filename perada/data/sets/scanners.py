@@ -35,7 +35,8 @@ def _sampled(images: Array, matrix: tuple[int, int, int, int], denominator: int)
     size = images.shape[-1]
     # Twice the distance from the centre is a whole number, also where the size is even.
     from_centre = 2 * np.arange(size) - (size - 1)
-    rows, columns = from_centre[:, None], from_centre[None, :]
+    rows = from_centre[:, None]
+    columns = from_centre[None, :]
     unit = 2 * denominator
     row_position = matrix[0] * rows + matrix[1] * columns + denominator * (size - 1)
     column_position = matrix[2] * rows + matrix[3] * columns + denominator * (size - 1)
@@ -229,11 +230,16 @@ class Scanners(ImageSet):
         check_number("test_share", test_share, above=0, below=1, optional=True, hint="a share of all images")
         check_whole("size", size, optional=True)
         check_whole("seed", seed, 0, most=None)
-        self.dataset, self.kinds, self.alpha, self.min_per_scanner = dataset, kinds, alpha, min_per_scanner
-        self.test_share, self.size, self.seed = test_share, size, seed
+        self.dataset = dataset
+        self.kinds = kinds
+        self.alpha = alpha
+        self.min_per_scanner = min_per_scanner
+        self.test_share = test_share
+        self.size = size
+        self.seed = seed
 
     @property
-    def num_classes(self) -> int | None:  # type: ignore[override]  # that of the set
+    def num_classes(self) -> int | None:  # type: ignore[override]  # lazy: the set may read files
         """Number of classes of the set."""
         return self.dataset.num_classes
 
@@ -243,16 +249,18 @@ class Scanners(ImageSet):
         return self.dataset.classes
 
     @property
-    def group_column(self) -> str | None:  # type: ignore[override]  # that of the set
+    def group_column(self) -> str | None:  # type: ignore[override]  # lazy: the set may read files
         """The column whose values stay together wherever images are set aside, or None."""
         return self.dataset.group_column
 
     @property
     def identities(self) -> Array | None:  # type: ignore[override]  # those of the set
         """A word (N,) that stands for each image where the set has such words, or None."""
-        of_sources = [source.identities for source in self._scans.sources]
-        known = [words for words in of_sources if words is not None]
-        return self._gathered(known) if len(known) == len(of_sources) else None
+        sources = self._scans.sources
+        identities = [source.identities for source in sources if source.identities is not None]
+        if len(identities) < len(sources):
+            return None
+        return self._gathered(identities)
 
     @property
     def full_scale(self) -> float | None:
@@ -389,12 +397,13 @@ class Scanners(ImageSet):
             return images
         # Pillow resizes by whole numbers, torch by floating point whose rounding depends on the processor.
         flat = images.reshape(-1, height, width).numpy()
-        made = [np.asarray(Image.fromarray(one).resize((size, size), _BILINEAR)) for one in flat]
-        return torch.from_numpy(np.stack(made)).view(*images.shape[:2], size, size)
+        resized = [np.asarray(Image.fromarray(channel).resize((size, size), _BILINEAR)) for channel in flat]
+        return torch.from_numpy(np.stack(resized)).view(*images.shape[:2], size, size)
 
     def _scanned(self, images: Tensor, places: Array) -> Tensor:
         """Scan the images (N, Ch, S, S) at ``places`` (N,) of this split."""
-        scans, scanned = self._scans, torch.empty_like(images)
+        scans = self._scans
+        scanned = torch.empty_like(images)
         for number, name in enumerate(self.names):
             chosen = np.flatnonzero(scans.scanner[places] == number)
             # In parts: the arithmetic takes 64 bits a pixel, and some scanners several times that.

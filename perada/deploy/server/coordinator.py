@@ -522,7 +522,7 @@ class Coordinator:
         metrics = self.recipe.module.metrics
         lately = participation_of(self.progress, self.sample).recent
         recent = [lately[self.roster.numbers[name]] for name in answers]
-        found = mean_scores(metrics, [answer.facts for answer in answers.values()], recent)
+        scores = mean_scores(metrics, [answer.facts for answer in answers.values()], recent)
         if self.settings.secure_sums is not None and not self.recipe.noisy:  # else sites tell no scores
             try:
                 contents = self.recipe.contents_of_scores()
@@ -532,13 +532,13 @@ class Coordinator:
                     if answer.sums.get("adds")
                 }
                 summed = self._sum("scores", Record(self.progress.done), adds, contents)[1]
-                found = summed_scores(metrics, summed.numbers)
+                scores = summed_scores(metrics, summed.numbers)
             except Refused as refusal:
                 log.warning("no scores after round %d: %s", self.progress.done, refusal)
-        self.progress.history[-1] |= found
+        self.progress.history[-1] |= scores
         self.progress.scored = self.progress.done
         self._save()
-        log_round(self.loggers, found | {"round": self.progress.history[-1]["round"]})
+        log_round(self.loggers, scores | {"round": self.progress.history[-1]["round"]})
 
     def _save(self) -> None:
         states = self.server.state_dict()

@@ -277,12 +277,12 @@ def epsilons(roster: Sequence[Member]) -> dict[str, float]:
 
     Sites that do not tell theirs are not left out: the others' would pass for that of all.
     """
-    found = {}
+    metrics = {}
     for ledger in ("release", "server"):
-        values = torch.tensor([member.spent(ledger) for member in roster])
-        found[f"privacy/{ledger}_epsilon_mean"] = float(values.mean())
-        found[f"privacy/{ledger}_epsilon_max"] = float(values.max())
-    return found
+        spent = torch.tensor([member.spent(ledger) for member in roster])
+        metrics[f"privacy/{ledger}_epsilon_mean"] = float(spent.mean())
+        metrics[f"privacy/{ledger}_epsilon_max"] = float(spent.max())
+    return metrics
 
 
 def log_each(loggers: list[Logger], method: str, *given: object, **named: object) -> None:

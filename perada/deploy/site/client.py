@@ -108,10 +108,11 @@ class Client:
         ``min_sites``, and does not leave this to the server, against which the noise is meant to hold.
         """
         recipe = self.recipe
-        level, sums = recipe.loop.client_privacy, recipe.loop.secure_sums
-        if level is None or sums is None:
+        client_privacy = recipe.loop.client_privacy
+        sums = recipe.loop.secure_sums
+        if client_privacy is None or sums is None:
             return
-        for section, delta in (("client_privacy", level.delta), ("limits", self.limits.delta)):
+        for section, delta in (("client_privacy", client_privacy.delta), ("limits", self.limits.delta)):
             check_delta_covers(section, delta, sums.min_sites, "sites of a secure sum (min_sites)")
 
     def _check_public_images(self) -> None:
