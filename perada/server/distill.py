@@ -330,10 +330,10 @@ class Distiller:
         device = next(iter(state.values())).device
         model = expand(state, 1)
         # An image counts as often as among the teachers' logits.
-        used, rows = torch.cat(batches.batches).unique(return_inverse=True)
+        distinct, rows = torch.cat(batches.batches).unique(return_inverse=True)
         parts = [
             self.engine.shared_logits(model, self.data.public_images(part, device))[0]
-            for part in used.split(PUBLIC_BATCH)
+            for part in distinct.split(PUBLIC_BATCH)
         ]
         logits = torch.cat(parts)[rows.to(device)]
         self.ranks.broadcast_([logits])  # all ranks must decide alike

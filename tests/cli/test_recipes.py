@@ -329,7 +329,8 @@ class Planned(Exception):
     """Raised where the runs would begin."""
 
 
-def test_the_comparison_of_hospitals_gives_each_method_its_own_settings(monkeypatch):
+def plan_of(monkeypatch, comparison_name):
+    """Return what `perada compare` would run, without running it."""
     plans = []
 
     def stop(comparison):
@@ -338,8 +339,13 @@ def test_the_comparison_of_hospitals_gives_each_method_its_own_settings(monkeypa
 
     monkeypatch.setattr(command.Comparison, "run", stop)
     with pytest.raises(Planned):
-        main(["compare", "hospitals"])
+        main(["compare", comparison_name])
     (plan,) = plans
+    return plan
+
+
+def test_the_comparison_of_hospitals_gives_each_method_its_own_settings(monkeypatch):
+    plan = plan_of(monkeypatch, "hospitals")
     clis = {row[1]: plan.make_cli(plan.job(row, 0, "run", {}).args) for row in plan.rows}
     adapters = {name: cli.model.adapter for name, cli in clis.items()}
     whole = dict.fromkeys(("fedavg_ft", "fedbn", "ditto"), "full")
@@ -360,16 +366,7 @@ def test_the_comparison_of_hospitals_gives_each_method_its_own_settings(monkeypa
 @pytest.mark.every(2)
 def test_comparisons_of_papers_are_ones_that_can_be_run(name, monkeypatch):
     """All their options are parsed, for every row and value."""
-    plans = []
-
-    def stop(comparison):
-        plans.append(comparison.plan)
-        raise Planned
-
-    monkeypatch.setattr(command.Comparison, "run", stop)
-    with pytest.raises(Planned):
-        main(["compare", f"paper/{name}"])
-    (plan,) = plans
+    plan = plan_of(monkeypatch, f"paper/{name}")
     content = yaml.safe_load((ROOT / "paper" / f"{name}.yaml").read_text())
     said = content["compare"]
     values = [len(values) for values in said.get("vary", {}).values()]
