@@ -14,17 +14,17 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from perada.core.states import State
-from perada.deploy.protocol import Answer, Kind, Order, digest, header_of, pack, spec_of, unpack
+from perada.deploy.protocol import Request, RequestKind, Response, digest, pack, read_header, spec_of, unpack
 from perada.deploy.server.summing import MASKED, SecureSum
 from perada.deploy.sums import site
-from perada.deploy.sums.keys import Own, Terms
+from perada.deploy.sums.keys import SiteClaims, SumTerms
 from perada.deploy.sums.party import Party
-from perada.deploy.sums.progress import HEARD
-from perada.deploy.sums.vector import Contents, Whole
+from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
+from perada.deploy.sums.vector import Contents, Uint64Vector
 from perada.server.sums import SecureSums
 
 RUN, RECIPE, OPTIONS = "a" * 32, "b" * 64, SecureSums()
-ROUND = HEARD
+ROUND = MAX_HEARD_ROUNDS
 """A round so late that a site says as much of former ones as it ever does."""
 
 
@@ -84,7 +84,7 @@ class Federation:
                 unpack(message, spec_of(state))
                 answers = digest(message)
                 costs.lap("model", at_site=True)
-                reply = pack(Answer("ok", answers), state)
+                reply = pack(Response("ok", answers), state)
                 costs.lap("send", at_site=True)
                 first = first or reply
             else:
@@ -109,9 +109,9 @@ class Federation:
         made = _Round(self, numbers, masking, self.names[len(self.names) - gone :])
         return made.run()
 
-    def order(self, kind: Kind, name: str, **given: Any) -> Order:
+    def order(self, kind: RequestKind, name: str, **given: Any) -> Request:
         """What the server asks of a site."""
-        return Order(kind, RUN, RECIPE, ROUND, self.names.index(name), len(self.names), **given)
+        return Request(kind, RUN, RECIPE, ROUND, self.names.index(name), len(self.names), **given)
 
 
 class _Round:
@@ -122,9 +122,9 @@ class _Round:
         self.contents = Contents(OPTIONS, state_of(0, numbers))
         identities, public = federation.identities, federation.public
         self.parties = {name: Party(name, identities[name], public) for name in federation.names}
-        self.own = Own(heard={str(round): digest(str(round).encode()) for round in range(HEARD)})
+        self.own = SiteClaims(heard={str(round): digest(str(round).encode()) for round in range(MAX_HEARD_ROUNDS)})
         self.expected, self.step = np.zeros(self.contents.size, np.uint64), "keys"
-        self.first: tuple[int, tuple[Answer, State]] | None = None  # bytes of the first masked vector, and itself
+        self.first: tuple[int, tuple[Response, State]] | None = None  # bytes of the first masked vector, and itself
 
     def run(self) -> Costs:
         """Train nothing, and add up."""
@@ -137,11 +137,11 @@ class _Round:
             unpack(message, spec_of(example))
             answers = digest(message)
             costs.lap("model", at_site=True)
-            reply = pack(Answer("ok", answers, sums=party.offered(terms("c" * 64), self.own, begin=True)))
+            reply = pack(Response("ok", answers, sums=party.offered(terms("c" * 64), self.own, begin=True)))
             costs.lap("keys", at_site=True)
-            costs.messages["keys up"].append(len(reply) - len(pack(Answer("ok", answers))))
+            costs.messages["keys up"].append(len(reply) - len(pack(Response("ok", answers))))
             costs.lap()
-            trained[name] = Answer.read(header_of(reply)), dict[str, torch.Tensor]()
+            trained[name] = Response.read(read_header(reply)), dict[str, torch.Tensor]()
             costs.lap("keys")
             costs.up, costs.down = costs.up + len(reply) / 1e6, costs.down + len(message) / 1e6
         made = SecureSum(self._ask, lambda attempt: terms("", attempt), trained, self.contents.size)
@@ -159,9 +159,9 @@ class _Round:
         return costs
 
     def _ask(
-        self, kind: Kind, attempt: int, said: Mapping[str, dict[str, Any]], numbers: int, /
-    ) -> dict[str, tuple[Answer, State]]:
-        """As :class:`.Asking`."""
+        self, kind: RequestKind, attempt: int, said: Mapping[str, dict[str, Any]], numbers: int, /
+    ) -> dict[str, tuple[Response, State]]:
+        """As :class:`.AskStep`."""
         costs, found = self.costs, {}
         spec = spec_of({MASKED: torch.empty(numbers, dtype=torch.uint64)} if numbers else {})
         costs.lap(self.step)
@@ -180,7 +180,7 @@ class _Round:
                 reply = self._answer(name, message, place)
                 size = len(reply)
                 header, tensors = unpack(reply, spec)
-                found[name] = Answer.read(header), tensors
+                found[name] = Response.read(header), tensors
                 costs.lap("receive" if kind == "mask" else kind)
                 if kind == "mask" and place == 0:
                     self.first = size, found[name]
@@ -192,10 +192,10 @@ class _Round:
 
     def _answer(self, name: str, message: bytes, place: int) -> bytes:
         """A step of a site, as its worker takes it."""
-        costs, order = self.costs, Order.read(header_of(message))
+        costs, order = self.costs, Request.read(read_header(message))
         state = state_of(place, self.contents.size - 1) if order.kind == "mask" else {}
 
-        def vector(sites: int, _: Collection[str]) -> Whole:
+        def vector(sites: int, _: Collection[str]) -> Uint64Vector:
             began = time.process_time()
             made = self.contents.vector(state, 1.0, None, {}, sites)
             ended = time.process_time()
@@ -204,9 +204,9 @@ class _Round:
             return made
 
         costs.lap()
-        order = Order.read(header_of(message))
+        order = Request.read(read_header(message))
         said, masked = self.parties[name].step(order, terms("c" * 64), self.own, vector)
-        answer = Answer("ok", digest(message), sums=said)
+        answer = Response("ok", digest(message), sums=said)
         if masked is None:
             reply = pack(answer)
             costs.lap(order.kind, at_site=True)
@@ -220,12 +220,12 @@ class _Round:
         """Let a site take the step of the masks without any, since the vector of another one stands for its own."""
         zeros = np.broadcast_to(np.uint64(0), self.contents.size)
         with patch.object(site, "add_streams", lambda *_: None):
-            self.parties[name].step(Order.read(header_of(message)), terms("c" * 64), self.own, lambda *_: zeros)
+            self.parties[name].step(Request.read(read_header(message)), terms("c" * 64), self.own, lambda *_: zeros)
 
 
-def terms(given: str, attempt: int = 0) -> Terms:
+def terms(given: str, attempt: int = 0) -> SumTerms:
     """Of the sum, as a site knows them that was ``given`` something, or as the server does."""
-    return Terms(RUN, ROUND, RECIPE, OPTIONS, attempt, given)
+    return SumTerms(RUN, ROUND, RECIPE, OPTIONS, attempt, given)
 
 
 def state_of(place: int, numbers: int) -> State:

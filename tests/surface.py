@@ -307,7 +307,7 @@ def _argument(action: Action) -> tuple[str, str]:
 
 
 def messages() -> dict[str, Parts]:
-    """Fields of orders and answers, kinds and codes, the files of the parties."""
+    """Fields of requests and responses, kinds and codes, the files of the parties."""
     from perada.deploy import protocol, state, transport
     from perada.deploy.server import progress
     from perada.deploy.site import file
@@ -320,17 +320,17 @@ def messages() -> dict[str, Parts]:
 
     return {
         "protocol": {"": str(protocol.PROTOCOL)},
-        "Order": fields(protocol.Order),
-        "Answer": fields(protocol.Answer),
-        "kind": dict.fromkeys(get_args(protocol.Kind), ""),
-        "code": dict.fromkeys(get_args(protocol.Code), ""),
-        "failure": dict.fromkeys(transport.CODES, ""),
+        "Request": fields(protocol.Request),
+        "Response": fields(protocol.Response),
+        "kind": dict.fromkeys(get_args(protocol.RequestKind), ""),
+        "code": dict.fromkeys(get_args(protocol.ResponseCode), ""),
+        "failure": dict.fromkeys(transport.FAILURE_CODES, ""),
         "sums: advert": fields(Advert),
-        "may_send": dict.fromkeys(protocol.SENDABLE, ""),
+        "may_send": dict.fromkeys(protocol.MAY_SEND, ""),
         "site.yaml": fields(file.SiteFile),
         "site.yaml: recipes": fields(file.Approved),
         "site.yaml: limits": fields(file.Limits),
-        "site.yaml: secure_sums": fields(file.Hiding),
+        "site.yaml: secure_sums": fields(file.SecureSumsSection),
         "terms": fields(transport.Terms),
         state.SITE_STATE: {"": f"format {state.SITE_FORMAT}"},
         progress.SERVER_STATE: {"": f"format {progress.SERVER_FORMAT}"},

@@ -7,7 +7,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from perada.deploy.audit import LOG, Entry, begin_log, check_chain, check_state
-from perada.deploy.protocol import canonical, shown_round
+from perada.deploy.protocol import canonical, display_round
 from perada.deploy.site.file import read_site
 from perada.results.report import table
 
@@ -68,7 +68,7 @@ def _row(entry: Entry) -> list[str]:
     run = entry["run"] or "–"
     round = "–"
     if entry["round"] is not None:
-        round = str(shown_round(asked.get("kind", ""), entry["round"], asked.get("of", "update")))
+        round = str(display_round(asked.get("kind", ""), entry["round"], asked.get("of", "update")))
     return [*first, run[:8], round, kind, asked["message"][:8], entry["answered"], _left(entry["left"]), spent]
 
 

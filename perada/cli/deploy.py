@@ -13,32 +13,32 @@ from typing import TYPE_CHECKING, Literal
 from jsonargparse import ArgumentParser
 
 from perada.cli.deploy_status import (
+    format_level,
+    format_memory,
+    format_privacy,
+    format_rounds,
+    format_sent,
+    format_sums,
+    measure_step,
     run_status,
-    shown_level,
-    shown_memory,
-    shown_privacy,
-    shown_rounds,
-    shown_sent,
-    shown_sums,
     site_status,
-    try_step,
 )
 from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.cli.inference import print_saved
 from perada.cli.runs import REFUSALS
 from perada.core.checks import check_installed
 from perada.core.text import printable
-from perada.deploy.exported import run_of_server, run_of_site
+from perada.deploy.exported import export_server_run, export_site_run
 from perada.deploy.flower.certificates import ExpiryOf
 from perada.deploy.flower.socket import Listener, supervised
 from perada.deploy.monitoring import Monitoring, json_logs, stamp
 from perada.deploy.server.coordinator import Coordinator
-from perada.deploy.server.progress import Progress, read_progress
+from perada.deploy.server.progress import RunProgress, read_progress
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Approved, SiteFile, read_site
 from perada.deploy.site.split import image_split, remember
 from perada.deploy.site.worker import SiteWorker
-from perada.deploy.state import Book, read_runs
+from perada.deploy.state import SiteStore, read_runs
 from perada.deploy.sums.vector import check_cryptography
 from perada.deploy.transport import LocalTransport, Terms, Transport
 from perada.privacy.accounting import Ledger
@@ -68,7 +68,7 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
 def _serve_site(given: SiteFile, tell: Callable[[str], None]) -> None:
     if given.socket is None and not supervised():
         raise ValueError("the site's file names no socket; give one, such as socket: perada.sock")
-    worker = worker_of(given)
+    worker = make_worker(given)
     with Listener(given.socket, worker.most) as listener:
         tell(f"Site {given.name} listens at {given.socket}; Ctrl-C stops it.")
         listener.serve(worker.answer)
@@ -80,8 +80,8 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     given = read_site(parser.parse_args(words).site)
     total = _spent_before(given.state)
     for path, approved in given.recipes.items():
-        client = client_of(path, given)
-        tried = try_step(client)
+        client = make_client(path, given)
+        tried = measure_step(client)
         data, sides, private = client.data, image_split(client.data), client.settings.privacy is not None
         names = ", ".join(data.classes) if data.classes else str(data.num_classes)
         here = Approved(hashlib.sha256(client.recipe.text).hexdigest(), client.recipe.digest)
@@ -93,11 +93,11 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             *([f"the images have changed: {sides.changed}"] if sides and sides.changed else []),
             f"{client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
             f"{tried.seconds:.2f} s, and a round has {tried.steps}",
-            f"memory: {shown_memory(tried)}",
-            f"sends {shown_sent(client, given.may_send)}",
-            "private training: " + (shown_privacy(client, total) if private else "no"),
-            "secure sums: " + shown_sums(client, party_of(given)),
-            *([] if client.level is None else ["the site as a whole: " + shown_level(client.level, client, total)]),
+            f"memory: {format_memory(tried)}",
+            f"sends {format_sent(client, given.may_send)}",
+            "private training: " + (format_privacy(client, total) if private else "no"),
+            "secure sums: " + format_sums(client, make_party(given)),
+            *([] if client.level is None else ["the site as a whole: " + format_level(client.level, client, total)]),
         ]
         print("\n  ".join(lines))
 
@@ -140,7 +140,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         progress, states = read_progress(given.where)
         if progress.recipe != recipe.digest:
             raise ValueError(f"{given.recipe!r} is not the recipe of run {progress.run}; name that one by --recipe")
-        run = run_of_server(recipe, progress, states)
+        run = export_server_run(recipe, progress, states)
     check_none_lost(given.output, run.info)
     print_saved(run, run.save(given.output))
 
@@ -148,7 +148,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
 def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms, watch: Monitoring) -> None:
     """Run a recipe among sites in this process."""
     sites = [read_site(path) for path in files]
-    workers = {one.name: worker_of(one) for one in sites}
+    workers = {one.name: make_worker(one) for one in sites}
     try:
         run_rounds(recipe, LocalTransport(workers), folder, terms, watch)
     finally:
@@ -169,24 +169,24 @@ def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, wa
             coordinator.run()
     finally:
         coordinator.close()
-    tell(f"all {progress.rounds} rounds are over" if in_json else shown_rounds(progress))
+    tell(f"all {progress.rounds} rounds are over" if in_json else format_rounds(progress))
 
 
 def _with_metrics(
     transport: Transport, watch: Monitoring
-) -> tuple[Transport, Callable[[Progress], AbstractContextManager[None]]]:
+) -> tuple[Transport, Callable[[RunProgress], AbstractContextManager[None]]]:
     """A transport that counts, and what serves the metrics of a run meanwhile, if they are asked for."""
     if not watch.metrics_port:
         return transport, lambda _: nullcontext()
     check_installed("metrics_port", "monitoring", "prometheus_client")
-    from perada.deploy.server.metrics import Counted, serving
+    from perada.deploy.server.metrics import CountingTransport, serving
 
-    counted = Counted(transport)
+    counted = CountingTransport(transport)
     expiry = ExpiryOf(watch.superlink) if watch.superlink else lambda: None
     return counted, lambda progress: serving(progress, counted, watch.metrics_port, watch.metrics_address, expiry)
 
 
-def client_of(path: Path, given: SiteFile) -> Client:
+def make_client(path: Path, given: SiteFile) -> Client:
     """A recipe with a site's data; a ValueError if it, or its frozen weights, are not those that were approved."""
     client, approved = Client(site_recipe(path, given), given.limits), given.recipes[path].digest
     if approved not in ("", client.recipe.digest):
@@ -197,7 +197,7 @@ def client_of(path: Path, given: SiteFile) -> Client:
     return client
 
 
-def worker_of(given: SiteFile) -> SiteWorker:
+def make_worker(given: SiteFile) -> SiteWorker:
     """The worker of a site; a ValueError if a recipe is not approved, or cannot be used with the site's data."""
     clients = {}
     for path, approved in given.recipes.items():
@@ -206,8 +206,8 @@ def worker_of(given: SiteFile) -> SiteWorker:
                 f"{str(path)!r} is not approved: the site's file does not say its sha256 and its digest; `perada "
                 "deploy check` shows both, and what the recipe would do"
             )
-        clients[approved.digest] = client_of(path, given)
-    log, book = logging.getLogger(f"perada.site.{given.name}"), Book(given.state)
+        clients[approved.digest] = make_client(path, given)
+    log, book = logging.getLogger(f"perada.site.{given.name}"), SiteStore(given.state)
     stamp(log, lambda: {"site": given.name})
     for client in clients.values():
         if sides := image_split(client.data):
@@ -215,7 +215,7 @@ def worker_of(given: SiteFile) -> SiteWorker:
                 log.warning("the site's images: %s", sides.changed)
             remember(given.state, sides)
     try:
-        worker = SiteWorker(book, clients, given.may_send, log, party_of(given), given.resume_allow)
+        worker = SiteWorker(book, clients, given.may_send, log, make_party(given), given.resume_allow)
         stamp(log, lambda: {"site": given.name} | worker.about)
         return worker
     except (ValueError, OSError, ImportError):
@@ -223,7 +223,7 @@ def worker_of(given: SiteFile) -> SiteWorker:
         raise
 
 
-def party_of(given: SiteFile) -> "Party | None":
+def make_party(given: SiteFile) -> "Party | None":
     """The site among those that its file says it hides among; None if it says nobody."""
     if (hiding := given.secure_sums) is None:
         return None
@@ -248,7 +248,7 @@ def _run_of_site(given: SiteFile, name: str | None, run: str | None) -> Run:
             remedy += f", or export a former run: --run {' or --run '.join(exportable)}"
         raise ValueError(f"site {given.name} was told no global state yet; {remedy}")
     path = Path(name).absolute() if name else next(iter(given.recipes))
-    client = client_of(path, given)
+    client = make_client(path, given)
     if client.recipe.digest != state.recipe:
         raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; name that one by --recipe")
-    return run_of_site(client, state, given.name)
+    return export_site_run(client, state, given.name)

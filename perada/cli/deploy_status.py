@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from perada.core.states import megabytes
-from perada.deploy.protocol import Order
-from perada.deploy.server.progress import Progress
-from perada.deploy.site.budget import images_without_noise, site_without_noise, steps_without_noise
+from perada.deploy.protocol import Request
+from perada.deploy.server.progress import RunProgress
+from perada.deploy.site.budget import explain_image_epsilon, explain_site_epsilon, steps_without_noise
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits, SiteFile
 from perada.deploy.site.level import SiteLevel
-from perada.deploy.state import IMAGES, WHOLE, RunState, read_runs
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, read_runs
 from perada.privacy.accounting import Ledger
 from perada.results.report import epsilon_text, round_text, table
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from perada.deploy.sums.party import Party
 
 
-class Tried(NamedTuple):
+class StepCost(NamedTuple):
     """One local step of a client."""
 
     seconds: float
@@ -35,9 +35,9 @@ class Tried(NamedTuple):
     device_memory: float | None  # peak on the GPU, GB; None on a CPU
 
 
-def try_step(client: Client) -> Tried:
+def measure_step(client: Client) -> StepCost:
     """Take one local step from the first state; nothing of it is kept."""
-    order, device = Order("train", "0" * 32, "0" * 64), client.recipe.device
+    order, device = Request("train", "0" * 32, "0" * 64), client.recipe.device
     protection, plan, cuda = client.protection(None, 0), client.plan(order), device.type == "cuda"
     sampling = None if protection.images is None else protection.images.sampling()
     first = next(client.batches(plan, sampling))
@@ -52,16 +52,16 @@ def try_step(client: Client) -> Tried:
     seconds, unit = time.monotonic() - begin, 1 if sys.platform == "darwin" else 1024  # bytes there
     memory = getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e9
     there = torch.cuda.max_memory_allocated(device) / 1e9 if cuda else None
-    return Tried(seconds, sum(own[0] for own in plan.steps), memory, there)
+    return StepCost(seconds, sum(own[0] for own in plan.steps), memory, there)
 
 
-def shown_memory(tried: Tried) -> str:
+def format_memory(tried: StepCost) -> str:
     """What a step needs, in words."""
     here = f"{tried.memory:.2f} GB"
     return here if tried.device_memory is None else f"{here}, and {tried.device_memory:.2f} GB on the GPU"
 
 
-def shown_sent(client: Client, may_send: Sequence[str]) -> str:
+def format_sent(client: Client, may_send: Sequence[str]) -> str:
     """What leaves a site in a round, in words."""
     recipe = client.recipe
     if client.settings.secure_sums is None:
@@ -75,7 +75,7 @@ def shown_sent(client: Client, may_send: Sequence[str]) -> str:
     return f"{vector} and {added}, all under masks, and {beside} beside"
 
 
-def shown_sums(client: Client, party: "Party | None") -> str:
+def format_sums(client: Client, party: "Party | None") -> str:
     """Among whom a site's updates are hidden."""
     secure = client.settings.secure_sums
     if secure is None:
@@ -87,21 +87,21 @@ def shown_sums(client: Client, party: "Party | None") -> str:
     return f"yes: hidden among at least {others}{few}"
 
 
-def shown_level(level: SiteLevel, client: Client, total: Ledger | None = None) -> str:
+def format_level(level: SiteLevel, client: Client, total: Ledger | None = None) -> str:
     """What a whole run spends of the site as a whole, its limit, and what is wrong with the ``total`` of all runs."""
     limits, rounds = client.limits, client.recipe.rounds
     spent = epsilon_text(level.budget.epsilon({level.cost: rounds}))
-    hidden = f"noise of its own in each sum; {rounds} rounds spend ε ≤ {spent} {shown_measure(limits)}"
-    amiss = _amiss(site_without_noise(total or Ledger()), limits.max_site_epsilon)
-    return f"{hidden}, also against the server; {shown_limit(limits.max_site_epsilon)}{amiss}"
+    hidden = f"noise of its own in each sum; {rounds} rounds spend ε ≤ {spent} {format_measure(limits)}"
+    amiss = _amiss(explain_site_epsilon(total or Ledger()), limits.max_site_epsilon)
+    return f"{hidden}, also against the server; {format_limit(limits.max_site_epsilon)}{amiss}"
 
 
-def shown_privacy(client: Client, total: Ledger | None = None) -> str:
-    """What a whole run spends at the site, if it takes part in every round, and the rest as :func:`shown_level`."""
+def format_privacy(client: Client, total: Ledger | None = None) -> str:
+    """What a whole run spends at the site, if it takes part in every round, and the rest as :func:`format_level`."""
     limits, rounds = client.limits, client.recipe.rounds
-    spent = f"ε ≤ {epsilon_text(client.budget.epsilon(client.planned))} {shown_measure(limits)}"
-    amiss = _amiss(images_without_noise(total or Ledger()), limits.max_epsilon)
-    return f"yes: a run of {rounds} rounds spends {spent}; {shown_limit(limits.max_epsilon)}{amiss}"
+    spent = f"ε ≤ {epsilon_text(client.budget.epsilon(client.planned))} {format_measure(limits)}"
+    amiss = _amiss(explain_image_epsilon(total or Ledger()), limits.max_epsilon)
+    return f"yes: a run of {rounds} rounds spends {spent}; {format_limit(limits.max_epsilon)}{amiss}"
 
 
 def _amiss(reason: str, own: float | None) -> str:
@@ -111,12 +111,12 @@ def _amiss(reason: str, own: float | None) -> str:
     return f"; but {reason}" + ("" if own is None else ", and every round will be refused")
 
 
-def shown_measure(limits: Limits) -> str:
+def format_measure(limits: Limits) -> str:
     """How a site counts ε."""
     return f"at δ = {limits.delta:g}, by {limits.accountant}"
 
 
-def shown_limit(own: float | None) -> str:
+def format_limit(own: float | None) -> str:
     """The largest ε that a site allows, where ``own`` is the one that it gives."""
     return "that is its limit over all runs" if own is None else f"its limit over all runs is {own:g}"
 
@@ -140,24 +140,24 @@ def site_status(given: SiteFile) -> str:
     def spent(whose: str, owner: int, own: float | None) -> str:
         found = epsilon_text(total.epsilon(owner, limits.delta, limits.accountant))
         most = "one whole run's" if own is None else f"{own:g}"
-        return f"\n\n{whose}: ε {found} (the limit is {most}) {shown_measure(limits)}"
+        return f"\n\n{whose}: ε {found} (the limit is {most}) {format_measure(limits)}"
 
-    of_site = total.history(WHOLE)
+    of_site = total.history(SITE_LEDGER)
     # Of a site that never took part in a noisy sum, and has no limit of it, everybody knows that its ε is infinite.
     whole = len(of_site) > bool(steps_without_noise(of_site)) or limits.max_site_epsilon is not None
     if whole:
-        text += spent("The site as a whole, all runs together", WHOLE, limits.max_site_epsilon)
-        reason = site_without_noise(total)
+        text += spent("The site as a whole, all runs together", SITE_LEDGER, limits.max_site_epsilon)
+        reason = explain_site_epsilon(total)
         text += f": {reason}." if reason else "."
-    if not total.history(IMAGES):
+    if not total.history(IMAGES_LEDGER):
         return text
-    bare = steps_without_noise(total.history(IMAGES))
+    bare = steps_without_noise(total.history(IMAGES_LEDGER))
     without = f"; {bare} rounds had no privacy" if bare else ""
     whose = "Single images, all runs together" if whole else "All runs together"
-    return f"{text}{spent(whose, IMAGES, limits.max_epsilon)}{without}."
+    return f"{text}{spent(whose, IMAGES_LEDGER, limits.max_epsilon)}{without}."
 
 
-def run_status(progress: Progress) -> str:
+def run_status(progress: RunProgress) -> str:
     """How far a deployed run is, its rounds, and its sites."""
     rows = []
     for member in progress.roster:
@@ -167,10 +167,10 @@ def run_status(progress: Progress) -> str:
         last = round_text(member.last_round)
         rows.append([member.name, size, str(member.rounds), last, member.left or "–", epsilons or "–"])
     sites = table(["site", "images", "rounds", "last round", "left", "ε"], rows)
-    return f"Run {progress.run}: {progress.done} of {progress.rounds} rounds\n\n{shown_rounds(progress)}\n\n{sites}"
+    return f"Run {progress.run}: {progress.done} of {progress.rounds} rounds\n\n{format_rounds(progress)}\n\n{sites}"
 
 
-def shown_rounds(progress: Progress) -> str:
+def format_rounds(progress: RunProgress) -> str:
     """The rounds of a deployed run as a table, counted from 1."""
     rows, summed = [], any(record.summed for record in progress.records)
     for record, row in zip(progress.records, progress.history, strict=True):

@@ -24,7 +24,7 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.inspection import without_broken
 from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe, ServerRecipe
-from perada.deploy.site.client import only
+from perada.deploy.site.client import single_client_data
 from perada.deploy.site.file import SiteFile
 from perada.deploy.site.split import divided_by, remembered
 
@@ -75,7 +75,7 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
         division.dataset.known = remembered(given.state).get(divided_by(division.dataset), {})
     whole_data = division.share_out()
     check_whole("data: client", place, 0, most=len(whole_data.train) - 1, hint="of the partition's clients")
-    data = only(whole_data, place)
+    data = single_client_data(whole_data, place)
     if named is not None and data.classes is not None and tuple(data.classes) != named:
         raise ValueError(
             f"the site's classes are {some(data.classes)}, and the recipe's {some(named)}; give the site's data as a "

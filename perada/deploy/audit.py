@@ -28,7 +28,16 @@ from typing import Any, NamedTuple
 
 from perada.core.digests import KEY, digest_of, sealed
 from perada.core.files import LOCK, FolderLock, open_atomic, sync, write_atomic
-from perada.deploy.protocol import SUMS, Answer, Order, Refused, canonical, digest, header_of, sizes_of
+from perada.deploy.protocol import (
+    SUM_KINDS,
+    RefusalError,
+    Request,
+    Response,
+    canonical,
+    digest,
+    read_header,
+    tensor_sizes,
+)
 
 LOG, HEAD = "audit.jsonl", "audit.head"
 REMEDY = "put the newest copy of the whole folder in its place, or begin another log by `perada deploy audit --begin`"
@@ -100,7 +109,7 @@ class HighWaterMark:
             return cls()
 
 
-class Found(NamedTuple):
+class LogContent(NamedTuple):
     """What a file holds."""
 
     entries: list[Entry]  # which follow one another, from the first
@@ -114,7 +123,7 @@ class Found(NamedTuple):
         return Tip(len(self.entries), self.entries[-1][KEY]) if self.entries else Tip()
 
 
-def entry_of(message: bytes, reply: bytes, spent: Callable[[Order], object]) -> Entry:
+def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object]) -> Entry:
     """What is written of a message and its reply: no number and no name of the site's but those of tensors and facts.
 
     Args:
@@ -122,16 +131,16 @@ def entry_of(message: bytes, reply: bytes, spent: Callable[[Order], object]) -> 
         reply: As it leaves.
         spent: The ε that all training has spent, for an order that was carried out; None if it was not private.
     """
-    answer, sizes = Answer.read(header_of(reply)), sizes_of(reply)
+    answer, sizes = Response.read(read_header(reply)), tensor_sizes(reply)
     asked: Entry = {"message": digest(message), "bytes": len(message)}
     left = {"bytes": len(reply), "tensors": sizes, "facts": _names(answer.facts), "sums": sorted(answer.sums)}
     entry: Entry = {"asked": asked, "answered": answer.code, "left": left, "run": None, "round": None}
     try:
-        order = Order.read(header_of(message))
-    except Refused:
+        order = Request.read(read_header(message))
+    except RefusalError:
         return entry
     asked |= {"kind": order.kind, "recipe": order.recipe}
-    if order.kind in SUMS:
+    if order.kind in SUM_KINDS:
         asked |= {"of": order.of, "attempt": order.attempt}
     left["masks"] = order.kind == "mask" and bool(sizes)
     entry |= {"run": order.run, "round": order.round}
@@ -170,7 +179,7 @@ class AuditLog:
         self._file = -1
 
     def note(
-        self, message: bytes, reply: bytes, *, trained: int, commits: int, spent: Callable[[Order], object]
+        self, message: bytes, reply: bytes, *, trained: int, commits: int, spent: Callable[[Request], object]
     ) -> None:
         """Write a line, on the disk, for a reply that may leave after it.
 
@@ -179,7 +188,7 @@ class AuditLog:
             reply: What is to leave.
             trained: Rounds that the site has trained so far, all runs together.
             commits: How often the site's state was written so far.
-            spent: See :func:`entry_of`.
+            spent: See :func:`make_entry`.
 
         Raises:
             OSError: If it cannot be written. The reply must not leave then.
@@ -187,7 +196,7 @@ class AuditLog:
         """
         if self._file < 0:
             self._open()
-        self._append(entry_of(message, reply, spent) | {"trained": trained, "commits": commits})
+        self._append(make_entry(message, reply, spent) | {"trained": trained, "commits": commits})
 
     def _open(self) -> None:
         found = read_log(self._folder)
@@ -237,13 +246,13 @@ class AuditLog:
             raise OSError(f"{LOG} was deleted, replaced or changed by another process while this worker ran; {REMEDY}")
 
 
-def read_log(folder: Path) -> Found:
+def read_log(folder: Path) -> LogContent:
     """The log in a state folder, also while a worker writes to it; it is not checked."""
     while True:
         head = _read_head(folder)
         content = (folder / LOG).read_bytes() if (folder / LOG).exists() else b""
         if head == _read_head(folder):
-            return Found(*_parsed(content), head)
+            return LogContent(*_parsed(content), head)
 
 
 def _parsed(content: bytes) -> tuple[list[Entry], bytes, str]:
@@ -278,7 +287,7 @@ def _entry(line: bytes, before: Tip) -> tuple[Entry | None, str]:
     return entry, ""
 
 
-def check_chain(found: Found) -> None:
+def check_chain(found: LogContent) -> None:
     """Refuse a log of which a line was changed, removed, moved or cut off.
 
     What a process left that was killed is no reason: a line behind the head, or one that is not whole. Neither was
@@ -302,7 +311,7 @@ def check_chain(found: Found) -> None:
         raise ValueError(f"{LOG}: {problem}; {REMEDY}")
 
 
-def check_state(found: Found, committed: Committed, mark: HighWaterMark) -> None:
+def check_state(found: LogContent, committed: Committed, mark: HighWaterMark) -> None:
     """Compare a log with the state and the lock file beside it: neither the log nor the state may be an older copy.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from perada.core.states import State, to_device, unstack
 from perada.data.preprocessing import Preprocessing, preprocessing_of, preprocessing_of_set
 from perada.deploy.recipe import Recipe, ServerRecipe
-from perada.deploy.server.progress import Progress
+from perada.deploy.server.progress import RunProgress
 from perada.deploy.site.client import Client
 from perada.deploy.state import RunState
 from perada.federation.settings import lora_ranks
@@ -19,7 +19,7 @@ from perada.results.report import LAST_ROUND
 from perada.results.run import Run
 
 
-def run_of_site(client: Client, state: RunState, name: str) -> Run:
+def export_site_run(client: Client, state: RunState, name: str) -> Run:
     """The run of one client that a site has trained: its personal model, and the global one that it was last told.
 
     Args:
@@ -68,7 +68,7 @@ def run_of_site(client: Client, state: RunState, name: str) -> Run:
     )
 
 
-def run_of_server(recipe: ServerRecipe, progress: Progress, states: Mapping[str, Any]) -> Run:
+def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mapping[str, Any]) -> Run:
     """The run of all sites as the server has it: the global model and the rounds.
 
     Where clients predict with models of their own, these are at the sites, and the run has none of them.
@@ -159,7 +159,7 @@ def _level_of_site(client: Client, state: RunState) -> dict[str, Any]:
     }
 
 
-def _privacy_of_server(recipe: ServerRecipe, progress: Progress) -> dict[str, Any] | None:
+def _privacy_of_server(recipe: ServerRecipe, progress: RunProgress) -> dict[str, Any] | None:
     """What the server knows of the run's privacy. The ε of a site that does not tell it counts as infinite."""
     privacy, settings = dict[str, Any](), recipe.settings()
     members = progress.roster

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 PROTOCOL = 1
 """Version of the messages, which each of them names. A change that the other side would not understand raises it."""
-Kind = Literal["join", "train", "tune", "evaluate", "keys", "shares", "hold", "open", "mask", "confirm", "reveal"]
+RequestKind = Literal[
+    "join", "train", "tune", "evaluate", "keys", "shares", "hold", "open", "mask", "confirm", "reveal"
+]
 """Say who you are; train a round; fine-tune after the last one; score the models; the steps of a secure sum."""
-SUMS = ("keys", "shares", "hold", "open", "mask", "confirm", "reveal")
+SUM_KINDS = ("keys", "shares", "hold", "open", "mask", "confirm", "reveal")
 """Kinds of the steps of a secure sum, in their order; ``open`` only where sites disagree."""
-Code = Literal[
+ResponseCode = Literal[
     "ok",
     "unapproved",  # the recipe's digest is not on the site's list
     "exhausted",  # the site's budget of ε or of rounds is spent
@@ -39,7 +41,7 @@ Code = Literal[
     "protocol",  # the message is of another version of the protocol
     "failed",  # anything else; the site's log says what
 ]
-SENDABLE = ("sizes", "counts", "scores", "losses", "epsilon")
+MAY_SEND = ("sizes", "counts", "scores", "losses", "epsilon")
 """What a site may be allowed to send beside updates."""
 ROUNDS, CLIENTS, STEPS, IMAGES, MODELS, RANKS, ENTRIES = 10**6, 10**6, 10**6, 10**12, 1000, 10**6, 64
 """Numbers above these are refused."""
@@ -54,30 +56,30 @@ Spec = dict[str, tuple[str, tuple[int, ...]]]
 """Number format, as safetensors call it, and shape of each tensor that is expected."""
 
 
-class Refused(ValueError):
+class RefusalError(ValueError):
     """What came is not a message that could be meant, or a site does not do what it asks.
 
     The other side learns the code alone; the text is for the log of who refused, on one line.
     """
 
-    def __init__(self, text: str, code: Code = "malformed") -> None:
+    def __init__(self, text: str, code: ResponseCode = "malformed") -> None:
         super().__init__(printable(text[:300]))
-        self.code: Code = code
+        self.code: ResponseCode = code
 
 
-def refuse(refused: bool, text: str, code: Code = "malformed") -> None:
-    """Raise :class:`Refused` if something is to be refused."""
+def refuse(refused: bool, text: str, code: ResponseCode = "malformed") -> None:
+    """Raise :class:`RefusalError` if something is to be refused."""
     if refused:
-        raise Refused(text, code)
+        raise RefusalError(text, code)
 
 
-def shown_round(kind: str, round: int, of: str = "update") -> int:
+def display_round(kind: str, round: int, of: str = "update") -> int:
     """The round of a message as people count it, from 1.
 
     Messages and files have the number of rounds before it. A message about models after a round (to score or fine-tune
     them, or to add up their scores) comes when that round is over, and so has the number that people give the round.
 
-    >>> shown_round("train", 0), shown_round("evaluate", 1), shown_round("mask", 1, "scores")
+    >>> display_round("train", 0), display_round("evaluate", 1), display_round("mask", 1, "scores")
     (1, 1, 1)
     """
     after = kind in ("evaluate", "tune") or of == "scores"
@@ -103,14 +105,14 @@ class Header:
         try:
             return cls(**header)
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise Refused(str(error)) from None
+            raise RefusalError(str(error)) from None
 
 
 @dataclass(frozen=True)
-class Order(Header):
+class Request(Header):
     """What the server asks of a site."""
 
-    kind: Kind
+    kind: RequestKind
     run: str  # id of the federation's run, which stays when it is resumed
     recipe: str  # digest of the recipe and the frozen weights
     round: int = 0  # rounds before it; of what comes after a round, that one is among them
@@ -126,7 +128,7 @@ class Order(Header):
     sums: dict[str, Any] = field(default_factory=dict)  # what other sites say in a step of it
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, get_args(Kind))
+        check_choice("kind", self.kind, get_args(RequestKind))
         _check_hexadecimal("run", self.run, 32)
         _check_hexadecimal("recipe", self.recipe, 64)
         limits = {"round": ROUNDS, "clients": CLIENTS, "models": MODELS, "rank": RANKS, "attempt": ROUNDS}
@@ -145,17 +147,17 @@ class Order(Header):
         _check_dictionary("sums", self.sums)
 
     @property
-    def shown_round(self) -> int:
+    def display_round(self) -> int:
         """The round as people count it, from 1: the one that is trained, or the one whose models are scored."""
-        return shown_round(self.kind, self.round, self.of)
+        return display_round(self.kind, self.round, self.of)
 
     def __str__(self) -> str:
-        sums = f" ({self.of}, attempt {self.attempt + 1})" if self.kind in SUMS else ""
-        return f"{self.kind}{sums}, round {self.shown_round}"
+        sums = f" ({self.of}, attempt {self.attempt + 1})" if self.kind in SUM_KINDS else ""
+        return f"{self.kind}{sums}, round {self.display_round}"
 
 
 @dataclass(frozen=True)
-class Answer(Header):
+class Response(Header):
     """What a site answers.
 
     Attributes:
@@ -167,13 +169,13 @@ class Answer(Header):
         sums: What the site says in a step of a secure sum.
     """
 
-    code: Code
+    code: ResponseCode
     answers: str
     facts: dict[str, Any] = field(default_factory=dict)
     sums: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_choice("code", self.code, get_args(Code))
+        check_choice("code", self.code, get_args(ResponseCode))
         _check_hexadecimal("answers", self.answers, 64)
         _check_dictionary("sums", self.sums)
         for name, value in self.facts.items():
@@ -230,7 +232,7 @@ def canonical(content: object) -> bytes:
 def pack(header: Header | Mapping[str, Any], tensors: "Mapping[str, Tensor] | None" = None) -> bytes:
     """A message of a header, which is of plain types, and of tensors.
 
-    >>> header_of(pack({"code": "ok"}))
+    >>> read_header(pack({"code": "ok"}))
     {'code': 'ok'}
     """
     plain = header if isinstance(header, Mapping) else vars(header)
@@ -246,18 +248,18 @@ def pack(header: Header | Mapping[str, Any], tensors: "Mapping[str, Tensor] | No
     return bytes(save(ready, {SECTION: text}))
 
 
-def header_of(message: bytes, most: int = TABLE) -> dict[str, Any]:
+def read_header(message: bytes, most: int = TABLE) -> dict[str, Any]:
     """The header of a message whose table has ``most`` bytes, if it is one; its tensors are not looked at."""
     return _parts(message, most)[0]
 
 
-def sizes_of(message: bytes) -> dict[str, int]:
+def tensor_sizes(message: bytes) -> dict[str, int]:
     """Bytes of each tensor of a message, by name; Refused if it is none."""
     try:
         offsets = {name: entry["data_offsets"] for name, entry in _parts(message)[1].items()}
         return {name: end - begin for name, (begin, end) in offsets.items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise Refused(f"a tensor is not described ({error!r})") from None
+        raise RefusalError(f"a tensor is not described ({error!r})") from None
 
 
 def spec_of(state: "State") -> Spec:
@@ -268,7 +270,7 @@ def spec_of(state: "State") -> Spec:
     return {key: (formats[value.dtype], tuple(value.shape)) for key, value in state.items()}
 
 
-def largest(state: "State") -> int:
+def max_message_size(state: "State") -> int:
     """Bytes that a message with these tensors may have."""
     return 8 + TABLE + sum(value.nbytes for value in state.values())
 
@@ -283,10 +285,10 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
     try:
         found = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in table.items()}
     except (KeyError, TypeError) as error:
-        raise Refused(f"a tensor is not described ({error!r})") from None
+        raise RefusalError(f"a tensor is not described ({error!r})") from None
     if found != expected:
         name = min(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-        raise Refused(f"the tensor {name[:80]!r} is {found.get(name)}, not {expected.get(name)}")
+        raise RefusalError(f"the tensor {name[:80]!r} is {found.get(name)}, not {expected.get(name)}")
     if not expected:
         return header, {}
     from safetensors import SafetensorError
@@ -295,14 +297,14 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
     try:
         state: State = load(message)
     except (SafetensorError, ValueError, RuntimeError) as error:
-        raise Refused(f"it is not a safetensors file ({error})") from None
+        raise RefusalError(f"it is not a safetensors file ({error})") from None
     for name, value in state.items():
         if expected[name][0] == "U64":  # numbers under masks, which may be any
             continue
         least, most = (-MAGNITUDE, MAGNITUDE) if value.is_floating_point() else (0, COUNT)
         # Of NaN, least and largest are NaN.
         if value.numel() and not least <= float(value.min()) <= float(value.max()) <= most:
-            raise Refused(f"the tensor {name!r} has values from {float(value.min())} to {float(value.max())}")
+            raise RefusalError(f"the tensor {name!r} has values from {float(value.min())} to {float(value.max())}")
     return header, {name: state[name] for name in expected}
 
 
@@ -310,13 +312,13 @@ def _parts(message: bytes, most: int = TABLE) -> tuple[dict[str, Any], dict[str,
     """Header, and the table of tensors."""
     size = int.from_bytes(message[:8], "little")
     if len(message) < 8 or size > min(most, len(message) - 8):
-        raise Refused(f"the table is said to have {size} bytes of {len(message)}")
+        raise RefusalError(f"the table is said to have {size} bytes of {len(message)}")
     try:
         table = json.loads(message[8 : 8 + size])
         # NaN and infinity are a KeyError
         header = json.loads(table.pop("__metadata__")[SECTION], parse_constant=dict[str, float]().__getitem__)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise Refused(f"its table cannot be read ({type(error).__name__})") from None
+        raise RefusalError(f"its table cannot be read ({type(error).__name__})") from None
     if not isinstance(header, dict):
-        raise Refused("its header is not a dictionary")
+        raise RefusalError("its header is not a dictionary")
     return header, table

@@ -10,7 +10,7 @@ import torch
 from perada.federation.metrics import Metric, spread
 
 Facts = Mapping[str, Any]
-"""What a site says beside its update (:class:`perada.deploy.protocol.Answer`)."""
+"""What a site says beside its update (:class:`perada.deploy.protocol.Response`)."""
 
 
 def mean_scores(
@@ -47,7 +47,7 @@ def own_score(facts: Facts, metric: Metric) -> float:
     return math.nan
 
 
-def numbers_of(metrics: Sequence[Metric], facts: Facts) -> dict[str, float]:
+def score_summands(metrics: Sequence[Metric], facts: Facts) -> dict[str, float]:
     """What a site adds to a sum of scores, of those that may leave it; nothing if none may."""
     found: dict[str, float] = {}
     for metric in metrics:

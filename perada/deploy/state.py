@@ -25,17 +25,17 @@ from perada.deploy.audit import (
     STATE,
     AuditLog,
     Committed,
-    Found,
     HighWaterMark,
+    LogContent,
     Tip,
     check_chain,
     check_state,
     read_log,
 )
-from perada.deploy.protocol import Order, Refused, header_of, pack
+from perada.deploy.protocol import RefusalError, Request, pack, read_header
 from perada.privacy.accounting import Ledger
 
-IMAGES, WHOLE = 0, 1
+IMAGES_LEDGER, SITE_LEDGER = 0, 1
 """By which numbers a site's ledger knows what was spent of its images, and of the site as a whole."""
 SITE_STATE, SITE_FORMAT = STATE, 5
 FORMER_RUNS = "runs"
@@ -43,7 +43,7 @@ FORMER_RUNS = "runs"
 KeptT = TypeVar("KeptT")
 
 
-def write_kept(path: Path, kept: Mapping[str, object], version: int, former: Path | None = None) -> None:
+def write_nested(path: Path, kept: Mapping[str, object], version: int, former: Path | None = None) -> None:
     """Write a file that only its owner may read.
 
     Args:
@@ -66,15 +66,15 @@ def write_kept(path: Path, kept: Mapping[str, object], version: int, former: Pat
     write_atomic(path, pack(header, tensors), private=True, former=former)
 
 
-def read_kept(path: Path, version: int, build: Callable[..., KeptT]) -> KeptT:
-    """What ``build`` makes of the dictionary that :func:`write_kept` wrote, given as keywords.
+def read_nested(path: Path, version: int, build: Callable[..., KeptT]) -> KeptT:
+    """What ``build`` makes of the dictionary that :func:`write_nested` wrote, given as keywords.
 
     Raises:
         ValueError: If the file is damaged, or of another version's format.
     """
     content = path.read_bytes()
     try:
-        header, tensors = header_of(content, len(content)), load(content)
+        header, tensors = read_header(content, len(content)), load(content)
 
         def from_json(entry: dict[str, Any]) -> Any:  # noqa: ANN401  # what was written
             match list(entry.items()):
@@ -128,7 +128,7 @@ class RunState:
     data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the images trained on; empty before the first
 
 
-class Book:
+class SiteStore:
     """The state folder of a site.
 
     ``state.safetensors`` holds the run that was last trained, and what all runs together spent. A change is one
@@ -224,12 +224,14 @@ class Book:
         if run not in self._former:
             return RunState(run)
         if not former.exists():
-            raise Refused(f"{str(former)!r} is gone, so run {run} cannot be continued; restore it from a copy", "other")
+            raise RefusalError(
+                f"{str(former)!r} is gone, so run {run} cannot be continued; restore it from a copy", "other"
+            )
         state, header = read_state(former)
         if state.run != run:
             raise ValueError(f"{str(former)!r} holds the run {state.run}; restore it from a copy")
         if header["commits"] != self._former[run]:
-            raise Refused(_older_former(former, header["commits"], self._former[run]), "other")
+            raise RefusalError(_older_former(former, header["commits"], self._former[run]), "other")
         return state
 
     @property
@@ -258,11 +260,11 @@ class Book:
             "former": former,
         }
         self._attempted = commits
-        write_kept(self.folder / SITE_STATE, kept, SITE_FORMAT, former_path)
+        write_nested(self.folder / SITE_STATE, kept, SITE_FORMAT, former_path)
         self.total, self.rounds, self.sampling, self._run = total, rounds, sampling, state.run
         self.commits, self._tip, self._former = commits, tip, former
 
-    def note(self, message: bytes, reply: bytes, spent: Callable[[Order], object]) -> None:
+    def note(self, message: bytes, reply: bytes, spent: Callable[[Request], object]) -> None:
         """Write a reply to the audit log, before it leaves; see :meth:`AuditLog.note`."""
         self.audit.note(message, reply, trained=self.rounds, commits=self.commits, spent=spent)
         self._lock.write(HighWaterMark(self.audit.tip, self.commits).pack())
@@ -317,7 +319,7 @@ def _commits_of(path: Path) -> int:
     try:
         with path.open("rb") as file:
             size = file.read(8)
-            header = header_of(size + file.read(int.from_bytes(size, "little")), path.stat().st_size)
+            header = read_header(size + file.read(int.from_bytes(size, "little")), path.stat().st_size)
         check_format(path, header["format"], SITE_FORMAT)
         return int(json.loads(header["kept"])["commits"])
     except WrongFormat:
@@ -339,7 +341,7 @@ def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
         names = ("total", "rounds", "sampling", "commits", "former")
         return RunState(**state), {name: all_runs[name] for name in names} | {"audit": Tip(*audit)}
 
-    return read_kept(path, SITE_FORMAT, build)
+    return read_nested(path, SITE_FORMAT, build)
 
 
 def read_committed(folder: Path) -> Committed:
@@ -357,7 +359,7 @@ def read_mark(folder: Path) -> HighWaterMark:
     return HighWaterMark.unpack(path.read_bytes() if path.is_file() else b"")
 
 
-def read_witnesses(folder: Path) -> tuple[Found, Committed, HighWaterMark]:
+def read_witnesses(folder: Path) -> tuple[LogContent, Committed, HighWaterMark]:
     """What the log, the state and the lock file say, also while a worker writes to them; they are not compared."""
     while True:
         # The lock file is written last, so what it says was in the two others before.

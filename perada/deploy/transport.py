@@ -11,15 +11,15 @@ from typing import Any, Literal, Protocol, Self
 
 from perada.core.checks import check_choice, check_number, check_whole
 
-CODES = ("unreachable", "late", "crashed", "refused", "malformed")
+FAILURE_CODES = ("unreachable", "late", "crashed", "refused", "malformed")
 """What may come instead of a reply; all that is said about a failure on the way."""
-MOST = 2**30
+MAX_MESSAGE_BYTES = 2**30
 """Bytes of a message, by default."""
 
 
 @dataclass(unsafe_hash=True)
 class Failure(Exception):
-    """What came instead of a reply: one of `CODES`, never a text of the site's."""
+    """What came instead of a reply: one of `FAILURE_CODES`, never a text of the site's."""
 
     code: str
 

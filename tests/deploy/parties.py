@@ -14,10 +14,10 @@ from perada.algorithms import make_algorithm
 from perada.data import FederatedDataModule
 from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.server.coordinator import Coordinator
-from perada.deploy.site.client import Client, only
+from perada.deploy.site.client import Client, single_client_data
 from perada.deploy.site.file import Limits
 from perada.deploy.site.worker import SiteWorker
-from perada.deploy.state import Book
+from perada.deploy.state import SiteStore
 from perada.deploy.sums.party import Party
 from perada.deploy.transport import LocalTransport, Terms
 from perada.lightning import FederatedLoop
@@ -64,14 +64,14 @@ class Parties:
         return loop, module
 
     def recipe(self, place=None, **of_server):
-        data = self.whole if place is None else only(self.whole, place)
+        data = self.whole if place is None else single_client_data(self.whole, place)
         kind = ServerRecipe if of_server else Recipe
         given = {"public": self.whole.public} | of_server
         return kind(TEXT, self.module(), self.loop(), self.trainer(), self.data(data), **given)
 
     def worker(self, place, may_send=("sizes", "counts", "scores", "losses"), **limits):
         client = Client(self.recipe(place), Limits(**limits))
-        book, party = Book(self.folder / self.names[place]), None
+        book, party = SiteStore(self.folder / self.names[place]), None
         if client.settings.secure_sums is not None:
             party = Party(self.names[place], self.identities[place], self.sites)
         return SiteWorker(book, {client.recipe.digest: client}, may_send, party=party)

@@ -19,8 +19,8 @@ import pytest
 
 from perada.cli.main import main
 from perada.deploy.audit import HEAD, LOG, AuditLog, read_log
-from perada.deploy.protocol import Answer, Order, digest, header_of, pack
-from perada.deploy.state import Book
+from perada.deploy.protocol import Request, Response, digest, pack, read_header
+from perada.deploy.state import SiteStore
 from perada.deploy.transport import LocalTransport
 from perada.privacy.accounting import history_epsilon
 from perada.server.sums import SecureSums
@@ -28,7 +28,7 @@ from perada.server.sums import SecureSums
 from .parties import Parties
 from .test_sites import RUN, Canaries, Stopped, code, only_client, private, train
 
-ORDER = Order("train", RUN, "cd" * 32)
+ORDER = Request("train", RUN, "cd" * 32)
 
 
 def lines_of(folder):
@@ -50,11 +50,11 @@ def verified(folder):
 
 
 def message(place):
-    return pack(Order("train", RUN, "cd" * 32, place))
+    return pack(Request("train", RUN, "cd" * 32, place))
 
 
 def note(log, place):
-    reply = pack(Answer("ok", digest(message(place))))
+    reply = pack(Response("ok", digest(message(place))))
     log.note(message(place), reply, trained=0, commits=0, spent=lambda order: None)
 
 
@@ -73,8 +73,8 @@ def test_each_reply_has_a_line_that_says_what_left(tiny, tmp_path):
     site = parties.worker(0, may_send=("sizes", "counts", "losses"))
     client = only_client(site)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
-    asked = [pack(Order("join", RUN, client.recipe.digest)), train(site), train(site)]
-    asked += [pack(Order("evaluate", RUN, client.recipe.digest, 1), shared), train(site, 7), b"no message"]
+    asked = [pack(Request("join", RUN, client.recipe.digest)), train(site), train(site)]
+    asked += [pack(Request("evaluate", RUN, client.recipe.digest, 1), shared), train(site, 7), b"no message"]
     replies = [site.answer(message, "flower-7") for message in asked]
     entries = verified(site.book.folder)
     assert [entry["answered"] for entry in entries] == ["ok", "ok", "ok", "ok", "future", "malformed"]
@@ -109,12 +109,12 @@ def test_the_log_holds_no_image_no_path_and_no_number_of_the_sites(tiny, tmp_pat
     parties, images = Parties(tiny, tmp_path, "fedavg"), Canaries(False)
     parties.whole = replace(parties.whole, train=[images] * 3, test=[images] * 3, public=None)
     site = parties.worker(0)
-    reply = site.answer(pack(Order("join", RUN, only_client(site).recipe.digest)), "")
+    reply = site.answer(pack(Request("join", RUN, only_client(site).recipe.digest)), "")
     site.answer(train(site), "\x1b[2Jcanary")
     images.broken = True
     site.answer(train(site, 1), "")
     text = (site.book.folder / LOG).read_text()
-    facts = header_of(reply)["facts"]
+    facts = read_header(reply)["facts"]
     assert facts["labels"] not in text and f'"size":{facts["size"]}' not in text
     for mark in ("canary", "4711", str(tmp_path), "\x1b", "png"):
         assert mark not in text
@@ -174,7 +174,7 @@ def test_a_log_that_was_touched_is_found(how, tmp_path, capsys):
         main(["deploy", "audit", str(folder)])
     assert "\n" not in str(error.value) and "--begin" in str(error.value)
     with pytest.raises(ValueError, match=finds):  # nor does a worker write behind it
-        Book(folder)
+        SiteStore(folder)
 
 
 def test_lines_that_were_written_anew_are_found_by_the_head_and_by_a_hash_that_was_noted(tmp_path, capsys):
@@ -325,7 +325,7 @@ def test_a_state_that_was_put_back_alone_is_found(tiny, tmp_path):
     """It would have forgotten what was spent."""
     folder = trained_and_copied(tiny, tmp_path)
     shutil.copy(tmp_path / "copy" / "state.safetensors", folder)
-    for find in (lambda: Book(folder), lambda: main(["deploy", "audit", str(folder)])):
+    for find in (lambda: SiteStore(folder), lambda: main(["deploy", "audit", str(folder)])):
         said = "state.safetensors is an older copy: it was written once, and line 3 of audit.jsonl tells of 3 times"
         with pytest.raises(ValueError, match=said):
             find()
@@ -344,7 +344,7 @@ def test_a_log_that_was_put_back_or_taken_away_is_found(tiny, tmp_path):
     for name in (LOG, HEAD):
         shutil.copy(tmp_path / "copy" / name, folder)
     with pytest.raises(ValueError, match="the state was written after a line 2 that is not in it"):
-        Book(folder)
+        SiteStore(folder)
     for name in (LOG, HEAD):
         (folder / name).unlink()
     with pytest.raises(ValueError, match=f"{LOG}: it is gone, and {HEAD} with it"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from perada.deploy.protocol import header_of
+from perada.deploy.protocol import read_header
 from perada.deploy.site.file import read_site
 from perada.deploy.state import RunState, read_state
 from perada.privacy import ClientPrivacy, Privacy
@@ -46,13 +46,13 @@ def trained(tiny, tmp_path, loop=None):
     """The parties of a run in which the first site has trained a round; its worker has ended."""
     made = Parties(tiny, tmp_path, "ditto", rounds=3, loop=loop or {})
     worker = made.worker(0)
-    assert header_of(worker.answer(train(worker, 0), ""))["code"] == "ok"
+    assert read_header(worker.answer(train(worker, 0), ""))["code"] == "ok"
     worker.book.close()
     return made
 
 
 def code(worker, round):
-    return header_of(worker.answer(train(worker, round), ""))["code"]
+    return read_header(worker.answer(train(worker, round), ""))["code"]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_run_does_not_go_on_with_others(tiny, tmp_path, caplog, change, part, 
     assert code(worker, 1) == "other"
     assert says in caplog.text and "resume_allow: [images]" in caplog.text
     assert (tmp_path / "site0" / "state.safetensors").read_bytes() == before
-    assert header_of(worker.answer(other_run(worker), ""))["code"] == "ok"  # a new run begins with what is there
+    assert read_header(worker.answer(other_run(worker), ""))["code"] == "ok"  # a new run begins with what is there
 
 
 def test_with_the_same_images_it_goes_on(tiny, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from perada.cli.deploy import client_of
+from perada.cli.deploy import make_client
 from perada.cli.deployed_recipes import _words, server_recipe, site_recipe
 from perada.deploy.recipe import labels_digest
 from perada.deploy.site.file import read_site
@@ -75,7 +75,7 @@ def test_the_server_counts_the_classes_that_a_recipe_names(tmp_path):
     path, _ = written(tmp_path, naming(), {"normal": 200})
     given = server_recipe(str(path))  # the folder of its images is not there
     assert (given.num_classes, given.classes) == (3, tuple(CLASSES))
-    client = client_of(path, read_site(tmp_path / "site.yaml"))
+    client = make_client(path, read_site(tmp_path / "site.yaml"))
     assert client.labels == labels_digest(3, False, CLASSES)
 
 

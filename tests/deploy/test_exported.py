@@ -14,10 +14,10 @@ import yaml
 from PIL import Image
 
 from perada import Run
-from perada.cli.deploy import client_of
+from perada.cli.deploy import make_client
 from perada.cli.main import main
 from perada.data import Digits
-from perada.deploy.server.progress import Progress, write_progress
+from perada.deploy.server.progress import RunProgress, write_progress
 from perada.deploy.site.file import read_site
 from perada.deploy.state import read_state
 from perada.privacy.accounting import history_epsilon
@@ -78,7 +78,7 @@ def test_a_sites_run_and_the_servers_are_used_as_any_other(tmp_path, monkeypatch
 
     # The models are those on the site's disk, and see what their training saw.
     images = pictures(tmp_path / "new")
-    client = client_of(tmp_path / "north" / "recipe.yaml", read_site(tmp_path / "north" / "site.yaml"))
+    client = make_client(tmp_path / "north" / "recipe.yaml", read_site(tmp_path / "north" / "site.yaml"))
     state = read_state(tmp_path / "north" / "state" / "state.safetensors")[0]
     prepared = client.data.prepare(images)
     expected = client.module.engine.shared_logits(client.personal(state.shared, state), prepared)[0].softmax(-1)
@@ -146,6 +146,6 @@ def test_private_runs_carry_their_epsilon(told, tmp_path, monkeypatch, capsys):
 def test_the_server_exports_no_run_of_another_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    write_progress(tmp_path, Progress("0" * 32, "1" * 64, 1), {"global": {}, "server": {}})
+    write_progress(tmp_path, RunProgress("0" * 32, "1" * 64, 1), {"global": {}, "server": {}})
     with pytest.raises(ValueError, match=r"'recipe.yaml' is not the recipe of run 0"):
         main(["deploy", "export", ".", "--recipe", "recipe.yaml", "--output", "out"])

@@ -17,7 +17,7 @@ from perada.cli import main
 from perada.cli.flower import recipe_digest
 from perada.deploy.audit import HEAD, LOG
 from perada.deploy.server import progress as records
-from perada.deploy.state import SITE_STATE, Book, read_state
+from perada.deploy.state import SITE_STATE, SiteStore, read_state
 from perada.studies.deployment import ENVIRONMENT, PROGRAM, SITES, Demo, demo_recipe, site_file
 
 from .parties import Supervisor, Watched
@@ -109,7 +109,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
         sites = {site: demo.state(site) for site in SITES}
         for site in SITES:
             demo.kill(f"worker-{site}")
-            book = Book(demo.folder / f"state-{site}")
+            book = SiteStore(demo.folder / f"state-{site}")
             assert book.total.history(0) == {(0.0, 1.0): ROUNDS}  # one entry a round
             book.close()
             assert sorted(path.name for path in book.folder.iterdir()) == [HEAD, LOG, "lock", SITE_STATE]

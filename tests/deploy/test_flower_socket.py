@@ -17,7 +17,7 @@ import pytest
 
 from perada.deploy.flower import socket as module
 from perada.deploy.flower.socket import LONGEST_NAME, STALLED, Listener, ask, supervised
-from perada.deploy.transport import CODES, Failure
+from perada.deploy.transport import FAILURE_CODES, Failure
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_socket_is_closed_to_others_and_goes_with_its_worker(path):
         (head(length=10) + b"abc", "crashed"),
         (head(mark=b"GET "), "malformed"),
         (head(kind=1), "malformed"),  # a code is an answer, not a request
-        (head(kind=len(CODES) + 1), "malformed"),
+        (head(kind=len(FAILURE_CODES) + 1), "malformed"),
         (head(name=LONGEST_NAME + 1), "malformed"),
         (head(name=1) + b"\xff", "malformed"),
         (head(length=1001), "refused"),
@@ -95,7 +95,7 @@ def test_the_socket_is_closed_to_others_and_goes_with_its_worker(path):
 )
 def test_what_is_no_request_is_turned_away_and_the_next_one_answered(path, sent, code):
     with worker(path, echo):
-        assert raw(path, sent) == head(kind=1 + CODES.index(code))
+        assert raw(path, sent) == head(kind=1 + FAILURE_CODES.index(code))
         assert ask(path, b"abc", "r", 5) == b"r:cba"
 
 
@@ -137,7 +137,7 @@ def test_a_request_for_which_memory_does_not_suffice_is_not_the_last(path, monke
 
     monkeypatch.setattr(module, "_exactly", short)
     with worker(path, echo):
-        assert raw(path, head(length=5) + b"large") == head(kind=1 + CODES.index("malformed"))
+        assert raw(path, head(length=5) + b"large") == head(kind=1 + FAILURE_CODES.index("malformed"))
         assert ask(path, b"abc", "r", 5) == b"r:cba"
 
 
@@ -158,7 +158,7 @@ def test_a_reason_stays_at_the_site(path, caplog):
         raise ValueError("patient 4711 has no image")
 
     with worker(path, fails):
-        assert raw(path, head(), ends=False) == head(kind=1 + CODES.index("crashed"))
+        assert raw(path, head(), ends=False) == head(kind=1 + FAILURE_CODES.index("crashed"))
         assert ask(path, b"", "r", 5) == Failure("crashed")
     assert "patient 4711" in caplog.text
 

@@ -20,7 +20,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from perada.deploy.flower import app
 from perada.deploy.flower.app import FlowerTransport, client_app, packed, unpacked
-from perada.deploy.transport import CODES, Failure
+from perada.deploy.transport import FAILURE_CODES, Failure
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,7 @@ def test_what_is_no_reply_is_malformed(content):
 
 
 def test_bytes_and_codes_come_through_a_message():
-    for payload in (b"", b"x" * 100, *map(Failure, CODES)):
+    for payload in (b"", b"x" * 100, *map(Failure, FAILURE_CODES)):
         assert unpacked(packed(payload), 100) == payload
 
 

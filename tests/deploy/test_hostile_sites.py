@@ -10,8 +10,8 @@ from safetensors.torch import load
 
 from perada.algorithms import FedEnsemble
 from perada.algorithms.ensembles import MODE
-from perada.deploy.protocol import Answer, digest, header_of, pack, spec_of
-from perada.deploy.server.progress import Record
+from perada.deploy.protocol import Response, digest, pack, read_header, spec_of
+from perada.deploy.server.progress import RoundRecord
 from perada.deploy.server.rounds import ask
 from perada.deploy.transport import Failure
 from perada.federation.cohort import Cohort
@@ -31,12 +31,12 @@ class Lying(Troubled):
         found = super().exchange(messages, enough, deadline)
         for name, reply in found.items():
             if not isinstance(reply, Failure):
-                found[name] = self.lie(name, header_of(messages[name])["kind"], reply, messages[name])
+                found[name] = self.lie(name, read_header(messages[name])["kind"], reply, messages[name])
         return found
 
 
 def with_facts(reply, **facts):
-    header = header_of(reply)
+    header = read_header(reply)
     return pack(header | {"facts": header["facts"] | facts}, load(reply))
 
 
@@ -47,7 +47,7 @@ def says(name, kind, **facts):
 
 def broken(*names):
     """Sites that say at once that their training broke."""
-    code = lambda message: pack(Answer("broken", digest(message)))  # noqa: E731
+    code = lambda message: pack(Response("broken", digest(message)))  # noqa: E731
     return lambda who, what, reply, message: code(message) if who in names and what == "train" else reply
 
 
@@ -62,7 +62,7 @@ def test_a_fact_that_cannot_be_is_malformed_and_the_run_goes_on(facts, tiny, tmp
         if (who, what) != ("site1", "train"):
             return reply
         mark = b'\\"facts\\":{}'
-        quiet = pack(header_of(reply) | {"facts": {}}, load(reply))
+        quiet = pack(read_header(reply) | {"facts": {}}, load(reply))
         assert mark in quiet
         changed = quiet.replace(mark, b'\\"facts\\":' + text.replace('"', '\\"').encode())
         size = int.from_bytes(quiet[:8], "little") + len(changed) - len(quiet)
@@ -132,7 +132,7 @@ def test_more_sites_than_the_recipe_asks_are_refused_at_once(tiny, tmp_path):
 def test_what_a_site_says_cannot_write_lines_into_the_servers_log(tiny, tmp_path, caplog):
     parties = Parties(tiny, tmp_path, rounds=1)
     forged = "\x1b[2J\nround 1: all is well"
-    lie = lambda who, what, reply, _: pack(header_of(reply) | {"code": forged}) if who == "site1" else reply  # noqa: E731
+    lie = lambda who, what, reply, _: pack(read_header(reply) | {"code": forged}) if who == "site1" else reply  # noqa: E731
     parties.coordinator(Lying(parties.workers(), lie), min_sites=2).run()
     said = [record.getMessage() for record in caplog.records if "all is well" in record.getMessage()]
     assert said and all(line.isprintable() for line in said)
@@ -162,7 +162,7 @@ def test_no_change_of_a_reply_stops_the_server(tiny, tmp_path):
         expected = spec_of(coordinator.recipe.template.sent) if what == "train" else {}
         transport.lie = lambda *_, changed=bytes(changed): changed
         transport.trouble = lambda *_, reply=reply: reply  # the worker is not asked
-        answers, failed = ask(transport, {"site0": message}, 1, 60.0, {"site0": expected}, Record(0))
+        answers, failed = ask(transport, {"site0": message}, 1, 60.0, {"site0": expected}, RoundRecord(0))
         assert len(answers) + len(failed) == 1
         codes |= set(failed.values())
     assert "malformed" in codes
@@ -178,7 +178,7 @@ def test_a_mode_that_the_run_does_not_have_is_malformed_and_the_run_goes_on(numb
             return reply
         sent = load(reply)
         sent[MODE] = torch.full_like(sent[MODE], number)
-        return pack(header_of(reply), sent)
+        return pack(read_header(reply), sent)
 
     progress = parties.coordinator(Lying(parties.workers(), lie), min_sites=2).run()
     assert progress.done == 2

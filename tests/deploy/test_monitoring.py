@@ -21,8 +21,8 @@ from perada.cli.main import main
 from perada.deploy.flower.app import write_app
 from perada.deploy.flower.running import Link, run_app
 from perada.deploy.monitoring import JsonLines, Monitoring, as_json_line, stamp
-from perada.deploy.protocol import header_of, pack
-from perada.deploy.server.metrics import Counted, serving
+from perada.deploy.protocol import pack, read_header
+from perada.deploy.server.metrics import CountingTransport, serving
 from perada.deploy.server.progress import read_progress
 from perada.deploy.transport import Failure, LocalTransport, Terms
 from perada.server.sums import SecureSums
@@ -64,7 +64,7 @@ def test_what_is_scraped_is_what_the_run_keeps(tiny, tmp_path):
                 sent["up"][name] += len(found[name])
             return found
 
-    counted, port = Counted(Weighed(parties.workers())), free_port()
+    counted, port = CountingTransport(Weighed(parties.workers())), free_port()
     coordinator = parties.coordinator(counted)
     progress = coordinator.progress
     with serving(progress, counted, port, "127.0.0.1"):
@@ -98,14 +98,14 @@ def test_codes_of_sites_that_do_not_answer_are_counted(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=2)
 
     def trouble(name, message, number):
-        kind = header_of(message)["kind"]
+        kind = read_header(message)["kind"]
         if name == "site1" and kind == "train":
             return Failure("unreachable")
-        if name == "site2" and kind == "train" and header_of(message)["round"] == 0:
+        if name == "site2" and kind == "train" and read_header(message)["round"] == 0:
             return pack({"code": 'a"b\nperada_rounds_done 99', "answers": "ab" * 32, "facts": {}, "sums": {}})
         return None
 
-    counted, port = Counted(Troubled(parties.workers(), trouble)), free_port()
+    counted, port = CountingTransport(Troubled(parties.workers(), trouble)), free_port()
     coordinator = parties.coordinator(counted, min_sites=1, deadline=2.0)
     with serving(coordinator.progress, counted, port, "127.0.0.1"):
         coordinator.run()
@@ -126,7 +126,7 @@ def test_epsilon_is_there_where_a_site_says_it(may_send, tiny, tmp_path):
     parties = private(tiny, tmp_path)
     parties.rounds = 1
     workers = {name: parties.worker(n, may_send if n else ()) for n, name in enumerate(parties.names)}
-    counted, port = Counted(LocalTransport(workers)), free_port()
+    counted, port = CountingTransport(LocalTransport(workers)), free_port()
     coordinator = parties.coordinator(counted)
     with serving(coordinator.progress, counted, port, "127.0.0.1"):
         coordinator.run()
@@ -145,9 +145,9 @@ def test_who_is_in_the_last_sum_is_told(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1, sizes=(9, 5, 14, 7), loop={"secure_sums": SecureSums()})
 
     def gone(name, message, _):
-        return Failure("unreachable") if name == "site2" and header_of(message)["kind"] == "shares" else None
+        return Failure("unreachable") if name == "site2" and read_header(message)["kind"] == "shares" else None
 
-    counted, port = Counted(Troubled(parties.workers(), gone)), free_port()
+    counted, port = CountingTransport(Troubled(parties.workers(), gone)), free_port()
     coordinator = parties.coordinator(counted, min_sites=3, deadline=10.0)
     with serving(coordinator.progress, counted, port, "127.0.0.1"):
         coordinator.run()
@@ -171,7 +171,7 @@ def approved(folder, name, client):
     """A site's file that approves its recipe."""
     path = write(folder, name, data=PART | {"client": client})
     (recipe,) = commands.read_site(path).recipes
-    digest = commands.client_of(recipe, commands.read_site(path)).recipe.digest
+    digest = commands.make_client(recipe, commands.read_site(path)).recipe.digest
     return write(folder, name, digest, data=PART | {"client": client}, may_send=["sizes", "counts"])
 
 

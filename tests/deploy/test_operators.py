@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from perada.cli.deploy_status import shown_rounds
+from perada.cli.deploy_status import format_rounds
 from perada.cli.main import main
-from perada.deploy.protocol import header_of
+from perada.deploy.protocol import read_header
 from perada.deploy.site.file import Limits, read_site
 from perada.deploy.state import RunState, read_state
 from perada.deploy.transport import Failure, LocalTransport
@@ -38,7 +38,7 @@ def test_a_site_late_at_the_join_is_asked_in_the_next_round_and_shown_meanwhile(
     parties, joins = Parties(tiny, tmp_path, rounds=3), []
 
     def trouble(name, message, number):
-        if header_of(message)["kind"] != "join" or name != "site1":
+        if read_header(message)["kind"] != "join" or name != "site1":
             return None
         joins.append(number)
         return Failure("late") if len(joins) < 2 else None
@@ -47,8 +47,8 @@ def test_a_site_late_at_the_join_is_asked_in_the_next_round_and_shown_meanwhile(
     progress = coordinator.run()
     assert [record.outside for record in progress.records] == [{"site1": "late"}, {}, {}]
     assert sorted(progress.records[1].answered) == ["site0", "site1", "site2"]
-    assert "site1 (late)" in shown_rounds(progress)
-    assert [line.split("|")[4].strip() for line in shown_rounds(progress).splitlines()[2:]] == [
+    assert "site1 (late)" in format_rounds(progress)
+    assert [line.split("|")[4].strip() for line in format_rounds(progress).splitlines()[2:]] == [
         "site1 (late)",
         "–",
         "–",
@@ -59,7 +59,7 @@ def test_a_site_that_is_not_let_in_is_not_asked_each_round(tiny, tmp_path):
     parties, asked = Parties(tiny, tmp_path, rounds=3), []
 
     def trouble(name, message, number):
-        if header_of(message)["kind"] == "join" and name == "site1":
+        if read_header(message)["kind"] == "join" and name == "site1":
             asked.append(number)
             return Failure("refused")
         return None
@@ -134,6 +134,6 @@ def test_a_site_says_both_ids_of_a_run(tiny, tmp_path, caplog):
     worker = Parties(tiny, tmp_path, rounds=2).worker(0)
     for message, run in ((train(worker), "4711"), (other_run(worker), "4712")):
         worker.answer(message, run)
-        order = header_of(message)["run"]
+        order = read_header(message)["run"]
         assert f"run {run} (perada's {order}): train" in caplog.text
         assert worker.book.load(order).transport == run

@@ -9,7 +9,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from perada.algorithms import ALGORITHMS, Ditto, FedAvgFT, FedBE, FedEnsemble, FFALoRA, HetLoRA, PerAda
-from perada.cli.deploy_status import run_status, shown_rounds
+from perada.cli.deploy_status import format_rounds, run_status
 from perada.core.rounds import sample_cohort
 from perada.data import FederatedData
 from perada.deploy.server.rounds import _row
@@ -106,7 +106,7 @@ def test_sites_took_part_last_when_their_simulations_clients_did(tiny, tmp_path)
         assert found["personal/local_test_recent"] == pytest.approx(expected["personal/local_test_recent"])
     lines = [line.split("|") for line in run_status(progress).partition("| site ")[2].splitlines()[2:]]
     assert [cells[4].strip() for cells in lines] == [str(one) if one else "never" for one in last]
-    rounds = [line.split("|")[1].strip() for line in shown_rounds(progress).splitlines()[2:]]
+    rounds = [line.split("|")[1].strip() for line in format_rounds(progress).splitlines()[2:]]
     assert rounds == ["1", "2", "3", "4"]
 
 

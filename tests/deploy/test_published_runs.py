@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from perada.deploy import exported
-from perada.deploy.exported import run_of_server
-from perada.deploy.protocol import Answer, digest, header_of, pack
+from perada.deploy.exported import export_server_run
+from perada.deploy.protocol import Response, digest, pack, read_header
 from perada.deploy.transport import LocalTransport
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.run_file import published
@@ -29,7 +29,7 @@ def _no_image_set(monkeypatch):
 
 
 def server_run(coordinator):
-    return run_of_server(coordinator.recipe, coordinator.progress, coordinator.server.state_dict())
+    return export_server_run(coordinator.recipe, coordinator.progress, coordinator.server.state_dict())
 
 
 def own_epsilon(worker, ledger):
@@ -94,7 +94,7 @@ def test_a_site_that_may_have_tuned_has_no_known_epsilon(code, known, tiny, tmp_
     workers = parties.workers(may_send=("epsilon",))
 
     def lie(who, what, reply, message):
-        return pack(Answer(code, digest(message))) if (who, what) == ("site1", "tune") else reply
+        return pack(Response(code, digest(message))) if (who, what) == ("site1", "tune") else reply
 
     coordinator = parties.coordinator(Lying(workers, lie), min_sites=2)
     progress = coordinator.run()
@@ -108,9 +108,9 @@ def test_the_epsilon_of_a_site_whose_training_broke_is_unknown_until_it_says_it_
     workers = parties.workers(may_send=("epsilon",))
 
     def lie(who, what, reply, message):
-        order = header_of(message)
+        order = read_header(message)
         breaks = what == "train" and (who, order["round"]) in [("site1", 0), ("site2", 2)]
-        return pack(Answer("broken", digest(message))) if breaks else reply
+        return pack(Response("broken", digest(message))) if breaks else reply
 
     progress = parties.coordinator(Lying(workers, lie), min_sites=2).run()
     spent = {member.name: member.spent("server") for member in progress.roster}

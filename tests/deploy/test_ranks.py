@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load
 
 from perada.algorithms import HetLoRA
-from perada.deploy.protocol import header_of
+from perada.deploy.protocol import read_header
 from perada.deploy.state import read_state
 from perada.deploy.transport import LocalTransport
 
@@ -24,7 +24,7 @@ class Seen(LocalTransport):
     def exchange(self, messages, enough, seconds):
         found = super().exchange(messages, enough, seconds)
         for name, message in messages.items():
-            if header_of(message)["kind"] == "train":
+            if read_header(message)["kind"] == "train":
                 self.asked[name], self.answered[name] = message, found[name]
         return found
 

@@ -10,8 +10,8 @@ import pytest
 from perada.cli.main import main
 from perada.core.files import LOCK
 from perada.deploy.audit import HEAD, LOG, AuditLog, HighWaterMark, read_log
-from perada.deploy.protocol import Order, header_of, pack
-from perada.deploy.state import SITE_STATE, Book, read_runs, read_state
+from perada.deploy.protocol import Request, pack, read_header
+from perada.deploy.state import SITE_STATE, SiteStore, read_runs, read_state
 from perada.deploy.transport import LocalTransport
 from perada.server.sums import SecureSums
 
@@ -41,7 +41,7 @@ def refusal(folder):
     """What a worker that starts says of a folder, or of a run in it; empty if it accepts all."""
     book = None
     try:
-        book = Book(folder)
+        book = SiteStore(folder)
         for run in book.runs:
             book.load(run)
     except ValueError as error:
@@ -66,7 +66,7 @@ class Copying(LocalTransport):
     def exchange(self, messages, enough, deadline):
         replies = super().exchange(messages, enough, deadline)
         if self.name in messages:
-            kind = header_of(messages[self.name])["kind"]
+            kind = read_header(messages[self.name])["kind"]
             self.copies.append((kind, files_of(self.workers[self.name].book.folder)))
         return replies
 
@@ -86,7 +86,7 @@ def two_runs(tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     client, copies = only_client(site), []
     for round, run in itertools.product(range(2), (RUN, OTHER_RUN)):
-        message = pack(Order("train", run, client.recipe.digest, round, clients=3), sending(client))
+        message = pack(Request("train", run, client.recipe.digest, round, clients=3), sending(client))
         for _ in range(2):  # the second time nothing is trained, and a line is written
             assert code(site.answer(message, ""), message) == "ok"
             copies.append(("train", files_of(site.book.folder)))
@@ -148,7 +148,7 @@ def test_a_state_that_is_put_back_before_the_masked_vector_sends_none(tiny, tmp_
 
     class PutBack(LocalTransport):
         def exchange(self, messages, enough, deadline):
-            kind = header_of(next(iter(messages.values())))["kind"]
+            kind = read_header(next(iter(messages.values())))["kind"]
             path = {name: worker.book.folder / SITE_STATE for name, worker in workers.items()}
             if kind == "confirm":  # all have sent their vectors
                 for name in workers:
@@ -163,14 +163,14 @@ def test_a_state_that_is_put_back_before_the_masked_vector_sends_none(tiny, tmp_
 
     masks = {}
     made.coordinator(PutBack(workers)).run()
-    assert [header_of(reply)["code"] for reply in replies] == ["failed"] * 3
+    assert [read_header(reply)["code"] for reply in replies] == ["failed"] * 3
     for worker in workers.values():
         worker.book.close()
         said = (
             r"state\.safetensors is an older copy: it was written once, and line \d+ of audit\.jsonl tells of 2 times"
         )
         with pytest.raises(ValueError, match=said):
-            Book(worker.book.folder)
+            SiteStore(worker.book.folder)
 
 
 def test_scores_leave_once_although_the_state_is_put_back(tiny, tmp_path):
@@ -180,14 +180,14 @@ def test_scores_leave_once_although_the_state_is_put_back(tiny, tmp_path):
     before = files_of(site.book.folder)
     client = only_client(site)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
-    message = pack(Order("evaluate", RUN, client.recipe.digest, 1), shared)
+    message = pack(Request("evaluate", RUN, client.recipe.digest, 1), shared)
     assert code(site.answer(message, ""), message) == "ok"
     site.book.close()
     (site.book.folder / SITE_STATE).write_bytes(before[SITE_STATE])
     with pytest.raises(
         ValueError, match=r"is an older copy: it was written once, and line 2 of audit\.jsonl tells of 2"
     ):
-        Book(site.book.folder)
+        SiteStore(site.book.folder)
     with pytest.raises(ValueError, match="is an older copy"):
         main(["deploy", "audit", str(site.book.folder)])
 
@@ -202,21 +202,21 @@ def test_a_log_that_is_deleted_is_missed_also_if_nobody_joined_before(tiny, tmp_
         for name in gone:
             (folder / name).unlink()
         with pytest.raises(ValueError, match=rf"({LOG}|{HEAD})\b.*(is gone|were cut off)"):
-            Book(folder)
+            SiteStore(folder)
         with pytest.raises(ValueError, match=rf"({LOG}|{HEAD})\b.*(is gone|were cut off)"):
             main(["deploy", "audit", str(folder)])
         put_back(folder, files, {}, ())
-    Book(folder).close()
+    SiteStore(folder).close()
 
 
 def test_a_log_that_is_deleted_before_anything_was_trained_is_missed(tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
-    site.answer(pack(Order("join", RUN, only_client(site).recipe.digest)), "")
+    site.answer(pack(Request("join", RUN, only_client(site).recipe.digest)), "")
     site.book.close()
     for name in (LOG, HEAD):
         (site.book.folder / name).unlink()
     with pytest.raises(ValueError, match=f"{LOG}: it is an older copy: {LOCK} tells of a line 1 that is not in it"):
-        Book(site.book.folder)
+        SiteStore(site.book.folder)
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "emptied", "shortened"])
@@ -247,11 +247,11 @@ def test_a_former_run_that_is_put_back_is_not_continued(tiny, tmp_path):
     now, before = copies[-1][1], next(files for _, files in copies if former in files)
     put_back(folder, now, before, [former])
     with pytest.raises(ValueError, match=rf"{RUN}\.safetensors' is an older copy: it is the state .* as number 1, and"):
-        Book(folder)
+        SiteStore(folder)
     with pytest.raises(ValueError, match="is an older copy"):
         main(["deploy", "audit", str(folder)])
     put_back(folder, now, {}, [former])  # gone: nothing else is lost, but the run must not begin again
-    book = Book(folder)
+    book = SiteStore(folder)
     with pytest.raises(ValueError, match=f"is gone, so run {RUN} cannot be continued"):
         book.load(RUN)
     assert book.runs == sorted([RUN, OTHER_RUN])
@@ -264,7 +264,7 @@ def test_a_former_run_that_is_put_back_is_not_continued(tiny, tmp_path):
 
 
 def test_runs_that_are_trained_in_turn_are_each_known_once(tmp_path):
-    book = Book(tmp_path)
+    book = SiteStore(tmp_path)
     for number, run in enumerate([RUN, OTHER_RUN, RUN, OTHER_RUN, RUN]):
         state = book.load(run)
         assert state.trained == number // 2
@@ -285,7 +285,7 @@ def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monke
     before = files_of(whole.book.folder)
     client = only_client(whole)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
-    message = pack(Order("evaluate", RUN, client.recipe.digest, 1), shared)  # takes no time, and is committed
+    message = pack(Request("evaluate", RUN, client.recipe.digest, 1), shared)  # takes no time, and is committed
     reply = whole.answer(message, "")
     whole.book.close()
     finished = False
@@ -293,7 +293,7 @@ def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monke
         folder = tmp_path / f"killed-{stop}"
         put_back(folder, before, {}, ())
         folder.chmod(0o700)
-        site = type(whole)(Book(folder), whole.clients, whole.may_send)
+        site = type(whole)(SiteStore(folder), whole.clients, whole.may_send)
         calls = itertools.count(1)
 
         def stopping(name, _real, _calls=calls, _stop=stop):
@@ -313,7 +313,7 @@ def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monke
             except Stopped:
                 pass
         site.book.close()
-        again = type(whole)(Book(folder), whole.clients, whole.may_send)
+        again = type(whole)(SiteStore(folder), whole.clients, whole.may_send)
         assert again.answer(message, "") == reply
         assert again.book.current().scored == 1
         main(["deploy", "audit", str(folder)])
@@ -382,7 +382,7 @@ def test_after_an_older_state_was_accepted_the_next_copy_is_noticed_again(tiny, 
     assert "is an older copy: it was written once, and line 3 of audit.jsonl tells of 3 times" in refusal(folder)
     main(["deploy", "audit", str(folder), "--begin"])
     assert (folder / "audit-1.jsonl").exists() and (folder / "audit-2.jsonl").exists()
-    Book(folder).close()
+    SiteStore(folder).close()
 
 
 def test_a_log_that_was_being_begun_can_be_begun_once_more(tiny, tmp_path, monkeypatch):
@@ -402,7 +402,7 @@ def test_a_log_that_was_being_begun_can_be_begun_once_more(tiny, tmp_path, monke
             main(["deploy", "audit", str(folder), "--begin"])
     assert "were cut off" in refusal(folder)
     main(["deploy", "audit", str(folder), "--begin"])
-    Book(folder).close()
+    SiteStore(folder).close()
     former = [(folder / f"audit-{number}.jsonl").read_bytes().count(b"\n") for number in (1, 2)]
     assert former == [2, 1]
 

@@ -8,7 +8,7 @@ import pytest
 
 from perada.cli.deploy_status import run_status
 from perada.cli.main import main
-from perada.deploy.protocol import Order, pack
+from perada.deploy.protocol import Request, pack
 from perada.deploy.server.progress import read_progress
 
 from .parties import Parties
@@ -57,5 +57,5 @@ def test_a_refusal_names_the_round_that_the_server_shows(tiny, tmp_path, caplog,
     kind, round = order
     run = worker.book.current().run
     digest = next(iter(worker.clients))
-    worker.answer(pack(Order(kind, run, digest, round, 0, 3)), "")
+    worker.answer(pack(Request(kind, run, digest, round, 0, 3)), "")
     assert says in caplog.text

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from perada.deploy import state as kept
-from perada.deploy.protocol import Answer, digest, header_of, pack, spec_of, unpack
+from perada.deploy.protocol import Response, digest, pack, read_header, spec_of, unpack
 from perada.deploy.server import progress as records
 from perada.deploy.site.file import Limits
 from perada.deploy.transport import Failure, LocalTransport, Terms
@@ -29,7 +29,7 @@ class Troubled(LocalTransport):
 
     def exchange(self, messages, enough, deadline):
         self.exchanges += 1
-        if "train" in {header_of(message)["kind"] for message in messages.values()}:
+        if "train" in {read_header(message)["kind"] for message in messages.values()}:
             self.asked.append(list(messages))
         failing = {name: self.trouble(name, message, self.exchanges) for name, message in messages.items()}
         failing = {name: what for name, what in failing.items() if what is not None}
@@ -38,7 +38,7 @@ class Troubled(LocalTransport):
 
 
 def trains(message, round=None):
-    header = header_of(message)
+    header = read_header(message)
     return header["kind"] == "train" and round in (None, header["round"])
 
 
@@ -114,7 +114,7 @@ def test_what_a_hostile_site_sends_is_refused_by_name_and_changes_nothing(what, 
             return None
         spec = spec_of(coordinator.recipe.template.sent)
         good = {key: torch.zeros(shape) for key, (_, shape) in spec.items()}
-        return FORGED[what](vars(Answer("ok", digest(message))), good, next(iter(spec)))
+        return FORGED[what](vars(Response("ok", digest(message))), good, next(iter(spec)))
 
     coordinator = parties.coordinator(Troubled(workers, forged), min_sites=2)
     assert coordinator.run().records[0].failed == {"site2": "malformed"}
@@ -129,7 +129,7 @@ def test_a_site_of_another_protocol_is_named_with_both_versions(tiny, tmp_path, 
     parties = Parties(tiny, tmp_path, rounds=1)
 
     def later(name, message, _):
-        header = vars(Answer("ok", digest(message))) | {"protocol": 2, "code": "later"}
+        header = vars(Response("ok", digest(message))) | {"protocol": 2, "code": "later"}
         return pack(header, {"later": torch.zeros(3)}) if name == "site2" and trains(message) else None
 
     record = parties.coordinator(Troubled(parties.workers(), later), min_sites=2).run().records[0]

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from perada.cli.deployed_recipes import server_recipe, site_recipe
 from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, Images, UnlabelledFolder
-from perada.deploy.protocol import Order
-from perada.deploy.site.client import Client, only
+from perada.deploy.protocol import Request
+from perada.deploy.site.client import Client, single_client_data
 from perada.deploy.site.file import Limits, read_site
 from perada.deploy.transport import LocalTransport
 
@@ -111,7 +111,7 @@ def test_what_a_client_holds_out_does_not_depend_on_its_place(kind):
     simulated.setup()
     kept = [trained_on(simulated, client) for client in range(len(SIZES))]
     for client in range(len(SIZES)):
-        site = FederatedDataModule(only(whole, client), **options)
+        site = FederatedDataModule(single_client_data(whole, client), **options)
         site.setup()
         assert trained_on(site, 0) == kept[client]
     back = FederatedDataModule(FederatedData(whole.train[::-1], whole.test[::-1]), **options)
@@ -146,7 +146,7 @@ def test_batches_and_test_images_are_those_of_the_simulation(kind, algorithm, nu
     parties.trainer(loop).fit(module, datamodule=data)
     client = Client(parties.recipe(number), Limits())
     for round in (0, 3):
-        order = Order("train", "0" * 32, client.recipe.digest, round=round, client=number, clients=4)
+        order = Request("train", "0" * 32, client.recipe.digest, round=round, client=number, clients=4)
         plan = data.plan_for(range(4), round)
         expected = []
         for batch in map(data.prepare, data.cohort_loader(plan)):

@@ -9,7 +9,7 @@ import yaml
 from PIL import Image
 from torch.utils.data import Subset
 
-from perada.cli.deploy import worker_of
+from perada.cli.deploy import make_worker
 from perada.cli.deployed_recipes import site_recipe
 from perada.cli.main import main
 from perada.data import ByDomain, FederatedDataModule, Images
@@ -60,7 +60,7 @@ def files(subset):
 
 def served(path):
     """Names of the test and training images of a site that starts."""
-    worker = worker_of(read_site(path))
+    worker = make_worker(read_site(path))
     worker.book.close()
     (client,) = worker.clients.values()
     return [files(client.data.data.test[0]), files(client.data.data.train[0])]

@@ -90,7 +90,8 @@ def test_reading_it_needs_no_torch(tmp_path):
     program = (
         "import sys; from pathlib import Path; from perada.deploy.site.file import read_site; "
         "import perada.deploy.protocol, perada.deploy.transport; "
-        f"from perada.deploy.protocol import header_of, pack; read_site(Path({str(path)!r})); header_of(pack({{}})); "
+        f"from perada.deploy.protocol import read_header, pack; read_site(Path({str(path)!r})); "
+        "read_header(pack({})); "
         "sys.exit('torch' in sys.modules or 'flwr' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

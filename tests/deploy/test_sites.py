@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from perada.core.files import sync
-from perada.deploy.protocol import Answer, Order, Refused, digest, header_of, pack, spec_of, unpack
-from perada.deploy.site.client import Client, only
+from perada.deploy.protocol import RefusalError, Request, Response, digest, pack, read_header, spec_of, unpack
+from perada.deploy.site.client import Client, single_client_data
 from perada.deploy.site.file import Limits
-from perada.deploy.state import Book, read_state
+from perada.deploy.state import SiteStore, read_state
 from perada.deploy.transport import Failure, LocalTransport
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.accounting import history_epsilon
@@ -40,7 +40,7 @@ def only_client(worker):
 def train(worker, round=0, kind="train", shift=0.0, **given):
     """A message that asks for a round; ``shift`` makes another state of it."""
     client = only_client(worker)
-    order = Order(kind, RUN, client.recipe.digest, round, **{"client": 0, "clients": 3} | given)
+    order = Request(kind, RUN, client.recipe.digest, round, **{"client": 0, "clients": 3} | given)
     state = {key: value + shift if value.is_floating_point() else value for key, value in sending(client).items()}
     return pack(order, state)
 
@@ -50,7 +50,7 @@ def sending(client):
 
 
 def code(reply, message):
-    answer = Answer.read(header_of(reply))
+    answer = Response.read(read_header(reply))
     assert answer.answers == digest(message)
     return answer.code
 
@@ -90,14 +90,14 @@ def test_rounds_of_the_past_and_the_future_are_refused(site):
 
 def test_a_recipe_that_is_not_approved_is_refused(site):
     client = only_client(site)
-    message = pack(Order("train", RUN, "0" * 64), sending(client))
+    message = pack(Request("train", RUN, "0" * 64), sending(client))
     assert code(site.answer(message, ""), message) == "unapproved"
     assert state_bytes(site) is None
 
 
 def hostile(client):
     """Messages that no server sends."""
-    good = vars(Order("train", RUN, client.recipe.digest, clients=3))
+    good = vars(Request("train", RUN, client.recipe.digest, clients=3))
     state = sending(client)
     name = next(iter(state))
     yield "nothing", b""
@@ -131,20 +131,24 @@ def test_hostile_messages_are_refused_and_nothing_changes(site):
 @pytest.mark.parametrize("named", [2, 0, None, "1", True, 1.0])
 def test_another_protocol_is_refused_before_anything_else_is_read(site, caplog, named):
     """By its code, whatever else a later version may have in its messages."""
-    order = vars(Order("train", RUN, only_client(site).recipe.digest)) | {"protocol": named, "kind": "later", "new": 1}
+    order = vars(Request("train", RUN, only_client(site).recipe.digest)) | {
+        "protocol": named,
+        "kind": "later",
+        "new": 1,
+    }
     message = pack({key: value for key, value in order.items() if key != "protocol" or value is not None})
     assert code(site.answer(message, ""), message) == "protocol"
     (said,) = (record.getMessage() for record in caplog.records if record.name.startswith("perada"))
     assert f"is of protocol {named}, and this side speaks protocol 1; install the same release" in said
     assert state_bytes(site) is None
-    assert header_of(site.answer(train(site), ""))["protocol"] == 1
+    assert read_header(site.answer(train(site), ""))["protocol"] == 1
 
 
 def test_what_the_server_sends_cannot_write_lines_into_the_sites_log(site, caplog):
     forged = "\x1b[2J\nround 1: all is well"
     client = only_client(site)
     for header in ({"kind": forged}, {"run": forged}, {"models": forged}, {"round": forged}, {"strides": forged}):
-        site.answer(pack(vars(Order("train", RUN, client.recipe.digest)) | header), forged)
+        site.answer(pack(vars(Request("train", RUN, client.recipe.digest)) | header), forged)
     said = [record.getMessage() for record in caplog.records if record.name.startswith("perada")]
     assert len(said) == 5 and all("all is well" in line and line.isprintable() for line in said)
 
@@ -168,7 +172,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monk
     for name, after in places:
         folder = tmp_path / f"{name}{after}"
         client = only_client(whole)
-        book = Book(folder)
+        book = SiteStore(folder)
         site = type(whole)(book, whole.clients, whole.may_send)
         if not first:
             assert site.answer(messages[0], "") == replies[0]
@@ -187,7 +191,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monk
         new = name == "sync" or (name == "replace" and after)
         assert (left != before) == new, (name, after)
         book.close()
-        again = type(whole)(Book(folder), {client.recipe.digest: client}, whole.may_send)
+        again = type(whole)(SiteStore(folder), {client.recipe.digest: client}, whole.may_send)
         for message, reply in zip(messages, replies, strict=True):
             if message is messages[0] and not first:
                 continue
@@ -223,8 +227,8 @@ def test_neither_images_nor_texts_of_errors_leave_a_site(tiny, tmp_path, caplog)
     site, replies = parties.worker(0), []
     client = only_client(site)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
-    asked = [train(site), pack(Order("evaluate", RUN, client.recipe.digest, 1), shared)]
-    asked.append(pack(Order("join", RUN, client.recipe.digest)))
+    asked = [train(site), pack(Request("evaluate", RUN, client.recipe.digest, 1), shared)]
+    asked.append(pack(Request("join", RUN, client.recipe.digest)))
     replies = [site.answer(message, "") for message in asked]
     images.broken = True
     failing = train(site, 1)
@@ -259,10 +263,10 @@ def test_nothing_leaves_beside_updates_unless_the_site_says_so(tiny, tmp_path):
     client = only_client(site)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
     for kind, tensors in (("join", None), ("evaluate", shared)):
-        message = pack(Order(kind, RUN, client.recipe.digest), tensors)
-        facts = header_of(site.answer(message, ""))["facts"]
+        message = pack(Request(kind, RUN, client.recipe.digest), tensors)
+        facts = read_header(site.answer(message, ""))["facts"]
         assert set(facts) <= {"labels"}
-    assert header_of(site.answer(train(site), ""))["facts"] == {}
+    assert read_header(site.answer(train(site), ""))["facts"] == {}
 
 
 def private(tiny, tmp_path, **options):
@@ -294,7 +298,7 @@ def test_a_delta_is_compared_with_the_number_of_sites(tiny, tmp_path):
     two = parties.coordinator(LocalTransport({}), min_sites=2)
     labels = {"labels": "a" * 64}
     for number, admitted in ((0, True), (1, True), (2, False)):
-        two.roster.admit({f"site{number}": Answer("ok", "0" * 64, labels)}, {})
+        two.roster.admit({f"site{number}": Response("ok", "0" * 64, labels)}, {})
         assert (f"site{number}" in two.roster.numbers) == admitted
     assert "must be below 1 / 3, the number of sites with this one" in two.roster.outside["site2"]
     two.close()
@@ -310,7 +314,7 @@ def test_a_private_site_keeps_one_ledger_entry_a_round_and_stops_itself(tiny, tm
         message = train(worker, round)
         reply = worker.answer(message, "")
         assert worker.answer(message, "") == reply
-        facts = header_of(reply)["facts"]
+        facts = read_header(reply)["facts"]
         assert set(facts) == {"epsilon"}  # no loss
         assert facts["epsilon"]["release"] == pytest.approx(spent[round])
         replies.append(reply)
@@ -321,7 +325,7 @@ def test_a_private_site_keeps_one_ledger_entry_a_round_and_stops_itself(tiny, tm
     assert limited.book.folder == folder
     for run in (RUN, "cd" * 16):  # nor does another run begin at zero
         client = only_client(limited)
-        message = pack(Order("train", run, client.recipe.digest, 2, clients=3), sending(client))
+        message = pack(Request("train", run, client.recipe.digest, 2, clients=3), sending(client))
         assert code(limited.answer(message, ""), message) == "exhausted"
     assert limited.book.total.history(0) == {(sigma, rate): 2 * steps}
 
@@ -347,7 +351,7 @@ def test_noise_does_not_follow_from_what_the_server_knows(tiny, tmp_path):
 
 def other_run(worker, round=0):
     client = only_client(worker)
-    order = Order("train", "cd" * 16, client.recipe.digest, round, clients=3)
+    order = Request("train", "cd" * 16, client.recipe.digest, round, clients=3)
     return pack(order, sending(client))
 
 
@@ -374,7 +378,7 @@ def test_without_any_limit_a_site_trains_one_whole_run_and_no_more(tiny, tmp_pat
     digest = only_client(worker).recipe.digest
     codes = []
     for run in range(15):
-        order = Order("train", f"{run:032x}", digest, 0, clients=3)
+        order = Request("train", f"{run:032x}", digest, 0, clients=3)
         message = pack(order, sending(only_client(worker)))
         codes.append(code(worker.answer(message, ""), message))
     assert codes == ["ok"] * 4 + ["exhausted"] * 11
@@ -402,7 +406,7 @@ def test_each_run_has_ledgers_of_its_own(tiny, tmp_path):
         (other_run(worker), 0),
         (other_run(worker, 1), 1),
     ):
-        facts = header_of(worker.answer(message, ""))["facts"]
+        facts = read_header(worker.answer(message, ""))["facts"]
         assert facts["epsilon"]["release"] == pytest.approx(spent[expected])
     assert worker.book.total.history(0) == {(1.0, 4 / 9): 40}
 
@@ -462,7 +466,7 @@ def test_fine_tuning_comes_after_the_last_round_alone(tiny, tmp_path):
     rounds = [train(worker), train(worker, 1)]
     initial = only_client(worker).recipe.template.initial
     early, last = (
-        pack(Order("tune", RUN, only_client(worker).recipe.digest, round, 0, 3), initial) for round in (1, 2)
+        pack(Request("tune", RUN, only_client(worker).recipe.digest, round, 0, 3), initial) for round in (1, 2)
     )
     codes = [code(worker.answer(message, ""), message) for message in (rounds[0], early, rounds[1], last)]
     assert codes == ["ok", "other", "ok", "ok"]
@@ -484,7 +488,7 @@ def test_a_site_scores_one_state_a_round(site):
         shared = {
             f"shared/{key}": value + shift if value.is_floating_point() else value for key, value in initial.items()
         }
-        return pack(Order("evaluate", RUN, client.recipe.digest, round), shared)
+        return pack(Request("evaluate", RUN, client.recipe.digest, round), shared)
 
     untrained = evaluation(1)
     assert code(site.answer(untrained, ""), untrained) == "other"
@@ -499,7 +503,7 @@ def test_a_site_scores_one_state_a_round(site):
     assert code(site.answer(last, ""), last) == "ok"
     assert set(site.book.current().shared) == set(initial)
     assert replies[0] == replies[1]
-    assert "counts" in header_of(replies[0])["facts"]
+    assert "counts" in read_header(replies[0])["facts"]
 
 
 def test_a_disk_that_is_full_changes_nothing(site, monkeypatch):
@@ -562,16 +566,16 @@ def test_a_ledger_that_was_taken_away_is_missed(site):
     (site.book.folder / "state.safetensors").unlink()
     for _ in range(2):  # and the folder is free again
         with pytest.raises(ValueError, match=r"has lost its state\.safetensors"):
-            Book(site.book.folder)
+            SiteStore(site.book.folder)
     (site.book.folder / "lock").unlink()
     with pytest.raises(ValueError, match=r"has lost its state\.safetensors"):
-        Book(site.book.folder)
+        SiteStore(site.book.folder)
 
 
 def test_a_state_folder_that_others_can_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o702)
     with pytest.raises(OSError, match="can be written to by other users; chmod 700"):
-        Book(tmp_path)
+        SiteStore(tmp_path)
 
 
 def test_what_a_crash_left_of_a_file_is_not_written_into(site, tmp_path):
@@ -593,7 +597,7 @@ def test_a_limit_refuses_recipes_without_privacy(tiny, tmp_path):
 
 def test_a_folder_has_one_worker(site):
     with pytest.raises(OSError, match="is in use by another worker"):
-        Book(site.book.folder)
+        SiteStore(site.book.folder)
 
 
 def test_a_damaged_state_is_named(site):
@@ -611,7 +615,7 @@ def test_runs_that_take_turns_keep_their_states(site):
     client = only_client(site)
     first = train(site)
     reply = site.answer(first, "")
-    other = pack(Order("train", "cd" * 16, client.recipe.digest, clients=3), sending(client))
+    other = pack(Request("train", "cd" * 16, client.recipe.digest, clients=3), sending(client))
     assert code(site.answer(other, ""), other) == "ok"
     assert site.answer(first, "") == reply
 
@@ -631,7 +635,7 @@ def test_a_worker_answers_one_message_at_a_time(site):
 
 def test_one_client_of_many_is_served_as_in_a_simulation(tiny):
     data = tiny.data(sizes=(9, 5))
-    own = only(data, 1)
+    own = single_client_data(data, 1)
     assert len(own.train) == 1 and isinstance(own.train[0], TensorDataset)
     assert own.train[0] is data.train[1] and own.public is None
 
@@ -642,6 +646,6 @@ def test_a_message_is_what_it_was(site):
     assert header == {"x": [1, "y"]}
     assert found.keys() == state.keys()
     assert all(torch.equal(found[key], state[key]) and found[key].dtype == state[key].dtype for key in state)
-    with pytest.raises(Refused, match="the tensor 'a' is"):
+    with pytest.raises(RefusalError, match="the tensor 'a' is"):
         unpack(pack({}, state), spec_of(state | {"a": torch.zeros(2, 3)}))
     assert LocalTransport({"one": site}).names() == ["one"]

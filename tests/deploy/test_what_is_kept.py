@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from perada.deploy.protocol import TABLE, header_of
+from perada.deploy.protocol import TABLE, read_header
 from perada.deploy.server import progress as records
-from perada.deploy.state import SITE_FORMAT, Book, read_kept, write_kept
+from perada.deploy.state import SITE_FORMAT, SiteStore, read_nested, write_nested
 from perada.deploy.transport import Failure, LocalTransport
 
 from .parties import Parties
@@ -19,8 +19,8 @@ from .test_sites import train
 def test_a_long_run_of_many_sites_is_read_as_it_was_written(tmp_path):
     """Its records take more bytes than the table of a message may have."""
     names = [f"hospital-{number}" for number in range(60)]
-    progress = records.Progress("ab" * 16, "cd" * 32, 3000, roster=[records.Member(name, None, 0) for name in names])
-    progress.records = [records.Record(round, names, names, {}, {"hospital-1": math.inf}) for round in range(3000)]
+    progress = records.RunProgress("ab" * 16, "cd" * 32, 3000, roster=[records.Member(name, None, 0) for name in names])
+    progress.records = [records.RoundRecord(round, names, names, {}, {"hospital-1": math.inf}) for round in range(3000)]
     progress.history = [{"round": float(round), "a": math.inf, "b": math.nan, "c": 0.1} for round in range(3000)]
     records.write_progress(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
     assert (tmp_path / records.SERVER_STATE).stat().st_size > TABLE
@@ -33,7 +33,7 @@ def test_a_long_run_of_many_sites_is_read_as_it_was_written(tmp_path):
 def test_a_fine_tuning_with_too_few_sites_can_be_repeated(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, "fedavg_ft", rounds=1)
     gone = lambda name, message, _: (  # noqa: E731
-        Failure("unreachable") if name != "site0" and header_of(message)["kind"] == "tune" else None
+        Failure("unreachable") if name != "site0" and read_header(message)["kind"] == "tune" else None
     )
     workers = parties.workers()
     coordinator = parties.coordinator(Troubled(workers, gone), min_sites=2, deadline=1.0)
@@ -51,19 +51,19 @@ def test_a_fine_tuning_with_too_few_sites_can_be_repeated(tiny, tmp_path):
 def test_a_state_of_another_format_is_refused_by_both_numbers(tmp_path):
     """It is whole: to take a copy, as of a damaged one, would lose what was spent since."""
     path = tmp_path / "state.safetensors"
-    write_kept(path, {"run": "x"}, SITE_FORMAT + 1)
+    write_nested(path, {"run": "x"}, SITE_FORMAT + 1)
     said = rf"^'{path}' is of format {SITE_FORMAT + 1}, and this release of perada reads format {SITE_FORMAT}; read it"
     with pytest.raises(ValueError, match=said):
-        read_kept(path, SITE_FORMAT, dict)
-    assert read_kept(path, SITE_FORMAT + 1, dict) == {"run": "x"}
+        read_nested(path, SITE_FORMAT, dict)
+    assert read_nested(path, SITE_FORMAT + 1, dict) == {"run": "x"}
 
 
 def test_a_ledger_that_was_removed_is_missed(tiny, tmp_path):
     worker = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     folder = worker.book.folder
-    assert Book(tmp_path / "new").current() is None
-    assert header_of(worker.answer(train(worker), ""))["code"] == "ok"
+    assert SiteStore(tmp_path / "new").current() is None
+    assert read_header(worker.answer(train(worker), ""))["code"] == "ok"
     worker.book.close()
     (folder / "state.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has lost its state.safetensors, .* restore it from a copy"):
-        Book(folder)
+        SiteStore(folder)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from perada.deploy.flower.socket import ask
 from perada.deploy.monitoring import Monitoring
 from perada.deploy.protocol import digest
-from perada.deploy.transport import CODES, MOST, Failure, Terms, Transport
+from perada.deploy.transport import FAILURE_CODES, MAX_MESSAGE_BYTES, Failure, Terms, Transport
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message, RecordDict
@@ -127,7 +127,7 @@ def packed(payload: bytes | Failure) -> "RecordDict":
     """A payload or a code, after a byte that is 0 or the place of the code, as content of a message."""
     from flwr.app import Array, ArrayRecord, RecordDict
 
-    data = b"\0" + payload if isinstance(payload, bytes) else bytes([1 + CODES.index(payload.code)])
+    data = b"\0" + payload if isinstance(payload, bytes) else bytes([1 + FAILURE_CODES.index(payload.code)])
     array = Array(dtype="uint8", shape=(len(data),), stype=_KIND, data=data)
     return RecordDict({_PAYLOAD: ArrayRecord({_PAYLOAD: array})})
 
@@ -138,7 +138,7 @@ def unpacked(content: "RecordDict", most: int) -> bytes | Failure:
     if array is None or array.stype != _KIND or not 0 < len(array.data) <= 1 + most:
         return Failure("malformed")
     place, payload = array.data[0], array.data[1:]
-    return payload if place == 0 else Failure(dict(enumerate(CODES, 1)).get(place, "malformed"))
+    return payload if place == 0 else Failure(dict(enumerate(FAILURE_CODES, 1)).get(place, "malformed"))
 
 
 @dataclass
@@ -162,7 +162,7 @@ class FlowerTransport:
     reports that. The message is then sent again; a site does no work twice.
     """
 
-    def __init__(self, grid: "Grid", poll: float = POLL, most: int = MOST) -> None:
+    def __init__(self, grid: "Grid", poll: float = POLL, most: int = MAX_MESSAGE_BYTES) -> None:
         self._grid, self._poll, self.most = grid, poll, most
         self._under_way: list[_Sent] = []
         self._arrived = threading.Event()

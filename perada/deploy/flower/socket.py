@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Unix socket between a site's worker, which has the data, and the ClientApp, which has the network.
 
-A frame is a head of 15 bytes, the run's name and the payload. The head holds ``PRDA``, a kind (0 for a payload, else
-the place of a code in `CODES`), the length of the name and that of the payload. This module needs no other library.
+A frame is a head of 15 bytes, the run's name and the payload. The head holds ``PRDA``, a kind (0 for a payload,
+otherwise 1 + the index of a code in `FAILURE_CODES`), the length of the name and the length of the payload. This module
+depends on the standard library only.
 """
 
 import logging
@@ -17,7 +18,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from perada.core.files import is_owner_only
-from perada.deploy.transport import CODES, MOST, Failure
+from perada.deploy.transport import FAILURE_CODES, MAX_MESSAGE_BYTES, Failure
 
 LONGEST_NAME = 200
 """Bytes of a run's name."""
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 def frame(payload: bytes | Failure, run: str = "") -> bytes:
     """A payload or a code as bytes."""
-    kind, body = (0, payload) if isinstance(payload, bytes) else (1 + CODES.index(payload.code), b"")
+    kind, body = (0, payload) if isinstance(payload, bytes) else (1 + FAILURE_CODES.index(payload.code), b"")
     name = run.encode()
     return _HEAD.pack(_MARK, kind, len(name), len(body)) + name + body
 
@@ -45,7 +46,7 @@ def read_frame(connection: socket.socket, most: int, seconds: float) -> tuple[by
     """
     end = time.monotonic() + seconds
     mark, kind, name_length, length = _HEAD.unpack(_exactly(connection, _HEAD.size, end))
-    if mark != _MARK or kind > len(CODES) or name_length > LONGEST_NAME or (kind and length):
+    if mark != _MARK or kind > len(FAILURE_CODES) or name_length > LONGEST_NAME or (kind and length):
         raise Failure("malformed")
     if length > most:
         raise Failure("refused")
@@ -53,7 +54,7 @@ def read_frame(connection: socket.socket, most: int, seconds: float) -> tuple[by
         run = _exactly(connection, name_length, end).decode()
     except UnicodeDecodeError:
         raise Failure("malformed") from None
-    return (Failure(CODES[kind - 1]) if kind else _exactly(connection, length, end)), run
+    return (Failure(FAILURE_CODES[kind - 1]) if kind else _exactly(connection, length, end)), run
 
 
 def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
@@ -67,7 +68,7 @@ def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
     return bytes(parts)
 
 
-def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int = MOST) -> bytes | Failure:
+def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int = MAX_MESSAGE_BYTES) -> bytes | Failure:
     """Have the worker behind a socket answer a message of a run, in so many seconds and bytes. Never raises.
 
     Returns:
@@ -110,7 +111,7 @@ class Listener(AbstractContextManager["Listener"]):
         ValueError: If the path cannot be used, or another worker listens there.
     """
 
-    def __init__(self, path: Path | str | None, most: int = MOST) -> None:
+    def __init__(self, path: Path | str | None, most: int = MAX_MESSAGE_BYTES) -> None:
         self._path = None if supervised() else Path(path or "")
         self._most = most
         self._waiting: tuple[socket.socket, bytes, str] | None = None

@@ -16,13 +16,24 @@ from safetensors.torch import load
 from perada.core.files import FolderLock
 from perada.core.rounds import RoundPlan, sample_cohort
 from perada.core.states import State, narrowed, strides_of, widened
-from perada.deploy.protocol import SUMS, Answer, Kind, Order, Refused, digest, header_of, largest, pack, spec_of
+from perada.deploy.protocol import (
+    SUM_KINDS,
+    RefusalError,
+    Request,
+    RequestKind,
+    Response,
+    digest,
+    max_message_size,
+    pack,
+    read_header,
+    spec_of,
+)
 from perada.deploy.recipe import ServerRecipe, labels_digest
 from perada.deploy.scores import mean_scores, summed_scores
 from perada.deploy.server.progress import (
     SERVER_STATE,
-    Progress,
-    Record,
+    RoundRecord,
+    RunProgress,
     participation_of,
     read_progress,
     read_sum,
@@ -38,8 +49,8 @@ from perada.deploy.server.rounds import (
     log_each,
     log_round,
 )
-from perada.deploy.sums.progress import HEARD
-from perada.deploy.sums.vector import SPOILED, Contents, Summed, check_cryptography
+from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
+from perada.deploy.sums.vector import SPOILED, Contents, SumResult, check_cryptography
 from perada.deploy.transport import Terms, Transport
 from perada.federation.cohort import Site
 from perada.federation.secure_sums import check_secure_sums
@@ -94,11 +105,13 @@ class Coordinator:
             for member in self.progress.roster:  # a site that was mended meanwhile may take part again
                 member.lied = ""
         else:
-            self.progress = Progress(secrets.token_hex(16), recipe.digest, recipe.rounds)
+            self.progress = RunProgress(secrets.token_hex(16), recipe.digest, recipe.rounds)
             self.progress.labels = "" if classes is None else labels_digest(recipe.num_classes, multilabel, classes)
-        transport.most = max(largest(recipe.sent(round)) for round in range(2))
+        transport.most = max(max_message_size(recipe.sent(round)) for round in range(2))
         if self.settings.secure_sums is not None:
-            transport.most = largest({}) + 8 * max(recipe.contents(round, self.images).size for round in range(2))
+            transport.most = max_message_size({}) + 8 * max(
+                recipe.contents(round, self.images).size for round in range(2)
+            )
         self.loggers = list(recipe.loggers)
         for row in self.progress.history:  # each start logs the whole run
             log_round(self.loggers, row)
@@ -145,7 +158,7 @@ class Coordinator:
         log_each(self.loggers, "finalize", "success")
         self._lock.close()
 
-    def run(self) -> Progress:
+    def run(self) -> RunProgress:
         """Train all rounds that are left, and score.
 
         A TimeoutError names who is missing if fewer than ``min_sites`` answered in time; the run can be resumed.
@@ -173,11 +186,13 @@ class Coordinator:
 
     # Asking
 
-    def _order(self, kind: Kind, client: int = 0, **given: Any) -> Order:
+    def _order(self, kind: RequestKind, client: int = 0, **given: Any) -> Request:
         progress = self.progress
         if ranks := self.roster.lora_ranks:
             given["rank"] = ranks[client]
-        return Order(kind, progress.run, progress.recipe, progress.done, client, max(1, len(progress.roster)), **given)
+        return Request(
+            kind, progress.run, progress.recipe, progress.done, client, max(1, len(progress.roster)), **given
+        )
 
     def _ask(
         self,
@@ -185,16 +200,16 @@ class Coordinator:
         message: Callable[[str], bytes],
         expected: Callable[[str], State],
         end: float,
-        record: Record,
+        record: RoundRecord,
         least: int | None = None,
         spare: Sequence[str] = (),
-    ) -> dict[str, tuple[Answer, State]]:
+    ) -> dict[str, tuple[Response, State]]:
         """Ask sites until all answered, or ``least`` of them, or the time is over, and give what came, in this order.
 
         Who fails in passing is asked again; for who fails for good a ``spare`` site is added to those ``asked``. Codes
         of those that failed are written into ``record``.
         """
-        got, places, spare = dict[str, tuple[Answer, State]](), len(asked), list(spare)
+        got, places, spare = dict[str, tuple[Response, State]](), len(asked), list(spare)
         while True:
             hard = [name for name, code in record.failed.items() if code not in (*PASSING, "broken")]
             while spare and sum(name not in hard for name in asked) < places:
@@ -231,10 +246,10 @@ class Coordinator:
         return True
 
     def _everyone(
-        self, kind: Kind, tensors: State, failed: dict[str, str] | None = None, **given: Any
-    ) -> dict[str, Answer]:
+        self, kind: RequestKind, tensors: State, failed: dict[str, str] | None = None, **given: Any
+    ) -> dict[str, Response]:
         """Ask all sites that are there, within the deadline; codes of those without an answer come into ``failed``."""
-        numbers, record = self.roster.numbers, Record(self.progress.done)
+        numbers, record = self.roster.numbers, RoundRecord(self.progress.done)
         asked = [name for name in numbers if name in self.transport.names()]
         end = time.monotonic() + self.terms.deadline
 
@@ -278,7 +293,7 @@ class Coordinator:
         if new := self.roster.newcomers(names):
             messages = dict.fromkeys(new, pack(self._order("join")))
             answers, failed = ask(
-                self.transport, messages, len(new), seconds, {name: {} for name in new}, Record(self.progress.done)
+                self.transport, messages, len(new), seconds, {name: {} for name in new}, RoundRecord(self.progress.done)
             )
             self.roster.admit({name: answer for name, (answer, _) in answers.items()}, failed)
 
@@ -299,7 +314,7 @@ class Coordinator:
 
     def _round(self) -> None:
         progress, terms, begin = self.progress, self.terms, time.monotonic()
-        end, record = begin + terms.deadline, Record(self.progress.done)
+        end, record = begin + terms.deadline, RoundRecord(self.progress.done)
         order = self._gather_sites(end)
         numbers, skip, whole = self.roster.numbers, terms.late == "skip", self.recipe.sent(record.round)
         self.server.lora_ranks = self.roster.lora_ranks
@@ -340,10 +355,10 @@ class Coordinator:
                 contents = self.recipe.contents(record.round, self.images)
                 record.summed, summed = self._sum("update", record, got, contents)
                 self._check_move(summed.mean)
-            except Refused as refusal:
+            except RefusalError as refusal:
                 record.summed, summed, record.void = [], None, str(refusal)
             # After a restart a site may be in the sum whose answer to the training did not come a second time.
-            silent = Answer("ok", digest(b"")), dict[str, torch.Tensor]()
+            silent = Response("ok", digest(b"")), dict[str, torch.Tensor]()
             answers = {name: got.get(name, silent)[0] for name in record.summed}
             by_number = {numbers[name]: (answers[name], summed.mean) for name in answers} if summed else {}
         former = deepcopy(self.server.state_dict()) if secure else {}
@@ -388,7 +403,7 @@ class Coordinator:
         if progress.moves and factor > 0:
             limit = max(limit, FAR * factor * max(progress.moves))
         if move > limit:
-            raise Refused(
+            raise RefusalError(
                 f"{SPOILED} has moved the model by {move:.3g}, and {limit:.3g} would be {times:g} times its norm, or "
                 "what it was moved by before",
                 "other",
@@ -396,7 +411,7 @@ class Coordinator:
         if factor > 0:
             progress.moves = [*progress.moves, move / factor][-MOVES:]
 
-    def _keep_or_restore(self, record: Record, former: dict[str, Any]) -> None:
+    def _keep_or_restore(self, record: RoundRecord, former: dict[str, Any]) -> None:
         """Keep the states before a secure sum, and put them back where the new ones turn out to be spoiled.
 
         They are if most sites cannot train them. A sum that cannot be read may also be the doing of one site in this
@@ -431,21 +446,21 @@ class Coordinator:
     def _note_told(self, name: str) -> None:
         """Keep the digest of what sites are told in this round, as they say it of themselves in later ones."""
         message = self._message(self.roster.numbers[name])
-        order = replace(Order.read(header_of(message)), client=0)
+        order = replace(Request.read(read_header(message)), client=0)
         self.progress.told[str(order.round)] = digest(pack(order, load(message)))
-        for old in sorted(self.progress.told, key=int)[:-HEARD]:
+        for old in sorted(self.progress.told, key=int)[:-MAX_HEARD_ROUNDS]:
             del self.progress.told[old]
 
     def _sum(
-        self, of: str, record: Record, trained: Mapping[str, tuple[Answer, State]], contents: Contents
-    ) -> tuple[list[str], Summed]:
+        self, of: str, record: RoundRecord, trained: Mapping[str, tuple[Response, State]], contents: Contents
+    ) -> tuple[list[str], SumResult]:
         """Who of those that ``trained`` is in a secure sum, and what it says; the record gets the codes of the others.
 
         Raises:
             Refused: If too few were there at a step.
         """
         from perada.deploy.server.summing import LIED, MASKED, SecureSum
-        from perada.deploy.sums.keys import Terms as SumTerms
+        from perada.deploy.sums.keys import SumTerms
 
         options, progress, numbers = contents.options, self.progress, self.roster.numbers
         liars = {member.name for member in progress.roster if member.lied}
@@ -453,13 +468,13 @@ class Coordinator:
         trained = {name: answer for name, answer in trained.items() if name not in liars}
 
         def ask_step(
-            kind: Kind, attempt: int, said: Mapping[str, dict[str, Any]], size: int
-        ) -> dict[str, tuple[Answer, State]]:
+            kind: RequestKind, attempt: int, said: Mapping[str, dict[str, Any]], size: int
+        ) -> dict[str, tuple[Response, State]]:
             def message(name: str) -> bytes:
                 return pack(self._order(kind, numbers[name], attempt=attempt, of=of, sums=said[name]))
 
             expected = {MASKED: torch.zeros(size, dtype=torch.uint64)} if size else {}
-            own, end = Record(record.round), time.monotonic() + self.terms.deadline / len(SUMS)
+            own, end = RoundRecord(record.round), time.monotonic() + self.terms.deadline / len(SUM_KINDS)
             found = self._ask(list(said), message, lambda _: expected, end, own)
             if kind == "mask":
                 record.masked = sorted(found)
@@ -531,9 +546,9 @@ class Coordinator:
                     for name, answer in answers.items()
                     if answer.sums.get("adds")
                 }
-                summed = self._sum("scores", Record(self.progress.done), adds, contents)[1]
+                summed = self._sum("scores", RoundRecord(self.progress.done), adds, contents)[1]
                 scores = summed_scores(metrics, summed.numbers)
-            except Refused as refusal:
+            except RefusalError as refusal:
                 log.warning("no scores after round %d: %s", self.progress.done, refusal)
         self.progress.history[-1] |= scores
         self.progress.scored = self.progress.done

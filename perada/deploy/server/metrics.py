@@ -15,15 +15,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from perada.deploy.protocol import Code, Refused, header_of
-from perada.deploy.server.progress import Progress
+from perada.deploy.protocol import RefusalError, ResponseCode, read_header
+from perada.deploy.server.progress import RunProgress
 from perada.deploy.transport import Failure, Transport
 
 SCORES = ("personal/", "global/")
 """Beginnings of the names of scores, among the metrics of a round."""
 
 
-class Counted:
+class CountingTransport:
     """A transport that counts what passes through it."""
 
     def __init__(self, transport: Transport) -> None:
@@ -62,10 +62,10 @@ def _code(reply: bytes | Failure) -> str:
     if isinstance(reply, Failure):
         return reply.code
     try:
-        code = str(header_of(reply).get("code"))
-    except Refused:
+        code = str(read_header(reply).get("code"))
+    except RefusalError:
         return "malformed"
-    return code if code in get_args(Code) else "malformed"
+    return code if code in get_args(ResponseCode) else "malformed"
 
 
 class RunMetrics(Collector):
@@ -77,7 +77,7 @@ class RunMetrics(Collector):
         expiry: Gives when the SuperLink's certificate expires, in seconds since 1970, or None where that is not known.
     """
 
-    def __init__(self, progress: Progress, transport: Counted, expiry: Callable[[], float | None]) -> None:
+    def __init__(self, progress: RunProgress, transport: CountingTransport, expiry: Callable[[], float | None]) -> None:
         self._progress, self._transport, self._expiry = progress, transport, expiry
 
     def collect(self) -> Iterator[Metric]:
@@ -143,8 +143,8 @@ class RunMetrics(Collector):
 
 @contextmanager
 def serving(
-    progress: Progress,
-    transport: Counted,
+    progress: RunProgress,
+    transport: CountingTransport,
     port: int,
     address: str,
     expiry: Callable[[], float | None] = lambda: None,

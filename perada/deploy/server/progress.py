@@ -10,7 +10,7 @@ from typing import Any
 
 from perada.core.files import write_atomic
 from perada.core.states import State, laid_out, strides_of
-from perada.deploy.state import read_kept, write_kept
+from perada.deploy.state import read_nested, write_nested
 from perada.deploy.sums.progress import SumState
 from perada.federation.participation import Participation
 
@@ -41,7 +41,7 @@ class Member:
 
 
 @dataclass
-class Record:
+class RoundRecord:
     """What happened in a round; sites go by their names."""
 
     round: int  # counted from 0
@@ -60,7 +60,7 @@ class Record:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run is."""
 
     run: str  # its id
@@ -71,7 +71,7 @@ class Progress:
     scored: int = -1  # the round after which models were last scored
     roster: list[Member] = field(default_factory=list)  # all sites that ever joined, in the order of their numbers
     labels: str = ""  # digest of the classes that all sites have
-    records: list[Record] = field(default_factory=list)  # of each round
+    records: list[RoundRecord] = field(default_factory=list)  # of each round
     history: list[dict[str, float]] = field(default_factory=list)  # metrics of each round
     asked: list[str] = field(default_factory=list)  # sites asked in the round that is under way, in their order
     strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # of the states' tensors, as of strides_of
@@ -81,20 +81,20 @@ class Progress:
     told: dict[str, str] = field(default_factory=dict)  # digests of what sites were told, by round; for secure sums
 
 
-def participation_of(progress: Progress, sites_per_round: int | None) -> Participation:
+def participation_of(progress: RunProgress, sites_per_round: int | None) -> Participation:
     """When the sites of a run took part last, of whom so many are asked in a round (None: all)."""
     return Participation([member.last_round for member in progress.roster], progress.done, sites_per_round)
 
 
-def write_progress(folder: Path, progress: Progress, states: dict[str, Any]) -> None:
+def write_progress(folder: Path, progress: RunProgress, states: dict[str, Any]) -> None:
     """Write the states of the server and how far it is, all at once, and the metrics beside them."""
     if progress.history:  # first: a run that was killed in between writes them again
         write_atomic(folder / METRICS, _csv(progress.history).encode(), private=True)
     progress.strides = {name: strides_of(state) for name, state in _named(states).items()}
-    write_kept(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
+    write_nested(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
 
 
-def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
+def read_progress(folder: Path) -> tuple[RunProgress, dict[str, Any]]:
     """What :func:`write_progress` wrote.
 
     Raises:
@@ -107,18 +107,18 @@ def read_progress(folder: Path) -> tuple[Progress, dict[str, Any]]:
             f"{str(folder)!r} holds no deployed run: it has no {SERVER_STATE}; give the folder of one"
         )
 
-    def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[Progress, dict[str, Any]]:
+    def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[RunProgress, dict[str, Any]]:
         progress["roster"] = [Member(**member) for member in progress["roster"]]
-        progress["records"] = [Record(**record) for record in progress["records"]]
-        read = Progress(**progress)
+        progress["records"] = [RoundRecord(**record) for record in progress["records"]]
+        read = RunProgress(**progress)
         return read, _placed(states, read.strides)
 
-    return read_kept(path, SERVER_FORMAT, build)
+    return read_nested(path, SERVER_FORMAT, build)
 
 
 def write_sum(folder: Path, run: str, state: SumState) -> None:
     """Write how far the secure sum of the round under way is; the file is a small one beside the server's own."""
-    write_kept(folder / SUM_STATE, {"run": run, "state": state}, SUM_FORMAT)
+    write_nested(folder / SUM_STATE, {"run": run, "state": state}, SUM_FORMAT)
 
 
 def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
@@ -134,7 +134,7 @@ def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
     def build(run: str, state: dict[str, Any]) -> tuple[str, SumState]:
         return run, SumState(**state)
 
-    of_run, state = read_kept(path, SUM_FORMAT, build)
+    of_run, state = read_nested(path, SUM_FORMAT, build)
     same = (of_run, state.round, state.of) == (run, round, of)
     return state if same else None
 

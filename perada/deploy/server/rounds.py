@@ -13,9 +13,9 @@ from torch import Tensor
 
 from perada.core.rounds import RoundPlan, make_plan
 from perada.core.states import State, stack, to_device
-from perada.deploy.protocol import STEPS, Answer, Order, Refused, Spec, digest, header_of, unpack
+from perada.deploy.protocol import STEPS, RefusalError, Request, Response, Spec, digest, read_header, unpack
 from perada.deploy.recipe import Recipe
-from perada.deploy.server.progress import Member, Progress, Record
+from perada.deploy.server.progress import Member, RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Terms, Transport
 from perada.federation.server import RoundReport, Server, parameter_counts
 from perada.federation.settings import lora_ranks
@@ -23,10 +23,10 @@ from perada.privacy.accounting import check_delta_covers
 from perada.server import Updates
 from perada.server.distill import ServerData
 
-Got = Mapping[int, tuple[Answer, State]]
+Got = Mapping[int, tuple[Response, State]]
 """Answers and updates by the number of the site."""
 Facts = Mapping[str, Any]
-"""What a site says beside its update (:class:`perada.deploy.protocol.Answer`)."""
+"""What a site says beside its update (:class:`perada.deploy.protocol.Response`)."""
 PASSING = ("late", "unreachable", "crashed")
 """Codes after which a site may be asked again in the same round."""
 UNTRAINED = ("exhausted", "unapproved", "past", "future", "other", "protocol")
@@ -40,7 +40,7 @@ log = logging.getLogger("perada.deploy")
 class Roster:
     """The sites of a run, whose numbers are their places in ``progress.roster``; ``outside`` are those not in it."""
 
-    def __init__(self, progress: Progress, terms: Terms, recipe: Recipe) -> None:
+    def __init__(self, progress: RunProgress, terms: Terms, recipe: Recipe) -> None:
         self.progress, self.terms = progress, terms
         self.settings, self.batch_size = recipe.settings(), recipe.data.batch_size
         self.level = recipe.level(terms.min_sites)  # a target is for a site that takes part in every round
@@ -70,7 +70,7 @@ class Roster:
             known |= {name for name, reason in self.outside.items() if reason not in PASSING}
         return sorted(set(names) - known)
 
-    def admit(self, answers: Mapping[str, Answer], failed: Mapping[str, str]) -> None:
+    def admit(self, answers: Mapping[str, Response], failed: Mapping[str, str]) -> None:
         """Let those of the newcomers join who answered as they should."""
         progress = self.progress
         for name in sorted({*answers, *failed}):
@@ -82,7 +82,7 @@ class Roster:
                 progress.labels = answers[name].facts["labels"]
                 progress.roster.append(Member(name, answers[name].facts.get("size"), progress.done))
 
-    def _objection(self, name: str, answer: Answer) -> str:
+    def _objection(self, name: str, answer: Response) -> str:
         """Why a site is not let in; empty if it is."""
         labels, size = answer.facts.get("labels"), answer.facts.get("size")
         try:
@@ -114,7 +114,7 @@ class Roster:
         sizes = [member.size or 1 for member in self.progress.roster]
         return make_plan(self.progress.done, clients, sizes, self.settings.phases, self.batch_size)
 
-    def note_tuned(self, answers: Mapping[str, Answer], failed: Mapping[str, str]) -> None:
+    def note_tuned(self, answers: Mapping[str, Response], failed: Mapping[str, str]) -> None:
         """Write down what the fine-tuning cost the sites, which only their release ledgers count.
 
         Args:
@@ -128,7 +128,7 @@ class Roster:
                 # It may have trained, and nobody here knows.
                 member.epsilon = member.epsilon | {"release": None}
 
-    def note(self, record: Record, got: Mapping[int, Answer]) -> None:
+    def note(self, record: RoundRecord, got: Mapping[int, Response]) -> None:
         """Write down who took part, who was late and who is not to be asked any more."""
         for client, answer in got.items():
             member = self.progress.roster[client]
@@ -152,8 +152,8 @@ def ask(
     enough: int,
     seconds: float,
     expected: Mapping[str, Spec],
-    record: Record,
-) -> tuple[dict[str, tuple[Answer, State]], dict[str, str]]:
+    record: RoundRecord,
+) -> tuple[dict[str, tuple[Response, State]], dict[str, str]]:
     """Send messages to sites by name, and take what comes back within so many ``seconds``, or until it is ``enough``.
 
     Megabytes are added to the ``record``.
@@ -162,7 +162,7 @@ def ask(
         The answers that have the tensors ``expected`` of each site, in the order in which they came, and the codes of
         all others.
     """
-    answers: dict[str, tuple[Answer, State]] = {}
+    answers: dict[str, tuple[Response, State]] = {}
     record.down += sum(map(len, messages.values())) / 1e6
     begin = time.monotonic()
     found = transport.exchange(messages, enough, max(0.001, seconds))
@@ -174,11 +174,11 @@ def ask(
             continue
         record.up += len(reply) / 1e6
         try:
-            answer = Answer.read(header_of(reply))  # first of all its protocol
+            answer = Response.read(read_header(reply))  # first of all its protocol
             _, state = unpack(reply, expected[name] if answer.code == "ok" else {})
             if answer.answers != digest(messages[name]):
-                raise Refused("it answers another message")
-        except Refused as error:
+                raise RefusalError("it answers another message")
+        except RefusalError as error:
             log.warning("site %s: %s: %s", name, error.code, error)
             failed[name] = error.code
             continue
@@ -191,7 +191,7 @@ def ask(
 
 def _said(messages: Mapping[str, bytes], found: Mapping[str, bytes | Failure]) -> str:
     """What was asked, and who replied."""
-    order = Order.read(header_of(next(iter(messages.values()))))
+    order = Request.read(read_header(next(iter(messages.values()))))
     others = [f"{name} {reply.code}" for name, reply in found.items() if isinstance(reply, Failure)]
     replied = f"{len(found) - len(others)} of {len(messages)} sites replied"
     return f"{order}: {', '.join([replied, *others])}"
@@ -202,7 +202,7 @@ def close_round(
     server: Server,
     roster: Roster,
     images: ServerData,
-    record: Record,
+    record: RoundRecord,
     got: Got,
     summed: Tensor | None = None,
 ) -> None:
@@ -257,7 +257,7 @@ def _row(recipe: Recipe, got: Got, client: int, round: int) -> State:
 
 
 def measured(
-    recipe: Recipe, record: Record, roster: Sequence[Member], facts: Sequence[Facts], ranks: Sequence[int] = ()
+    recipe: Recipe, record: RoundRecord, roster: Sequence[Member], facts: Sequence[Facts], ranks: Sequence[int] = ()
 ) -> dict[str, float]:
     """Metrics of a round, from the facts of the sites that count in it, and their ranks of LoRA, if any."""
     template, loop = recipe.template, recipe.loop

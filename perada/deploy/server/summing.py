@@ -8,24 +8,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from perada.core.states import State
-from perada.deploy.protocol import Answer, Kind, Refused
+from perada.deploy.protocol import RefusalError, RequestKind, Response
 from perada.deploy.sums.keys import (
-    SEALED,
+    SEALED_SIZE,
     Advert,
-    Own,
-    Terms,
+    SiteClaims,
+    SumTerms,
     check_usable,
-    differing,
+    conflicting_rounds,
+    heard_digests,
     is_signed_by_itself,
-    read_heard,
-    told_in,
+    parse_heard,
 )
-from perada.deploy.sums.party import in_bytes, in_text
+from perada.deploy.sums.party import from_hex, to_hex
 from perada.deploy.sums.progress import SumState
 from perada.deploy.sums.server import ServerRound
-from perada.deploy.sums.shares import SECRET
-from perada.deploy.sums.site import Dealt, Revealed
-from perada.deploy.sums.vector import Whole
+from perada.deploy.sums.shares import SECRET_SIZE
+from perada.deploy.sums.site import DealtShares, RevealedShares
+from perada.deploy.sums.vector import Uint64Vector
 
 ATTEMPTS = 3
 """How often a sum fails in a round without showing which site is to blame; after masks were sent, it is over."""
@@ -38,12 +38,12 @@ ReadT = TypeVar("ReadT")
 log = logging.getLogger("perada.deploy")
 
 
-class Asking(Protocol):
+class AskStep(Protocol):
     """Asks sites for a step; see :meth:`.Coordinator.step_of_sum`."""
 
     def __call__(
-        self, kind: Kind, attempt: int, said: Mapping[str, dict[str, Any]], numbers: int, /
-    ) -> dict[str, tuple[Answer, State]]:
+        self, kind: RequestKind, attempt: int, said: Mapping[str, dict[str, Any]], numbers: int, /
+    ) -> dict[str, tuple[Response, State]]:
         """What came of the sites in ``said``; with ``numbers`` a tensor of so many is expected."""
 
 
@@ -69,9 +69,9 @@ class SecureSum:
 
     def __init__(
         self,
-        ask: Asking,
-        terms: Callable[[int], Terms],
-        trained: Mapping[str, tuple[Answer, State]],
+        ask: AskStep,
+        terms: Callable[[int], SumTerms],
+        trained: Mapping[str, tuple[Response, State]],
         numbers: int,
         state: SumState | None = None,
         save: Callable[[SumState], None] = lambda _: None,
@@ -79,12 +79,12 @@ class SecureSum:
     ) -> None:
         self._ask, self._terms, self._trained, self._numbers = ask, terms, dict(trained), numbers
         self._state, self._save = state, save
-        self._truth = read_heard(Own(heard=truth or {}).texts()["heard"])  # as sites write it
+        self._truth = parse_heard(SiteClaims(heard=truth or {}).texts()["heard"])  # as sites write it
         self._out: set[str] = set()  # sites without which the next attempt is begun
         self.failed: dict[str, str] = {}
         self.lied: dict[str, str] = {}
 
-    def run(self) -> tuple[list[str], Whole]:
+    def run(self) -> tuple[list[str], Uint64Vector]:
         """Return who is in the sum of the sites' vectors, and the sum.
 
         Raises:
@@ -112,7 +112,7 @@ class SecureSum:
             out = len(self._out)
             try:
                 return self._attempt(attempt, candidates)
-            except Refused as refusal:
+            except RefusalError as refusal:
                 log.warning("%s (attempt %d)", refusal, attempt + 1)
                 failures += len(self._out) == out
                 if failures == ATTEMPTS:
@@ -124,17 +124,17 @@ class SecureSum:
         least = self._terms(0).options.min_sites
         if len(candidates) < least:
             without = f"; without {', '.join(sorted(self._out))}" if self._out else ""
-            raise Refused(f"secure sum: {len(candidates)} sites may take part, and {least} must{without}", "other")
+            raise RefusalError(f"secure sum: {len(candidates)} sites may take part, and {least} must{without}", "other")
 
-    def _attempt(self, attempt: int, candidates: Mapping[str, tuple[Answer, State]]) -> tuple[ServerRound, SumState]:
+    def _attempt(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> tuple[ServerRound, SumState]:
         """The round once all sites that are there hold shares of one another."""
         terms = self._terms(attempt)
         found = self._ask("keys", attempt, {name: {} for name in candidates}, 0) if attempt else candidates
         adverts = self._read(found, _advert)
         # Where as many sites say one thing of a former round as another, those are right who come first here. Else a
         # site could put out another one with which it was alone in a round.
-        truthful_first = sorted(adverts, key=lambda name: bool(differing(self._truth, adverts[name])))
-        adverts = agreeing({name: adverts[name] for name in truthful_first})
+        truthful_first = sorted(adverts, key=lambda name: bool(conflicting_rounds(self._truth, adverts[name])))
+        adverts = consistent_adverts({name: adverts[name] for name in truthful_first})
         server = ServerRound(terms, [*adverts.values()])
         listed = [vars(adverts[name]) for name in server.order]
         state = SumState(terms.round, terms.of, attempt, listed)
@@ -144,7 +144,7 @@ class SecureSum:
         boxes = server.deliver(self._read(shared, lambda name, said: _dealt(name, said, server.order)))
         holding = {
             name: {
-                "sealed": in_text(box),
+                "sealed": to_hex(box),
                 "commitments": {dealer: server.commitments[dealer][name] for dealer in box},
             }
             for name, box in boxes.items()
@@ -159,7 +159,7 @@ class SecureSum:
         self._save(state)
         return server, state
 
-    def _settle_objections(self, server: ServerRound, shared: Mapping[str, tuple[Answer, State]]) -> None:
+    def _settle_objections(self, server: ServerRound, shared: Mapping[str, tuple[Response, State]]) -> None:
         """Leave out of the next attempt sites whose keys most others do not accept, and others that do not accept some.
 
         All sites see the same keys, so that all honest ones whose lists are complete say the same of them: a site
@@ -183,7 +183,7 @@ class SecureSum:
             log.warning("secure sum: without site %s: %s", name, reason, extra={"site": name})
             self.failed[name] = DISPUTED
         self._out |= out.keys()
-        raise Refused(f"secure sum: sites do not accept one another: without {', '.join(sorted(out))}", "other")
+        raise RefusalError(f"secure sum: sites do not accept one another: without {', '.join(sorted(out))}", "other")
 
     def _settle_disputes(self, server: ServerRound, attempt: int, objections: Mapping[str, Collection[str]]) -> None:
         """Find out who lies where a site says that what another one sealed for it does not open.
@@ -210,7 +210,7 @@ class SecureSum:
             log.warning("secure sum: site %s did not open the shares that it is said to have spoiled", name)
             self.failed.setdefault(name, DISPUTED)
         self._out |= {*lied, *silent}
-        raise Refused(f"secure sum: sealed shares do not open: without {', '.join(sorted(self._out))}", "other")
+        raise RefusalError(f"secure sum: sealed shares do not open: without {', '.join(sorted(self._out))}", "other")
 
     def _resumed(self) -> tuple[ServerRound, SumState]:
         """The round as it was when sites had been told to mask, before the server was stopped."""
@@ -223,7 +223,7 @@ class SecureSum:
         server.begin(state.there)
         return server, state
 
-    def _finish(self, server: ServerRound, state: SumState) -> tuple[list[str], Whole]:
+    def _finish(self, server: ServerRound, state: SumState) -> tuple[list[str], Uint64Vector]:
         """Take the masked vectors, and the masks away from their sum."""
         attempt, there = state.attempt, state.there
         taken = self._ask("mask", attempt, {name: {"there": there} for name in there}, self._numbers)
@@ -233,7 +233,7 @@ class SecureSum:
             lost = [name for name in state.alive if name not in vectors]
             if lost:
                 came = len(state.alive) - len(lost)
-                raise Refused(
+                raise RefusalError(
                     f"secure sum: {came} of {len(state.alive)} sites sent their part again after the restart; without "
                     f"{', '.join(lost)}",
                     "other",
@@ -253,7 +253,7 @@ class SecureSum:
         return state.alive, server.total(revealed)
 
     def _read(
-        self, found: Mapping[str, tuple[Answer, State]], read: Callable[[str, dict[str, Any]], ReadT]
+        self, found: Mapping[str, tuple[Response, State]], read: Callable[[str, dict[str, Any]], ReadT]
     ) -> dict[str, ReadT]:
         """What sites said, in the order of their names; without those who said something else."""
         good = {}
@@ -266,12 +266,12 @@ class SecureSum:
         return good
 
 
-def agreeing(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
+def consistent_adverts(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
     """The keys of those that say of this sum, and of each round before, what most say; of as many, the first ones.
 
     Sites refuse a list in which one says something else, as a site that lies does, or has other public images.
     """
-    said = {name: {"": advert.terms, **told_in(advert)} for name, advert in adverts.items()}
+    said = {name: {"": advert.terms, **heard_digests(advert)} for name, advert in adverts.items()}
     most = {
         about: Counter(one[about] for one in said.values() if about in one).most_common(1)[0][0]
         for about in {about for one in said.values() for about in one}
@@ -300,22 +300,22 @@ def _objects(said: dict[str, Any], others: Collection[str]) -> list[str]:
     return objects
 
 
-def _dealt(name: str, said: dict[str, Any], order: Sequence[str]) -> Dealt:
-    sealed, commitments = in_bytes(said["sealed"]), said["commitments"]
-    if {*sealed} != {*order} - {name} or any(len(text) != SEALED for text in sealed.values()):
+def _dealt(name: str, said: dict[str, Any], order: Sequence[str]) -> DealtShares:
+    sealed, commitments = from_hex(said["sealed"]), said["commitments"]
+    if {*sealed} != {*order} - {name} or any(len(text) != SEALED_SIZE for text in sealed.values()):
         raise ValueError("it has not sealed its shares for all others; the masks of some would not cancel")
     if {*commitments} != {*order}:
         raise ValueError("it has not committed itself to the shares of all sites")
     for pair in commitments.values():
         if len(pair) != 2 or not all(re.fullmatch("[0-9a-f]{64}", one) for one in pair):
             raise ValueError("a commitment of another form")
-    return Dealt(sealed, {holder: (pair[0], pair[1]) for holder, pair in commitments.items()})
+    return DealtShares(sealed, {holder: (pair[0], pair[1]) for holder, pair in commitments.items()})
 
 
 def _seals(_: str, said: dict[str, Any]) -> bytes:
     """The secret by which a site opens what it dealt."""
     seals = bytes.fromhex(said["seals"])
-    if len(seals) != SECRET:
+    if len(seals) != SECRET_SIZE:
         raise ValueError("a secret of another length")
     return seals
 
@@ -327,10 +327,10 @@ def _signature(_: str, said: dict[str, Any]) -> str:
     return str(signature)
 
 
-def _revealed(said: dict[str, Any], alive: Collection[str], gone: Collection[str]) -> Revealed:
-    revealed = {kind: in_bytes(said[kind]) for kind in ("own", "gone")}
+def _revealed(said: dict[str, Any], alive: Collection[str], gone: Collection[str]) -> RevealedShares:
+    revealed = {kind: from_hex(said[kind]) for kind in ("own", "gone")}
     if {*revealed["own"]} != {*alive} or {*revealed["gone"]} != {*gone}:
         raise ValueError("it has not revealed its shares of all sites")
-    if any(len(share) != SECRET for shares in revealed.values() for share in shares.values()):
+    if any(len(share) != SECRET_SIZE for shares in revealed.values() for share in shares.values()):
         raise ValueError("a share of another length")
     return revealed

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 
 from perada.deploy.site.file import Limits
-from perada.deploy.state import IMAGES, WHOLE
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER
 from perada.privacy.accounting import ROUNDING, History, Ledger, history_epsilon
 
 WITHOUT_NOISE = (0.0, 1.0)
@@ -17,18 +17,18 @@ def steps_without_noise(history: History) -> int:
     return sum(steps for (noise_multiplier, _), steps in history.items() if noise_multiplier == 0)
 
 
-def images_without_noise(total: Ledger) -> str:
+def explain_image_epsilon(total: Ledger) -> str:
     """Why the ε of a site's images is infinite, from the ledger of all its runs; empty if it is not."""
-    rounds = steps_without_noise(total.history(IMAGES))
+    rounds = steps_without_noise(total.history(IMAGES_LEDGER))
     if not rounds:
         return ""
     trained = "1 round was" if rounds == 1 else f"{rounds} rounds were"
     return f"{trained} trained here without privacy, so the ε of the site's images is infinite"
 
 
-def site_without_noise(total: Ledger) -> str:
+def explain_site_epsilon(total: Ledger) -> str:
     """Why the ε of a site as a whole is infinite, from the ledger of all its runs; empty if it is not."""
-    count = steps_without_noise(total.history(WHOLE))
+    count = steps_without_noise(total.history(SITE_LEDGER))
     if not count:
         return ""
     times = "once" if count == 1 else f"{count} times"

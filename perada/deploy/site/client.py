@@ -19,13 +19,13 @@ from perada.core.states import State, cut_ranks, expand, to_device
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, loader, make_store
 from perada.data.federated import FederatedData
 from perada.data.fingerprints import Fingerprint, fingerprint_of
-from perada.deploy.protocol import Order, Refused
+from perada.deploy.protocol import RefusalError, Request
 from perada.deploy.recipe import Recipe, first_kept, labels_digest
 from perada.deploy.site.budget import SiteBudget
 from perada.deploy.site.file import Limits
 from perada.deploy.site.level import SiteLevel
-from perada.deploy.state import IMAGES, RunState
-from perada.deploy.sums.vector import Whole
+from perada.deploy.state import IMAGES_LEDGER, RunState
+from perada.deploy.sums.vector import Uint64Vector
 from perada.engine.engine import compare, ensemble
 from perada.federation.cohort import Cohort, Site, Trained
 from perada.federation.scores import Scores
@@ -131,7 +131,7 @@ class Client:
         if account is None:
             return Counter()
         for kind, times in (("train", self.recipe.rounds), ("tune", int(tuned))):
-            order = Order(kind, "0" * 32, "0" * 64)  # type: ignore[arg-type]  # one of two
+            order = Request(kind, "0" * 32, "0" * 64)  # type: ignore[arg-type]  # one of two
             costs = account.cost(self.plan(order), kind == "tune") if times else []
             for _ in range(times):
                 if not account.affordable([0], tuning=kind == "tune"):
@@ -173,7 +173,7 @@ class Client:
             own.load_state_dict(account or new | {"sampling": own.options.sampling}, rounds_done)
         return made
 
-    def plan(self, order: Order, phases: Sequence[Phase] = ()) -> RoundPlan:
+    def plan(self, order: Request, phases: Sequence[Phase] = ()) -> RoundPlan:
         """The site's steps, by default of all phases of the order.
 
         Ledgers know the site as client 0, and what is private does not follow from its number. All else does: batches,
@@ -203,7 +203,7 @@ class Client:
             prepared = data.prepare(data.transfer_batch_to_device(batch, device, 0))
             yield prepared.x, prepared.y
 
-    def costs(self, order: Order, protection: Protection, total: Ledger) -> list[Row] | None:
+    def costs(self, order: Request, protection: Protection, total: Ledger) -> list[Row] | None:
         """What training will spend; None if the recipe's limits in this run, or the site's in all, leave no room."""
         account, tuning = protection.images, order.kind == "tune"
         if account is None:
@@ -214,10 +214,10 @@ class Client:
         more = Counter[tuple[float, float]]()
         for _, sigma, rate, steps, _ in costs:
             more[sigma, rate] += steps
-        return costs if self.budget.affords(total.history(IMAGES), more) else None
+        return costs if self.budget.affords(total.history(IMAGES_LEDGER), more) else None
 
     def train(
-        self, order: Order, given: State, state: RunState, protection: Protection, only_step: AnyBatch | None = None
+        self, order: Request, given: State, state: RunState, protection: Protection, only_step: AnyBatch | None = None
     ) -> tuple[Trained, dict[str, float], str]:
         """Train a round, or fine-tune, from what the server sent, or take one step; the ledgers are not touched.
 
@@ -248,12 +248,12 @@ class Client:
         if not recipe.distils(round):
             return ""
         if not images.public_size:
-            raise Refused("the recipe distils, and has no public images here", "other")
+            raise RefusalError("the recipe distils, and has no public images here", "other")
         if self._public[0] != round:
             self._public = round, images.digest(images.used(recipe.loop.distillation, round))
         return self._public[1]
 
-    def part_of_sum(self, state: RunState, sites: int, told: Collection[str]) -> Whole:
+    def part_of_sum(self, state: RunState, sites: int, told: Collection[str]) -> Uint64Vector:
         """The site's vector for the sum of its round over so many sites, with those of its losses that are ``told``.
 
         Raises:
@@ -276,14 +276,14 @@ class Client:
             sent = state.update if self.level is None else self.level.part(state, sites)
             return recipe.contents(round, self.images).vector(sent, weight, logits, losses, sites)
         except ValueError as error:
-            raise Refused(str(error), "broken") from None
+            raise RefusalError(str(error), "broken") from None
 
-    def scores_of_sum(self, state: RunState, sites: int, told: Collection[str]) -> Whole:
+    def scores_of_sum(self, state: RunState, sites: int, told: Collection[str]) -> Uint64Vector:
         """The site's vector for a sum of scores over so many sites, with those that are ``told``."""
         numbers = {name: number for name, number in state.numbers.items() if name in told}
         return self.recipe.contents_of_scores().vector({}, 1.0, None, numbers, sites)
 
-    def score(self, order: Order, shared: State, members: State, state: RunState) -> dict[str, Scores]:
+    def score(self, order: Request, shared: State, members: State, state: RunState) -> dict[str, Scores]:
         """The ``personal`` model, where there is one, and the ``global`` one on the site's test images."""
         settings, module = self.settings, self.module
         shared = to_device(shared, self.recipe.device)
@@ -326,7 +326,7 @@ class Client:
             return _to(state.kept, self.recipe.device)
         return first_kept(self.settings.algorithm.kept(self.recipe.template.initial, self.module.slot))
 
-    def _received(self, order: Order, given: State) -> State:
+    def _received(self, order: Request, given: State) -> State:
         """What the client received, (1, ...); of several global models it chooses its own."""
         algorithm = self.settings.algorithm
         if not algorithm.compares:
@@ -339,7 +339,7 @@ class Client:
         losses = compare(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.multilabel)
         return self._sent(algorithm, order, shared, losses)
 
-    def _sent(self, algorithm: Algorithm, order: Order, shared: State, losses: Tensor | None = None) -> State:
+    def _sent(self, algorithm: Algorithm, order: Request, shared: State, losses: Tensor | None = None) -> State:
         """What the server would send the site in an algorithm, (1, ...)."""
         given = order.round, (order.client,), order.clients, self.settings.seed, losses
         ranks = (order.rank,) if order.rank else ()
@@ -350,7 +350,7 @@ def _to(stacks: Stacks, device: torch.device) -> Stacks:
     return {role: to_device(state, device) for role, state in stacks.items()}
 
 
-def only(data: FederatedData, place: int) -> FederatedData:
+def single_client_data(data: FederatedData, place: int) -> FederatedData:
     """The data of the client at ``place`` alone, without what the server has."""
     names = None if data.client_names is None else [data.client_names[place]]
     test = [data.test[place]] if len(data.test) else []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from perada.core.checks import check_choice, check_number, check_options, check_whole
 from perada.core.yaml_files import read_yaml
-from perada.deploy.protocol import SENDABLE
+from perada.deploy.protocol import MAY_SEND
 
 PLACES = ("root", "table")
 """Options of a data set that are paths, which are relative to the file."""
@@ -37,7 +37,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Hiding:
+class SecureSumsSection:
     """Among whom a site hides in secure sums; paths are absolute."""
 
     identity: Path  # its key, which no other process must read
@@ -68,7 +68,7 @@ class SiteFile:
     may_send: tuple[str, ...] = ()  # what may leave beside updates
     limits: Limits = field(default_factory=Limits)
     accelerator: str = "auto"
-    secure_sums: Hiding | None = None  # None where it hides among nobody
+    secure_sums: SecureSumsSection | None = None  # None where it hides among nobody
     resume_allow: tuple[str, ...] = ()  # ``images`` if a run without privacy may go on with other ones
 
 
@@ -102,9 +102,9 @@ def _site(home: Path, content: dict[str, Any]) -> SiteFile:
         check_choice("limits", key, [each.name for each in fields(Limits)])
     may_send, recipes, socket = content.get("may_send") or [], content.get("recipes"), content.get("socket")
     if not isinstance(may_send, list):
-        raise ValueError(f"may_send={may_send!r} cannot be used; give a list of {', '.join(SENDABLE)}")
+        raise ValueError(f"may_send={may_send!r} cannot be used; give a list of {', '.join(MAY_SEND)}")
     for one in may_send:
-        check_choice("may_send", one, SENDABLE)
+        check_choice("may_send", one, MAY_SEND)
     resume_allow = content.get("resume_allow") or []
     if not isinstance(resume_allow, list):
         raise ValueError(f"resume_allow={resume_allow!r} cannot be used; give [images], or leave it out")
@@ -126,18 +126,20 @@ def _site(home: Path, content: dict[str, Any]) -> SiteFile:
     )
 
 
-def _hiding(home: Path, given: object) -> Hiding | None:
+def _hiding(home: Path, given: object) -> SecureSumsSection | None:
     if given is None:
         return None
     check_options("secure_sums", given, "{identity: st-marys.id, sites: sites.txt}")
     assert isinstance(given, dict)
     for key in given:
-        check_choice("secure_sums", key, [each.name for each in fields(Hiding)])
+        check_choice("secure_sums", key, [each.name for each in fields(SecureSumsSection)])
     for key in ("identity", "sites"):
         if not isinstance(given.get(key), str):
             raise ValueError(f"secure_sums: {key} is not said; give a path, such as {{{key}: …}}")
     authority = given.get("authority")
-    return Hiding(home / given["identity"], home / given["sites"], None if authority is None else str(authority))
+    return SecureSumsSection(
+        home / given["identity"], home / given["sites"], None if authority is None else str(authority)
+    )
 
 
 def _recipe(home: Path, entry: object) -> tuple[Path, Approved]:

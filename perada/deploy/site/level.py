@@ -2,11 +2,11 @@
 """The privacy of a site as a whole: the noise that it adds to secure sums, and what it allows of them."""
 
 from perada.core.states import State
-from perada.deploy.protocol import Refused
+from perada.deploy.protocol import RefusalError
 from perada.deploy.recipe import Recipe
 from perada.deploy.site.budget import SiteBudget
 from perada.deploy.site.file import Limits
-from perada.deploy.state import WHOLE, RunState
+from perada.deploy.state import SITE_LEDGER, RunState
 from perada.privacy.accounting import Ledger
 from perada.privacy.clipping import check_bound
 from perada.privacy.rehearsal import check_client_level
@@ -42,7 +42,7 @@ class SiteLevel:
 
     def affords(self, total: Ledger) -> bool:
         """Whether one more sum stays within the limit, where the ``total`` of all runs was spent."""
-        return self.budget.affords(total.history(WHOLE), {self.cost: 1})
+        return self.budget.affords(total.history(SITE_LEDGER), {self.cost: 1})
 
     def check_norm(self, norm: float) -> None:
         """Refuse an S of the server's that the noise would be lost in, or that the sum has no room for."""
@@ -53,7 +53,7 @@ class SiteLevel:
             check_bound(norm)
             self.level.deviations(self._least)
         except ValueError as error:
-            raise Refused(str(error)) from None
+            raise RefusalError(str(error)) from None
         finally:
             self.level.norm = before
 

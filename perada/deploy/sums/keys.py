@@ -21,12 +21,12 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from perada.deploy.protocol import canonical
-from perada.deploy.sums.progress import HEARD
-from perada.deploy.sums.shares import SECRET
-from perada.deploy.sums.vector import Whole
+from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
+from perada.deploy.sums.shares import SECRET_SIZE
+from perada.deploy.sums.vector import Uint64Vector
 from perada.server.sums import SecureSums
 
-SEALED = 2 * SECRET + 16
+SEALED_SIZE = 2 * SECRET_SIZE + 16
 """Bytes of two shares that are sealed: ChaCha20-Poly1305 adds 16."""
 _LABEL = b"perada sums 1 "
 _BLOCK = 2**14
@@ -39,13 +39,13 @@ def digest(content: Any) -> str:  # noqa: ANN401  # any JSON
     return hashlib.sha256(canonical(content)).hexdigest()
 
 
-def derived(secret: bytes, purpose: str, about: Any = None) -> bytes:  # noqa: ANN401  # any JSON
+def derive_key(secret: bytes, purpose: str, about: Any = None) -> bytes:  # noqa: ANN401  # any JSON
     """A key of 32 bytes for one purpose (HKDF-SHA256)."""
     key: bytes = HKDF(SHA256(), 32, None, _LABEL + canonical([purpose, about])).derive(secret)
     return key
 
 
-def add_streams(total: Whole, added: Sequence[bytes], subtracted: Sequence[bytes] = ()) -> None:
+def add_streams(total: Uint64Vector, added: Sequence[bytes], subtracted: Sequence[bytes] = ()) -> None:
     """Add to a vector, in place, uniform numbers modulo 2⁶⁴ for each key: the key streams of ChaCha20.
 
     A key must never mask two vectors.
@@ -62,13 +62,13 @@ def add_streams(total: Whole, added: Sequence[bytes], subtracted: Sequence[bytes
 
 def exchange_key(seed: bytes) -> X25519PrivateKey:
     """The private key that follows from a secret, which is what is shared of it."""
-    return X25519PrivateKey.from_private_bytes(derived(seed, "mask key"))
+    return X25519PrivateKey.from_private_bytes(derive_key(seed, "mask key"))
 
 
-def agreed(own: X25519PrivateKey, other: str, purpose: str, about: Any) -> bytes:  # noqa: ANN401  # any JSON
+def shared_key(own: X25519PrivateKey, other: str, purpose: str, about: Any) -> bytes:  # noqa: ANN401  # any JSON
     """The key that two sites have in common, for one purpose; a ValueError if the other's public key is none."""
     try:
-        return derived(own.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other))), purpose, about)
+        return derive_key(own.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other))), purpose, about)
     except ValueError as error:
         raise ValueError(f"a public key cannot be used ({error})") from None
 
@@ -101,7 +101,7 @@ def unseal(key: bytes, sealed: bytes, about: Any) -> bytes:  # noqa: ANN401  # a
 
 
 @dataclass(frozen=True)
-class Terms:
+class SumTerms:
     """What all sites of a sum agree on; each has it from its approved recipe and the order.
 
     Args:
@@ -131,7 +131,7 @@ class Advert:
 
     Attributes:
         name: Of the site.
-        terms: Digest of the :class:`Terms`.
+        terms: Digest of the :class:`SumTerms`.
         identity: Public half of its identity, in hexadecimal digits as all keys are. The server checks signatures with
             it; the other sites check that it is the one on their lists.
         seals: Public key of what it seals for others. It is another one than ``shares``, so that what a site dealt can
@@ -140,7 +140,7 @@ class Advert:
         masks: Public key of its masks towards other sites.
         own: SHA-256 of the secret of its own mask, by which it is recognised when it is put together.
         numbers: Names of what it adds beside the model, such as a training loss, with spaces between.
-        heard: The last rounds in which it trained and digests of what it was told, as :class:`Own` writes them.
+        heard: The last rounds in which it trained and digests of what it was told, as :class:`SiteClaims` writes them.
         signature: Of all of these.
 
     Raises:
@@ -160,7 +160,7 @@ class Advert:
 
     def __post_init__(self) -> None:
         digits, forms = "[0-9a-f]{64}", {"name": r"\S{1,64}", "numbers": ".{0,4096}", "signature": "([0-9a-f]{128})?"}
-        forms["heard"] = f"([0-9]{{1,7}}:[0-9a-f]{{64}} ){{0,{HEARD}}}"
+        forms["heard"] = f"([0-9]{{1,7}}:[0-9a-f]{{64}} ){{0,{MAX_HEARD_ROUNDS}}}"
         for name, value in vars(self).items():
             if not isinstance(value, str) or not re.fullmatch(forms.get(name, digits), value):
                 raise ValueError(f"{name}={str(value)[:80]!r} of a site's keys is not of its form")
@@ -182,10 +182,10 @@ def is_signed_by_itself(advert: Advert, signature: str, what: str, content: Any)
 def check_usable(advert: Advert) -> None:
     """Refuse, by a ValueError, public keys with which there is nothing in common: no other site could use the list."""
     for public in (advert.seals, advert.shares, advert.masks):
-        agreed(X25519PrivateKey.generate(), public, "trial", None)
+        shared_key(X25519PrivateKey.generate(), public, "trial", None)
 
 
-class Own(NamedTuple):
+class SiteClaims(NamedTuple):
     """What a site says of itself beside its keys.
 
     Two sites that were told different things in a round are in no later sum together either: by what it keeps of such
@@ -197,29 +197,29 @@ class Own(NamedTuple):
 
     def texts(self) -> dict[str, str]:
         """As an advert has them."""
-        last = sorted(self.heard, key=int)[-HEARD:]
+        last = sorted(self.heard, key=int)[-MAX_HEARD_ROUNDS:]
         # All 256 bits: the server chooses both messages, and could find two that agree in 128 bits in 2⁶⁴ trials.
         heard = "".join(f"{round}:{self.heard[round]} " for round in last)
         return {"numbers": " ".join(sorted(self.numbers)), "heard": heard}
 
 
-def told_in(advert: Advert) -> dict[str, str]:
+def heard_digests(advert: Advert) -> dict[str, str]:
     """What a site says that it was told, by round."""
-    return read_heard(advert.heard)
+    return parse_heard(advert.heard)
 
 
-def read_heard(text: str) -> dict[str, str]:
-    """Digests of what a site was told, by round, from the text that :class:`Own` makes of them."""
+def parse_heard(text: str) -> dict[str, str]:
+    """Digests of what a site was told, by round, from the text that :class:`SiteClaims` makes of them."""
     return {round: told for round, _, told in (entry.partition(":") for entry in text.split())}
 
 
-def differing(told: Mapping[str, str], other: Advert) -> list[str]:
+def conflicting_rounds(told: Mapping[str, str], other: Advert) -> list[str]:
     """The rounds in which another site was told something else than what was ``told``, by round."""
-    theirs = told_in(other)
+    theirs = heard_digests(other)
     return [round for round, one in told.items() if theirs.get(round, one) != one]
 
 
-def order_of(adverts: Sequence[Advert]) -> list[str]:
+def share_order(adverts: Sequence[Advert]) -> list[str]:
     """The names of a round's sites, whose places are those of their shares."""
     return sorted(advert.name for advert in adverts)
 
@@ -247,14 +247,14 @@ def sealing_key(own: X25519PrivateKey, other: str, about: str, dealer: str, hold
         dealer: Name of the site whose secrets are shared.
         holder: Name of the site that gets the shares.
     """
-    return agreed(own, other, "shares", [about, dealer, holder])
+    return shared_key(own, other, "shares", [about, dealer, holder])
 
 
-def own_key(secret: bytes) -> bytes:
+def self_mask_key(secret: bytes) -> bytes:
     """The key of a site's own mask."""
-    return derived(secret, "own mask")
+    return derive_key(secret, "own mask")
 
 
-def pair_key(own: X25519PrivateKey, other: str, about: str, names: Sequence[str]) -> bytes:
+def pair_mask_key(own: X25519PrivateKey, other: str, about: str, names: Sequence[str]) -> bytes:
     """The key of the mask of two sites, which the first of them by name adds and the other subtracts."""
-    return agreed(own, other, "pair mask", [about, *sorted(names)])
+    return shared_key(own, other, "pair mask", [about, *sorted(names)])

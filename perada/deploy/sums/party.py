@@ -7,10 +7,10 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from perada.deploy.protocol import Order, Refused, refuse
-from perada.deploy.sums.keys import Advert, Own, Terms
+from perada.deploy.protocol import RefusalError, Request, refuse
+from perada.deploy.sums.keys import Advert, SiteClaims, SumTerms
 from perada.deploy.sums.site import SiteRound
-from perada.deploy.sums.vector import Whole
+from perada.deploy.sums.vector import Uint64Vector
 
 RUNS = 8
 """Of how many runs at once a site is in a sum. It keeps the last replies of each, a masked vector among them."""
@@ -20,7 +20,7 @@ RUNS = 8
 class _Sum:
     """A site's part in the sum that a run is at."""
 
-    terms: Terms
+    terms: SumTerms
     round: SiteRound
     replies: dict[str, bytes] = field(default_factory=dict)  # by the digest of the message
 
@@ -51,21 +51,21 @@ class Party:
             raise ValueError(f"the list of sites has this site's key, of {name!r}, under the name {same[0]!r}")
         self._sums: dict[str, _Sum] = {}  # the last sum of each run, the one that was begun last at the end
 
-    def alive(self, terms: Terms) -> list[str]:
+    def alive(self, terms: SumTerms) -> list[str]:
         """The sites of a sum, this one among them, once the server has said who; none if it is not known."""
         current = self._current(terms)
         return [] if current is None else current.round.alive
 
-    def replied(self, terms: Terms, message: str) -> bytes | None:
+    def replied(self, terms: SumTerms, message: str) -> bytes | None:
         """What was answered to a message of this sum before, if it was."""
         current = self._current(terms)
         return None if current is None else current.replies.get(message)
 
-    def keep(self, terms: Terms, message: str, reply: bytes) -> None:
+    def keep(self, terms: SumTerms, message: str, reply: bytes) -> None:
         """Remember what is answered to a message of a sum, by its digest."""
         self._sums[terms.run].replies[message] = reply
 
-    def offered(self, terms: Terms, own: Own, begin: bool) -> dict[str, Any]:
+    def offered(self, terms: SumTerms, own: SiteClaims, begin: bool) -> dict[str, Any]:
         """The keys for the first attempt at a sum, the same whenever asked; ``own`` as of :meth:`step`.
 
         Nothing if a later attempt was begun, or, unless it may ``begin``, if there are none yet.
@@ -75,12 +75,12 @@ class Party:
             return {"advert": vars(last.round.advert)} if last.terms == terms else {}
         return self._begun(terms, own) if begin else {}
 
-    def _current(self, terms: Terms) -> "_Sum | None":
+    def _current(self, terms: SumTerms) -> "_Sum | None":
         """The sum with these terms; None if its run has another one now, or none."""
         last = self._sums.get(terms.run)
         return last if last is not None and last.terms == terms else None
 
-    def _begun(self, terms: Terms, own: Own) -> dict[str, Any]:
+    def _begun(self, terms: SumTerms, own: SiteClaims) -> dict[str, Any]:
         self._sums.pop(terms.run, None)
         while len(self._sums) >= RUNS:
             del self._sums[next(iter(self._sums))]
@@ -90,11 +90,11 @@ class Party:
 
     def step(
         self,
-        order: Order,
-        terms: Terms,
-        own: Own,
-        vector: Callable[[int, Collection[str]], Whole],
-    ) -> tuple[dict[str, Any], Whole | None]:
+        order: Request,
+        terms: SumTerms,
+        own: SiteClaims,
+        vector: Callable[[int, Collection[str]], Uint64Vector],
+    ) -> tuple[dict[str, Any], Uint64Vector | None]:
         """Take the step of a sum that an order asks for.
 
         Args:
@@ -121,7 +121,7 @@ class Party:
             return self._begun(terms, own), None
         current = self._current(terms)
         if current is None:
-            raise Refused(
+            raise RefusalError(
                 f"secure sum: this site has no keys for it: it was started again since, or has begun sums of {RUNS} "
                 "other runs",
                 "other",
@@ -129,39 +129,39 @@ class Party:
         try:
             return self._later(current.round, order, vector)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, Refused):
+            if isinstance(error, RefusalError):
                 raise
-            raise Refused(f"secure sum: {order.kind}: {type(error).__name__}: {error}") from None
+            raise RefusalError(f"secure sum: {order.kind}: {type(error).__name__}: {error}") from None
 
     @staticmethod
     def _later(
-        round: SiteRound, order: Order, vector: Callable[[int, Collection[str]], Whole]
-    ) -> tuple[dict[str, Any], Whole | None]:
+        round: SiteRound, order: Request, vector: Callable[[int, Collection[str]], Uint64Vector]
+    ) -> tuple[dict[str, Any], Uint64Vector | None]:
         given = order.sums
         match order.kind:
             case "shares":
                 dealt = round.share([Advert(**entry) for entry in given["adverts"]])
-                return {"sealed": in_text(dealt.sealed), "commitments": dealt.commitments}, None
+                return {"sealed": to_hex(dealt.sealed), "commitments": dealt.commitments}, None
             case "hold":
-                round.hold(in_bytes(given["sealed"]), given["commitments"])
+                round.hold(from_hex(given["sealed"]), given["commitments"])
                 return {}, None
             case "open":
                 return {"seals": round.open().hex()}, None
             case "mask":
-                round.check_turn("mask")
+                round.check_step("mask")
                 return {}, round.mask(given["there"], vector(round.sites, round.told))
             case "confirm":
                 return {"signature": round.confirm(given["alive"])}, None
             case _:
                 revealed = round.reveal(given["signatures"])
-                return {kind: in_text(shares) for kind, shares in revealed.items()}, None
+                return {kind: to_hex(shares) for kind, shares in revealed.items()}, None
 
 
-def in_text(found: Mapping[str, bytes]) -> dict[str, str]:
+def to_hex(found: Mapping[str, bytes]) -> dict[str, str]:
     """Bytes by name as hexadecimal digits."""
     return {name: value.hex() for name, value in found.items()}
 
 
-def in_bytes(found: Mapping[str, str]) -> dict[str, bytes]:
-    """What :func:`in_text` wrote; a ValueError, TypeError or AttributeError if it is something else."""
+def from_hex(found: Mapping[str, str]) -> dict[str, bytes]:
+    """What :func:`to_hex` wrote; a ValueError, TypeError or AttributeError if it is something else."""
     return {name: bytes.fromhex(value) for name, value in found.items()}

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field
 
-HEARD = 256
+MAX_HEARD_ROUNDS = 256
 """Rounds of which a site says what it was told."""
 
 

@@ -7,24 +7,24 @@ from functools import partial
 
 import numpy as np
 
-from perada.deploy.protocol import Refused
+from perada.deploy.protocol import RefusalError
 from perada.deploy.sums.keys import (
     Advert,
-    Terms,
+    SumTerms,
     add_streams,
     commitment,
     digest,
     exchange_key,
     is_signed_by_itself,
-    order_of,
-    own_key,
-    pair_key,
+    pair_mask_key,
     sealing_key,
+    self_mask_key,
+    share_order,
     sum_statement,
 )
 from perada.deploy.sums.shares import recover
-from perada.deploy.sums.site import PURPOSES, Commitments, Dealt, Revealed, opened_shares
-from perada.deploy.sums.vector import Whole
+from perada.deploy.sums.site import PURPOSES, Commitments, DealtShares, RevealedShares, open_shares
+from perada.deploy.sums.vector import Uint64Vector
 
 
 class ServerRound:
@@ -43,9 +43,9 @@ class ServerRound:
         Refused: If too few are left at any step: the round is void, and nothing of it can be read.
     """
 
-    def __init__(self, terms: Terms, adverts: Sequence[Advert]) -> None:
+    def __init__(self, terms: SumTerms, adverts: Sequence[Advert]) -> None:
         self.terms, self.adverts = terms, {advert.name: advert for advert in adverts}
-        self.order = order_of(adverts)
+        self.order = share_order(adverts)
         self.about = digest([self.adverts[name].statement() for name in self.order])
         self.least = terms.options.least(len(self.order))
         self.commitments: dict[str, Commitments] = {}
@@ -59,9 +59,11 @@ class ServerRound:
     def enough(self, names: Collection[str], did: str) -> None:
         """Refuse to continue without enough sites that ``did`` something."""
         if len(names) < self.least:
-            raise Refused(f"secure sum: {len(names)} of {len(self.order)} sites {did}, and {self.least} must", "other")
+            raise RefusalError(
+                f"secure sum: {len(names)} of {len(self.order)} sites {did}, and {self.least} must", "other"
+            )
 
-    def deliver(self, dealt: Mapping[str, Dealt]) -> dict[str, dict[str, bytes]]:
+    def deliver(self, dealt: Mapping[str, DealtShares]) -> dict[str, dict[str, bytes]]:
         """What each site is to be given of what all sites sealed, by sender."""
         self.enough(dealt, "sent shares")
         self._sealed = {name: parts.sealed for name, parts in dealt.items()}
@@ -84,7 +86,7 @@ class ServerRound:
             return False
         shared = sealing_key(key, self.adverts[holder].shares, self.about, dealer, holder)
         try:
-            shares = opened_shares(shared, self._sealed[dealer][holder], self.about)
+            shares = open_shares(shared, self._sealed[dealer][holder], self.about)
         except ValueError:
             return False
         return all(
@@ -102,7 +104,7 @@ class ServerRound:
         self.there = sorted(there)
         return self.there
 
-    def take(self, masked: Mapping[str, Whole]) -> list[str]:
+    def take(self, masked: Mapping[str, Uint64Vector]) -> list[str]:
         """Take the masked vectors, of which their sum is kept; the sites that are in the sum."""
         self.enough(masked, "sent their part")
         self._names, (first, *others) = sorted(masked), masked.values()
@@ -122,26 +124,26 @@ class ServerRound:
                 self.lied[name] = "its signature of who is in the sum is not its own"
         return valid
 
-    def total(self, revealed: Mapping[str, Revealed]) -> Whole:
+    def total(self, revealed: Mapping[str, RevealedShares]) -> Uint64Vector:
         """The sum of the vectors of the sites that are in it."""
         self.enough(revealed, "revealed shares")
         added, subtracted = list[bytes](), list[bytes]()
         for name in self._names:
             is_secret = partial(_is_own_secret, self.adverts[name])
-            subtracted.append(own_key(self._secret(name, "own", revealed, is_secret)))
+            subtracted.append(self_mask_key(self._secret(name, "own", revealed, is_secret)))
         for name in sorted({*self.there} - {*self._names}):
             is_secret = partial(_is_mask_secret, self.adverts[name])
             key = exchange_key(self._secret(name, "gone", revealed, is_secret))
             for other in self._names:
                 # The other one added its mask, if its name comes first, or subtracted it.
                 masks = subtracted if other < name else added
-                masks.append(pair_key(key, self.adverts[other].masks, self.about, (name, other)))
+                masks.append(pair_mask_key(key, self.adverts[other].masks, self.about, (name, other)))
         found = self._masked.copy()
         add_streams(found, added, subtracted)
         return found
 
     def _secret(
-        self, dealer: str, kind: str, revealed: Mapping[str, Revealed], is_secret: Callable[[bytes], bool]
+        self, dealer: str, kind: str, revealed: Mapping[str, RevealedShares], is_secret: Callable[[bytes], bool]
     ) -> bytes:
         """Put a secret together from those shares that its dealer committed itself to.
 
@@ -160,7 +162,7 @@ class ServerRound:
                 self.lied.setdefault(holder, f"it revealed another share of {dealer!r} than it was dealt")
         if len(shares) < self.least:
             liars = f"; {', '.join(self.lied)} lied" if self.lied else ""
-            raise Refused(
+            raise RefusalError(
                 f"secure sum: {len(shares)} right shares of a secret of {dealer!r} are there, and {self.least} are "
                 f"needed{liars}",
                 "other",
@@ -168,7 +170,7 @@ class ServerRound:
         secret = recover(shares, self.least, is_secret)
         if secret is None:
             self.lied[dealer] = "the shares that it dealt are not of its secret"
-            raise Refused(f"secure sum: the shares that {dealer!r} dealt are not of its secret", "other")
+            raise RefusalError(f"secure sum: the shares that {dealer!r} dealt are not of its secret", "other")
         return secret
 
 

@@ -11,7 +11,7 @@ from itertools import combinations, islice
 
 from Crypto.Protocol.SecretSharing import Shamir
 
-SECRET = 16
+SECRET_SIZE = 16
 """Bytes of a secret that is shared, and of a share: the sharing is over a field of 2¹²⁸ elements."""
 SUBSETS = 200
 """How many sets of shares are tried for one secret. Each takes milliseconds at 100 sites."""
@@ -37,7 +37,7 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
     secret = 0
     for place, coefficient in zip(places, lagrange_coefficients(places), strict=True):
         secret ^= multiply(int.from_bytes(shares[place], "big"), coefficient)
-    return secret.to_bytes(SECRET, "big")
+    return secret.to_bytes(SECRET_SIZE, "big")
 
 
 def recover(shares: Mapping[int, bytes], threshold: int, is_secret: Callable[[bytes], bool]) -> bytes | None:

@@ -10,31 +10,31 @@ from typing import NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from perada.deploy.protocol import Refused, refuse
+from perada.deploy.protocol import RefusalError, refuse
 from perada.deploy.sums.keys import (
     Advert,
-    Own,
-    Terms,
+    SiteClaims,
+    SumTerms,
     add_streams,
     commitment,
-    differing,
+    conflicting_rounds,
     digest,
     exchange_key,
+    heard_digests,
     is_signed,
-    order_of,
-    own_key,
-    pair_key,
+    pair_mask_key,
     seal,
     sealing_key,
+    self_mask_key,
+    share_order,
     sign,
     sum_statement,
-    told_in,
     unseal,
 )
-from perada.deploy.sums.shares import SECRET, split
-from perada.deploy.sums.vector import Whole
+from perada.deploy.sums.shares import SECRET_SIZE, split
+from perada.deploy.sums.vector import Uint64Vector
 
-Revealed = dict[str, dict[str, bytes]]
+RevealedShares = dict[str, dict[str, bytes]]
 """Shares by the name of the site: ``own`` of the own masks of those in the sum, ``gone`` of the keys of the others."""
 
 Commitments = dict[str, tuple[str, str]]
@@ -43,14 +43,14 @@ PURPOSES = ("own", "masks")
 """The two secrets of which a site deals shares."""
 
 
-class Dealt(NamedTuple):
+class DealtShares(NamedTuple):
     """The shares of a site's two secrets."""
 
     sealed: dict[str, bytes]  # for each other site
     commitments: Commitments  # to the shares of each site, the dealer among them
 
 
-class Objection(Refused):
+class Objection(RefusalError):
     """What a site does not accept is another site's, as far as it can tell; the server decides whose fault it is."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -77,13 +77,13 @@ class SiteRound:
         name: str,
         identity: Ed25519PrivateKey,
         peers: Mapping[str, Ed25519PublicKey],
-        terms: Terms,
-        own: Own | None = None,
+        terms: SumTerms,
+        own: SiteClaims | None = None,
     ) -> None:
-        self.name, self.terms, self._identity, self._own = name, terms, identity, own or Own()
+        self.name, self.terms, self._identity, self._own = name, terms, identity, own or SiteClaims()
         self._known = {**peers, name: identity.public_key()}
         self._steps = ["advertise", "share", "hold", "mask", "confirm", "reveal"]
-        self._seeds = {purpose: secrets.token_bytes(SECRET) for purpose in ("seals", "shares", "masks", "own")}
+        self._seeds = {purpose: secrets.token_bytes(SECRET_SIZE) for purpose in ("seals", "shares", "masks", "own")}
         self._keys = {purpose: exchange_key(self._seeds[purpose]) for purpose in ("seals", "shares", "masks")}
         self._adverts: dict[str, Advert] = {}
         self._order: list[str] = []
@@ -94,13 +94,13 @@ class SiteRound:
         self._numbers = 0  # of the vectors
         self._statement: dict[str, object] = {}
 
-    def check_turn(self, step: str) -> None:
+    def check_step(self, step: str) -> None:
         """Refuse a step that is not the next one."""
         refuse(not self._steps or self._steps[0] != step, f"secure sum: {step} is not what comes next", "other")
 
     def _turn(self, step: str) -> None:
         """Begin a step; it is not begun again, whatever comes of it."""
-        self.check_turn(step)
+        self.check_step(step)
         self._steps.pop(0)
 
     @property
@@ -143,7 +143,7 @@ class SiteRound:
         self._adverts = {self.name: made}
         return made
 
-    def share(self, adverts: Sequence[Advert]) -> Dealt:
+    def share(self, adverts: Sequence[Advert]) -> DealtShares:
         """Deal shares of the two secrets to all sites of the round.
 
         Refused, since the server may have chosen them: sites that this one does not know, or whose signature is not
@@ -153,8 +153,8 @@ class SiteRound:
             Objection: If keys are not those of a site on this one's list.
         """
         self._turn("share")
-        mine, order = self._adverts[self.name], order_of(adverts)
-        told = told_in(mine)
+        mine, order = self._adverts[self.name], share_order(adverts)
+        told = heard_digests(mine)
         refuse(len({*order}) < len(order), "secure sum: a site stands in the list twice", "other")
         refuse(
             len(order) < self.terms.options.min_sites,
@@ -165,7 +165,7 @@ class SiteRound:
         self._check_identities(adverts)
         for advert in adverts:
             refuse(advert.terms != mine.terms, f"secure sum: the keys of {advert.name!r} are for another sum", "other")
-            rounds = ", ".join(str(int(round) + 1) for round in differing(told, advert))
+            rounds = ", ".join(str(int(round) + 1) for round in conflicting_rounds(told, advert))
             refuse(bool(rounds), f"secure sum: {advert.name!r} was told other things in round {rounds}", "other")
         self._adverts, self._order = {advert.name: advert for advert in adverts}, order
         self._about = digest([self._adverts[name].statement() for name in order])
@@ -185,7 +185,7 @@ class SiteRound:
         if objections:
             raise Objection(objections)
 
-    def _deal(self) -> Dealt:
+    def _deal(self) -> DealtShares:
         sealed, commitments = dict[str, bytes](), Commitments()
         own_shares = split(self._seeds["own"], self._least, len(self._order))
         key_shares = split(self._seeds["masks"], self._least, len(self._order))
@@ -197,7 +197,7 @@ class SiteRound:
             public = self._adverts[holder].shares
             key = sealing_key(self._keys["seals"], public, self._about, self.name, holder)
             sealed[holder] = seal(key, own_share + key_share, self._about)
-        return Dealt(sealed, commitments)
+        return DealtShares(sealed, commitments)
 
     def _commitments(self, dealer: str, holder: str, own_share: bytes, key_share: bytes) -> tuple[str, str]:
         return (
@@ -224,7 +224,7 @@ class SiteRound:
             public = self._adverts[dealer].seals
             key = sealing_key(self._keys["shares"], public, self._about, dealer, self.name)
             try:
-                self._held[dealer] = opened_shares(key, text, self._about)
+                self._held[dealer] = open_shares(key, text, self._about)
             except ValueError as error:
                 objections[dealer] = f"of {dealer!r}: {error}"
                 continue
@@ -246,7 +246,7 @@ class SiteRound:
         self._steps.clear()
         return self._seeds["seals"]
 
-    def mask(self, there: Sequence[str], vector: Whole) -> Whole:
+    def mask(self, there: Sequence[str], vector: Uint64Vector) -> Uint64Vector:
         """Return the vector under masks, which cancel in the sum of all sites that are there.
 
         Args:
@@ -261,11 +261,11 @@ class SiteRound:
         few = len(listed) < self._least
         refuse(few, f"secure sum: {len(listed)} of {len(self._order)} sites hold shares, too few", "other")
         self._there = listed
-        added, subtracted = [own_key(self._seeds["own"])], list[bytes]()
+        added, subtracted = [self_mask_key(self._seeds["own"])], list[bytes]()
         for name in listed:
             if name == self.name:
                 continue
-            key = pair_key(self._keys["masks"], self._adverts[name].masks, self._about, (self.name, name))
+            key = pair_mask_key(self._keys["masks"], self._adverts[name].masks, self._about, (self.name, name))
             (added if self.name < name else subtracted).append(key)
         found = vector.copy()
         add_streams(found, added, subtracted)
@@ -285,7 +285,7 @@ class SiteRound:
         self._statement = sum_statement(self._about, self._there, self._numbers, listed)
         return sign(self._identity, "alive", self._statement)
 
-    def reveal(self, signatures: Mapping[str, str]) -> Revealed:
+    def reveal(self, signatures: Mapping[str, str]) -> RevealedShares:
         """Shares by which the masks are taken away: of each site's own mask if it is in the sum, of its key if not.
 
         Never of both, whatever the server says: the two lists are one statement, which enough sites have signed. And
@@ -305,9 +305,9 @@ class SiteRound:
         return is_signed(self._known[name], signature, "alive", self._statement)
 
 
-def opened_shares(key: bytes, sealed: bytes, about: str) -> tuple[bytes, bytes]:
+def open_shares(key: bytes, sealed: bytes, about: str) -> tuple[bytes, bytes]:
     """The two shares of a sealed message; a ValueError if it cannot be opened, or does not hold two."""
     text = unseal(key, sealed, about)
-    if len(text) != 2 * SECRET:
-        raise ValueError(f"its shares have {len(text)} bytes, not {2 * SECRET}")
-    return text[:SECRET], text[SECRET:]
+    if len(text) != 2 * SECRET_SIZE:
+        raise ValueError(f"its shares have {len(text)} bytes, not {2 * SECRET_SIZE}")
+    return text[:SECRET_SIZE], text[SECRET_SIZE:]

@@ -17,7 +17,7 @@ from perada.deploy.protocol import COUNT, MAGNITUDE, refuse
 from perada.server.aggregate import double
 from perada.server.sums import SecureSums
 
-Whole = NDArray[np.uint64]
+Uint64Vector = NDArray[np.uint64]
 """A vector of numbers modulo 2⁶⁴."""
 _CHUNK = 2**14
 """Numbers that are rounded at a time, so that what is in between stays in the processor's cache."""
@@ -30,7 +30,7 @@ def check_cryptography() -> None:
     check_installed("secure_sums", "flower", "cryptography", "Crypto")
 
 
-class Summed(NamedTuple):
+class SumResult(NamedTuple):
     """What a sum over sites says: nothing of any of them."""
 
     mean: State  # weighted mean of what they sent
@@ -67,7 +67,7 @@ class Contents:
 
     def vector(
         self, sent: State, weight: float, logits: Tensor | None, numbers: Mapping[str, float], sites: int
-    ) -> Whole:
+    ) -> Uint64Vector:
         """A site's part: weight · state, or its noisy change, logits (images, classes), weight, other numbers.
 
         Raises:
@@ -89,7 +89,7 @@ class Contents:
             whole[begin:end] = chunk if factor is None else self.options.whole(double(chunk) * factor, sites)
         return whole.numpy().view(np.uint64)
 
-    def opened(self, total: Whole, sites: int) -> Summed:
+    def opened(self, total: Uint64Vector, sites: int) -> SumResult:
         """What a total over so many sites says; integer tensors are means that were rounded.
 
         Raises:
@@ -111,7 +111,7 @@ class Contents:
             for name, total, count in zip(self.numbers, totals, counts, strict=True)
             if count in range(1, sites + 1)
         }
-        return Summed(mean, logits.view(self.logits).clone() if images else None, means)
+        return SumResult(mean, logits.view(self.logits).clone() if images else None, means)
 
     def _mean(self, key: str, total: Tensor, weight: float) -> Tensor:
         """The mean of a flat tensor, of which the sum is given in whole numbers, in the format of the example's."""

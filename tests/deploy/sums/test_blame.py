@@ -7,10 +7,10 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from perada.deploy.protocol import header_of, pack
+from perada.deploy.protocol import pack, read_header
 from perada.deploy.state import read_state
 from perada.deploy.sums import site
-from perada.deploy.sums.keys import Own
+from perada.deploy.sums.keys import SiteClaims
 from perada.deploy.sums.party import Party
 from perada.deploy.transport import Failure, LocalTransport
 
@@ -30,10 +30,10 @@ class Lie(LocalTransport):
 
     def exchange(self, messages, enough, deadline):
         found = super().exchange(messages, enough, deadline)
-        self.asked += [(name, header_of(message)["kind"]) for name, message in messages.items()]
+        self.asked += [(name, read_header(message)["kind"]) for name, message in messages.items()]
         for (name, kind), lie in self.lies.items():
-            if name in found and asks(messages[name], kind) and header_of(found[name])["code"] == "ok":
-                header = header_of(found[name])
+            if name in found and asks(messages[name], kind) and read_header(found[name])["code"] == "ok":
+                header = read_header(found[name])
                 found[name] = pack(header | {"sums": lie(header["sums"])})
         return found
 
@@ -281,7 +281,7 @@ def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_roun
     for name, worker in transport.workers.items():
         if name in (liar, other):
             says = {"9": true if name == other else false}
-            worker._own = lambda order, state, says=says: Own((), says)
+            worker._own = lambda order, state, says=says: SiteClaims((), says)
     (record,) = coordinator.run().records
     assert record.summed == [name for name in made.names if name != liar]
 
@@ -293,13 +293,13 @@ def test_opening_what_was_dealt_ends_the_attempt_for_the_site(tiny, tmp_path, ca
 
     def invents(name, message, _):
         if name == "site0" and asks(message, "mask") and not codes:
-            order = header_of(message)
+            order = read_header(message)
             opened = workers[name].answer(pack(order | {"kind": "open", "sums": {}}), "liar")
-            codes.append(header_of(opened)["code"])
+            codes.append(read_header(opened)["code"])
             for kind in ("mask", "open"):
                 sums = order["sums"] if kind == "mask" else {"again": 1}
                 reply = workers[name].answer(pack(order | {"kind": kind, "sums": sums}), "liar")
-                codes.append(header_of(reply)["code"])
+                codes.append(read_header(reply)["code"])
 
     coordinator = made.coordinator(Troubled(workers, invents))
     (record,) = coordinator.run().records
@@ -314,8 +314,8 @@ def test_what_was_dealt_is_not_opened_once_it_masks_a_vector(step, tiny, tmp_pat
 
     def asks_late(name, message, _):
         if asks(message, step):
-            order = header_of(message) | {"kind": "open", "sums": {}}
-            replies.append(header_of(workers[name].answer(pack(order), "liar")))
+            order = read_header(message) | {"kind": "open", "sums": {}}
+            replies.append(read_header(workers[name].answer(pack(order), "liar")))
 
     made.coordinator(Troubled(workers, asks_late)).run()
     assert len(replies) >= 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from perada.algorithms import ALGORITHMS, FedBE, FFALoRA, PerAda
-from perada.deploy.protocol import Answer, header_of, pack
+from perada.deploy.protocol import Response, pack, read_header
 from perada.deploy.state import read_state
 from perada.deploy.transport import Failure, LocalTransport
 from perada.server import Distillation
@@ -30,10 +30,10 @@ class Liar(LocalTransport):
 
     def exchange(self, messages, enough, deadline):
         found = super().exchange({name: self.lie(name, one) for name, one in messages.items()}, enough, deadline)
-        self.seen += [(name, header_of(messages[name])["kind"], reply) for name, reply in found.items()]
+        self.seen += [(name, read_header(messages[name])["kind"], reply) for name, reply in found.items()]
         changed = {name for name in messages if self.lie(name, messages[name]) != messages[name]}
         for name in changed & found.keys():  # or the coordinator, which is honest, would not take the answer
-            answer = Answer.read(header_of(found[name]))
+            answer = Response.read(read_header(found[name]))
             if answer.code == "ok":
                 found[name] = pack(replace(answer, answers=hashlib.sha256(messages[name]).hexdigest()))
         return found
@@ -84,7 +84,7 @@ STEPS = ("shares", "hold", "mask", "confirm", "reveal")
 
 
 def asks(message, kind, attempt=None):
-    header = header_of(message)
+    header = read_header(message)
     return header["kind"] == kind and attempt in (None, header["attempt"])
 
 
@@ -124,7 +124,7 @@ def test_with_too_few_at_a_step_the_round_is_void_and_the_run_continues(step, ti
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
 
     def gone(name, message, _):
-        lost = name in ("site1", "site2") and asks(message, step) and header_of(message)["round"] == 0
+        lost = name in ("site1", "site2") and asks(message, step) and read_header(message)["round"] == 0
         return Failure("malformed") if lost else None
 
     coordinator = made.coordinator(Troubled(made.workers(), gone), min_sites=3)
@@ -212,7 +212,7 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after
 
     class Ends(LocalTransport):
         def exchange(self, messages, enough, deadline):
-            stops = any(asks(message, kind) and header_of(message)["round"] == 1 for message in messages.values())
+            stops = any(asks(message, kind) and read_header(message)["round"] == 1 for message in messages.values())
             if stops and not after:
                 raise Stopped
             found = super().exchange(messages, enough, deadline)
@@ -263,7 +263,7 @@ def test_scores_are_those_of_the_simulation_and_no_site_tells_its_own(algorithm,
     for name in names:
         assert found[name] == pytest.approx(loop.history[-1][name], abs=1e-5), name
     for _, kind, reply in coordinator.transport.seen:
-        assert header_of(reply)["facts"].keys() <= ({"size", "tests", "labels"} if kind == "join" else set()), kind
+        assert read_header(reply)["facts"].keys() <= ({"size", "tests", "labels"} if kind == "join" else set()), kind
 
 
 @pytest.mark.parametrize(("silent", "scored"), [(1, True), (2, False)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from perada.deploy.protocol import Order, header_of, pack, unpack
+from perada.deploy.protocol import Request, pack, read_header, unpack
 from perada.deploy.server import coordinator, summing
 from perada.deploy.state import read_state
 from perada.deploy.sums import keys, site
@@ -30,12 +30,12 @@ def _no_pause(monkeypatch):
 @pytest.fixture
 def _believes(monkeypatch):
     """A server that lies leaves nobody out."""
-    monkeypatch.setattr(summing, "agreeing", dict)
+    monkeypatch.setattr(summing, "consistent_adverts", dict)
 
 
 def changed(message, tensors=None, **header):
     """A message with other tensors or another header."""
-    order = Order.read(header_of(message))
+    order = Request.read(read_header(message))
     from safetensors.torch import load
 
     given = load(message)
@@ -97,7 +97,7 @@ def test_sites_that_were_told_different_things_once_are_in_no_later_sum(tiny, tm
     made = parties(tiny, tmp_path, "fedbn", sizes=FOUR, net=normalized)
 
     def lie(name, message):
-        poisoned = asks(message, "train") and header_of(message)["round"] == 0 and name != "site3"
+        poisoned = asks(message, "train") and read_header(message)["round"] == 0 and name != "site3"
         return changed(message, tensors=dead, factor=1e3) if poisoned else message
 
     workers = made.workers(may_send=())
@@ -136,8 +136,8 @@ def test_a_round_is_summed_once(tiny, tmp_path, caplog):
     assert workers["site0"].answer(trained, "liar") == before  # the same keys, whose steps were all taken
     for attempt in (0, 1, 5):
         for kind in ("keys", "mask"):
-            order = Order(kind, progress.run, progress.recipe, 0, 0, 4, attempt=attempt, factor=1.0 + attempt)
-            assert header_of(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
+            order = Request(kind, progress.run, progress.recipe, 0, 0, 4, attempt=attempt, factor=1.0 + attempt)
+            assert read_header(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
     assert "has left under masks before" in caplog.text
 
 
@@ -160,9 +160,9 @@ def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
         assert not revealed
     workers["site0"].book.close()
     worker = made.worker(0)
-    assert header_of(worker.answer(trained[0], "liar"))["sums"] == {}  # no keys for another
-    order = Order("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 0, 4, attempt=1)
-    assert header_of(worker.answer(pack(order), "liar"))["code"] == "other"
+    assert read_header(worker.answer(trained[0], "liar"))["sums"] == {}  # no keys for another
+    order = Request("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 0, 4, attempt=1)
+    assert read_header(worker.answer(pack(order), "liar"))["code"] == "other"
     assert "has left under masks before" in caplog.text
 
 
@@ -180,13 +180,13 @@ def test_scores_leave_under_masks_once(restarts, tiny, tmp_path, caplog):
         workers["site0"] = made.worker(0)
     evaluated = next(message for name, message in asked if name == "site0" and asks(message, "evaluate"))
     if restarts:
-        assert "advert" not in header_of(workers["site0"].answer(evaluated, "liar"))["sums"]  # no keys for another
-    mask = next(message for name, message in asked if name == "site0" and header_of(message)["of"] == "scores")
+        assert "advert" not in read_header(workers["site0"].answer(evaluated, "liar"))["sums"]  # no keys for another
+    mask = next(message for name, message in asked if name == "site0" and read_header(message)["of"] == "scores")
     for attempt in (1, 2, 5):
         for kind in ("keys", "mask"):
-            order = replace(Order.read(header_of(mask)), kind=kind, attempt=attempt, sums={})
-            assert header_of(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
-    assert f"what round {order.shown_round} made has left under masks before" in caplog.text
+            order = replace(Request.read(read_header(mask)), kind=kind, attempt=attempt, sums={})
+            assert read_header(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
+    assert f"what round {order.display_round} made has left under masks before" in caplog.text
 
 
 def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
@@ -196,20 +196,20 @@ def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
 
     def keep(name, message):
         if asks(message, "shares") and name == "site0" and not orders:
-            header = header_of(message)
+            header = read_header(message)
             orders.extend(
-                Order.read(header | {"kind": "keys", "sums": {}, "clients": clients, "attempt": attempt})
+                Request.read(header | {"kind": "keys", "sums": {}, "clients": clients, "attempt": attempt})
                 for clients, attempt in ((4, 0), (5, 0), (4, 2), (4, 1))
             )
             adverts.extend(sums_of(workers["site0"].answer(trained[0], "liar")) for _ in range(2))
-            codes.extend(header_of(workers["site0"].answer(pack(order), "liar"))["code"] for order in orders)
+            codes.extend(read_header(workers["site0"].answer(pack(order), "liar"))["code"] for order in orders)
             adverts.append(sums_of(workers["site0"].answer(trained[0], "liar")))
         if asks(message, "train") and name == "site0":
             trained.append(message)
         return message
 
     def sums_of(reply):
-        return header_of(reply)["sums"].get("advert")
+        return read_header(reply)["sums"].get("advert")
 
     codes, trained, adverts = [], [], []
     made.coordinator(Liar(workers, keep)).run()
@@ -225,7 +225,7 @@ def test_a_step_out_of_its_turn_is_refused_before_anything_is_computed(tiny, tmp
     def early(name, message):
         if asks(message, "shares") and not codes:
             mask = changed(message, kind="mask", sums={"sealed": {}})
-            codes.append(header_of(workers[name].answer(mask, "liar"))["code"])
+            codes.append(read_header(workers[name].answer(mask, "liar"))["code"])
         return message
 
     progress = made.coordinator(Liar(workers, early)).run()
@@ -248,18 +248,18 @@ def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
     coordinator = made.coordinator(LocalTransport(workers))
     (record,) = coordinator.run().records
     assert record.failed == {"site1": "broken"} and record.summed == ["site0", "site2", "site3"]
-    order = Order("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 1, 4, attempt=1)
-    assert header_of(workers["site1"].answer(pack(order), "liar"))["code"] == "other"
+    order = Request("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 1, 4, attempt=1)
+    assert read_header(workers["site1"].answer(pack(order), "liar"))["code"] == "other"
 
 
 def test_an_old_round_and_one_that_was_not_trained_are_refused(tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     coordinator, workers = made.deployed()
     for round in (0, 2):
-        order = Order("keys", coordinator.progress.run, coordinator.progress.recipe, round, 0, 4)
-        assert header_of(workers["site0"].answer(pack(order), "liar"))["code"] in ("other", "past")
-    fresh = Order("keys", "f" * 32, coordinator.progress.recipe, 0, 0, 4)
-    assert header_of(workers["site0"].answer(pack(fresh), "liar"))["code"] == "other"
+        order = Request("keys", coordinator.progress.run, coordinator.progress.recipe, round, 0, 4)
+        assert read_header(workers["site0"].answer(pack(order), "liar"))["code"] in ("other", "past")
+    fresh = Request("keys", "f" * 32, coordinator.progress.recipe, 0, 0, 4)
+    assert read_header(workers["site0"].answer(pack(fresh), "liar"))["code"] == "other"
 
 
 def test_a_message_of_an_old_sum_is_answered_by_nothing_new(tiny, tmp_path):
@@ -268,25 +268,25 @@ def test_a_message_of_an_old_sum_is_answered_by_nothing_new(tiny, tmp_path):
     workers, kept = made.workers(), {}
 
     def keep(name, message):
-        kept.setdefault((name, header_of(message)["kind"], header_of(message)["round"]), message)
+        kept.setdefault((name, read_header(message)["kind"], read_header(message)["round"]), message)
         return message
 
     made.coordinator(Liar(workers, keep)).run()
     for (name, kind, round), message in kept.items():
         if kind in ("keys", "shares", "mask", "confirm", "reveal") and round == 0:
-            assert header_of(workers[name].answer(message, "liar"))["code"] == "past"
+            assert read_header(workers[name].answer(message, "liar"))["code"] == "past"
 
 
 def invented(made):
     """The list of sites' keys with one more, of the server's own."""
-    from perada.deploy.sums.keys import Terms
+    from perada.deploy.sums.keys import SumTerms
     from perada.deploy.sums.site import SiteRound
 
     def lie(name, message):
         if not asks(message, "shares"):
             return message
-        order = Order.read(header_of(message))
-        terms = Terms(order.run, order.round, order.recipe, SecureSums())
+        order = Request.read(read_header(message))
+        terms = SumTerms(order.run, order.round, order.recipe, SecureSums())
         advert = SiteRound("invented", Ed25519PrivateKey.generate(), {}, terms).advertise()
         return changed(message, sums={"adverts": [*order.sums["adverts"], vars(advert)]})
 
@@ -297,7 +297,7 @@ def without(*gone):
     def lie(name, message):
         if not asks(message, "shares"):
             return message
-        order = Order.read(header_of(message))
+        order = Request.read(read_header(message))
         return changed(message, sums={"adverts": [one for one in order.sums["adverts"] if one["name"] not in gone]})
 
     return lie
@@ -334,7 +334,7 @@ def test_what_makes_no_sense_is_refused_and_the_worker_lives(step, sums, tiny, t
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lie = lambda name, message: changed(message, sums=sums) if name == "site0" and asks(message, step) else message  # noqa: E731
     progress, transport = run(made, lie)
-    codes = {header_of(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site0", step)}
+    codes = {read_header(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site0", step)}
     assert codes <= {"malformed", "other"}
     assert progress.records[0].summed
 
@@ -360,7 +360,7 @@ def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(t
         counts = torch.bincount(vector.view(torch.uint8).int(), minlength=256).double()
         chi = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
         assert 140 < chi < 390  # 255 ± 6 standard deviations
-    facts = [header_of(reply)["facts"] for _, kind, reply in transport.seen if kind == "train"]
+    facts = [read_header(reply)["facts"] for _, kind, reply in transport.seen if kind == "train"]
     assert facts == [{}] * 3
 
 
@@ -376,7 +376,7 @@ def test_no_secret_of_a_round_is_in_a_file_a_log_or_a_reply(tiny, tmp_path, monk
         return noting
 
     monkeypatch.setattr(site, "secrets", SimpleNamespace(token_bytes=noted(secrets.token_bytes)))
-    monkeypatch.setattr(keys, "derived", noted(keys.derived))
+    monkeypatch.setattr(keys, "derive_key", noted(keys.derive_key))
     workers = made.workers()
 
     def killed(name, message):

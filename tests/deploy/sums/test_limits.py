@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import conv2d
 
 from perada.core.states import clone
-from perada.deploy.protocol import Order, header_of
+from perada.deploy.protocol import Request, read_header
 from perada.deploy.state import RunState
 from perada.deploy.transport import LocalTransport
 
@@ -51,7 +51,7 @@ def moved(state, by):
 
 def sent_after(client, shift):
     """What a site sends in round 1, after a round 0 in which it was given a model that is off by ``shift``."""
-    order, state = Order("train", "0" * 32, client.recipe.digest, 0, 0, 3), RunState("0" * 32)
+    order, state = Request("train", "0" * 32, client.recipe.digest, 0, 0, 3), RunState("0" * 32)
     model = client.recipe.template.sending
     kept = client.train(order, moved(model, shift), state, client.protection(None, 0))[0].kept
     state.kept = {role: {key: value.clone() for key, value in part.items()} for role, part in kept.items()}
@@ -122,5 +122,5 @@ def test_a_model_can_be_made_by_which_a_site_breaks_or_not_as_its_images_are(tin
     coordinator = made.coordinator(transport, min_sites=3)
     coordinator._round()
     (record,) = coordinator.progress.records
-    said = {name for name, _, reply in transport.seen if header_of(reply)["code"] == "broken"}
+    said = {name for name, _, reply in transport.seen if read_header(reply)["code"] == "broken"}
     assert record.void and said == {name for name, value in brightest.items() if value > cut}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from perada.deploy.protocol import header_of, pack
+from perada.deploy.protocol import pack, read_header
 from perada.deploy.sums.keys import sign
 from perada.deploy.sums.party import Party
 from perada.deploy.transport import LocalTransport
@@ -28,7 +28,7 @@ class Lies(LocalTransport):
     def exchange(self, messages, enough, deadline):
         found = super().exchange(messages, enough, deadline)
         if "site0" in found and asks(messages["site0"], self.kind):
-            header = header_of(found["site0"])
+            header = read_header(found["site0"])
             if header["code"] == "ok":
                 found["site0"] = pack(header | {"sums": self.lie(header["sums"])})
         return found

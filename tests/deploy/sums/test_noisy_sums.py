@@ -10,12 +10,12 @@ import torch
 from opacus.accountants import RDPAccountant
 from scipy import stats
 
-from perada.cli.deploy_status import shown_level, site_status
+from perada.cli.deploy_status import format_level, site_status
 from perada.core.seeding import generator
-from perada.deploy.protocol import Order, header_of, pack
+from perada.deploy.protocol import Request, pack, read_header
 from perada.deploy.server import coordinator as module
 from perada.deploy.site.file import Limits
-from perada.deploy.state import WHOLE, read_state
+from perada.deploy.state import SITE_LEDGER, read_state
 from perada.deploy.sums.site import SiteRound
 from perada.deploy.transport import Failure, LocalTransport
 from perada.federation.cohort import Cohort
@@ -55,7 +55,7 @@ def spent(workers):
     found = {}
     for name, worker in workers.items():
         total = read_state(worker.book.folder / "state.safetensors")[1]["total"]
-        found[name] = {sigma: steps for client, sigma, _, steps in total["rows"] if client == WHOLE}
+        found[name] = {sigma: steps for client, sigma, _, steps in total["rows"] if client == SITE_LEDGER}
     return found
 
 
@@ -141,10 +141,10 @@ def test_what_a_site_sends_beside_is_its_size_alone(tiny, tmp_path):
     transport = Liar(made.workers())
     progress = made.coordinator(transport).run()
     for _, kind, reply in transport.seen:
-        header = header_of(reply)
+        header = read_header(reply)
         assert header["facts"].keys() <= ({"size", "tests", "labels"} if kind == "join" else set()), kind
         assert "adds" not in header["sums"]
-    assert {header_of(reply)["code"] for *_, reply in transport.seen} == {"ok"}
+    assert {read_header(reply)["code"] for *_, reply in transport.seen} == {"ok"}
     assert "evaluate" in {kind for _, kind, _ in transport.seen}  # so that sites have the last model
     assert not [name for row in progress.history for name in row if name.startswith(("train/", "personal/", "global/"))]
 
@@ -164,7 +164,7 @@ def test_a_site_whose_training_broke_adds_noise_alone_and_nobody_sees_it(tiny, t
     transport = Liar(workers := made.workers())
     (record,) = made.coordinator(transport).run().records
     assert record.summed == made.names and record.failed == {}
-    replies = {name: header_of(reply) for name, kind, reply in transport.seen if kind == "train"}
+    replies = {name: read_header(reply) for name, kind, reply in transport.seen if kind == "train"}
     differ = [{key for key in one if one[key] != replies["site0"][key]} for one in replies.values()]
     assert all(found <= {"answers", "sums"} for found in differ)
     assert not plain_vector(workers["site1"], 0.1).any()
@@ -188,8 +188,8 @@ def test_the_accounts_are_those_of_opacus_also_of_who_went_and_of_a_void_round(t
     made = noisy(tiny, tmp_path, rounds=3, every=3, sizes=FOUR, privacy={"noise_multiplier": 2.0})
 
     def lost(name, message, _):
-        first = name == "site1" and asks(message, "mask") and header_of(message)["round"] == 0
-        second = name in ("site1", "site2") and asks(message, "reveal") and header_of(message)["round"] == 1
+        first = name == "site1" and asks(message, "mask") and read_header(message)["round"] == 0
+        second = name in ("site1", "site2") and asks(message, "reveal") and read_header(message)["round"] == 1
         return Failure("malformed") if first or second else None
 
     workers = made.workers()
@@ -230,7 +230,7 @@ def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
     allowed = by_opacus(3, delta=1e-5)
     workers = made.workers(max_site_epsilon=allowed * 1.001)
     (client,) = workers["site0"].clients.values()
-    assert "2 rounds spend ε ≤" in shown_level(client.level, client)
+    assert "2 rounds spend ε ≤" in format_level(client.level, client)
     third = noisy(tiny, tmp_path / "third", sizes=FOUR)
     with pytest.raises(TimeoutError, match="exhausted"):
         third.coordinator(LocalTransport(workers), deadline=20.0).run()
@@ -283,7 +283,7 @@ def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_pa
     monkeypatch.setattr(book, "commit", fails)
     transport = Liar(workers)
     made.coordinator(transport, min_sites=3).run()
-    sent = [header_of(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site1", "mask")]
+    sent = [read_header(reply)["code"] for name, kind, reply in transport.seen if (name, kind) == ("site1", "mask")]
     assert "ok" not in sent and spent(workers)["site1"] == {}
     assert len([vector for name, vector in seen if name == "site1"]) == 1
 
@@ -370,5 +370,5 @@ def test_a_limit_of_the_site_needs_a_recipe_that_keeps_it(tiny, tmp_path):
 def test_an_order_with_a_norm_that_is_no_number_is_refused():
     for norm in (-1.0, math.inf, math.nan, "1"):
         with pytest.raises((ValueError, TypeError)):
-            Order("train", "0" * 32, "0" * 64, norm=norm)
-    assert header_of(pack(Order("train", "0" * 32, "0" * 64)))["norm"] == 0.0
+            Request("train", "0" * 32, "0" * 64, norm=norm)
+    assert read_header(pack(Request("train", "0" * 32, "0" * 64)))["norm"] == 0.0

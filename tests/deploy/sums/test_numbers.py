@@ -3,7 +3,7 @@
 
 import pytest
 
-from perada.deploy.protocol import header_of
+from perada.deploy.protocol import read_header
 from perada.deploy.state import read_state
 from perada.deploy.transport import LocalTransport
 
@@ -15,7 +15,7 @@ def test_losses_leave_in_the_sum_alone(tiny, tmp_path):
     transport = Liar(made.workers(may_send=("losses",)))
     progress = made.coordinator(transport).run()
     for _, _, reply in transport.seen:
-        assert not header_of(reply)["facts"].keys() - {"size", "tests", "labels"}
+        assert not read_header(reply)["facts"].keys() - {"size", "tests", "labels"}
     losses = [read_state(made.folder / name / "state.safetensors")[0].losses["local"] for name in made.names]
     assert progress.history[0]["train/local_loss"] == pytest.approx(sum(losses) / 3, abs=1e-6)
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from perada.cli.deploy_status import shown_level, shown_privacy, site_status
+from perada.cli.deploy_status import format_level, format_privacy, site_status
 from perada.deploy.audit import read_log
-from perada.deploy.protocol import Order, pack
+from perada.deploy.protocol import Request, pack
 from perada.deploy.site.file import Limits
-from perada.deploy.state import IMAGES, WHOLE
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER
 from perada.deploy.transport import LocalTransport
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import SecureSums
@@ -42,7 +42,7 @@ def trained_without(tiny, tmp_path, options):
 
 def ask(worker, run=OTHER_RUN, round=0):
     client = only_client(worker)
-    message = pack(Order("train", run, client.recipe.digest, round, clients=4), sending(client))
+    message = pack(Request("train", run, client.recipe.digest, round, clients=4), sending(client))
     return code(worker.answer(message, ""), message)
 
 
@@ -59,9 +59,9 @@ def test_a_limit_of_the_site_is_not_kept_after_a_run_without_noise_of_its_own(ki
     assert f"max_site_epsilon=8 cannot be kept: {reason}" in caplog.text
     assert spent({"site0": site}) == {"site0": {0.0: 1}}
     client = only_client(site)
-    assert client.level.budget.epsilon(site.book.total.history(WHOLE)) == math.inf
-    assert f"but {reason}" in shown_level(client.level, client, site.book.total)
-    assert reason not in shown_level(client.level, client)
+    assert client.level.budget.epsilon(site.book.total.history(SITE_LEDGER)) == math.inf
+    assert f"but {reason}" in format_level(client.level, client, site.book.total)
+    assert reason not in format_level(client.level, client)
 
 
 @pytest.mark.parametrize("kind", WITHOUT)
@@ -106,7 +106,7 @@ def test_a_budget_that_was_lost_after_the_training_lets_no_vector_out(tiny, tmp_
         if name == "site0" and asks(message, "mask"):
             state = book.current()
             total = deepcopy(book.total)
-            total.add(WHOLE, 0.0, 1.0, 1)
+            total.add(SITE_LEDGER, 0.0, 1.0, 1)
             book.commit(state, total, book.rounds, book.sampling)
 
     (record,) = made.coordinator(Troubled(workers, other_run_first), min_sites=3).run().records
@@ -121,10 +121,10 @@ def test_scores_that_leave_without_noise_count_and_those_that_stay_do_not(tiny, 
         client = only_client(site)
         site.answer(train(site), "")
         shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
-        message = pack(Order("evaluate", "ab" * 16, client.recipe.digest, 1), shared)
+        message = pack(Request("evaluate", "ab" * 16, client.recipe.digest, 1), shared)
         for _ in range(2):  # the second time the reply is the one before
             assert code(site.answer(message, ""), message) == "ok"
-        assert site.book.total.history(WHOLE) == {(0.0, 1.0): expected}
+        assert site.book.total.history(SITE_LEDGER) == {(0.0, 1.0): expected}
 
 
 def test_a_limit_of_images_names_the_rounds_that_had_no_privacy(tiny, tmp_path, caplog):
@@ -136,7 +136,7 @@ def test_a_limit_of_images_names_the_rounds_that_had_no_privacy(tiny, tmp_path, 
     reason = "1 round was trained here without privacy, so the ε of the site's images is infinite"
     assert f"max_epsilon=8 cannot be kept: {reason}" in caplog.text
     client = only_client(site)
-    assert site.book.total.history(IMAGES) == {(0.0, 1.0): 1}
-    assert f"its limit over all runs is 8; but {reason}, and every round will be refused" in shown_privacy(
+    assert site.book.total.history(IMAGES_LEDGER) == {(0.0, 1.0): 1}
+    assert f"its limit over all runs is 8; but {reason}, and every round will be refused" in format_privacy(
         client, site.book.total
     )

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from perada.deploy.protocol import header_of
+from perada.deploy.protocol import read_header
 from perada.deploy.transport import LocalTransport
 
 from .test_deployed_sums import FOUR, asks, parties
@@ -184,7 +184,7 @@ def test_a_server_that_was_stopped_goes_on_with_the_sites_that_it_had(kind, afte
 
     class Ends(LocalTransport):
         def exchange(self, messages, enough, deadline):
-            second = any(header.get("round") == 1 for header in map(header_of, messages.values()))
+            second = any(header.get("round") == 1 for header in map(read_header, messages.values()))
             if second and change == "comes back":
                 self.workers.pop(away, None)
             stops = second and any(asks(message, kind) for message in messages.values())

@@ -14,16 +14,16 @@ pytest.importorskip("Crypto")
 from Crypto.Cipher import ChaCha20
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from perada.deploy.protocol import Refused
+from perada.deploy.protocol import RefusalError
 from perada.deploy.sums import keys, shares, site
-from perada.deploy.sums.keys import Terms
+from perada.deploy.sums.keys import SumTerms
 from perada.deploy.sums.server import ServerRound
 from perada.deploy.sums.site import SiteRound
 from perada.server.sums import SecureSums
 
 NAMES = [f"site{number}" for number in range(7)]
-HEARD_DIGITS = len(keys.Own(heard={"1": "0" * 64}).texts()["heard"]) - 3
-TERMS = Terms("a" * 32, 4, "b" * 64, SecureSums())
+HEARD_DIGITS = len(keys.SiteClaims(heard={"1": "0" * 64}).texts()["heard"]) - 3
+TERMS = SumTerms("a" * 32, 4, "b" * 64, SecureSums())
 IDENTITIES = {name: Ed25519PrivateKey.generate() for name in [*NAMES, "stranger"]}
 
 
@@ -106,7 +106,7 @@ def test_sites_that_go_at_each_step():
 
 @pytest.mark.parametrize("step", ["share", "mask", "confirm", "reveal"])
 def test_a_round_with_too_few_is_void(step):
-    with pytest.raises(Refused, match=r"secure sum: .*4 .* (5|too few)|are too few"):
+    with pytest.raises(RefusalError, match=r"secure sum: .*4 .* (5|too few)|are too few"):
         Round(sites(), vectors()).run(**{step: NAMES[:3]})
 
 
@@ -190,9 +190,9 @@ def test_other_vectors_with_the_same_sum_look_the_same_to_the_server(monkeypatch
     moves[there[0]] = np.uint64(0) - np.add.reduce([moves[name] for name in there[1:]])
     seen, total, parties = view(given, monkeypatch, late=[late])
     first = parties[there[0]]
-    shifts = {keys.own_key(parties[late]._seeds["own"]): np.uint64(0) - moves[late]}
+    shifts = {keys.self_mask_key(parties[late]._seeds["own"]): np.uint64(0) - moves[late]}
     for name in there[1:]:  # the first adds the mask that it has in common with each, who subtracts it
-        key = keys.pair_key(first._keys["masks"], first._adverts[name].masks, first._about, (first.name, name))
+        key = keys.pair_mask_key(first._keys["masks"], first._adverts[name].masks, first._about, (first.name, name))
         shifts[key] = moves[name]
     other, same, _ = view({name: vector + moves[name] for name, vector in given.items()}, monkeypatch, shifts, [late])
     assert np.array_equal(total, same) and np.array_equal(total, plain(given, late))
@@ -204,7 +204,7 @@ def test_masks_are_taken_away_by_nothing_but_the_sum():
     given = vectors()
     one = Round(sites(), given)
     one.run()
-    known = stream(keys.own_key(one.parties["site0"]._seeds["own"]), 50)
+    known = stream(keys.self_mask_key(one.parties["site0"]._seeds["own"]), 50)
     assert not np.array_equal(one.seen[0]["site0"] - known, given["site0"])
 
 
@@ -229,7 +229,7 @@ def begun(names=NAMES, terms=TERMS):
 def test_lists_of_keys_that_a_server_made_up_are_refused(change, message):
     parties, adverts = begun()
     _, other = begun([*NAMES[:2], "stranger"], replace(TERMS, round=3))
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(RefusalError, match=message):
         parties["site0"].share(change(adverts, other))
 
 
@@ -239,7 +239,7 @@ def test_all_that_a_site_says_with_its_keys_is_signed(name):
     parties, adverts = begun()
     other = {"name": "site3", "numbers": "loss", "heard": f"1:{'0' * HEARD_DIGITS} "}.get(name, "12" * 32)
     adverts[1] = replace(adverts[1], **{name: other})
-    with pytest.raises(Refused, match=r"are not signed by it|twice"):
+    with pytest.raises(RefusalError, match=r"are not signed by it|twice"):
         parties["site0"].share(adverts[:3] if name == "name" else adverts)
 
 
@@ -259,9 +259,9 @@ def test_shares_of_others_or_of_another_round_are_refused():
     ):
         parties, boxes, server = shared()
         said = commitments_for(server, "site0")
-        with pytest.raises(Refused, match=message):
+        with pytest.raises(RefusalError, match=message):
             parties["site0"].hold(change(boxes["site0"]), said)
-        with pytest.raises(Refused, match="is not what comes next"):  # nor with what it should have been
+        with pytest.raises(RefusalError, match="is not what comes next"):  # nor with what it should have been
             parties["site0"].hold(boxes["site0"], said)
 
 
@@ -321,7 +321,7 @@ def test_a_dealer_cannot_show_that_it_was_honest_with_another_key():
 def test_lists_for_the_masks_that_a_server_made_up_are_refused(there, message):
     parties, boxes, server = shared()
     hold_all(parties, boxes, server)
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(RefusalError, match=message):
         parties["site0"].mask(there, vectors()["site0"])
 
 
@@ -330,7 +330,7 @@ def test_a_site_is_not_masked_with_one_whose_shares_do_not_open():
     with pytest.raises(site.Objection) as objection:
         parties["site0"].hold({**boxes["site0"], "site3": bytes(48)}, commitments_for(server, "site0"))
     assert objection.value.names == ["site3"]
-    with pytest.raises(Refused, match="that dealt no shares"):
+    with pytest.raises(RefusalError, match="that dealt no shares"):
         parties["site0"].mask(NAMES, vectors()["site0"])
 
 
@@ -347,7 +347,7 @@ def test_signatures_are_of_all_that_the_sites_agree_on(other):
         if other == "keys" and odd:
             party._about = "0" * 64
         signatures[name] = party.confirm(NAMES[:6]) if name != "site6" else "00" * 64
-    with pytest.raises(Refused, match="4 sites signed the same list, and 5 must"):
+    with pytest.raises(RefusalError, match="4 sites signed the same list, and 5 must"):
         parties["site0"].reveal(signatures)
 
 
@@ -369,7 +369,7 @@ def masked():
     ],
 )
 def test_lists_of_the_living_that_a_server_made_up_are_refused(alive, message):
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(RefusalError, match=message):
         masked()["site0"].confirm(alive)
 
 
@@ -378,7 +378,7 @@ def test_two_lists_of_the_living_reveal_nothing():
     parties, without = masked(), NAMES[:6]
     signatures = {name: parties[name].confirm(without if place < 3 else NAMES) for place, name in enumerate(NAMES)}
     for name in NAMES:
-        with pytest.raises(Refused, match=r"[34] sites signed the same list, and 5 must"):
+        with pytest.raises(RefusalError, match=r"[34] sites signed the same list, and 5 must"):
             parties[name].reveal(signatures)
 
 
@@ -389,14 +389,14 @@ def test_a_site_reveals_once_and_of_each_site_one_half():
         found = parties[name].reveal(signatures)
         assert {*found["own"]} == {*without} and {*found["gone"]} == {"site6"}
         for again in (lambda party: party.reveal(signatures), lambda party: party.confirm(NAMES)):
-            with pytest.raises(Refused, match="is not what comes next"):
+            with pytest.raises(RefusalError, match="is not what comes next"):
                 again(parties[name])
 
 
 def test_signatures_count_once_and_by_those_in_the_sum():
     parties = masked()
     mine = parties["site0"].confirm(NAMES)
-    with pytest.raises(Refused, match="1 sites signed the same list"):
+    with pytest.raises(RefusalError, match="1 sites signed the same list"):
         parties["site0"].reveal({name: mine for name in NAMES})
 
 
@@ -406,7 +406,7 @@ def test_sites_that_were_told_different_things_are_in_no_sum_together():
     adverts = [party.advertise() for party in parties.values()]
     for name, party in parties.items():
         other = "'site0'" if name == "site6" else "'site6'"
-        with pytest.raises(Refused, match=f"the keys of {other} are for another sum"):
+        with pytest.raises(RefusalError, match=f"the keys of {other} are for another sum"):
             party.share(adverts)
 
 
@@ -428,7 +428,7 @@ def test_shares_that_somebody_changed_are_seen():
         assert one.server.lied == {"site0": f"it revealed another share of {name!r} than it was dealt"}
         one.server.lied.clear()
         few = {holder: wrong[holder] for holder in NAMES[:5]}  # as many as are needed, one of which is wrong
-        with pytest.raises(Refused, match=f"4 right shares of a secret of {name!r} .*5 are needed; site0 lied"):
+        with pytest.raises(RefusalError, match=f"4 right shares of a secret of {name!r} .*5 are needed; site0 lied"):
             one.server.total(few)
         one.server.lied.clear()
     total = one.server.total(revealed)
@@ -454,11 +454,11 @@ def test_digests_of_what_sites_were_told_are_compared_in_full(differs):
     told = "a" * 64
     other = told[:differs] + "b" + told[differs + 1 :]
     adverts = [
-        SiteRound(name, IDENTITIES[name], peers(name), TERMS, keys.Own((), {"0": heard})).advertise()
+        SiteRound(name, IDENTITIES[name], peers(name), TERMS, keys.SiteClaims((), {"0": heard})).advertise()
         for name, heard in zip(NAMES, (told, other), strict=False)
     ]
-    assert keys.differing(keys.told_in(adverts[0]), adverts[1]) == ["0"]
-    assert len(bytes.fromhex(keys.told_in(adverts[0])["0"])) == 32
+    assert keys.conflicting_rounds(keys.heard_digests(adverts[0]), adverts[1]) == ["0"]
+    assert len(bytes.fromhex(keys.heard_digests(adverts[0])["0"])) == 32
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,11 @@ def test_two_sites_compare_the_rounds_in_which_both_were(others, rounds):
     heard = {str(number): "b" * 64 for number in range(1, 300)} | {"0": "a" * 64}
     heard = {number: told for number, told in heard.items() if number != "7"}
     one = {"0": "a" * 64, "1": "b" * 64} if "299" not in others else heard
-    own = [keys.Own((), one), keys.Own((), {number: told * 64 for number, told in others.items()}), keys.Own()]
+    own = [
+        keys.SiteClaims((), one),
+        keys.SiteClaims((), {number: told * 64 for number, told in others.items()}),
+        keys.SiteClaims(),
+    ]
     parties = [
         SiteRound(name, IDENTITIES[name], peers(name), TERMS, own) for name, own in zip(NAMES, own, strict=False)
     ]
@@ -485,6 +489,6 @@ def test_two_sites_compare_the_rounds_in_which_both_were(others, rounds):
         assert parties[0].share(adverts).sealed.keys() == {"site1", "site2"}
         return
     for place, other in ((0, "site1"), (1, "site0")):
-        with pytest.raises(Refused, match=f"'{other}' was told other things in round {rounds}$"):
+        with pytest.raises(RefusalError, match=f"'{other}' was told other things in round {rounds}$"):
             parties[place].share(adverts)
     assert parties[2].share(adverts)

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from perada.cli import main
-from perada.cli.deploy_status import shown_sent, shown_sums
-from perada.deploy.protocol import header_of
+from perada.cli.deploy_status import format_sent, format_sums
+from perada.deploy.protocol import read_header
 from perada.deploy.sums.party import Party
 from perada.deploy.transport import Failure, LocalTransport
 
@@ -33,18 +33,18 @@ def test_a_site_is_told_what_leaves_it_and_among_whom_it_hides(tiny, tmp_path):
     size = len(masked) - 8 - int.from_bytes(masked[:8], "little")
     (client,) = workers["site0"].clients.values()
     left = f"{size // 8:,} numbers ({size / 1e6:.3f} MB) a round and"
-    assert shown_sent(client, ("sizes", "counts")) == f"{left} counts, all under masks, and sizes beside"
-    assert shown_sent(client, ()) == f"{left} no scores, all under masks, and nothing beside"
-    assert shown_sums(client, workers["site0"].party) == "yes: hidden among at least 2 of 2 others: site1, site2"
+    assert format_sent(client, ("sizes", "counts")) == f"{left} counts, all under masks, and sizes beside"
+    assert format_sent(client, ()) == f"{left} no scores, all under masks, and nothing beside"
+    assert format_sums(client, workers["site0"].party) == "yes: hidden among at least 2 of 2 others: site1, site2"
     alone = Party("site0", made.identities[0], {"site1": made.identities[1].public_key()})
-    assert shown_sums(client, alone).endswith("2 of 1 others: site1; too few, and no sum will be made")
+    assert format_sums(client, alone).endswith("2 of 1 others: site1; too few, and no sum will be made")
 
 
 def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsys):
     made = parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR)
 
     def gone(name, message, _):
-        there = {0: made.names, 1: made.names[1:], 2: made.names[2:]}[min(2, header_of(message)["round"])]
+        there = {0: made.names, 1: made.names[1:], 2: made.names[2:]}[min(2, read_header(message)["round"])]
         return Failure("malformed") if name not in there and asks(message, "mask") else None
 
     made.coordinator(Troubled(made.workers(), gone), min_sites=3).run()
@@ -93,7 +93,7 @@ class Weighed(LocalTransport):
 
     def exchange(self, messages, enough, deadline):
         found = super().exchange(messages, enough, deadline)
-        header = header_of(messages["site0"])
+        header = read_header(messages["site0"])
         if header["round"] == 0:
             self.sizes |= {
                 (header["kind"], "down"): len(messages["site0"]),
