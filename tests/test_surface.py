@@ -101,7 +101,7 @@ def the_protocol_changes(patch):
 
 
 def a_code_comes(patch):
-    patch.setattr(transport, "CODES", (*transport.FAILURE_CODES, "asleep"))
+    patch.setattr(transport, "FAILURE_CODES", (*transport.FAILURE_CODES, "asleep"))
 
 
 READ = {"names": names, "options": options, "commands": commands, "messages": messages}

@@ -282,11 +282,11 @@ WRITER = """
 import sys
 from pathlib import Path
 from perada.deploy.audit import AuditLog
-from perada.deploy.protocol import Answer, Order, digest, pack
+from perada.deploy.protocol import Request, Response, digest, pack
 log, place = AuditLog(Path(sys.argv[1])), 0
 while True:
-    message = pack(Order("train", "ab" * 16, "cd" * 32, place))
-    log.note(message, pack(Answer("ok", digest(message))), trained=0, commits=0, spent=lambda order: None)
+    message = pack(Request("train", "ab" * 16, "cd" * 32, place))
+    log.note(message, pack(Response("ok", digest(message))), trained=0, commits=0, spent=lambda request: None)
     place += 1
     print(place, flush=True)
 """
