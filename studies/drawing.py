@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files and figures of the studies, drawn with matplotlib, which is imported only when one is drawn."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +40,15 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def write(output: Path, name: str, numbers: str, figure: "Figure") -> None:
-    """Write what a study found as NAME.json, and its figure as NAME.png, 100 dots per inch and without a date."""
+def write(output: Path, name: str, numbers: str, figures: "Mapping[str, Figure]") -> None:
+    """Write a study's numbers as NAME.json, and each figure as PNG under its own name.
+
+    A figure has 100 dots per inch and no date.
+    """
     output.mkdir(parents=True, exist_ok=True)
     with writing(output):
         (output / f"{name}.json").write_text(numbers + "\n", encoding="utf-8")
-        figure.savefig(output / f"{name}.png", dpi=100, metadata={"Software": None})
-    print(f"Wrote {name}.json and {name}.png to {output}")
+        for title, figure in figures.items():
+            figure.savefig(output / f"{title}.png", dpi=100, metadata={"Software": None})
+    files = [f"{name}.json", *(f"{title}.png" for title in figures)]
+    print(f"Wrote {', '.join(files)} to {output}")

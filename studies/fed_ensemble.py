@@ -122,7 +122,7 @@ def study(
             curves[count] = (weights[0] @ phi.mT, averaged)
     print(summary(rows))
     numbers = json.dumps({"settings": asdict(given), "rows": rows}, indent=1)
-    write(output, "fed_ensemble", numbers, draw(problem, x, curves, rows))
+    write(output, "fed_ensemble", numbers, {"fed_ensemble": draw(problem, x, curves, rows)})
     return rows
 
 

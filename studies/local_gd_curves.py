@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perada.core.checks import check_whole
+from perada.core.checks import check_number, check_whole
 from perada.server import ModifiedLocalGD, ServerRule
 from perada.studies import local_gd_linear as linear
 
@@ -78,6 +78,38 @@ class ClassificationSettings(Counts):
 
 
 @dataclass(frozen=True)
+class DirichletSettings(Counts):
+    """The linear classification whose samples are divided in Dirichlet proportions (Figure 2).
+
+    Args:
+        alphas: α of each division.
+        nodes: M.
+        samples: Training samples of all nodes together.
+        dimension: d.
+        rounds: Communication rounds R.
+        local_steps: L.
+        lr: Learning rate, on the mean of a node's exponential losses.
+        decay: λ, the pull towards the global model.
+        central_steps: Steps of the centralized model.
+    """
+
+    alphas: tuple[float, ...] = (0.5, 0.3)
+    nodes: int = 10
+    samples: int = 500
+    dimension: int = 1500
+    rounds: int = 150
+    local_steps: int = 150
+    lr: float = 0.01
+    decay: float = 1e-4
+    central_steps: int = 22_500
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for alpha in self.alphas:
+            check_number("DirichletSettings: alphas", alpha, above=0)
+
+
+@dataclass(frozen=True)
 class Nodes(Counts):
     """The nodes of the linear problems.
 
@@ -127,6 +159,12 @@ def classification_at(dimension: int, nodes: Nodes, settings: ClassificationSett
     ``central_accuracy`` and ``svm_accuracy``.
     """
     problem = linear.classification(dimension, nodes.count, nodes.samples, settings.noise, seed)
+    return _classification_curves(problem, settings)
+
+
+def _classification_curves(problem: linear.Problem, settings: ClassificationSettings | DirichletSettings) -> Curves:
+    """Curves of :func:`classification_at`, of any classification."""
+    dimension = problem.x.shape[-1]
     local = linear.classification_steps(problem, settings.local_steps, settings.lr, settings.decay)
     central = linear.centralized(problem, settings.central_steps, settings.lr, classify=True)
     svm = linear.max_margin(problem)
@@ -143,6 +181,22 @@ def classification_at(dimension: int, nodes: Nodes, settings: ClassificationSett
         central_accuracy=linear.accuracy(central, problem.truth),
         svm_accuracy=linear.accuracy(svm, problem.truth),
     )
+
+
+def dirichlet_curves(settings: DirichletSettings, seed: int, advance: Advance) -> dict[str, Curves]:
+    """Curves of :func:`classification_at` for each α, by its text, of nodes in Dirichlet proportions.
+
+    Beside them, by node: ``samples`` and ``positive``, its number of samples and of those labelled 1.
+    """
+    by_alpha: dict[str, Curves] = {}
+    for alpha in settings.alphas:
+        problem = linear.dirichlet_classification(settings.dimension, alpha, settings.nodes, settings.samples, seed)
+        curves = _classification_curves(problem, settings)
+        assert problem.sizes is not None
+        nodes = _numbers(samples=problem.sizes.double(), positive=(problem.y > 0).double().sum(1))
+        by_alpha[f"{alpha:g}"] = curves | nodes
+        advance(f"Dirichlet, α = {alpha:g}")
+    return by_alpha
 
 
 def _numbers(**curves: Tensor) -> Curves:

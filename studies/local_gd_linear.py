@@ -13,12 +13,15 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from perada.core.checks import installed
-from perada.core.seeding import generator
+from perada.core.seeding import derive_seed, generator
 from perada.core.states import State
+from perada.data import Dirichlet
+from perada.data.partitions import Split
 from perada.server import Aggregation, Mean, ServerRule
 
 MAX_STEP = 2.0
@@ -35,16 +38,25 @@ class Problem:
         x: Samples (M, N, d).
         y: Outputs (M, N); of a classification, -1 or 1.
         truth: Each node's own true model (M, d).
+        sizes: Samples of each node (M,) where they differ. N is then the largest of them, and the rows of ``x`` and
+            ``y`` behind a node's own are zero.
     """
 
     x: Tensor
     y: Tensor
     truth: Tensor
+    sizes: Tensor | None = None
 
     @property
     def together(self) -> "Problem":
         """All samples on one node, as centralized training has them; its ``truth`` is still (M, d)."""
-        return Problem(self.x.flatten(0, 1).unsqueeze(0), self.y.reshape(1, -1), self.truth)
+        x = self.x.flatten(0, 1)
+        y = self.y.flatten()
+        if self.sizes is not None:
+            is_sample = torch.arange(self.x.shape[1]) < self.sizes.unsqueeze(-1)
+            x = x[is_sample.flatten()]
+            y = y[is_sample.flatten()]
+        return Problem(x.unsqueeze(0), y.unsqueeze(0), self.truth)
 
 
 def regression(dimension: int, nodes: int = 10, samples: int = 50, seed: int = 0) -> Problem:
@@ -74,6 +86,42 @@ def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: fl
     common = torch.randn(dimension, generator=draw, dtype=torch.float64)
     truth = common + noise * torch.randn(nodes, dimension, generator=draw, dtype=torch.float64)
     return Problem(x, torch.where(_apply(x, truth) >= 0, 1.0, -1.0).double(), truth)
+
+
+def dirichlet_classification(
+    dimension: int, alpha: float, nodes: int = 10, samples: int = 500, seed: int = 0
+) -> Problem:
+    """Labels y = sign(xᵀ w*) of one true model w*, divided among nodes in Dirichlet proportions (appendix B.1).
+
+    The positive and the negative samples are each divided in proportions drawn from Dir(α), so that nodes differ in
+    their number of samples and in their share of positive ones. Every node has at least one sample.
+
+    Args:
+        dimension: d.
+        alpha: α; the smaller, the less alike the nodes.
+        nodes: M.
+        samples: Samples of all nodes together.
+        seed: Of all draws.
+    """
+    draw = generator(seed, "local-gd/dirichlet", dimension)
+    x = torch.randn(samples, dimension, generator=draw, dtype=torch.float64)
+    truth = torch.randn(dimension, generator=draw, dtype=torch.float64)
+    is_positive = x @ truth >= 0
+    y = torch.where(is_positive, 1.0, -1.0).double()
+
+    every_sample = Split(is_positive.long().numpy(), np.arange(samples))
+    no_test_set = Split(every_sample.labels[:0], every_sample.index[:0])
+    partition = Dirichlet(nodes, alpha, min_per_client=1)
+    shares, _ = partition.split(every_sample, no_test_set, derive_seed(seed, "local-gd/dirichlet nodes"))
+
+    sizes = torch.tensor([len(share) for share in shares])
+    padded_x = torch.zeros(nodes, int(sizes.max()), dimension, dtype=torch.float64)
+    padded_y = torch.zeros(nodes, int(sizes.max()), dtype=torch.float64)
+    for node, share in enumerate(shares):
+        rows = torch.as_tensor(share)
+        padded_x[node, : len(rows)] = x[rows]
+        padded_y[node, : len(rows)] = y[rows]
+    return Problem(padded_x, padded_y, truth.unsqueeze(0), sizes)
 
 
 def _apply(x: Tensor, w: Tensor) -> Tensor:
@@ -148,12 +196,17 @@ def classification_steps(problem: Problem, steps: int, lr: float, decay: float) 
         ValueError: By the result, if the steps diverge.
     """
     signed = problem.y.unsqueeze(-1) * problem.x
-    gram, count = signed @ signed.mT, signed.shape[1]
+    gram = signed @ signed.mT
+    if problem.sizes is None:
+        count = torch.tensor(signed.shape[1])
+    else:
+        count = problem.sizes.view(-1, 1, 1)
 
     def local(w: Tensor) -> Tensor:
         margin = _apply(signed, w).unsqueeze(-1)  # (M, N, 1): of the global model
         c = torch.zeros_like(margin)
         for _ in range(steps):
+            # The rows behind a node's samples are zero, so that what c holds for them moves no model.
             c += lr * (torch.exp(-margin - gram @ c) / count - decay * c)
         models = w + (signed.mT @ c).squeeze(-1)
         if not models.isfinite().all():

@@ -28,6 +28,7 @@ Tree = dict[str, tuple["str | Tree", str]]
 
 STUDIES: Tree = {
     "fed-ensemble": ("studies.fed_ensemble:main", "Bias and variance of Fed-ensemble's toy regression by modes."),
+    "fed-ensemble-plane": ("studies.fed_ensemble_plane:main", "Training loss on the plane through three modes."),
     "local-gd": ("studies.local_gd:main", "What local gradient descent converges to, of linear models and of a head."),
 }
 DATA: Tree = {"inspect": ("cli.data:inspect", "Print what is understood of images, and what is wrong with them.")}

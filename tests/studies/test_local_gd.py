@@ -78,6 +78,70 @@ def test_local_steps_are_autograds(kind):
     assert path.shape == (4, 40)
 
 
+def unequal_nodes(alpha=0.4):
+    """A division of 30 samples of dimension 40 among four nodes, and the samples of each node without padding."""
+    problem = linear.dirichlet_classification(40, alpha, NODES, 30, seed=2)
+    rows = [(x[:size], y[:size]) for x, y, size in zip(problem.x, problem.y, problem.sizes.tolist(), strict=True)]
+    return problem, rows
+
+
+def test_dirichlet_nodes_divide_the_samples_of_one_true_model():
+    problem, rows = unequal_nodes()
+    sizes = problem.sizes.tolist()
+    assert sum(sizes) == 30
+    assert max(sizes) == problem.x.shape[1]
+    assert 1 <= min(sizes) < max(sizes)
+    for x, y in rows:
+        assert torch.equal(y, torch.sign(x @ problem.truth[0]))
+    for x, y, size in zip(problem.x, problem.y, sizes, strict=True):
+        assert not x[size:].any()
+        assert not y[size:].any()
+    everything = torch.cat([x for x, _ in rows])
+    assert len(everything.unique(dim=0)) == 30
+    other_alpha, _ = unequal_nodes(alpha=100.0)
+    same_samples = torch.cat([x[:size] for x, size in zip(other_alpha.x, other_alpha.sizes, strict=True)])
+    assert torch.equal(same_samples.sort(0)[0], everything.sort(0)[0])
+    assert max(other_alpha.sizes.tolist()) < max(sizes)  # a large α is nearly even
+
+
+def test_unequal_nodes_are_trained_as_by_a_plain_loop():
+    problem, rows = unequal_nodes()
+    w = torch.zeros(40, dtype=torch.float64)
+    for _ in range(2):
+        models = []
+        for x, y in rows:
+            model = w.clone()
+            for _ in range(25):
+                gradient = -(y * torch.exp(-y * (x @ model))) @ x / len(y) + 0.3 * (model - w)
+                model = model - 0.01 * gradient
+            models.append(model)
+        w = sum(models) / NODES
+    path = linear.federate(linear.classification_steps(problem, 25, 0.01, 0.3), 40, 2)
+    torch.testing.assert_close(path[-1], w, rtol=1e-10, atol=1e-12)
+
+    x, y = torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows])
+    central = torch.zeros(40, dtype=torch.float64)
+    for _ in range(50):
+        central = central + 0.01 * (y * torch.exp(-y * (x @ central))) @ x / len(y)
+    torch.testing.assert_close(linear.centralized(problem, 50, 0.01, classify=True), central, rtol=1e-10, atol=1e-12)
+    margins = y * (x @ linear.max_margin(problem))
+    assert margins.min().item() == pytest.approx(1, abs=1e-3)
+
+
+def test_with_dirichlet_nodes_too_both_variants_turn_to_the_centralized_model():
+    settings = local_gd_curves.DirichletSettings(
+        alphas=(0.5,), nodes=5, samples=50, dimension=200, rounds=30, local_steps=100, lr=0.05, central_steps=3000
+    )
+    (curves,) = local_gd_curves.dirichlet_curves(settings, 0, lambda what: None).values()
+    assert sum(curves["samples"]) == 50
+    assert 0 < sum(curves["positive"]) < 50
+    for name in ("plain", "modified"):
+        distance = np.array(curves[f"{name}_central"])
+        assert len(distance) == 30
+        assert distance[-1] < 0.5 * distance[0]
+    assert curves["plain_central"][-1] < curves["modified_central"][-1]
+
+
 @pytest.mark.parametrize("classify", [False, True])
 def test_the_centralized_model_is_gradient_descent_on_all_data(classify):
     problem = pair()[classify]
@@ -312,7 +376,10 @@ def test_the_quick_study_writes_its_numbers_and_its_figure(tmp_path, capsys):
     assert max(found["rounds"]["closed"]) < 1e-6 * found["rounds"]["scale"][0]
     assert len(written["classification"]["rounds"]["plain_svm"]) == written["settings"]["classification"]["rounds"]
     assert len(written["head"]["plain_central"]) == written["settings"]["head"]["rounds"]
-    assert (tmp_path / "out" / "local_gd.png").read_bytes().startswith(b"\x89PNG")
+    alphas = written["settings"]["dirichlet"]["alphas"]
+    assert list(written["dirichlet"]) == [f"{alpha:g}" for alpha in alphas] == ["0.5", "0.3"]
+    for figure in ("local_gd.png", "local_gd_dirichlet.png"):
+        assert (tmp_path / "out" / figure).read_bytes().startswith(b"\x89PNG")
     assert "classification: direction to the SVM" in capsys.readouterr().out
 
 
@@ -342,6 +409,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_computed(tmp_path):
         (local_gd_curves.ClassificationSettings, "local_steps"),
         (local_gd_curves.Nodes, "samples"),
         (local_gd_head.HeadSettings, "nodes"),
+        (local_gd_curves.DirichletSettings, "samples"),
     ):
         with pytest.raises(
             ValueError, match=f"{make.__name__}: {name}=0 cannot be used; give a whole number of 1 or more"
@@ -349,3 +417,5 @@ def test_what_cannot_be_run_is_refused_before_anything_is_computed(tmp_path):
             make(**{name: 0})
     with pytest.raises(ValueError, match="dimensions=0 cannot be used"):
         local_gd_curves.RegressionSettings(dimensions=())
+    with pytest.raises(ValueError, match="DirichletSettings: alphas=0"):
+        local_gd_curves.DirichletSettings(alphas=(0.5, 0.0))

@@ -43,7 +43,7 @@ def test_without_matplotlib_the_program_says_what_to_install(monkeypatch, tmp_pa
 def test_a_figure_is_saved_in_its_size(tmp_path):
     figure = new_figure(3, 2)
     figure.subplots().plot([0, 1], [0, 1])
-    write(tmp_path / "new", "line", "{}", figure)
+    write(tmp_path / "new", "line", "{}", {"line": figure})
     with Image.open(tmp_path / "new" / "line.png") as image:
         assert image.format == "PNG"
         assert image.size == (300, 200)
