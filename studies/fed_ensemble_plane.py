@@ -66,16 +66,16 @@ class PlaneSettings(Counts):
     dataset: Literal["fashion_mnist", "digits"] = "fashion_mnist"
     root: str | None = None
     download: bool = False
-    train_images: int = 4000
+    train_images: int = 2000
     channels: int = 8
     clients: int = 20
     modes: int = 5
-    rounds: int = 60
+    rounds: int = 40
     local_steps: int = 10
     batch_size: int = 32
     lr: float = 0.1
-    grid: int = 21
-    line: int = 21
+    grid: int = 17
+    line: int = 17
     margin: float = 0.4
 
     def __post_init__(self) -> None:

@@ -76,7 +76,7 @@ def test_the_loss_of_a_vector_of_weights_is_that_of_the_network_with_them():
 def test_options_that_give_no_plane_are_rejected():
     with pytest.raises(ValueError, match="modes must be an integer >= 3, which span the plane, got 2"):
         PlaneSettings(modes=2)
-    with pytest.raises(ValueError, match="grid and line must be integers >= 2, got 1 and 21"):
+    with pytest.raises(ValueError, match="grid and line must be integers >= 2, got 1 and 17"):
         PlaneSettings(grid=1)
 
 
