@@ -9,7 +9,7 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart deploy-demo test test-all bench check docs format surface commands dist matrix audit sbom lock clean
+.PHONY: help quickstart deploy-demo test test-all bench gpu check docs format surface commands dist matrix audit sbom lock clean
 
 help:
 	@echo "make quickstart  set up .venv and compare six methods on 12 hospitals (recipes/hospitals.yaml)"
@@ -22,6 +22,7 @@ help:
 	@echo "make surface     rewrite docs/api.md, the page of what is promised"
 	@echo "make commands    rewrite perada/cli/commands.json: help texts and options of all commands"
 	@echo "make bench       speed and memory: runs benchmarks/"
+	@echo "make gpu         half an hour on one GPU: tests, speed, evidence (installs nothing; DEVICE=cpu QUICK=1 is the dry run)"
 	@echo "make dist        the sdist and the wheel of the last commit, in dist/ (needs network)"
 	@echo "make matrix      the wheel with the lowest and the newest dependencies: make matrix PYTHONS='python3.11 python3.13'"
 	@echo "make audit       known vulnerabilities of the installed packages (needs network)"
@@ -102,6 +103,14 @@ commands: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks
+
+# Sets nothing up, since a machine with a GPU often has no network: the runner says which packages are missing, and what
+# cannot be run without them. `make gpu OUTPUT=FOLDER FASHION_MNIST=FOLDER GPU_ARGS=--list`.
+DEVICE ?= cuda
+gpu: export HF_HUB_OFFLINE = 1
+gpu:
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu --device $(DEVICE) $(if $(QUICK),--quick) \
+	  $(if $(OUTPUT),--output '$(OUTPUT)') $(if $(FASHION_MNIST),--fashion-mnist '$(FASHION_MNIST)') $(GPU_ARGS)
 
 # --strict: a package that cannot be looked up is an error, not a pass. The tools have an environment of their own, so that what they need is not audited, nor changed here.
 $(VENV)-tools/.installed: Makefile

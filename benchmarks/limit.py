@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.arithmetic import BF16, FP32, arithmetics
 from benchmarks.naive import Naive
 from benchmarks.round import LITE0, RESNET, SMALL, VIT, VIT_GPU, Turns
 from benchmarks.timing import clock, ratio
@@ -30,14 +31,16 @@ def limit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str,
     size = _size(device, quick)
     for work in (SMALL,) if quick else (RESNET, LITE0, VIT if device.type == "cpu" else VIT_GPU):
         needed, computed = operations(work), _computed(work, device)
-        for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
-            before = best_product(device, dtype, size)
+        for arithmetic in arithmetics(device, quick):
             turns = Turns({}, device)
-            work.finetune(work.data(), device, rounds=1 + repeats, precision=precision, callbacks=[turns])
-            peak = max(before, best_product(device, dtype, size))
+            with arithmetic.active():
+                before = best_product(device, arithmetic.dtype, size)
+                options: dict[str, Any] = {"rounds": 1 + repeats, "precision": arithmetic.precision}
+                work.finetune(work.data(), device, callbacks=[turns], **options)
+                peak = max(before, best_product(device, arithmetic.dtype, size))
             row: dict[str, Any] = {
                 "model": f"{work.backbone}, {work.adapter}, {work.side}×{work.side}",
-                "precision": precision,
+                "precision": arithmetic.name,
                 "peak, GFLOP/s": round(peak / 1e9),
             }
             for part, times in turns.seconds["perada"].items():
@@ -56,14 +59,14 @@ def limit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str,
 def machine(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Which precision to take here, and what perada gains, in about two minutes: ResNet-18 in two short rounds."""
     work, size = SMALL if quick else replace(RESNET, clients=8, steps=1, public=128), _size(device, quick)
-    for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
+    for arithmetic in (FP32, BF16):
         data = work.data()
         turns = Turns({"naive": Naive(work, work.module().model, data, device).round}, device)
-        work.finetune(data, device, rounds=3, precision=precision, callbacks=[turns])
+        work.finetune(data, device, rounds=3, precision=arithmetic.precision, callbacks=[turns])
         own, naive = turns.seconds["perada"], turns.seconds["naive"]
         yield {
-            "precision": precision,
-            "product, GFLOP/s": round(best_product(device, dtype, size) / 1e9),
+            "precision": arithmetic.name,
+            "product, GFLOP/s": round(best_product(device, arithmetic.dtype, size) / 1e9),
             "seconds of a round": round(statistics.median(own["round"]), 2),
             **{f"naive fp32 / perada, {part}": ratio(naive[part], own[part]) for part in own},
         }

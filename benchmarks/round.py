@@ -9,17 +9,17 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.arithmetic import BF16, FP32, Arithmetic, arithmetics
 from benchmarks.naive import Limit, Naive
 from benchmarks.timing import clock, ratio
 from benchmarks.workload import Workload
 
-Precision = Literal["32-true", "bf16-mixed"]
 Way = Callable[[pl.LightningDataModule, int], dict[str, float]]
 RESNET = Workload()
 VIT = Workload(
@@ -73,23 +73,23 @@ def round_resnet(device: torch.device, repeats: int, quick: bool) -> Iterator[di
     """ResNet-18 with residual adapters, 32×32, 8 clients × 64: little distillation, much, and large steps of it."""
     large = replace(RESNET, clients=8, public=1024, public_batch=256)
     for work in (SMALL,) if quick else (RESNET, replace(RESNET, passes=10), large):
-        yield from _compare(work, device, repeats)
+        yield from _compare(work, device, repeats, quick)
 
 
 def round_vit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """ViT-S/16 with LoRA at 224×224; on a CPU 4 clients a round with batches of 8, on a GPU 8 with batches of 32."""
     work = VIT if device.type == "cpu" else VIT_GPU
-    yield from _compare(replace(work, backbone="test_vit", side=160) if quick else work, device, repeats)
+    yield from _compare(replace(work, backbone="test_vit", side=160) if quick else work, device, repeats, quick)
 
 
 def round_lite0(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """EfficientNet-Lite0 with residual adapters, 64×64, 20 clients, 4 a round, batches of 32."""
-    yield from _compare(replace(SMALL, backbone="test_efficientnet") if quick else LITE0, device, repeats)
+    yield from _compare(replace(SMALL, backbone="test_efficientnet") if quick else LITE0, device, repeats, quick)
 
 
 def round_last_stage(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """As round_resnet, with adapters in the last stage alone: perada keeps the outputs of what stands before it."""
-    yield from _compare(replace(SMALL if quick else RESNET, options={"last_blocks": 2}), device, repeats)
+    yield from _compare(replace(SMALL if quick else RESNET, options={"last_blocks": 2}), device, repeats, quick)
 
 
 class SecondRound(pl.Callback):
@@ -121,19 +121,33 @@ def round_profile(device: torch.device, repeats: int, quick: bool) -> Iterator[d
             }
 
 
-def _compare(work: Workload, device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
-    """One row for each precision of perada."""
-    for precision in ("32-true", "bf16-mixed"):
-        bf16 = precision == "bf16-mixed"
+def _compare(work: Workload, device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
+    """One row for each arithmetic of perada, beside the naive way in fp32 and in this one, and the limit."""
+    for arithmetic in arithmetics(device, quick):
+        bf16 = arithmetic is BF16
         data = work.data()
-        naive = Naive(work, work.module().model, data, device)
         limit = Limit(work, work.module().model, device, bf16)
-        others: dict[str, Way] = {"naive fp32": naive.round, "limit": lambda *_, limit=limit: {"local": limit.local()}}
-        if bf16:
-            others["naive bf16"] = Naive(work, work.module().model, data, device, bf16=True).round
+        others: dict[str, Way] = {
+            "naive fp32": _in(FP32, Naive(work, work.module().model, data, device).round),
+            "limit": lambda *_, limit=limit: {"local": limit.local()},
+        }
+        if arithmetic is not FP32:
+            naive = Naive(work, work.module().model, data, device, bf16)
+            others[f"naive {arithmetic.name}"] = naive.round
         turns = Turns(others, device)
-        work.finetune(data, device, rounds=1 + repeats, precision=precision, callbacks=[turns])
-        yield _row(work, precision, turns.seconds)
+        with arithmetic.active():
+            work.finetune(data, device, rounds=1 + repeats, precision=arithmetic.precision, callbacks=[turns])
+        yield _row(work, arithmetic.name, turns.seconds)
+
+
+def _in(arithmetic: Arithmetic, way: Way) -> Way:
+    """Let a way compute in an arithmetic of its own."""
+
+    def run(data: pl.LightningDataModule, round: int) -> dict[str, float]:
+        with arithmetic.active():
+            return way(data, round)
+
+    return run
 
 
 def _row(work: Workload, precision: str, seconds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:

@@ -95,8 +95,11 @@ class Comparison:
         # The first run of each recipe, value and seed scores the initial model, if that was not done.
         first = {(job.recipe, *job.varied.items(), job.seed): job for job in reversed(pending) if job.stage == "run"}
         starts = [job for job in first.values() if not self.results.started(job)]
-        if self.plan.given.jobs > 1:  # the longest first, so that no process has nothing to do at the end
-            pending.sort(key=lambda job: -self.results.seconds(job.label))
+        if self.plan.given.jobs > 1:
+            # Seed after seed, so that a comparison that is cut off has some of all rows. Within a seed the longest
+            # first, so that no process has nothing to do at the end.
+            seeds = self.plan.seeds
+            pending.sort(key=lambda job: (seeds.index(job.seed), -self.results.seconds(job.label)))
         for number, result in self.carry_out([(job.args, job in starts) for job in pending]):
             if result is None:
                 print(f"--- {self._progress(pending[number])}", flush=True)

