@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from perada.core.files import write_atomic
 from perada.results.report import table
 
 BENCHMARKS = {
@@ -82,9 +83,9 @@ def main() -> None:
             print(json.dumps(row, ensure_ascii=False), flush=True)
             rows.append({key: str(value) for key, value in result.items() if not isinstance(value, dict)})
             results.append(row)
-            # After each row, so that what is known stays if the process is ended.
+            # After each row, and never in part, so that what is known stays if the process is ended.
             given.output.parent.mkdir(parents=True, exist_ok=True)
-            given.output.write_text(json.dumps(results, indent=1))
+            write_atomic(given.output, json.dumps(results, indent=1).encode())
         columns = list(dict.fromkeys(key for row in rows for key in row))
         print(table(columns, [[row.get(key, "") for key in columns] for row in rows]), flush=True)
 

@@ -19,7 +19,6 @@ from perada.cli import main
 from perada.studies.compare import command
 
 ROOT = Path(__file__).parents[1]
-QUICK = Setting("cpu", quick=True, output=Path("out"))
 
 
 def stub(name, code, seconds=60.0, **options):
@@ -32,7 +31,7 @@ def stub(name, code, seconds=60.0, **options):
 
 
 def run(parts, folder, minutes=30.0):
-    outcomes = run_parts(parts, Setting("cpu", quick=True, output=folder), minutes)
+    outcomes = run_parts(parts, Setting("cpu", quick=False, output=folder), minutes)
     return {outcome.name: outcome for outcome in outcomes}
 
 
@@ -157,7 +156,7 @@ def test_tables_are_made_of_what_is_there(tmp_path):
     (tmp_path / "rounds.json").write_text(json.dumps(rows))
     common = {"stage": "run", "recipe": "r", "varied": {}, "point": {}, "personal/local_test": 0.5, "diverged": False}
     common |= {"personal/global_test": 0.25, "global/global_test": 0.125, "num_clients": 2, "seconds_per_round": 1.0}
-    common |= {"params/trained": 1, "params/sent": 1, "mb_sent": 1.0, "full/params": 2, "full/mb": 2.0}
+    common |= {"variant": [], "params/trained": 1, "params/sent": 1, "mb_sent": 1.0, "full/params": 2, "full/mb": 2.0}
     runs = [("fedavg", 0), ("ditto", 0), ("fedavg", 1)]
     (tmp_path / "methods.json").write_text(json.dumps([common | {"label": name, "seed": seed} for name, seed in runs]))
     text = page(parts, tmp_path)
@@ -165,6 +164,10 @@ def test_tables_are_made_of_what_is_there(tmp_path):
     assert "| precision | perada / limit |\n| --- | --- |\n| tf32 | 1.235 |" in text
     assert "Seeds of all methods: 0." in text
     assert "| ditto " in text
+    (tmp_path / "methods.json").write_text("[{")
+    assert "**methods**: what methods is for\n\n`methods.json` cannot be shown: JSONDecodeError" in page(
+        parts, tmp_path
+    )
     assert "| `never` | what never is for | not run | 0 | not reached |" in text
 
     document = tmp_path / "page.md"

@@ -46,6 +46,11 @@ class Setting:
     fashion_mnist: Path | None = None
     jobs: int = 7
 
+    @property
+    def patience(self) -> float:
+        """How many times its limit a part may take: limits are for a GPU, and quick runs may be on a busy laptop."""
+        return 3.0 if self.quick else 1.0
+
 
 @dataclass(frozen=True)
 class Part:

@@ -93,7 +93,7 @@ def run_parts(parts: Sequence[Part], setting: Setting, minutes: float) -> list[O
     Args:
         parts: All of them.
         setting: How to run them.
-        minutes: Limit of all parts together.
+        minutes: Limit of all parts together, for a run that is not quick.
 
     Returns:
         What became of each part, which is also in the folder of results after each of them.
@@ -118,8 +118,8 @@ def run_parts(parts: Sequence[Part], setting: Setting, minutes: float) -> list[O
         if missing[part.name]:
             outcome = Outcome(part.name, "not run", f"it lacks {', '.join(missing[part.name])}", 0.0, command[1:])
         else:
-            left = 60 * minutes - (time.monotonic() - began)
-            limit = _limit_of(part, parts[place + 1 :], left)
+            left = 60 * minutes * setting.patience - (time.monotonic() - began)
+            limit = _limit_of(part, parts[place + 1 :], left, setting.patience)
             print(f"--- {part.name}: {part.purpose} (at most {limit / 60:.1f} minutes)", flush=True)
             try:
                 outcome = run_part(part, command, setting, limit)
@@ -134,12 +134,13 @@ def run_parts(parts: Sequence[Part], setting: Setting, minutes: float) -> list[O
     return [outcomes[part.name] for part in parts]
 
 
-def _limit_of(part: Part, later: Sequence[Part], left: float) -> float:
+def _limit_of(part: Part, later: Sequence[Part], left: float, patience: float) -> float:
     """Seconds that a part may take of those that are left."""
+    own = 60 * part.minutes * patience
     if part.takes_rest:
-        reserved = sum(60 * other.minutes for other in later)
-        return max(min(60 * part.minutes, left), left - reserved)
-    return min(60 * part.minutes, left)
+        reserved = sum(60 * other.minutes * patience for other in later)
+        return max(min(own, left), left - reserved)
+    return min(own, left)
 
 
 def run_part(part: Part, command: Sequence[str], setting: Setting, limit: float) -> Outcome:

@@ -27,12 +27,21 @@ def page(parts: Sequence[Part], output: Path) -> str:
         rows.append([f"`{part.name}`", part.purpose, outcome["status"], f"{outcome['seconds']:.0f}", outcome["reason"]])
     blocks.append(markdown(["part", "what it answers", "status", "s", "reason"], rows))
     for part in parts:
-        file = output / f"{part.name}.json"
-        log = output / f"{part.name}.log"
-        body = _results(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else _tests(log)
+        body = _body(output, part.name)
         if body:
             blocks.append(f"**{part.name}**: {part.purpose}\n\n{body}")
     return "\n\n".join(blocks) + "\n"
+
+
+def _body(output: Path, name: str) -> str:
+    """Return what a part's files show, or nothing where there are none."""
+    file = output / f"{name}.json"
+    if not file.is_file():
+        return _tests(output / f"{name}.log")
+    try:
+        return _results(json.loads(file.read_text(encoding="utf-8")))
+    except Exception as error:  # whatever one file holds, the tables of the others are written
+        return f"`{file.name}` cannot be shown: {type(error).__name__}: {error}"
 
 
 def write_into(document: Path, text: str) -> None:
