@@ -325,8 +325,8 @@ def draw(result: dict[str, Any]) -> "Figure":
     for pair in result["pairs"]:
         first, second = pair["modes"]
         lines.plot(np.linspace(0, 1, len(pair["losses"])), pair["losses"], label=f"mode {first} to mode {second}")
-    lines.set(title="training loss between two modes", xlabel="share of the second mode", yscale="log")
-    lines.legend()
+    lines.set(title="on the line between two modes", xlabel="share of the second mode", ylabel="training loss")
+    lines.legend(fontsize="small", loc="lower center")
     return figure
 
 
