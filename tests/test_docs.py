@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code in the documentation runs; CONTRIBUTING.md says how its blocks are marked."""
 
+import itertools
+import math
 import os
 import re
 import runpy
@@ -8,6 +10,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -225,13 +228,84 @@ def test_the_readmes_blocks_run(reader):
     assert {name for name in written if "/" in name} <= metrics_of_the_glossary()
 
 
+def figure_script():
+    return runpy.run_path(str(ROOT / "docs" / "home_and_abroad.py"))
+
+
 def test_the_figure_of_the_readme_is_drawn_from_its_table():
-    drawing = runpy.run_path(str(ROOT / "docs" / "home_and_abroad.py"))
-    methods = drawing["table_of"]((ROOT / "README.md").read_text())
+    drawing = figure_script()
+    methods = drawing["read_table"]((ROOT / "README.md").read_text())
     assert list(methods) == yaml.safe_load((ROOT / "recipes" / "hospitals.yaml").read_text())["compare"]["algorithms"]
     figure = (ROOT / "docs" / "home_and_abroad.svg").read_text()
-    assert figure == drawing["drawn"](methods)
-    assert figure.count("<circle") == len(methods)
+    assert figure == drawing["draw_figure"](methods)
+    for method, values in methods.items():
+        sent = f"{values['MB sent']:.2f} MB" if values["MB sent"] else "0 MB"
+        assert re.search(rf">{method}</text>\n<text [^>]*>{sent}</text>", figure), method
+
+
+SVG = {"svg": "http://www.w3.org/2000/svg"}
+
+
+def test_the_figure_shows_the_bytes_as_areas_and_covers_no_name():
+    root = ElementTree.parse(ROOT / "docs" / "home_and_abroad.svg").getroot()
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    font_size = float(root.attrib["font-size"])
+    assert font_size * 340 / width > 11  # pixels of a letter where the figure fills a phone
+    circles = [
+        [float(circle.attrib[name]) for name in ("cx", "cy", "r")] for circle in root.iterfind("svg:circle", SVG)
+    ]
+    labels = [text for text in root.iterfind("svg:text", SVG) if "class" in text.attrib]
+    sent = [float(text.text.removesuffix(" MB")) for text in labels if text.text.endswith(" MB")]
+    assert len(circles) == len(sent) == 6
+    per_megabyte = [radius**2 / size for (_, _, radius), size in zip(circles, sent, strict=True) if size]
+    assert per_megabyte == pytest.approx([per_megabyte[0]] * 5, rel=0.02)
+
+    boxes = []
+    for text in labels:
+        half = 0.58 * font_size * len(text.text) / 2  # Helvetica's letters are narrower on average
+        x, y = float(text.attrib["x"]), float(text.attrib["y"])
+        boxes.append((x - half, y - 0.75 * font_size, x + half, y + 0.22 * font_size))
+        assert 0 < x - half and x + half < width and 0 < y < height
+    for first, second in itertools.combinations(boxes, 2):
+        apart = first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
+        assert apart, (first, second)
+    for left, top, right, bottom in boxes:
+        for x, y, radius in circles:
+            nearest = (min(max(x, left), right), min(max(y, top), bottom))
+            assert math.dist((x, y), nearest) > radius
+    for one, other in itertools.combinations(circles, 2):
+        assert math.dist(one[:2], other[:2]) > one[2] + other[2]
+
+
+def contrast(one, other):
+    """Contrast of two colours, as WCAG 2 defines it."""
+
+    def luminance(colour):
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    darker, lighter = sorted([luminance(one), luminance(other)])
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_the_figure_is_readable_in_light_and_dark_mode():
+    style = (ROOT / "docs" / "home_and_abroad.svg").read_text().partition("<style>")[2].partition("</style>")[0]
+    light, query, dark = style.partition("@media (prefers-color-scheme: dark)")
+    assert query
+    for mode in (light, dark):
+        colours = dict(re.findall(r"(?:^|} )(\.?\w+) { fill: (#\w{6})", mode, re.MULTILINE))
+        assert set(colours) == {".back", "text", ".perada", ".other"}
+        for name in ("text", ".perada", ".other"):
+            assert contrast(colours[name], colours[".back"]) > 4.5, name
+
+
+def test_a_label_without_room_is_an_error():
+    drawing = figure_script()
+    methods = drawing["read_table"]((ROOT / "README.md").read_text())
+    crowded = {f"{method}{number}": values for number in range(3) for method, values in methods.items()}
+    with pytest.raises(ValueError, match="no room for the label"):
+        drawing["draw_figure"](crowded)
 
 
 @pytest.mark.slow
