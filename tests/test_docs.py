@@ -156,7 +156,7 @@ class Reader:
     def small(self, given):
         """Options with which a command takes little time."""
         # The clients of these are hospitals, which are not made by number.
-        hospitals = any(word.startswith(("images", "quickstart")) for word in given)
+        hospitals = any(word.startswith(("images", "quickstart", "hospitals")) for word in given)
         hospitals |= "mine.yaml" in given and "Scanners" in (self.folder / "mine.yaml").read_text()
         return [word for word in SMALL if not (hospitals and "num_clients" in word)]
 
@@ -189,6 +189,7 @@ APART = ("README.md", "docs/privacy.md")
 
 FOLLOWED = [page for page in with_blocks("python", "shell", "yaml") if page not in APART]
 LONG = (
+    "choosing",
     "compare",
     "data",
     "diagnostics",
@@ -209,6 +210,14 @@ LONG = (
 )
 def test_the_blocks_of_a_page_run(reader, page):
     reader.follow(page)
+
+
+def test_each_row_of_choosing_has_a_command():
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
+    assert rows == [str(number) for number in range(1, len(rows) + 1)]
+    numbered = [comment for block in blocks("docs/choosing.md") for comment in re.findall(r"# (\d[^:\n]*)", block.code)]
+    assert {number for comment in numbered for number in re.findall(r"\d+", comment)} == set(rows)
 
 
 def metrics_of_the_glossary():
