@@ -20,7 +20,6 @@ from perada.core.rounds import (
     PrivateSampling,
     RoundPlan,
     Shares,
-    batch_indices,
     make_plan,
     one_of,
     sample_cohort,
@@ -28,9 +27,10 @@ from perada.core.rounds import (
 from perada.core.states import send
 from perada.data.batches.datasets import length
 from perada.data.batches.features import FeatureCache
+from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, Store, loader
 from perada.data.batches.transforms import BatchT, Preparation
-from perada.data.checked import Checked, check
+from perada.data.checked import Checked, check, first_image
 from perada.data.federated import FederatedData
 from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.data.inspection import OnBroken, without_broken
@@ -77,6 +77,8 @@ class FederatedDataModule(pl.LightningDataModule):
         image_size: Height and width to resize uint8 images to; null keeps them.
         crop_padding: Shift training images at random by up to so many pixels; 0 for not.
         flip: Mirror half of the training images.
+        augment_public: Change the public images of distillation in the same way, anew in each step; teachers and
+            student see the same images.
         num_classes: Number of classes; null for what the dataset says.
         device_cache_mb: Sets of tensors up to this size are kept on the accelerator, and features of their images.
         shifts: Shifted test sets by name: :class:`.Corruptions`, :class:`.LabelShift`, an image set with the same
@@ -118,6 +120,7 @@ class FederatedDataModule(pl.LightningDataModule):
         image_size: int | None = None,
         crop_padding: int = 0,
         flip: bool = False,
+        augment_public: bool = False,
         num_classes: int | None = None,
         device_cache_mb: int = 2000,
         shifts: dict[str, Shift | ImageSet | list[str] | str] | None = None,
@@ -158,6 +161,7 @@ class FederatedDataModule(pl.LightningDataModule):
         check_whole("num_workers", num_workers, 0)
         check_whole("crop_padding", crop_padding, 0)
         check_choice("flip", flip, [False, True])
+        check_choice("augment_public", augment_public, [False, True])
         check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))
         check_choice("on_broken", on_broken, get_args(OnBroken))
         self.client_validation, self.evaluate_on, self.seed = client_validation, evaluate_on, seed
@@ -165,7 +169,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self.image_size, self.device_cache_mb, self.on_broken = image_size, device_cache_mb, on_broken
         self.shifts, self.shifts_when = as_shifts(shifts or {}), shifts_when
         self.conditions: list[Condition] = []
-        self.prepare = Preparation(None, image_size, crop_padding, flip)
+        self.prepare = Preparation(None, image_size, crop_padding, flip, augment_public=augment_public)
         self._num_classes = num_classes
         self._record: dict[str, Any] = {}
         self._clients_per_round: int | None = None
@@ -210,6 +214,8 @@ class FederatedDataModule(pl.LightningDataModule):
         found.held_out = validation if on_test else []
         self.conditions = conditions(self.shifts, found, self.image_size) if on_test else []
         self.prepare.check_shape(found.image[0])
+        if self.prepare.augment_public and found.public is not None:
+            self.prepare.check_shape(first_image(found.public)[0])
         self.num_clients, self.train_sizes = len(data.train), found.train.sizes
         self.num_classes, self.multilabel = found.num_classes, found.multilabel
         self.classes = found.classes
@@ -334,19 +340,21 @@ class FederatedDataModule(pl.LightningDataModule):
         return sum(self.checked.server_validation.sizes) if self.checked.server_validation else 0
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
-        """Positions in the public set for the steps of a round's distillation: a stream of permutations.
+        """Draw the public images of each step of a round's distillation: a stream of permutations of the set.
 
         Returns:
-            Integers (steps, B), B at most ``public_size``; derived from the run's seed and the round.
+            Integers (steps, B), B at most ``public_size``; derived from the run's seed and the round. They are
+            positions in the set, or with ``augment_public`` positions modulo ``public_size``.
         """
-        return batch_indices(self.public_size, batch_size, steps, self.prepare.seed, "public", round)
+        return public_indices(self.public_size, round, steps, batch_size, self.prepare)
 
     def public_images(self, indices: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Read public images, prepared for the model, on ``device``. The same position always gives the same image."""
-        store = self.checked.public
+        """Read public images, prepared for the model, on ``device``. The same index always gives the same image."""
+        store, size = self.checked.public, self.public_size
         assert store is not None
-        images, _ = self.served(store).take(torch.zeros_like(indices), indices, (self.prepare.seed, -2))
-        return self.prepare(send(images, device))
+        positions = indices % size
+        images, _ = self.served(store).take(torch.zeros_like(positions), positions, (self.prepare.seed, -2))
+        return self.prepare(augment_public_images(send(images, device), indices, size, self.prepare))
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
@@ -409,4 +417,5 @@ class FederatedDataModule(pl.LightningDataModule):
         if self.trainer is not None and self.trainer.strategy.root_device.type != "cpu":
             store.to(self.trainer.strategy.root_device, self.device_cache_mb * 10**6)
         augmented = store is self.checked.train and self.prepare.augments
+        augmented |= store is self.checked.public and self.prepare.augment_public
         return store if self._features is None or augmented else self._features(store)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 
 from perada.algorithms import Broadcast, Stacks
 from perada.core.checks import check_whole
-from perada.core.rounds import batch_indices
 from perada.core.states import State, send
 from perada.data import FederatedDataModule
+from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.samples import make_store
 from perada.data.batches.transforms import Preparation
 from perada.deploy.sums.vector import Contents
@@ -214,28 +214,30 @@ class PublicImages:
         self._public = make_store(shown, labelled=False, size=preparation.image_size)
         self.public_size = sum(self._public.sizes)
 
-    def public_indices(self, round: int, steps: int, batch_size: int | str) -> Tensor:
-        """Positions (steps, B) in the public set, as :meth:`perada.data.FederatedDataModule.public_indices`."""
-        return batch_indices(self.public_size, batch_size, steps, self._preparation.seed, "public", round)  # type: ignore[arg-type]  # "full" is the only text
+    def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
+        """Indices (steps, B) of public images, as :meth:`perada.data.FederatedDataModule.public_indices`."""
+        return public_indices(self.public_size, round, steps, batch_size, self._preparation)
 
     def used(self, options: Distillation, round: int) -> Tensor:
         """Positions (N,) of the images that a round uses, in ascending order."""
-        positions: Tensor = self.public_indices(round, options.steps, options.batch_size).unique()
+        indices = self.public_indices(round, options.steps, options.batch_size)
+        positions: Tensor = (indices % self.public_size).unique()
         return positions
 
     def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
         """Public images, prepared for the model, on ``device``."""
-        return self._preparation(send(self._taken(indices), device))
+        images = send(self._taken(indices % self.public_size), device)
+        return self._preparation(augment_public_images(images, indices, self.public_size, self._preparation))
 
-    def digest(self, indices: Tensor) -> str:
-        """SHA-256 of public images before they are prepared, in hexadecimal digits."""
+    def digest(self, positions: Tensor) -> str:
+        """SHA-256 of public images before they are augmented and prepared, in hexadecimal digits."""
         found = hashlib.sha256()
-        for part in indices.split(PUBLIC_BATCH):
+        for part in positions.split(PUBLIC_BATCH):
             found.update(self._taken(part).contiguous().numpy().tobytes())
         return found.hexdigest()
 
-    def _taken(self, indices: Tensor) -> Tensor:
-        images: Tensor = self._public.take(torch.zeros_like(indices), indices, (self._preparation.seed, -2))[0]
+    def _taken(self, positions: Tensor) -> Tensor:
+        images: Tensor = self._public.take(torch.zeros_like(positions), positions, (self._preparation.seed, -2))[0]
         return images
 
     def validation_batches(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

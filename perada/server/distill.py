@@ -175,7 +175,7 @@ class TeacherBatches:
     A simulation, and each site of a deployment, make the same ones of the same steps.
 
     Attributes:
-        batches: Positions in the public set, those of each batch in ascending order.
+        batches: Indices of public images, those of each batch in ascending order.
         rows: Where the images of the steps, (steps, B), are among the rows of all batches, one after another.
         batch_statistics: Whether norms use the statistics of each batch.
     """
@@ -214,7 +214,7 @@ class ServerData(Protocol):
     """What the server needs of the data (:class:`perada.data.FederatedDataModule` has it)."""
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
-        """Positions in the public set (steps, B)."""
+        """Indices of public images (steps, B): positions in the set, or of images changed at random."""
 
     def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
         """Prepared public images (len(indices), channels, height, width)."""

@@ -90,6 +90,39 @@ def test_balanced_dirichlet_fills_up_from_other_classes():
         split(BalancedDirichlet(7, 1.0, 200))
 
 
+@pytest.mark.parametrize(("clients", "alpha", "least", "size"), [(20, 1.0, 2, 50), (20, 0.05, 5, 50), (7, 9.0, 3, 142)])
+def test_clients_of_balanced_dirichlet_have_some_samples_of_each_class(clients, alpha, least, size):
+    train, test = split(BalancedDirichlet(clients, alpha, min_per_class=least))
+    assert (train.sum(1) == size).all()
+    assert train.min() >= least
+    assert (train.sum(0) <= 100).all()
+    assert (np.abs(test - train / 5) < 1 + 1e-9).all()
+
+
+def test_the_rest_of_balanced_dirichlet_has_the_proportions_of_its_distribution():
+    """Beyond the minimum the proportions have mean 1/K and variance (1/K)(1 - 1/K) / (alpha + 1)."""
+    labels = np.repeat(np.arange(4), 5000)
+    train, none = Split(labels, np.arange(len(labels))), Split(labels[:0], np.arange(0))
+    partition = BalancedDirichlet(20, 1.0, samples_per_client=120, min_per_class=5)
+    drawn = [rows for seed in range(40) for rows in partition.split(train, none, seed)[0]]
+    rest = np.array([np.bincount(labels[rows], minlength=4) for rows in drawn]) - 5
+    assert (rest >= 0).all() and (rest.sum(1) == 100).all()
+    assert (rest / 100).mean(0) == pytest.approx([0.25] * 4, abs=0.05)
+    assert (rest / 100).var(0) == pytest.approx([0.25 * 0.75 / 2] * 4, rel=0.25)
+
+
+def test_a_minimum_of_each_class_that_balanced_dirichlet_cannot_give():
+    with pytest.raises(
+        ValueError, match="the smallest class has 100 samples, too few for min_per_class=6 on 20 clients"
+    ):
+        split(BalancedDirichlet(20, min_per_class=6))
+    words = "min_per_class=3 of 10 classes are 30 training samples, and a client has 20: lower min_per_class, or raise"
+    with pytest.raises(ValueError, match=words):
+        split(BalancedDirichlet(20, samples_per_client=20, min_per_class=3))
+    with pytest.raises(ValueError, match="min_per_class=-1 cannot be used"):
+        BalancedDirichlet(min_per_class=-1)
+
+
 def test_quantity_skew_has_the_sizes_of_its_distribution():
     """A share has mean 1/M and variance (1/M)(1 - 1/M)/(M·alpha + 1), and classes are as in the whole."""
     for alpha in (0.3, 1.0, 20.0):

@@ -150,6 +150,13 @@ def test_teachers_in_training_mode_equal_those_of_a_simulation(algorithm, tiny, 
     assert_equal(Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=normalized, loop=loop))
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_augmented_public_images_equal_those_of_a_simulation(mode, tiny, tmp_path):
+    loop = {"distillation": Distillation(steps=3, batch_size=4, lr=0.05, teacher_mode=mode)}
+    data = {"crop_padding": 1, "flip": True, "augment_public": True}
+    assert_equal(Parties(tiny, tmp_path, "perada", sizes=(8, 5), net=normalized, loop=loop, data=data))
+
+
 def test_a_server_refuses_to_distil_a_batch_norm_on_single_images(tiny, tmp_path):
     loop = {"distillation": Distillation(steps=3, batch_size=1, teacher_mode="train")}
     parties = Parties(tiny, tmp_path, "perada", sizes=(8, 5), net=normalized, loop=loop)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as vision
 
-from perada.core.checks import check_number
+from perada.core.checks import OptionError, check_number
 from perada.core.rounds import CohortBatch, EvalBatch, ImageConfig
 from perada.core.seeding import generator
 from perada.core.states import send
@@ -356,7 +356,9 @@ class Preparation:
 
     The backbone asks for ``image``; the other options are the data module's, and the run's seed. With ``secure`` the
     images of private training are augmented by the operating system's generator instead: the draws go by an image's
-    place in the batch, and whoever knew them could tell from the others whether an image is there.
+    place in the batch, and whoever knew them could tell from the others whether an image is there. With
+    ``augment_public`` the public images of distillation are augmented too
+    (:func:`perada.data.batches.public.augment_public_images`).
     """
 
     image: ImageConfig | None = None
@@ -365,6 +367,16 @@ class Preparation:
     flip: bool = False
     seed: int = 0
     secure: bool = False
+    augment_public: bool = False
+
+    def __post_init__(self) -> None:
+        if self.augment_public and not self.augments:
+            raise OptionError(
+                "augment_public=True changes nothing without flip or crop_padding: give at least one of them, or set "
+                "augment_public to False",
+                name="augment_public",
+                value=True,
+            )
 
     @property
     def augments(self) -> bool:

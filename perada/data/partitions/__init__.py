@@ -306,16 +306,21 @@ class Dirichlet(LabelPartition):
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
         """Draw the proportions, round them to whole samples, and see to the minimum."""
         check_enough(int(sizes.sum()), self.num_clients, self.min_per_client)
-        if sizes.min() < self.num_clients * self.min_per_class:
-            raise ValueError(
-                f"the smallest class has {sizes.min()} samples, too few for min_per_class={self.min_per_class} on "
-                f"{self.num_clients} clients: lower one of the two"
-            )
+        _check_min_per_class(sizes, self.num_clients, self.min_per_class)
         proportions = rng.dirichlet(np.full(self.num_clients, self.alpha), len(sizes)).T
         free = sizes - self.num_clients * self.min_per_class
         shared = [apportion(total, proportions[:, k], rng) for k, total in enumerate(free)]
         counts = self.min_per_class + np.stack(shared, axis=1)
         return raise_to_minimum(counts, self.min_per_client, proportions * sizes, keep=self.min_per_class)
+
+
+def _check_min_per_class(sizes: Array, num_clients: int, min_per_class: int) -> None:
+    """Refuse more samples of each class for every client than the smallest of the classes, of ``sizes`` (K,), has."""
+    if sizes.min() < num_clients * min_per_class:
+        raise ValueError(
+            f"the smallest class has {sizes.min()} samples, too few for min_per_class={min_per_class} on "
+            f"{num_clients} clients: lower one of the two"
+        )
 
 
 @dataclass(repr=False, eq=False)
@@ -340,6 +345,8 @@ class BalancedDirichlet(LabelPartition):
         merge_below: For several labels a sample, or a column: combinations or values with fewer training samples form
             one class together.
         column: Column of the dataset whose values take the place of classes; null for the labels.
+        min_per_class: Training samples of every class that every client has at least, whatever its proportions; they
+            are among its samples.
 
     Raises:
         ValueError: If an option is out of range.
@@ -350,12 +357,14 @@ class BalancedDirichlet(LabelPartition):
     samples_per_client: int | None = None
     merge_below: int = 0
     column: str | None = None
+    min_per_class: int = 0
 
     def __post_init__(self) -> None:
         check_whole("num_clients", self.num_clients)
         check_number("alpha", self.alpha, above=0, hint="0.1 is about one class a client, 100 even")
         check_whole("samples_per_client", self.samples_per_client, optional=True)
         check_whole("merge_below", self.merge_below, 0)
+        check_whole("min_per_class", self.min_per_class, 0)
         check_name("column", self.column, optional=True)
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
@@ -368,14 +377,23 @@ class BalancedDirichlet(LabelPartition):
                 f"{self.num_clients * per_client}, and there are {total}: lower num_clients or samples_per_client, or "
                 "raise train_limit"
             )
+        _check_min_per_class(sizes, self.num_clients, self.min_per_class)
+        of_all_classes = self.min_per_class * len(sizes)
+        if of_all_classes > per_client:
+            raise ValueError(
+                f"min_per_class={self.min_per_class} of {len(sizes)} classes are {of_all_classes} training samples, "
+                f"and a client has {per_client}: lower min_per_class, or raise samples_per_client"
+            )
         # NumPy refuses a parameter of 0, to which a tiny alpha underflows.
         concentration = np.maximum(self.alpha * sizes / total, np.finfo(np.float64).tiny)
-        left = sizes.copy()
-        counts = np.zeros((self.num_clients, len(sizes)), dtype=np.int64)
+        # The minimum of all clients is set aside first: nobody else's proportions can use it up.
+        left = sizes - self.num_clients * self.min_per_class
+        counts = np.full((self.num_clients, len(sizes)), self.min_per_class, dtype=np.int64)
         for client in range(self.num_clients):
             proportions = rng.dirichlet(concentration)
-            counts[client] = _draw_without_replacement(per_client, proportions, left, rng)
-            left -= counts[client]
+            drawn = _draw_without_replacement(per_client - of_all_classes, proportions, left, rng)
+            counts[client] += drawn
+            left -= drawn
         return counts
 
 

@@ -43,6 +43,7 @@ NONE = {"fedbe", "fedbe_no_kd", "fed_ensemble", "standalone", "het_lora", "flexl
 OF_TRANSFORMERS = {"fedalt_adapter", "fedsim_adapter"}
 LORA = {"module": {"adapter": "lora"}}
 GUARDED = {"distillation": Distillation(steps=4, batch_size=5, lr=0.05, teacher_mode="train", guard="predictions")}
+AUGMENTED = {"crop_padding": 1, "flip": True, "augment_public": True}
 TRAINING_TEACHERS = {"distillation": Distillation(steps=4, batch_size=5, lr=0.05, teacher_mode="train")}
 CASES = {
     name: (name, {"module": {"adapter": "lora" if name in OF_LORA else "dual_lora"}} if name in ADAPTER_OF else {})
@@ -55,6 +56,7 @@ CASES = {
     "moments": (FedBE(samples=2, moments=True), {}),
     "running statistics": ("perada", {"net": normalized, "loop": {"weighting": "samples"}, "sizes": (8, 5, 12)}),
     "teachers in training mode": ("perada", {"net": normalized, "loop": TRAINING_TEACHERS, "sizes": (8, 5, 12)}),
+    "augmented public images": ("perada", {"net": normalized, "data": AUGMENTED, "sizes": (8, 5, 12)}),
     "a guarded distillation": ("perada", {"net": normalized, "loop": GUARDED, "sizes": (8, 5, 12)}),
     "drawn teachers in training mode": (FedBE(samples=2, moments=True), {"net": normalized, "loop": TRAINING_TEACHERS}),
     "prompts": ("perada", {"net": vit, "module": {"adapter": "prompt"}}),

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's unlabelled public images: which ones a round uses, and how they are changed at random."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from perada.core.rounds import batch_indices
+from perada.core.seeding import generator
+from perada.data.batches.transforms import Preparation, augment, draw_crops
+
+
+def public_indices(
+    size: int, round: int, steps: int, batch_size: int | Literal["full"], preparation: Preparation
+) -> Tensor:
+    """Draw the public images of each step of a round's distillation: indices (steps, B), B at most ``size``.
+
+    An index below ``size`` is a position in the set and stands for the stored image. With ``augment_public`` an index
+    also names a random change: ``position + size * draw``, where each step of each round has a draw of its own, from 1.
+    One number thus says exactly what teachers and student see. Sites of a deployment, several devices and resumed runs
+    get the same image from it.
+    """
+    positions = batch_indices(size, batch_size, steps, preparation.seed, "public", round)
+    if not preparation.augment_public:
+        return positions
+    draws = 1 + round * steps + torch.arange(steps)
+    return positions + size * draws.unsqueeze(1)
+
+
+def augment_public_images(images: Tensor, indices: Tensor, size: int, preparation: Preparation) -> Tensor:
+    """Shift and mirror the public images (N, Ch, H, W) that indices (N,) of :func:`public_indices` name.
+
+    Args:
+        images: Stored images at the positions ``indices % size``, on any device.
+        indices: On the CPU.
+        size: Number of public images.
+        preparation: How far images are shifted, whether they are mirrored, and the seed.
+    """
+    draws = indices // size
+    if not draws.any():
+        return images
+    padding = preparation.crop_padding
+    # In place, not mirrored: what stored images get, whose draw is 0.
+    crops = torch.tensor([padding, padding, 0]).repeat(len(indices), 1)
+    for draw in draws[draws > 0].unique().tolist():
+        rows = draws == draw
+        # Drawn for all positions, so that a change does not depend on which images are read together.
+        of_positions = draw_crops(size, preparation.flip, padding, generator(preparation.seed, "augment/public", draw))
+        crops[rows] = of_positions[indices[rows] % size]
+    return augment(images, crops, padding)
