@@ -34,20 +34,21 @@ class Comparison:
         self.plan, self.results, self.carry_out = plan, results, carry_out
         self.began = time.monotonic()
         self.started = self.failed = 0
-        self.total = sum(plan.count(row[1]) + len(plan.seeds) for row in plan.rows)
+        self.total = sum(plan.count(row.algorithm) + len(plan.seeds) for row in plan.rows)
 
     def run(self) -> int:
         """Run the grid and the table; return how many runs failed."""
         plan, first = self.plan, self.plan.seeds[0]
         tuning = {
-            row: [plan.job(row, first, "tune", point) for point in points(plan.grids[row[1]])] for row in plan.rows
+            row: [plan.job(row, first, "tune", point) for point in points(plan.grids[row.algorithm])]
+            for row in plan.rows
         }
         self._run(job for jobs in tuning.values() for job in jobs)
         for number in range(plan.trials):  # one of each row at a time: a trial follows from those before
             for row, before in tuning.items():
-                if ranged(plan.grids[row[1]]):
+                if ranged(plan.grids[row.algorithm]):
                     before.append(self._trial(row, number, before))
-            self._run(jobs[-1] for row, jobs in tuning.items() if ranged(plan.grids[row[1]]))
+            self._run(jobs[-1] for row, jobs in tuning.items() if ranged(plan.grids[row.algorithm]))
         chosen = self._choose(tuning)
         final = [plan.job(row, seed, "run", point) for seed in plan.seeds for row, point in chosen.items()]
         self._run(final)
@@ -56,7 +57,7 @@ class Comparison:
 
     def _trial(self, row: Row, number: int, before: list[Job]) -> Job:
         """The next trial of a row: one that the file of results has, as long as there are any, or a new one."""
-        seed, grid = self.plan.seeds[0], self.plan.grids[row[1]]
+        seed, grid = self.plan.seeds[0], self.plan.grids[row.algorithm]
         for record in self.results.records:
             if record["stage"] == "tune" and inside(grid, record["point"]):
                 job = self.plan.job(row, seed, "tune", record["point"])
@@ -163,7 +164,7 @@ def _divide(words: list[str], parser: ArgumentParser) -> tuple[list[str], list[s
         if word.startswith("-") and not word[1:2].isdigit():
             part, option = (known, name) if name in parser._option_string_actions else (other, "")
             word = word if part is known else f"--{full_name(name[2:])}{equals}{value}"
-        elif before in ("--set", "--tune", "--vary") and equals and part[-1] != before:  # a further one
+        elif before in ("--set", "--tune", "--variants", "--vary") and equals and part[-1] != before:  # a further one
             part.append(before)
         part.append(word)
     return known, other
@@ -188,6 +189,8 @@ def _add_options(parser: ArgumentParser) -> None:
         sampler: How settings are drawn from ranges: tpe or random.
         choose_by: Scores on the held-out images whose mean chooses (default: those of the personal models), such as
             global/global_test or personal/local_test_worst.
+        variants: Rows by name, each with the options of `perada fit` that it changes:
+            'mirrored={data.flip: true, data.crop_padding: 2}'. Without any it is one row, of what all runs have.
         vary: Values of an option of `perada fit`, in the same form, each of which makes a row of its own. With
             several --vary every combination is a row.
         jobs: Runs at once, each in its own process.
@@ -205,6 +208,7 @@ def _add_options(parser: ArgumentParser) -> None:
         "--trials": {"type": PositiveInt},
         "--sampler": {"type": Sampler, "default": "tpe"},
         "--choose_by": {"nargs": "+", "default": list(CHOSEN_BY), "metavar": "SCORE"},
+        "--variants": values | {"metavar": "NAME={OPTION: V}"},
         "--vary": values,
         "--jobs": {"type": PositiveInt, "default": 1},
         "--threads": {"type": PositiveInt, "default": 1},

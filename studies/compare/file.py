@@ -28,19 +28,21 @@ def comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list
         raise ValueError(f"{file!r} names no recipes to compare: give it compare: {{recipes: [...]}}")
     out = _listed(own.pop("recipes"))
     for name, value in own.items():
-        if name not in ("set", "tune", "vary"):
+        if name not in ("set", "tune", "variants", "vary"):
             out += [] if value is False else [f"--{name}", *(_listed(value) if value is not True else ())]
             continue
         if not isinstance(value, dict):
-            raise ValueError(
-                f"{file!r}: compare.{name} is {value!r}; give it options of `perada fit` with their values"
-            )
+            what = "names of rows with the options of each" if name == "variants" else "options of `perada fit`"
+            raise ValueError(f"{file!r}: compare.{name} is {value!r}; give it {what} with their values")
+        if name == "variants":
+            out += [f"--variants={variant}={_word(changes)}" for variant, changes in value.items()]
+            continue
         given = [word.removeprefix(f"--{name}=").partition("=")[0] for word in rest]
         for key in (key for key in value if key not in given):
             # A comma in a text does not part two values.
             quoted = (f'"{word}"' if "," in word and word[0] not in "[{" else word for word in _listed(value[key]))
             out.append(f"--{name}={key}={','.join(quoted)}")
-    return [*out, *(f"--{key}={_word(value)}" for key, value in _leaves(content)), *rest]
+    return [*out, *(f"--{key}={_word(value)}" for key, value in leaves(content)), *rest]
 
 
 def _listed(value: Any) -> list[str]:  # noqa: ANN401  # whatever a file holds
@@ -49,13 +51,14 @@ def _listed(value: Any) -> list[str]:  # noqa: ANN401  # whatever a file holds
 
 
 def _word(value: object) -> str:
+    """A value as a word of the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Options by full name; what has a ``class_path`` is one."""
     for key, value in section.items():
         if isinstance(value, dict) and value and "class_path" not in value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

@@ -76,14 +76,20 @@ def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
         if len(set(values)) < len(values):
             raise ValueError(f"{option} {text!r} has a value twice: give each once")
         for one in options:
-            if one in _FIXED:
-                raise ValueError(f"{option} {text!r}: {_FIXED[one]}, so it cannot be tuned or varied")
+            check_free(one, f"{option} {text!r}")
             known = one.replace(".init_args.", ".")  # the same option with and without it
             if known in seen:
                 raise ValueError(f"{option} {text!r}: {one} is given twice, give it once")
             seen.add(known)
         grid["+".join(options)] = _range(options, values, f"{option} {text}") or values
     return grid
+
+
+def check_free(name: str, where: str) -> None:
+    """Refuse an option of ``perada fit`` that `perada compare` sets itself."""
+    reason = _FIXED.get(full_name(name))
+    if reason is not None:
+        raise ValueError(f"{where}: {reason}, so it cannot be tuned or varied")
 
 
 def split_values(text: str) -> list[str]:

@@ -11,20 +11,42 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import yaml
 from jsonargparse import Namespace
 
 from perada.algorithms import ALGORITHMS, VARIANTS, Algorithm
+from perada.api import full_name
 from perada.core.checks import check_installed, check_known
 from perada.core.text import near_names
 from perada.server import SERVER_RULES
-from perada.studies.compare.grid import HOLD_OUT, VALIDATE, Grid, Point, Range, corners, parse_grid, points, ranged
+from perada.studies.compare.file import leaves
+from perada.studies.compare.grid import (
+    HOLD_OUT,
+    VALIDATE,
+    Grid,
+    Point,
+    Range,
+    check_free,
+    corners,
+    parse_grid,
+    points,
+    ranged,
+)
 
 MakeCLI = Callable[[Sequence[str]], Any]
 """Builds trainer, model and data from options of ``perada fit``."""
-Row = tuple[str, str, tuple[tuple[str, str], ...]]
-"""A row of the table: recipe, algorithm, and the values of what ``--vary`` names."""
+
+
+class Row(NamedTuple):
+    """A row of the table."""
+
+    recipe: str
+    algorithm: str  # "" for the recipe's own
+    variant: str  # name of one of ``--variants``; "" where there are none
+    varied: tuple[tuple[str, str], ...]  # values of what ``--vary`` names
+
 
 TRIALS = 10
 """Settings that are tried where ``--tune`` has a range."""
@@ -198,6 +220,37 @@ def parse_settings(asked: Sequence[str], algorithms: Sequence[str]) -> dict[str,
     return settings
 
 
+def parse_variants(asked: Sequence[str]) -> dict[str, Point]:
+    """Parse the arguments of ``--variants`` into the options of each variant, by its name.
+
+    Raises:
+        ValueError: If one has no name, or its options cannot be read or cannot be changed.
+
+    >>> parse_variants(["plain={}", "mirrored={data: {flip: true}, lr_local: 0.1}"])
+    {'plain': {}, 'mirrored': {'data.flip': 'true', 'model.lr_local': '0.1'}}
+    """
+    variants: dict[str, Point] = {}
+    for text in asked:
+        name, _, listed = text.partition("=")
+        try:
+            changes = yaml.safe_load(listed)
+        except yaml.YAMLError:
+            changes = None
+        if not name or not isinstance(changes, dict):
+            raise ValueError(
+                f"--variants {text!r} cannot be read: give a name and options, for example "
+                "'mirrored={data.flip: true}'"
+            )
+        if name in variants:
+            raise ValueError(f"--variants {name!r} is given twice: give each variant a name of its own")
+        variants[name] = {}
+        for option, value in leaves(changes):
+            check_free(option, f"--variants {name!r}")
+            word = value if isinstance(value, str) else json.dumps(value)
+            variants[name][full_name(option)] = word
+    return variants
+
+
 def parse_grids(asked: Sequence[str], algorithms: Sequence[str], option: str = "--tune") -> dict[str, Grid]:
     """The grid of each algorithm (the recipes' own: ""), from the arguments of ``--tune``, which may begin with names.
 
@@ -234,7 +287,7 @@ class Job:
     variant: list[str]  # what the user asked for beside recipe and algorithm, to tell rows of one file apart
     digest: str  # of the recipe's content
     chosen_by: list[str]  # scores whose mean, on validation images, chooses; with a minus, the lower one is better
-    varied: Point  # values of what ``--vary`` names
+    varied: Point  # values of what ``--vary`` names, and the name of its variant
 
     def __str__(self) -> str:
         values = named(self.point)
@@ -271,6 +324,7 @@ class Plan:
         self.seeds = list(dict.fromkeys(given.seeds))
         vary, self.grids = parse_grid(given.vary, "--vary"), parse_grids(given.tune, algorithms)
         self.settings = parse_settings(given.set, algorithms)
+        self.variants = parse_variants(given.variants)
         self._check_options(vary)
         self.trials = (given.trials or TRIALS) if any(map(ranged, self.grids.values())) else 0
         self.asked = ["--paper"] * given.paper + [f"--tune={text}" for text in given.tune]
@@ -280,7 +334,8 @@ class Plan:
         if given.tune and given.choose_by != list(CHOSEN_BY):
             self.asked.append(f"--choose_by={','.join(given.choose_by)}")
         varied = [tuple(point.items()) for point in points(vary)] or [()]  # the last name's values change fastest
-        self.rows: list[Row] = list(dict.fromkeys(product(given.recipes, algorithms, varied)))
+        rows = product(given.recipes, algorithms, self.variants or [""], varied)
+        self.rows = list(dict.fromkeys(Row(*row) for row in rows))
         self.signed: list[str] = given.choose_by
         self.recipes: dict[str, tuple[Any, str]] = {}
         self._adapters: dict[tuple[str, str], list[str]] = {}
@@ -302,6 +357,10 @@ class Plan:
                     raise ValueError(
                         f"--set gives {name} one value, and --tune or --vary others: leave one of them out"
                     )
+        for variant, changes in self.variants.items():
+            for name in changes:
+                if name in tuned | varied:
+                    raise ValueError(f"--variants {variant!r} and --tune or --vary both give {name}: leave one out")
         if both := sorted(tuned & varied):
             raise ValueError(f"--tune and --vary both name {both[0]}: tune it or vary it")
         if twice := sorted((tuned | varied) & {word[2:].partition("=")[0] for word in self.overrides}):
@@ -320,23 +379,23 @@ class Plan:
         """Refuse a row with runs that cannot be made."""
         cli = self.make_cli(self.job(row, self.seeds[0], "run", {}).args)
         shared = [name for name in self.given.choose_by if name.startswith("global/")]
-        if self.grids[row[1]] and shared and not cli.loop.algorithm.global_model:
-            name = row[1] or type(cli.loop.algorithm).__name__
+        if self.grids[row.algorithm] and shared and not cli.loop.algorithm.global_model:
+            name = row.algorithm or type(cli.loop.algorithm).__name__
             raise ValueError(f"--choose_by {shared[0]}: {name} has no global model; leave it or the score out")
         self._sign(cli.model.score_names)
-        if row[1]:
-            entry_of(row[1]).check(cli.config.federated.algorithm)
+        if row.algorithm:
+            entry_of(row.algorithm).check(cli.config.federated.algorithm)
         if cli.loop.test_mode:
             raise ValueError(
                 "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside "
                 "its results: the noise would follow from it; leave secure_rng out"
             )
-        if self.grids[row[1]] and (cli.loop.privacy or cli.loop.client_privacy):
+        if self.grids[row.algorithm] and (cli.loop.privacy or cli.loop.client_privacy):
             raise ValueError(
                 "--tune cannot be used with privacy or client_privacy: it chooses by private images, which no ledger "
                 "counts; choose on public data, and give the values"
             )
-        for point in corners(self.grids[row[1]]):
+        for point in corners(self.grids[row.algorithm]):
             job = self.job(row, self.seeds[0], "tune", point)
             try:
                 self.make_cli(job.args)
@@ -358,10 +417,12 @@ class Plan:
 
     def job(self, row: Row, seed: int, stage: str, point: Point) -> Job:
         """A run of a row."""
-        recipe, algorithm, varied = row
+        recipe, algorithm = row.recipe, row.algorithm
         own, digest = self.recipes[recipe]
         label = f"{self._prefix(recipe)}{algorithm}" if algorithm else recipe.removesuffix(".yaml")
-        point_of_row, tunes = words(dict(varied)), stage == "tune"
+        varied = dict(row.varied)
+        point_of_row = [*words(self.variants.get(row.variant, {})), *words(varied)]
+        tunes = stage == "tune"
         args = [
             *("--config", recipe, "--trainer.logger=false"),  # no folder for every one of so many runs
             *(entry_of(algorithm).words(own, self.given.paper) if algorithm else ()),
@@ -374,9 +435,12 @@ class Plan:
             *words(point),
             *([VALIDATE] if tunes else []),
         ]
-        label += named(dict(varied))
+        if row.variant:
+            label += f", {row.variant}"
+            varied = {"variant": row.variant} | varied
+        label += named(dict(row.varied))
         given = [*self.asked, *self.overrides, *point_of_row]
-        return Job(label, recipe, seed, stage, point, args, given, digest, self.signed, dict(varied))
+        return Job(label, recipe, seed, stage, point, args, given, digest, self.signed, varied)
 
     def _adapter(self, recipe: str, algorithm: str) -> list[str]:
         """Options for the adapter that an algorithm is about, with those that the recipe or all runs give one."""

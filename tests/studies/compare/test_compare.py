@@ -836,6 +836,66 @@ def test_settings_of_some_algorithms_reach_their_runs_only(recipe, monkeypatch):
         assert clis["perada_no_kd"].loop.algorithm.prox_strength != 7
 
 
+BALANCED = {"class_path": "BalancedDirichlet", "init_args": {"num_clients": 4, "alpha": 2.0}}
+CHANGED = {"data": {"flip": True, "partition": BALANCED}, "lr_local": 0.3}
+
+
+def test_variants_are_rows_of_several_changes_each(recipe, tmp_path, monkeypatch):
+    section = {"recipes": [recipe], "algorithms": ["ditto", "fedavg"], "variants": {"as it is": {}, "both": CHANGED}}
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"compare": section, "model": {"lr_local": 0.7}}))
+    plans = []
+    monkeypatch.setattr(Comparison, "run", lambda comparison: plans.append(comparison.plan) or 0)
+    main(["compare", "rows.yaml"])
+    (plan,) = plans
+    jobs = [plan.job(row, 0, "run", {}) for row in plan.rows]
+    labels = ["ditto, as it is", "ditto, both", "fedavg, as it is", "fedavg, both"]
+    assert [job.label for job in jobs] == labels
+    assert [job.varied for job in jobs[:2]] == [{"variant": "as it is"}, {"variant": "both"}]
+    plain, both = (plan.make_cli(job.args).datamodule for job in jobs[2:])
+    assert (plain.prepare.flip, type(plain.division.partition).__name__) == (False, "IID")
+    assert (both.prepare.flip, both.division.partition.alpha) == (True, 2.0)
+    # A variant changes what all runs have.
+    rates = [plan.make_cli(job.args).model.lr["local"] for job in jobs[2:]]
+    assert rates == [0.7, 0.3]
+
+
+def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
+    words = ["compare", recipe, "--algorithms", "fedavg", WEIGHTS, *OUT]
+    words += ["--variants", "plain={}", "faster={lr_local: 3.0, lr_personal: 3.0}"]
+    main(words)
+    shown = capsys.readouterr().out
+    assert begun(shown) == ["fedavg, plain, seed 0", "fedavg, faster, seed 0"]
+    table = rows(shown)
+    assert list(table) == ["before fine-tuning", "fedavg, plain", "fedavg, faster", "full fine-tuning, for comparison"]
+    scores = {r["label"]: r["global/global_test"] for r in read() if r["stage"] == "run"}
+    expected = fitted("--federated.algorithm=FedAvg", "--model.lr_local=3.0", "--model.lr_personal=3.0", WEIGHTS)
+    assert scores["fedavg, faster"] == expected["global/global_test"] != scores["fedavg, plain"]
+    main(words)
+    assert begun(capsys.readouterr().out) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["flipped"], "cannot be read: give a name and options, for example 'mirrored="),
+        (["={}"], "cannot be read"),
+        (["a=[1]"], "cannot be read"),
+        (["a={"], "cannot be read"),
+        (["a={}", "a={flip: true}"], "'a' is given twice: give each variant a name of its own"),
+        (["a={seed_everything: 3}"], "--variants 'a': --seeds gives the seeds"),
+        (["a={data: {evaluate_on: test}}"], "this says what is scored"),
+        (
+            ["a={lr_local: 1}", "--vary=lr_local=1,2"],
+            "'a' and --tune or --vary both give model.lr_local: leave one out",
+        ),
+        (["a={lr_locl: 1}"], "lr_locl"),
+    ],
+)
+def test_variants_that_cannot_be_run_are_refused(recipe, words, message):
+    with pytest.raises((ValueError, ArgumentError), match=message):
+        main(["compare", recipe, "--algorithms", "fedavg", "--variants", *words])
+
+
 @pytest.mark.slow
 def test_a_grid_is_chosen_from_by_the_score_that_is_named(recipe, read, capsys):
     """The records of the grid are used again, and say what chose."""
