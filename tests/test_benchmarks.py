@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import yaml
 
+import perada
+from benchmarks import protocol
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.limit import operations
 from benchmarks.naive import Naive
 from benchmarks.round import Turns
 from benchmarks.workload import Workload
+from perada.studies.compare.file import leaves
 
 
 @pytest.mark.slow
@@ -116,3 +120,41 @@ def test_no_fault_of_the_quick_campaign_falls(seed):
     ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
     assert "| bit flipped: checkpoint" in ended.stdout
+
+
+def protocol_records():
+    """Results of two rows and three seeds, as `perada compare` writes them."""
+    scores = {"defaults": (0.7, 0.75, 0.71), "all together": (0.5, 0.6, 0.4)}
+    names = (*protocol.SCORED, *protocol.OTHER_SCORES.values())
+    return [
+        {"stage": "run", "seed": seed, "varied": {"variant": variant}}
+        | {name: value + place / 100 for place, name in enumerate(names)}
+        for seed in range(3)
+        for variant, value in ((name, own[seed]) for name, own in scores.items())
+    ] + [{"stage": "start", "varied": {"variant": "defaults"}}]
+
+
+def test_the_table_of_the_protocol_has_sample_deviations_and_each_clients_best_round(monkeypatch):
+    looks = [{"round": 0, "personal/local_test": [0.9, 0.2]}, {"round": 1, "personal/local_test": [0.5, 0.6]}]
+    monkeypatch.setattr(protocol, "scored_every_round", lambda record: looks)
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in protocol.table(protocol_records()).splitlines()
+    ]
+    table = {cells[0]: cells[1:] for cells in lines[2:]}
+    # sqrt((0.02² + 0.03² + 0.01²) / 2) = 0.026
+    assert table["defaults"] == ["72.0 ± 2.6", "73.0 ± 2.6", "74.0 ± 2.6"]
+    assert table["all together"][0] == "50.0 ± 10.0"
+    assert table["defaults, scored as C, each client's best round"][0] == "75.0 ± 0.0"
+    assert table["defaults, scored as I, weighted by test images"][0] == "75.0 ± 2.6"
+    assert table["all together, scored as J, clients that took part lately"][0] == "54.0 ± 10.0"
+
+
+def test_all_differences_of_the_protocol_together_are_those_of_its_rows():
+    content = yaml.safe_load((Path(perada.__file__).parent / "recipes" / f"{protocol.COMPARISON}.yaml").read_text())
+    variants = content["compare"]["variants"]
+    together = dict(leaves(variants.pop("all together")))
+    each = [dict(leaves(changes)) for changes in variants.values()]
+    assert together == {name: value for changes in each for name, value in changes.items()}
+    assert len(together) == sum(map(len, each))
+    assert set(protocol.READ_FROM) == {"defaults", "all together"}
