@@ -41,7 +41,7 @@ SERVER = """
 import time
 from flwr.app import Message, MessageType
 from flwr.serverapp import ServerApp
-from perada.deploy.flower.app import packed
+from perada.deploy.flower.app import pack_payload
 from perada.deploy.flower.app import FlowerTransport
 
 app = ServerApp()
@@ -54,7 +54,7 @@ def main(grid, context):
     for number in range(ROUNDS + 1):
         payload = number.to_bytes(8, "big") + bytes(SIZE - 8)
         began = time.monotonic()
-        messages = [Message(packed(payload), node, MessageType.QUERY) for node in grid.get_node_ids()]
+        messages = [Message(pack_payload(payload), node, MessageType.QUERY) for node in grid.get_node_ids()]
         replies = list(grid.send_and_receive(messages))
         assert len(replies) == 3 and not any(reply.has_error() for reply in replies)
         flower = time.monotonic() - began

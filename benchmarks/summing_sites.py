@@ -137,7 +137,7 @@ class _Round:
             unpack(message, spec_of(example))
             answers = digest(message)
             costs.lap("model", at_site=True)
-            reply = pack(Response("ok", answers, sums=party.offered(terms("c" * 64), self.own, begin=True)))
+            reply = pack(Response("ok", answers, sums=party.offer_keys(terms("c" * 64), self.own, begin=True)))
             costs.lap("keys", at_site=True)
             costs.messages["keys up"].append(len(reply) - len(pack(Response("ok", answers))))
             costs.lap()
@@ -154,7 +154,7 @@ class _Round:
         elif not np.array_equal(total, self.expected):
             raise RuntimeError("the secure sum is not the sum of the vectors")
         costs.lap()
-        self.contents.opened(total, len(there))
+        self.contents.decode(total, len(there))
         costs.lap("mean")
         return costs
 

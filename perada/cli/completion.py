@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``perada completion``: what a shell proposes when the Tab key is pressed.
+"""``perada completion``: tab completion in shells.
 
-The script that a shell loads asks this program for the words, so it needs no update when options change.
+The script that a shell loads asks this program for proposals, so it needs no update when options change.
 """
 
 import os
@@ -12,25 +12,27 @@ from jsonargparse import ArgumentParser
 from perada.cli.options import facts
 from perada.cli.recipes import recipes
 
-ASK = "perada completion words"
+PROPOSALS_COMMAND = "perada completion words"
 SCRIPTS = {
-    "bash": f"complete -o default -C '{ASK}' perada\n",
+    "bash": f"complete -o default -C '{PROPOSALS_COMMAND}' perada\n",
     "zsh": f"autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
-    f"complete -o default -C '{ASK}' perada\n",
+    f"complete -o default -C '{PROPOSALS_COMMAND}' perada\n",
 }
-"""By shell: the script. Where no word is proposed, the shell proposes files (``-o default``)."""
-TAKE_RECIPES = ("check", "compare", "cp", "deploy init")
-"""Commands that are given recipes without an option before them."""
+"""Script for each shell. If no word is proposed, the shell proposes files (``-o default``)."""
+RECIPE_ARGUMENT_COMMANDS = ("check", "compare", "cp", "deploy init")
+"""Commands that take recipes without an option before them."""
 
 
 def completion(parser: ArgumentParser, words: list[str]) -> None:
-    """Print the script of a shell; ``words`` is what the script asks for, with the line in ``COMP_LINE``."""
+    """Print the script for a shell, or the proposals that the script asks for."""
     if words[:1] == ["words"]:
-        # The shell adds the program, the word under the cursor, and the one before it.
+        # The shell adds the program, the word under the cursor and the one before it, and sets COMP_LINE.
         current = words[2] if len(words) > 2 else ""
         end = int(os.environ.get("COMP_POINT") or -1)
         line = os.environ.get("COMP_LINE", "")
-        print("\n".join(proposals(line if end < 0 else line[:end], current)))
+        if end >= 0:
+            line = line[:end]
+        print("\n".join(proposals(line, current)))
         return
     parser.description = (
         "Load it in this shell: source <(perada completion bash). For every shell: add that to ~/.bashrc."
@@ -40,11 +42,11 @@ def completion(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def proposals(line: str, current: str) -> list[str]:
-    """The words that may stand at the end of a line.
+    """Return the words that may complete a line.
 
     Args:
-        line: What was typed so far, with the program's name.
-        current: The word at its end as the shell takes it: bash parts words at ``=``, zsh does not.
+        line: Line up to the cursor, with the program's name.
+        current: Its last word according to the shell: bash splits words at ``=``, zsh does not.
 
     >>> proposals("perada dep", "dep"), proposals("perada deploy ke", "ke")
     (['deploy'], ['keys'])
@@ -60,43 +62,49 @@ def proposals(line: str, current: str) -> list[str]:
     while isinstance(entry, dict) and words and words[0] in entry:
         path.append(words[0])
         entry = entry[words.pop(0)][0]
-    if isinstance(entry, dict):
-        return [] if words else _beginning(typed, [*entry, "--help"])
+    if isinstance(entry, dict):  # the command is not complete
+        return [] if words else _starting_with(typed, [*entry, "--help"])
     command = " ".join(path)
     option, equals, value = typed.partition("=")
     if equals and option.startswith("--"):
-        before = f"{option}=" if current.startswith("--") else ""
-        return [before + one for one in _beginning(value, _values(command, option, value))]
+        # A shell that does not split at "=" replaces the option too.
+        prefix = f"{option}=" if current.startswith("--") else ""
+        return [prefix + proposal for proposal in _starting_with(value, _values(command, option, value))]
     if typed.startswith("-"):
-        return _beginning(typed, _options(command))
-    last = next((word for word in reversed(words) if word.startswith("-")), "")
-    if last and "=" not in last:
-        return _beginning(typed, _values(command, last, typed))
-    return _beginning(typed, _recipe_names(typed)) if command in TAKE_RECIPES and not last else []
+        return _starting_with(typed, _options(command))
+    options = [word for word in words if word.startswith("-")]
+    if not options:
+        return _starting_with(typed, _recipe_names(typed)) if command in RECIPE_ARGUMENT_COMMANDS else []
+    last_option = options[-1]
+    return [] if "=" in last_option else _starting_with(typed, _values(command, last_option, typed))
 
 
-def _beginning(typed: str, words: Iterable[str]) -> list[str]:
-    return [word for word in words if word.startswith(typed)]
+def _starting_with(prefix: str, words: Iterable[str]) -> list[str]:
+    """Return the words that start with a prefix."""
+    return [word for word in words if word.startswith(prefix)]
 
 
 def _options(command: str) -> dict[str, list[str]]:
-    """The options of a command, with dashes, and their values."""
+    """Return the options of a command, with dashes, and the values of each."""
     options = dict(facts()["commands"][command]["options"])
-    # Those of LightningCLI and of compare take the options of recipes; `predict` has some of its own beside them.
+    # These take the options of recipes too.
     if command in ("fit", "validate", "test", "predict", "check", "compare"):
-        of_recipes = facts()["recipe_options"]
-        options |= {f"--{name}": values for name, values in of_recipes.items()}
-        options |= {f"--{short}": of_recipes.get(full, []) for short, full in facts()["short_names"].items()}
+        recipe_options = facts()["recipe_options"]
+        for name, values in recipe_options.items():
+            options[f"--{name}"] = values
+        for short_name, full_name in facts()["short_names"].items():
+            options[f"--{short_name}"] = recipe_options.get(full_name, [])
     return options
 
 
 def _values(command: str, option: str, typed: str) -> list[str]:
+    """Return the values of an option."""
     if option in ("--config", "-c"):
         return _recipe_names(typed)
     return _options(command).get(option, [])
 
 
 def _recipe_names(typed: str) -> list[str]:
-    """Names of recipes, without combinations of more parts than were begun."""
+    """Return the names of recipes, without combinations of more parts than were typed."""
     groups = ("method/", "privacy/", "paper/")
     return [name for name in recipes() if name.count("/") <= typed.count("/") or name.startswith(groups)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images as words of a command name them, what is understood of them, and a first recipe for them (`perada init`)."""
+"""Images that a command line names: `perada data inspect`, and a first recipe for them (`perada init`)."""
 
 import argparse
 import json
@@ -31,22 +31,51 @@ from perada.studies.report.class_figures import partition_figure
 from perada.studies.report.drawn import drawing
 
 Source = Images | ImageTable | HuggingFace
-SOURCE = "Folder of images, table (.csv, .tsv, .parquet), or hf:NAME, a set of Hugging Face or its folder."
+SOURCE_HELP = "Folder of images, table (.csv, .tsv, .parquet), or hf:NAME, a set of Hugging Face or its folder."
 TABLES = (".csv", ".tsv", ".parquet")
-FEW = 10  # clients with fewer training images are named
-FEW_OF_CLASS = 5  # and classes with fewer
-COLUMNS = 12  # classes that the table shows
-NAMES = 10  # files and clients that are named of each kind
-IMAGES_PER_CLIENT = 20  # in a first recipe, where the images are divided at random
-USUAL_COLUMNS = {  # names of columns, with underscores between words, the commonest first
+MIN_IMAGES_OF_CLIENT = 10
+"""Clients with fewer training images are listed."""
+MIN_IMAGES_OF_CLASS = 5
+"""Classes with fewer training images are listed."""
+MAX_COLUMNS = 12
+"""Largest number of classes in the table."""
+MAX_LISTED = 10
+"""Largest number of files or clients in a list."""
+IMAGES_PER_CLIENT = 20
+"""Images of a client in a first recipe that divides the images at random."""
+COMMON_COLUMNS = {  # names with underscores between words, the commonest first
     "path": (
-        *("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "image_file"),
-        *("imagepath", "img", "img_path", "image_name", "relative_path"),
+        "path",
+        "file",
+        "filename",
+        "file_name",
+        "filepath",
+        "file_path",
+        "image",
+        "image_path",
+        "image_file",
+        "imagepath",
+        "img",
+        "img_path",
+        "image_name",
+        "relative_path",
     ),
     "label": ("label", "labels", "class", "class_name", "target", "category", "diagnosis", "finding", "findings", "y"),
     "client": (
-        *("client", "client_id", "client_name", "site", "site_id", "hospital", "institution", "institute", "center"),
-        *("centre", "clinic", "user", "user_id", "device"),
+        "client",
+        "client_id",
+        "client_name",
+        "site",
+        "site_id",
+        "hospital",
+        "institution",
+        "institute",
+        "center",
+        "centre",
+        "clinic",
+        "user",
+        "user_id",
+        "device",
     ),
     "group": ("group", "patient", "patient_id", "patientid", "subject", "subject_id", "person", "person_id"),
     "split": ("split", "set", "subset", "phase", "fold"),
@@ -60,150 +89,199 @@ QUESTIONS = {
 }
 
 
-def kind_of(value: str) -> type[Source] | None:
-    """What a source is read by; None for what is neither ``hf:NAME`` nor a table nor a folder."""
-    if value.startswith("hf:"):
+def source_class(source: str) -> type[Source] | None:
+    """Return the class that reads a source; None if it is neither ``hf:NAME`` nor a table nor a folder."""
+    if source.startswith("hf:"):
         return HuggingFace
-    if Path(value).suffix.lower() in TABLES:
+    if Path(source).suffix.lower() in TABLES:
         return ImageTable
-    return Images if Path(value).is_dir() else None
+    return Images if Path(source).is_dir() else None
 
 
-def add_options(parser: ArgumentParser, kind: type[Source], section: str | None = None) -> None:
-    """Add the options of a source, but for those that a command gives itself."""
-    own = {"root", "table", "name", "size", "in_memory", "train"}
-    parser.add_class_arguments(kind, section, skip=own)
+def add_options(parser: ArgumentParser, images_class: type[Source], section: str | None = None) -> None:
+    """Add the options of an image set to a parser, without those that commands set themselves."""
+    skipped: set[str | int] = {"root", "table", "name", "size", "in_memory", "train"}
+    parser.add_class_arguments(images_class, section, skip=skipped)
 
 
-def division_of(value: str, kind: type[Source], options: dict[str, Any]) -> Division:
-    """The images of a source, by client where clients are known."""
-    images = kind(value.removeprefix("hf:") if kind is HuggingFace else value, **options)
+def make_division(source: str, images_class: type[Source], options: dict[str, Any]) -> Division:
+    """Divide the images of a source by client, or give all of them to one if they name no clients."""
+    name = source.removeprefix("hf:") if images_class is HuggingFace else source
+    images = images_class(name, **options)
     if isinstance(images, Images):
-        known = "{client}" in images.layout
+        has_clients = "{client}" in images.layout
     else:
-        known = images.client is not None or "client" in images.listed[0]
-    return Division(images, ByDomain("client") if known else IID(1))
+        has_clients = images.client is not None or "client" in images.listed[0]
+    return Division(images, ByDomain("client") if has_clients else IID(1))
 
 
-def division_of_recipe(words: Sequence[str]) -> Division:
-    """The data of a recipe, which options of ``perada fit`` name."""
+def recipe_division(words: Sequence[str]) -> Division:
+    """Return the data of a recipe, which options of ``perada fit`` name."""
     from perada.cli.runs import PeradaCLI
 
     data = PeradaCLI(words, run=False).datamodule
     data.prepare_data()
-    divided: Division = data.division
-    return divided
+    division: Division = data.division
+    return division
 
 
 def inspect(parser: ArgumentParser, words: list[str]) -> None:
     """Print what is understood of a folder, a table or a recipe's data; the exit status is 1 if it must be fixed."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for one in (parser, own):
-        one.add_argument("--output", type=Path, help="File for a figure of clients and classes, such as classes.png.")
-    given, words = own.parse_known_args(words)
-    if given.output is not None:
+    # The option is read first, since the other options depend on what is inspected.
+    output_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for each in (parser, output_parser):
+        each.add_argument("--output", type=Path, help="File for a figure of clients and classes, such as classes.png.")
+    output_options, words = output_parser.parse_known_args(words)
+    output = output_options.output
+    if output is not None:
         check_drawing("perada data inspect --output")
-        kinds = new_figure(1, 1).canvas.get_supported_filetypes()
-        check_choice("--output: the kind of picture", given.output.suffix.lower().lstrip("."), list(kinds))
+        formats = new_figure(1, 1).canvas.get_supported_filetypes()
+        check_choice("--output: the kind of picture", output.suffix.lower().lstrip("."), list(formats))
     if any(word.startswith("--config") for word in words):
-        division = division_of_recipe(words)
+        division = recipe_division(words)
     else:
-        parser.add_argument("source", help=f"{SOURCE} Or --config RECIPE and its options.")
-        if words and not words[0].startswith("-") and kind_of(words[0]) is None:
-            told = "is a file, and no table of these kinds" if Path(words[0]).is_file() else "is not there"
-            raise FileNotFoundError(f"{words[0]!r} {told}; give one: {SOURCE[0].lower()}{SOURCE[1:].rstrip('.')}")
-        kind = next((kind for word in words if not word.startswith("-") and (kind := kind_of(word))), Images)
-        add_options(parser, kind)
-        options = vars(parser.parse_args(words))
-        options.pop("output")
-        division = division_of(options.pop("source"), kind, {"size": 32} | options)  # small: what is read is not kept
-    found = inspect_division(division)
-    print(shown(found))
-    if given.output is not None:
-        draw(found, given.output)
-        print(f"Figure: {given.output}")
-    if not found.usable:
+        division = _parse_source(parser, words)
+    inspection = inspect_division(division)
+    print(format_inspection(inspection))
+    if output is not None:
+        draw(inspection, output)
+        print(f"Figure: {output}")
+    if not inspection.usable:
         sys.exit(1)
 
 
-def shown(found: Inspection) -> str:
-    """An inspection as text: a table, what there is, what must be fixed, what else is worth knowing."""
+def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
+    """Return the images that a command line names, with the options of their class."""
+    parser.add_argument("source", help=f"{SOURCE_HELP} Or --config RECIPE and its options.")
+    if words and not words[0].startswith("-") and source_class(words[0]) is None:
+        problem = "is a file, and no table of these kinds" if Path(words[0]).is_file() else "is not there"
+        sources = f"{SOURCE_HELP[0].lower()}{SOURCE_HELP[1:].rstrip('.')}"
+        raise FileNotFoundError(f"{words[0]!r} {problem}; give one: {sources}")
+    images_class: type[Source] = Images
+    for word in words:
+        class_of_word = None if word.startswith("-") else source_class(word)
+        if class_of_word is not None:
+            images_class = class_of_word
+            break
+    add_options(parser, images_class)
+    options = vars(parser.parse_args(words))
+    options.pop("output")
+    source = options.pop("source")
+    # Images are read small, since only their headers and classes are of interest.
+    return make_division(source, images_class, {"size": 32} | options)
+
+
+def format_inspection(inspection: Inspection) -> str:
+    """Format an inspection: a table, what there is, what must be fixed, and what else is worth knowing."""
     lists = {
-        "Cannot be read": found.broken,
-        "In the test split and in training": [" is ".join(pair) for pair in found.leaks],
-        "Several clients have it": [" is ".join(pair) for pair in found.shared],
-        "One client has it twice": [" is ".join(pair) for pair in found.repeated],
-        "Only one client has it": [f"class {name}: {client}" for name, client in found.of_one_client],
-        "Worth knowing": _notes(found),
+        "Cannot be read": inspection.broken,
+        "In the test split and in training": [" is ".join(pair) for pair in inspection.leaks],
+        "Several clients have it": [" is ".join(pair) for pair in inspection.shared],
+        "One client has it twice": [" is ".join(pair) for pair in inspection.repeated],
+        "Only one client has it": [f"class {name}: {client}" for name, client in inspection.of_one_client],
+        "Worth knowing": _notes(inspection),
     }
-    given = {"table": _table(found), "lists": lists, "most": NAMES, "printable": printable, "median": np.median}
-    return TEMPLATES.get_template("inspection.txt.jinja").render(given, found=found)
+    return TEMPLATES.get_template("inspection.txt.jinja").render(
+        table=_clients_table(inspection),
+        lists=lists,
+        most=MAX_LISTED,
+        printable=printable,
+        median=np.median,
+        found=inspection,
+    )
 
 
-def _table(found: Inspection) -> str:
-    more = [f"… {len(found.classes) - COLUMNS} more"] * (len(found.classes) > COLUMNS)
-    header = ["client", *found.classes[:COLUMNS], *more, "images"]
-    parts = [[*part[:ROWS].tolist(), part.sum(0).tolist()] for part in (found.train, found.test, found.images)]
+def _clients_table(inspection: Inspection) -> str:
+    """Format a table of the images by client and class."""
+    classes = inspection.classes[:MAX_COLUMNS]
+    clients = inspection.clients[:ROWS]
+    num_more_classes = len(inspection.classes) - len(classes)
+    num_more_clients = len(inspection.clients) - len(clients)
+    header = ["client", *classes]
+    if num_more_classes:
+        header.append(f"… {num_more_classes} more")
+    header.append("images")
+    counts = zip(
+        [*clients, "all"],
+        [*inspection.train[:ROWS].tolist(), inspection.train.sum(0).tolist()],
+        [*inspection.test[:ROWS].tolist(), inspection.test.sum(0).tolist()],
+        [*inspection.images[:ROWS].tolist(), inspection.images.sum(0).tolist()],
+        strict=True,
+    )
     rows = []
-    for name, train, test, images in zip([*found.clients[:ROWS], "all"], *parts, strict=True):
-        cells = [f"{a} / {b}" for a, b in zip(train[:COLUMNS], test[:COLUMNS], strict=True)]
-        rows.append([name, *cells, *[""] * len(more), f"{images[0]} / {images[1]}"])
-    if len(found.clients) > ROWS:
-        rows.insert(-1, [f"… {len(found.clients) - ROWS} more", *[""] * (len(header) - 1)])
+    for name, train, test, (num_train, num_test) in counts:
+        row = [name]
+        for class_train, class_test in zip(train[:MAX_COLUMNS], test[:MAX_COLUMNS], strict=True):
+            row.append(f"{class_train} / {class_test}")
+        if num_more_classes:
+            row.append("")
+        row.append(f"{num_train} / {num_test}")
+        rows.append(row)
+    if num_more_clients:
+        rows.insert(-1, [f"… {num_more_clients} more", *[""] * (len(header) - 1)])
     return table(header, rows)
 
 
-def _notes(found: Inspection) -> list[str]:
-    """What does not stand in the way of a run."""
-    one = len(found.classes) == 1 and not found.several_labels
-    notes = [f"all images are of the class {found.classes[0]}: a run needs two classes at least"] if one else []
-    for what, names, scarce in (
-        (f"fewer than {FEW_OF_CLASS} training images of the class", found.classes, found.train.sum(0) < FEW_OF_CLASS),
-        (f"fewer than {FEW} training images", found.clients, found.images[:, 0] < FEW),
-        ("no test images", found.clients, found.images[:, 1] == 0),
-    ):
-        if scarce.any():
-            notes.append(f"{what}: {some(np.array(names)[scarce].tolist(), NAMES)}")
-    return found.notes + notes
+def _notes(inspection: Inspection) -> list[str]:
+    """Return what is worth knowing and does not prevent a run."""
+    notes = list(inspection.notes)
+    if len(inspection.classes) == 1 and not inspection.several_labels:
+        notes.append(f"all images are of the class {inspection.classes[0]}: a run needs two classes at least")
+    rare_classes = inspection.train.sum(0) < MIN_IMAGES_OF_CLASS
+    if rare_classes.any():
+        names = some(np.array(inspection.classes)[rare_classes].tolist(), MAX_LISTED)
+        notes.append(f"fewer than {MIN_IMAGES_OF_CLASS} training images of the class: {names}")
+    small_clients = inspection.images[:, 0] < MIN_IMAGES_OF_CLIENT
+    if small_clients.any():
+        names = some(np.array(inspection.clients)[small_clients].tolist(), MAX_LISTED)
+        notes.append(f"fewer than {MIN_IMAGES_OF_CLIENT} training images: {names}")
+    untested_clients = inspection.images[:, 1] == 0
+    if untested_clients.any():
+        notes.append(f"no test images: {some(np.array(inspection.clients)[untested_clients].tolist(), MAX_LISTED)}")
+    return notes
 
 
-def draw(found: Inspection, output: Path) -> None:
-    """Draw the training images of each client and class as a picture, as the report of a run does."""
+def draw(inspection: Inspection, output: Path) -> None:
+    """Draw the training images of each client and class, as the report of a run does."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with drawing(), writing(output):
-        figure = partition_figure(found.train.tolist(), found.classes, found.clients)
-        figure.savefig(output, dpi=100, metadata={"Software": None} if output.suffix.lower() == ".png" else None)
+        figure = partition_figure(inspection.train.tolist(), inspection.classes, inspection.clients)
+        # Without the version of matplotlib the same data give the same file.
+        metadata = {"Software": None} if output.suffix.lower() == ".png" else None
+        figure.savefig(output, dpi=100, metadata=metadata)
 
 
 def init(parser: ArgumentParser, words: list[str]) -> None:
-    """Ask what no option says, and write the recipe."""
+    """Ask for what no option gives, and write a recipe."""
     for name, (question, default) in QUESTIONS.items():
         parser.add_argument(f"--{name}", type=str, help=f"{question}. (default: {default or 'none'})")
     parser.add_argument("--output", type=Path, default=Path("recipe.yaml"), help="File to write.")
     parser.add_argument("--yes", action="store_true", help="Ask nothing: what no option says has its default.")
     parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
-    given = parser.parse_args(words)
-    if given.output.exists() and not given.force:
-        raise FileExistsError(f"{str(given.output)!r} exists already; choose another --output or add --force")
-    if not given.yes and not sys.stdin.isatty() and any(given[name] is None for name in QUESTIONS):
+    options = parser.parse_args(words)
+    output = options.output
+    if output.exists() and not options.force:
+        raise FileExistsError(f"{str(output)!r} exists already; choose another --output or add --force")
+    if not options.yes and not sys.stdin.isatty() and any(options[name] is None for name in QUESTIONS):
         raise ValueError("there is no terminal to ask in: add --yes, and options for what is not to be the default")
     answers = {}
     for name, (question, default) in QUESTIONS.items():
-        asks = given[name] is None and not given.yes
-        answer = input(f"{question} [{default}]: ").strip() or default if asks else given[name]
+        answer = options[name]
+        if answer is None and not options.yes:
+            answer = input(f"{question} [{default}]: ").strip() or None
         answers[name] = default if answer is None else answer
-    text = recipe(**answers)
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    with writing(given.output):
-        given.output.write_text(text, encoding="utf-8")
-    print(f"Wrote {given.output}; run it with: perada fit --config {given.output}")
+    text = write_recipe(**answers)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with writing(output):
+        output.write_text(text, encoding="utf-8")
+    print(f"Wrote {output}; run it with: perada fit --config {output}")
 
 
-def recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
-    """A recipe by the answers to the questions, each a text as it was typed.
+def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
+    """Return the text of a recipe for the answers to the questions, each as it was typed.
 
     Raises:
-        ValueError: If an answer cannot be used.
+        ValueError: If an answer is invalid.
         FileNotFoundError: If the images are not there.
     """
     from perada.algorithms import make_algorithm, with_server_rule
@@ -212,33 +290,43 @@ def recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
     check_whole("rounds", yaml.safe_load(rounds))
     if epsilon:
         check_target("epsilon", yaml.safe_load(epsilon))
-    made = TEMPLATES.get_template("recipe.yaml.jinja")
-    answers = {"images": images, "algorithm": algorithm, "rounds": int(rounds), "epsilon": epsilon}
+    template = TEMPLATES.get_template("recipe.yaml.jinja")
+    values: dict[str, Any] = {
+        "images": images,
+        "algorithm": algorithm,
+        "rounds": int(rounds),
+        "epsilon": epsilon,
+        "distils": distils,
+    }
     if not images:
-        return made.render(answers, distils=distils)
-    kind = kind_of(images)
-    if kind is None or not Path(images).exists():
+        return template.render(values)
+    images_class = source_class(images)
+    if images_class is None or not Path(images).exists():
         raise FileNotFoundError(f"images={images!r} is not there; give a folder or a table ({', '.join(TABLES)})")
-    if kind is ImageTable:
+    if images_class is ImageTable:
         options = table_options(images)
-        table = ImageTable(**options)
-        count = len(table.read_manifest().paths)  # which also checks the files and the labels
-        clients = table.client is not None or "client" in table.listed[0]
+        image_table = ImageTable(**options)
+        num_images = len(image_table.read_manifest().paths)  # which also checks the files and the labels
+        has_clients = image_table.client is not None or "client" in image_table.listed[0]
     else:
         files = list_images(Path(images))
         layout = best_proposal(files)
         if not layout:
-            raise ValueError(_no_layout(images, files))
+            raise ValueError(_no_layout_message(images, files))
         options = {"root": images, "layout": layout}
-        count = len(files)
-        clients = "{client}" in layout
-    written = json.dumps(options, ensure_ascii=False)
-    few = max(2, min(10, count // IMAGES_PER_CLIENT))
-    return made.render(answers, distils=distils, kind=kind.__name__, options=written, clients=clients, num_clients=few)
+        num_images = len(files)
+        has_clients = "{client}" in layout
+    values |= {
+        "kind": images_class.__name__,
+        "options": json.dumps(options, ensure_ascii=False),  # JSON is YAML
+        "clients": has_clients,
+        "num_clients": max(2, min(10, num_images // IMAGES_PER_CLIENT)),
+    }
+    return template.render(values)
 
 
-def _no_layout(images: str, files: list[str]) -> str:
-    """Why no layout was found for a folder of images, and what to do."""
+def _no_layout_message(images: str, files: list[str]) -> str:
+    """Return why no layout was found for a folder of images, and what to do."""
     if all("/" not in file for file in files):
         return (
             f"images={images!r} holds {len(files)} images and no folders, so their classes are not known; sort them "
@@ -251,7 +339,7 @@ def _no_layout(images: str, files: list[str]) -> str:
 
 
 def table_options(path: str) -> dict[str, Any]:
-    """The options by which :class:`.ImageTable` reads a table, guessed from its header and first rows.
+    """Guess the options with which :class:`.ImageTable` reads a table, from its header and rows.
 
     Raises:
         ValueError: If no column holds the paths of images, or their labels.
@@ -259,35 +347,49 @@ def table_options(path: str) -> dict[str, Any]:
     columns, _ = read_table(Path(path))
     values = {name: column.tolist() for name, column in columns.items()}
     options: dict[str, Any] = {"table": path}
-    files = _column_of_files(path, values)
-    if not (Path(path).parent / values[files][0]).is_file() and Path(values[files][0]).is_file():
+    path_column = _find_path_column(path, values)
+    first_path = values[path_column][0]
+    if not (Path(path).parent / first_path).is_file() and Path(first_path).is_file():
         options["folder"] = "."  # paths begin where the command was started
-    chosen = {"path": files}
+    columns_by_role = {"path": path_column}
     for role in ("client", "group", "split"):
-        name = _usual_column(role, [name for name in values if name not in chosen.values()])
-        if name is not None and (role != "split" or all(str(word).lower() in SPLITS for word in values[name])):
-            chosen[role] = name
-    options |= {role: name for role, name in chosen.items() if name != role}
-    label = _label_columns(path, values, [name for name in values if name not in chosen.values()])
+        free_columns = [name for name in values if name not in columns_by_role.values()]
+        name = _find_common_column(role, free_columns)
+        if name is None:
+            continue
+        # A column of other values, such as numbers of folds, is not that of the splits.
+        if role == "split" and not all(str(word).lower() in SPLITS for word in values[name]):
+            continue
+        columns_by_role[role] = name
+    options |= {role: name for role, name in columns_by_role.items() if name != role}
+    label = _find_label_columns(path, values, [name for name in values if name not in columns_by_role.values()])
     if label != "label":
         options["label"] = label
     if isinstance(label, str) and all(isinstance(cell, str) for cell in values[label]):
         separator = separator_of(values[label])
-        options |= {} if separator is None else {"separator": separator}
+        if separator is not None:
+            options["separator"] = separator
     return options
 
 
-def _usual_column(role: str, names: list[str]) -> str | None:
-    """The column whose name is usual for a role, if there is one."""
-    plain = {re.sub(r"[\s_-]+", "_", name.strip().lower()): name for name in names}
-    return next((plain[usual] for usual in USUAL_COLUMNS[role] if usual in plain), None)
+def _find_common_column(role: str, names: list[str]) -> str | None:
+    """Return the column whose name is common for a role; None if there is none."""
+    by_normalized_name = {re.sub(r"[\s_-]+", "_", name.strip().lower()): name for name in names}
+    for common_name in COMMON_COLUMNS[role]:
+        if common_name in by_normalized_name:
+            return by_normalized_name[common_name]
+    return None
 
 
-def _column_of_files(table: str, values: dict[str, list[Any]]) -> str:
-    """The column that holds the paths of images."""
-    usual = _usual_column("path", list(values))
-    if usual is not None:
-        return usual
+def _find_path_column(table: str, values: dict[str, list[Any]]) -> str:
+    """Return the column with the paths of images.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    common = _find_common_column("path", list(values))
+    if common is not None:
+        return common
     for name, column in values.items():
         if isinstance(column[0], str) and column[0].lower().endswith(IMG_EXTENSIONS):
             return name
@@ -297,11 +399,15 @@ def _column_of_files(table: str, values: dict[str, list[Any]]) -> str:
     )
 
 
-def _label_columns(table: str, values: dict[str, list[Any]], names: list[str]) -> str | list[str]:
-    """The column of the labels, or the columns of zeros and ones, among these names."""
-    usual = _usual_column("label", names)
-    if usual is not None:
-        return usual
+def _find_label_columns(table: str, values: dict[str, list[Any]], names: list[str]) -> str | list[str]:
+    """Return the column of the labels, or the columns of zeros and ones, among these names.
+
+    Raises:
+        ValueError: If they cannot be guessed.
+    """
+    common = _find_common_column("label", names)
+    if common is not None:
+        return common
     binary = [name for name in names if {str(cell).lower() for cell in values[name]} <= BINARY]
     if len(binary) > 1:
         return binary

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Literal
 from jsonargparse import ArgumentParser
 
 from perada.cli.deploy_status import (
-    format_level,
     format_memory,
     format_privacy,
     format_rounds,
     format_sent,
+    format_site_privacy,
     format_sums,
     measure_step,
     run_status,
@@ -36,7 +36,7 @@ from perada.deploy.server.coordinator import Coordinator
 from perada.deploy.server.progress import RunProgress, read_progress
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Approved, SiteFile, read_site
-from perada.deploy.site.split import image_split, remember
+from perada.deploy.site.split import image_split, save_split
 from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import SiteStore, read_runs
 from perada.deploy.sums.vector import check_cryptography
@@ -48,14 +48,14 @@ from perada.results.run import Run
 if TYPE_CHECKING:
     from perada.deploy.sums.party import Party
 
-SITE = "File of the site, such as site.yaml."
-LOG_FORMAT = "How log lines are written: text, or json for lines of JSON with run, round and site."
+SITE_HELP = "File of the site, such as site.yaml."
+LOG_FORMAT_HELP = "How log lines are written: text, or json for lines of JSON with run, round and site."
 
 
 def site(parser: ArgumentParser, words: list[str]) -> None:
     """Serve a site: answer what comes through its socket, until it is stopped."""
-    parser.add_argument("site", type=Path, help=SITE)
-    parser.add_argument("--log-format", type=Literal["text", "json"], default="text", help=LOG_FORMAT)
+    parser.add_argument("site", type=Path, help=SITE_HELP)
+    parser.add_argument("--log-format", type=Literal["text", "json"], default="text", help=LOG_FORMAT_HELP)
     options = parser.parse_args(words)
     if options.log_format == "json":
         with json_logs(sys.stderr, REFUSALS):
@@ -65,60 +65,77 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
     _serve_site(read_site(options.site), partial(print, flush=True))
 
 
-def _serve_site(given: SiteFile, tell: Callable[[str], None]) -> None:
-    if given.socket is None and not supervised():
+def _serve_site(site_file: SiteFile, tell: Callable[[str], None]) -> None:
+    """Answer what comes through a site's socket; ``tell`` prints or logs a line."""
+    if site_file.socket is None and not supervised():
         raise ValueError("the site's file names no socket; give one, such as socket: perada.sock")
-    worker = make_worker(given)
-    with Listener(given.socket, worker.most) as listener:
-        tell(f"Site {given.name} listens at {given.socket}; Ctrl-C stops it.")
+    worker = make_worker(site_file)
+    with Listener(site_file.socket, worker.max_bytes) as listener:
+        tell(f"Site {site_file.name} listens at {site_file.socket}; Ctrl-C stops it.")
         listener.serve(worker.answer)
 
 
 def check(parser: ArgumentParser, words: list[str]) -> None:
     """Try at a site what its recipes would do; nothing is sent and nothing is kept."""
-    parser.add_argument("site", type=Path, help=SITE)
-    given = read_site(parser.parse_args(words).site)
-    total = _spent_before(given.state)
-    for path, approved in given.recipes.items():
-        client = make_client(path, given)
-        tried = measure_step(client)
-        data, sides, private = client.data, image_split(client.data), client.settings.privacy is not None
-        names = ", ".join(data.classes) if data.classes else str(data.num_classes)
-        here = Approved(hashlib.sha256(client.recipe.text).hexdigest(), client.recipe.digest)
-        lines = [
-            f"{path.name}: " + ("approved" if approved == here else "not approved: add this to the site's file"),
-            f"sha256: {here.sha256}",
-            f"digest: {here.digest}",
-            f"{client.size} training images, {client.tests} test images; classes: {printable(names)}",
-            *([f"the images have changed: {sides.changed}"] if sides and sides.changed else []),
-            f"{client.recipe.rounds} rounds of {type(client.settings.algorithm).__name__}; a local step takes "
-            f"{tried.seconds:.2f} s, and a round has {tried.steps}",
-            f"memory: {format_memory(tried)}",
-            f"sends {format_sent(client, given.may_send)}",
-            "private training: " + (format_privacy(client, total) if private else "no"),
-            "secure sums: " + format_sums(client, make_party(given)),
-            *([] if client.level is None else ["the site as a whole: " + format_level(client.level, client, total)]),
-        ]
-        print("\n  ".join(lines))
+    parser.add_argument("site", type=Path, help=SITE_HELP)
+    site_file = read_site(parser.parse_args(words).site)
+    ledger = _read_ledger(site_file.state)
+    for path in site_file.recipes:
+        print("\n  ".join(_describe_recipe(path, site_file, ledger)))
 
 
-def _spent_before(folder: Path) -> Ledger:
-    """What the runs of a state folder have spent; nothing where this user may not read it."""
-    total = Ledger()
+def _describe_recipe(path: Path, site_file: SiteFile, ledger: Ledger) -> list[str]:
+    """Return lines about what a recipe would do at a site, of which all runs have spent what the ledger has."""
+    client = make_client(path, site_file)
+    cost = measure_step(client)
+    digests = Approved(hashlib.sha256(client.recipe.text).hexdigest(), client.recipe.digest)
+    approval = "not approved: add this to the site's file"
+    if site_file.recipes[path] == digests:
+        approval = "approved"
+    data = client.data
+    classes = ", ".join(data.classes) if data.classes else str(data.num_classes)
+    lines = [
+        f"{path.name}: {approval}",
+        f"sha256: {digests.sha256}",
+        f"digest: {digests.digest}",
+        f"{client.size} training images, {client.test_size} test images; classes: {printable(classes)}",
+    ]
+    split = image_split(data)
+    if split is not None and split.changed:
+        lines.append(f"the images have changed: {split.changed}")
+    algorithm = type(client.settings.algorithm).__name__
+    private = "no" if client.settings.privacy is None else format_privacy(client, ledger)
+    lines += [
+        f"{client.recipe.rounds} rounds of {algorithm}; a local step takes {cost.seconds:.2f} s, and a round has "
+        f"{cost.num_steps}",
+        f"memory: {format_memory(cost)}",
+        f"sends {format_sent(client, site_file.may_send)}",
+        f"private training: {private}",
+        f"secure sums: {format_sums(client, make_party(site_file))}",
+    ]
+    if client.site_privacy is not None:
+        lines.append(f"the site as a whole: {format_site_privacy(client, ledger)}")
+    return lines
+
+
+def _read_ledger(folder: Path) -> Ledger:
+    """Return what the runs of a state folder have spent; nothing if this user may not read it."""
     try:
-        all_runs = read_runs(folder)[1]
+        _, totals = read_runs(folder)
     except PermissionError:
-        return total
-    if all_runs:
-        total.load_state_dict(all_runs["total"])
-    return total
+        return Ledger()
+    return totals.ledger
 
 
 def status(parser: ArgumentParser, words: list[str]) -> None:
     """Print how far a deployed run is, or what a site has trained and spent."""
     parser.add_argument("where", type=Path, help="Folder of a deployed run, or the file of a site.")
     where = parser.parse_args(words).where
-    print(site_status(read_site(where)) if where.is_file() else run_status(read_progress(where)[0]))
+    if where.is_file():
+        print(site_status(read_site(where)))
+    else:
+        progress, _ = read_progress(where)
+        print(run_status(progress))
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
@@ -127,45 +144,87 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--recipe", default=None, help="Recipe of the run; by default the site's only one.")
     parser.add_argument("--run", default=None, help="Id of a former run of the site, as `perada deploy status` lists.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0 and global.")
-    given = parser.parse_args(words)
-    if given.output.is_file():
-        raise NotADirectoryError(f"--output={given.output} is a file; give a folder")
-    if given.where.is_file():
-        run = _run_of_site(read_site(given.where), given.recipe, given.run)
-    elif given.recipe is None:
-        raise ValueError(f"{str(given.where)!r} does not hold the recipe; name it by --recipe")
+    options = parser.parse_args(words)
+    if options.output.is_file():
+        raise NotADirectoryError(f"--output={options.output} is a file; give a folder")
+    if options.where.is_file():
+        run = _run_of_site(read_site(options.where), options.recipe, options.run)
     else:
-        recipe = server_recipe(given.recipe)
-        recipe.build(recipe.num_classes, recipe.multilabel)
-        progress, states = read_progress(given.where)
-        if progress.recipe != recipe.digest:
-            raise ValueError(f"{given.recipe!r} is not the recipe of run {progress.run}; name that one by --recipe")
-        run = export_server_run(recipe, progress, states)
-    check_none_lost(given.output, run.info)
-    print_saved(run, run.save(given.output))
+        run = _run_of_server(options.where, options.recipe)
+    check_none_lost(options.output, run.info)
+    print_saved(run, run.save(options.output))
 
 
-def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms, watch: Monitoring) -> None:
-    """Run a recipe among sites in this process."""
-    sites = [read_site(path) for path in files]
-    workers = {one.name: make_worker(one) for one in sites}
+def _run_of_site(site_file: SiteFile, recipe: str | None, run: str | None) -> Run:
+    """Return one of a site's runs, by default the current one.
+
+    Args:
+        site_file: Content of the site's file.
+        recipe: Recipe of the run; None for the site's first one.
+        run: Id of the run.
+    """
+    states, _ = read_runs(site_file.state)
+    selected = [state for state in states if run in (None, state.run)]
+    if run is not None and not selected:
+        raise ValueError(f"run={run!r} is not one of the site's runs; `perada deploy status` lists them")
+    if not selected or not selected[0].scoring.global_state:
+        remedy = "export when the run is over"
+        # A user who exports late, when the next run has begun, wants the one that is over.
+        exportable = [state.run for state in states if state.scoring.global_state]
+        if exportable:
+            remedy += f", or export a former run: --run {' or --run '.join(exportable)}"
+        raise ValueError(f"site {site_file.name} was told no global state yet; {remedy}")
+    state = selected[0]
+    path = Path(recipe).absolute() if recipe else next(iter(site_file.recipes))
+    client = make_client(path, site_file)
+    if client.recipe.digest != state.recipe:
+        raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; name that one by --recipe")
+    return export_site_run(client, state, site_file.name)
+
+
+def _run_of_server(folder: Path, name: str | None) -> Run:
+    """Return the run in the server's state folder, whose recipe has a name."""
+    if name is None:
+        raise ValueError(f"{str(folder)!r} does not hold the recipe; name it by --recipe")
+    recipe = server_recipe(name)
+    recipe.build(recipe.num_classes, recipe.multilabel)
+    progress, states = read_progress(folder)
+    if progress.recipe != recipe.digest:
+        raise ValueError(f"{name!r} is not the recipe of run {progress.run}; name that one by --recipe")
+    return export_server_run(recipe, progress, states)
+
+
+def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms, monitoring: Monitoring) -> None:
+    """Run a recipe among sites in this process.
+
+    Args:
+        recipe: Name of the recipe.
+        files: Files of the sites.
+        folder: State folder of the server.
+        terms: Terms of the run.
+        monitoring: How the run is monitored.
+    """
+    site_files = [read_site(path) for path in files]
+    workers = {site_file.name: make_worker(site_file) for site_file in site_files}
     try:
-        run_rounds(recipe, LocalTransport(workers), folder, terms, watch)
+        run_rounds(recipe, LocalTransport(workers), folder, terms, monitoring)
     finally:
         for worker in workers.values():
-            worker.book.close()
+            worker.store.close()
 
 
-def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, watch: Monitoring) -> None:
-    """Run a recipe, which is named as `perada fit` names it, over a transport."""
-    transport, metrics = _with_metrics(transport, watch)
+def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, monitoring: Monitoring) -> None:
+    """Run a recipe, which is named as for `perada fit`, over a transport."""
+    transport, serve_metrics = _with_metrics(transport, monitoring)
     coordinator = Coordinator(server_recipe(recipe, folder), transport, folder, terms)
-    log, progress, in_json = logging.getLogger("perada.deploy"), coordinator.progress, watch.log_format == "json"
+    progress = coordinator.progress
+    log = logging.getLogger("perada.deploy")
     stamp(log, lambda: {"run": progress.run, "round": progress.done})
+    in_json = monitoring.log_format == "json"
     tell = log.info if in_json else partial(print, flush=True)
     tell(f"perada's run is {progress.run}; its state is in {folder}")
     try:
-        with metrics(progress):
+        with serve_metrics(progress):
             coordinator.run()
     finally:
         coordinator.close()
@@ -173,22 +232,31 @@ def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, wa
 
 
 def _with_metrics(
-    transport: Transport, watch: Monitoring
+    transport: Transport, monitoring: Monitoring
 ) -> tuple[Transport, Callable[[RunProgress], AbstractContextManager[None]]]:
-    """A transport that counts, and what serves the metrics of a run meanwhile, if they are asked for."""
-    if not watch.metrics_port:
+    """Return a transport that counts, and a context in which the metrics of a run are served, if that is asked for."""
+    if not monitoring.metrics_port:
         return transport, lambda _: nullcontext()
     check_installed("metrics_port", "monitoring", "prometheus_client")
     from perada.deploy.server.metrics import CountingTransport, serving
 
-    counted = CountingTransport(transport)
-    expiry = ExpiryOf(watch.superlink) if watch.superlink else lambda: None
-    return counted, lambda progress: serving(progress, counted, watch.metrics_port, watch.metrics_address, expiry)
+    counting = CountingTransport(transport)
+    expiry = ExpiryOf(monitoring.superlink) if monitoring.superlink else lambda: None
+
+    def serve_metrics(progress: RunProgress) -> AbstractContextManager[None]:
+        return serving(progress, counting, monitoring.metrics_port, monitoring.metrics_address, expiry)
+
+    return counting, serve_metrics
 
 
-def make_client(path: Path, given: SiteFile) -> Client:
-    """A recipe with a site's data; a ValueError if it, or its frozen weights, are not those that were approved."""
-    client, approved = Client(site_recipe(path, given), given.limits), given.recipes[path].digest
+def make_client(path: Path, site_file: SiteFile) -> Client:
+    """Build a recipe with a site's data.
+
+    Raises:
+        ValueError: If its frozen weights are not those that were approved.
+    """
+    client = Client(site_recipe(path, site_file), site_file.limits)
+    approved = site_file.recipes[path].digest
     if approved not in ("", client.recipe.digest):
         raise ValueError(
             f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved}: its file is the "
@@ -197,58 +265,50 @@ def make_client(path: Path, given: SiteFile) -> Client:
     return client
 
 
-def make_worker(given: SiteFile) -> SiteWorker:
-    """The worker of a site; a ValueError if a recipe is not approved, or cannot be used with the site's data."""
+def make_worker(site_file: SiteFile) -> SiteWorker:
+    """Build the worker of a site.
+
+    Raises:
+        ValueError: If a recipe is not approved, or cannot be used with the site's data.
+    """
     clients = {}
-    for path, approved in given.recipes.items():
+    for path, approved in site_file.recipes.items():
         if not all(approved):
             raise ValueError(
                 f"{str(path)!r} is not approved: the site's file does not say its sha256 and its digest; `perada "
                 "deploy check` shows both, and what the recipe would do"
             )
-        clients[approved.digest] = make_client(path, given)
-    log, book = logging.getLogger(f"perada.site.{given.name}"), SiteStore(given.state)
-    stamp(log, lambda: {"site": given.name})
+        clients[approved.digest] = make_client(path, site_file)
+    log = logging.getLogger(f"perada.site.{site_file.name}")
+    store = SiteStore(site_file.state)
+    stamp(log, lambda: {"site": site_file.name})
     for client in clients.values():
-        if sides := image_split(client.data):
-            if sides.changed:
-                log.warning("the site's images: %s", sides.changed)
-            remember(given.state, sides)
+        split = image_split(client.data)
+        if split is not None:
+            if split.changed:
+                log.warning("the site's images: %s", split.changed)
+            save_split(site_file.state, split)
     try:
-        worker = SiteWorker(book, clients, given.may_send, log, make_party(given), given.resume_allow)
-        stamp(log, lambda: {"site": given.name} | worker.about)
-        return worker
+        party = make_party(site_file)
+        worker = SiteWorker(store, clients, site_file.may_send, log, party, site_file.resume_allow)
     except (ValueError, OSError, ImportError):
-        book.close()
+        store.close()
         raise
+    stamp(log, lambda: {"site": site_file.name} | worker.log_context)
+    return worker
 
 
-def make_party(given: SiteFile) -> "Party | None":
-    """The site among those that its file says it hides among; None if it says nobody."""
-    if (hiding := given.secure_sums) is None:
+def make_party(site_file: SiteFile) -> "Party | None":
+    """Build the site's side of secure sums; None if its file names no sites to hide among."""
+    section = site_file.secure_sums
+    if section is None:
         return None
     check_cryptography()
     from perada.deploy.sums.identity import read_identity, read_sites
     from perada.deploy.sums.party import Party
 
-    return Party(given.name, read_identity(hiding.identity), read_sites(hiding.sites, hiding.authority))
-
-
-def _run_of_site(given: SiteFile, name: str | None, run: str | None) -> Run:
-    """One of a site's runs, by default the current one."""
-    states = read_runs(given.state)[0]
-    if run is not None and run not in [one.run for one in states]:
-        raise ValueError(f"run={run!r} is not one of the site's runs; `perada deploy status` lists them")
-    state = next((one for one in states if run in (None, one.run)), None)
-    if state is None or not state.shared:
-        remedy = "export when the run is over"
-        # Whoever exports late, when the next run has begun, wants the one that is over.
-        exportable = [former.run for former in states if former.shared]
-        if exportable:
-            remedy += f", or export a former run: --run {' or --run '.join(exportable)}"
-        raise ValueError(f"site {given.name} was told no global state yet; {remedy}")
-    path = Path(name).absolute() if name else next(iter(given.recipes))
-    client = make_client(path, given)
-    if client.recipe.digest != state.recipe:
-        raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; name that one by --recipe")
-    return export_site_run(client, state, given.name)
+    return Party(
+        name=site_file.name,
+        identity=read_identity(section.identity),
+        peers=read_sites(section.sites, section.authority),
+    )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `perada deploy check` and `status` show: a step that is tried, what a site sends and spends, and rounds."""
+"""What `perada deploy check` and `status` print: a trial step, what a site sends and spends, and rounds."""
 
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -17,7 +18,6 @@ from perada.deploy.server.progress import RunProgress
 from perada.deploy.site.budget import explain_image_epsilon, explain_site_epsilon, steps_without_noise
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits, SiteFile
-from perada.deploy.site.level import SiteLevel
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, read_runs
 from perada.privacy.accounting import Ledger
 from perada.results.report import epsilon_text, round_text, table
@@ -27,161 +27,246 @@ if TYPE_CHECKING:
 
 
 class StepCost(NamedTuple):
-    """One local step of a client."""
+    """Cost of one local step of a client.
+
+    Attributes:
+        seconds: Duration of the step.
+        num_steps: Number of steps in a round.
+        memory: Peak memory of the process during the step, in GB.
+        device_memory: Peak memory on the GPU, in GB; None on a CPU.
+    """
 
     seconds: float
-    steps: int  # of a round
-    memory: float  # peak of the process during the step, GB
-    device_memory: float | None  # peak on the GPU, GB; None on a CPU
+    num_steps: int
+    memory: float
+    device_memory: float | None
 
 
 def measure_step(client: Client) -> StepCost:
-    """Take one local step from the first state; nothing of it is kept."""
-    order, device = Request("train", "0" * 32, "0" * 64), client.recipe.device
-    protection, plan, cuda = client.protection(None, 0), client.plan(order), device.type == "cuda"
+    """Take one local step from the first state, and measure it; nothing is kept."""
+    request = Request("train", "0" * 32, "0" * 64)
+    device = client.recipe.device
+    is_cuda = device.type == "cuda"
+    protection = client.protection(None, 0)
+    plan = client.plan(request)
     sampling = None if protection.images is None else protection.images.sampling()
-    first = next(client.batches(plan, sampling))
+    batch = next(client.batches(plan, sampling))
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
-    if cuda:
+        # On Linux this resets the peak of the process's memory.
+        Path("/proc/self/clear_refs").write_text("5")
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     begin = time.monotonic()
-    client.train(order, client.recipe.template.sending, RunState(order.run), protection, only_step=first)
-    if cuda:
+    client.train(request, client.recipe.template.sending, RunState(request.run), protection, only_step=batch)
+    if is_cuda:
         torch.cuda.synchronize(device)
-    seconds, unit = time.monotonic() - begin, 1 if sys.platform == "darwin" else 1024  # bytes there
-    memory = getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e9
-    there = torch.cuda.max_memory_allocated(device) / 1e9 if cuda else None
-    return StepCost(seconds, sum(own[0] for own in plan.steps), memory, there)
+    seconds = time.monotonic() - begin
+    # ru_maxrss is in bytes on macOS, and in KiB on Linux.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return StepCost(
+        seconds=seconds,
+        num_steps=sum(steps[0] for steps in plan.steps),
+        memory=getrusage(RUSAGE_SELF).ru_maxrss * unit / 1e9,
+        device_memory=torch.cuda.max_memory_allocated(device) / 1e9 if is_cuda else None,
+    )
 
 
-def format_memory(tried: StepCost) -> str:
-    """What a step needs, in words."""
-    here = f"{tried.memory:.2f} GB"
-    return here if tried.device_memory is None else f"{here}, and {tried.device_memory:.2f} GB on the GPU"
+def format_memory(cost: StepCost) -> str:
+    """Format the memory that a step needs."""
+    memory = f"{cost.memory:.2f} GB"
+    if cost.device_memory is None:
+        return memory
+    return f"{memory}, and {cost.device_memory:.2f} GB on the GPU"
 
 
 def format_sent(client: Client, may_send: Sequence[str]) -> str:
-    """What leaves a site in a round, in words."""
+    """Format what leaves a site in a round."""
     recipe = client.recipe
     if client.settings.secure_sums is None:
         size = max(megabytes(recipe.sent(round)) for round in range(2))
         return f"{size:.3f} MB a round, and {', '.join(may_send) or 'nothing'} beside"
-    numbers = max(recipe.contents(round, client.images).size for round in range(2))
-    summed = [one for one in may_send if one in ("counts", "scores", "losses") and client.level is None]
-    added = ", ".join(summed) or "no scores"
-    beside = ", ".join(one for one in may_send if one in ("sizes", "epsilon")) or "nothing"
-    vector = f"{numbers:,} numbers ({8 * numbers / 1e6:.3f} MB) a round"
-    return f"{vector} and {added}, all under masks, and {beside} beside"
+    vector_size = max(recipe.contents(round, client.images).size for round in range(2))
+    summed: list[str] = []
+    if client.site_privacy is None:
+        summed = [kind for kind in may_send if kind in ("counts", "scores", "losses")]
+    unmasked = [kind for kind in may_send if kind in ("sizes", "epsilon")]
+    vector = f"{vector_size:,} numbers ({8 * vector_size / 1e6:.3f} MB) a round"
+    return (
+        f"{vector} and {', '.join(summed) or 'no scores'}, all under masks, and "
+        f"{', '.join(unmasked) or 'nothing'} beside"
+    )
 
 
 def format_sums(client: Client, party: "Party | None") -> str:
-    """Among whom a site's updates are hidden."""
-    secure = client.settings.secure_sums
-    if secure is None:
+    """Format among which sites a site's updates are hidden."""
+    options = client.settings.secure_sums
+    if options is None:
         return "no: the server reads the site's updates"
     if party is None:
         return "asked for, and the site's file does not say among whom: add its section secure_sums"
-    others = f"{secure.min_sites - 1} of {len(party.peers)} others: {', '.join(sorted(party.peers))}"
-    few = "" if len(party.peers) + 1 >= secure.min_sites else "; too few, and no sum will be made"
-    return f"yes: hidden among at least {others}{few}"
+    num_peers = len(party.peers)
+    too_few = "" if num_peers + 1 >= options.min_sites else "; too few, and no sum will be made"
+    peers = ", ".join(sorted(party.peers))
+    return f"yes: hidden among at least {options.min_sites - 1} of {num_peers} others: {peers}{too_few}"
 
 
-def format_level(level: SiteLevel, client: Client, total: Ledger | None = None) -> str:
-    """What a whole run spends of the site as a whole, its limit, and what is wrong with the ``total`` of all runs."""
-    limits, rounds = client.limits, client.recipe.rounds
-    spent = epsilon_text(level.budget.epsilon({level.cost: rounds}))
-    hidden = f"noise of its own in each sum; {rounds} rounds spend ε ≤ {spent} {format_measure(limits)}"
-    amiss = _amiss(explain_site_epsilon(total or Ledger()), limits.max_site_epsilon)
-    return f"{hidden}, also against the server; {format_limit(limits.max_site_epsilon)}{amiss}"
+def format_site_privacy(client: Client, ledger: Ledger | None = None) -> str:
+    """Format what a whole run spends of the site as a whole; "" for a recipe whose sums have no noise.
+
+    Args:
+        client: The recipe with the site's data.
+        ledger: What all runs have spent.
+    """
+    privacy = client.site_privacy
+    if privacy is None:
+        return ""
+    limits = client.limits
+    rounds = client.recipe.rounds
+    spent = epsilon_text(privacy.budget.epsilon({privacy.cost: rounds}))
+    problem = _format_infinity(explain_site_epsilon(ledger or Ledger()), limits.max_site_epsilon)
+    return (
+        f"noise of its own in each sum; {rounds} rounds spend ε ≤ {spent} {format_measure(limits)}, also against the "
+        f"server; {format_limit(limits.max_site_epsilon)}{problem}"
+    )
 
 
-def format_privacy(client: Client, total: Ledger | None = None) -> str:
-    """What a whole run spends at the site, if it takes part in every round, and the rest as :func:`format_level`."""
-    limits, rounds = client.limits, client.recipe.rounds
-    spent = f"ε ≤ {epsilon_text(client.budget.epsilon(client.planned))} {format_measure(limits)}"
-    amiss = _amiss(explain_image_epsilon(total or Ledger()), limits.max_epsilon)
-    return f"yes: a run of {rounds} rounds spends {spent}; {format_limit(limits.max_epsilon)}{amiss}"
+def format_privacy(client: Client, ledger: Ledger | None = None) -> str:
+    """Format what a whole run spends of the site's images, if the site takes part in every round.
+
+    Args:
+        client: The recipe with the site's data.
+        ledger: What all runs have spent.
+    """
+    limits = client.limits
+    spent = epsilon_text(client.budget.epsilon(client.planned))
+    problem = _format_infinity(explain_image_epsilon(ledger or Ledger()), limits.max_epsilon)
+    return (
+        f"yes: a run of {client.recipe.rounds} rounds spends ε ≤ {spent} {format_measure(limits)}; "
+        f"{format_limit(limits.max_epsilon)}{problem}"
+    )
 
 
-def _amiss(reason: str, own: float | None) -> str:
-    """What is said of an ε that is infinite for a ``reason``, if there is one, where ``own`` is the site's limit."""
+def _format_infinity(reason: str, max_epsilon: float | None) -> str:
+    """Format why ε is infinite, and what follows if the site sets a limit; "" if it is finite."""
     if not reason:
         return ""
-    return f"; but {reason}" + ("" if own is None else ", and every round will be refused")
+    consequence = "" if max_epsilon is None else ", and every round will be refused"
+    return f"; but {reason}{consequence}"
 
 
 def format_measure(limits: Limits) -> str:
-    """How a site counts ε."""
+    """Format how a site computes ε."""
     return f"at δ = {limits.delta:g}, by {limits.accountant}"
 
 
-def format_limit(own: float | None) -> str:
-    """The largest ε that a site allows, where ``own`` is the one that it gives."""
-    return "that is its limit over all runs" if own is None else f"its limit over all runs is {own:g}"
+def format_limit(max_epsilon: float | None) -> str:
+    """Format the largest ε that a site allows; None for that of one whole run."""
+    return "that is its limit over all runs" if max_epsilon is None else f"its limit over all runs is {max_epsilon:g}"
 
 
-def site_status(given: SiteFile) -> str:
-    """What a site has trained in each run, and spent in all."""
-    states, all_runs = read_runs(given.state)
+def site_status(site: SiteFile) -> str:
+    """Format what a site has trained in each run, and spent in all."""
+    states, totals = read_runs(site.state)
     if not states:
-        return f"Site {given.name} has trained nothing yet."
-    titles = ["run", "transport's id", "recipe", "rounds trained", "last round"]
-    rows = [
-        [one.run, one.transport or "–", one.recipe[:8], str(one.trained), round_text(one.round + 1)] for one in states
-    ]
-    if any(one.summed >= 0 for one in states):
-        titles.append("last under masks")
-        rows = [[*row, str(one.summed + 1) if one.summed >= 0 else "–"] for row, one in zip(rows, states, strict=True)]
-    text = f"Site {given.name}, the current run first:\n\n{table(titles, rows)}"
-    total, limits = Ledger(), given.limits
-    total.load_state_dict(all_runs["total"])
+        return f"Site {site.name} has trained nothing yet."
+    paragraphs = [f"Site {site.name}, the current run first:", _runs_table(states)]
 
-    def spent(whose: str, owner: int, own: float | None) -> str:
-        found = epsilon_text(total.epsilon(owner, limits.delta, limits.accountant))
-        most = "one whole run's" if own is None else f"{own:g}"
-        return f"\n\n{whose}: ε {found} (the limit is {most}) {format_measure(limits)}"
+    limits = site.limits
+    ledger = totals.ledger
+    site_steps = ledger.history(SITE_LEDGER)
+    # The site as a whole is left out if it never took part in a noisy sum and sets no limit: its ε is infinite then.
+    has_noisy_sums = len(site_steps) > bool(steps_without_noise(site_steps))
+    shows_site = has_noisy_sums or limits.max_site_epsilon is not None
+    if shows_site:
+        spent = _format_spent(ledger, SITE_LEDGER, limits, limits.max_site_epsilon)
+        reason = explain_site_epsilon(ledger)
+        because = f": {reason}" if reason else ""
+        paragraphs.append(f"The site as a whole, all runs together: {spent}{because}.")
+    image_steps = ledger.history(IMAGES_LEDGER)
+    if image_steps:
+        title = "Single images, all runs together" if shows_site else "All runs together"
+        spent = _format_spent(ledger, IMAGES_LEDGER, limits, limits.max_epsilon)
+        num_without_noise = steps_without_noise(image_steps)
+        without_noise = f"; {num_without_noise} rounds had no privacy" if num_without_noise else ""
+        paragraphs.append(f"{title}: {spent}{without_noise}.")
+    return "\n\n".join(paragraphs)
 
-    of_site = total.history(SITE_LEDGER)
-    # Of a site that never took part in a noisy sum, and has no limit of it, everybody knows that its ε is infinite.
-    whole = len(of_site) > bool(steps_without_noise(of_site)) or limits.max_site_epsilon is not None
-    if whole:
-        text += spent("The site as a whole, all runs together", SITE_LEDGER, limits.max_site_epsilon)
-        reason = explain_site_epsilon(total)
-        text += f": {reason}." if reason else "."
-    if not total.history(IMAGES_LEDGER):
-        return text
-    bare = steps_without_noise(total.history(IMAGES_LEDGER))
-    without = f"; {bare} rounds had no privacy" if bare else ""
-    whose = "Single images, all runs together" if whole else "All runs together"
-    return f"{text}{spent(whose, IMAGES_LEDGER, limits.max_epsilon)}{without}."
+
+def _runs_table(states: Sequence[RunState]) -> str:
+    """Format a table of the runs of a site."""
+    header = ["run", "transport's id", "recipe", "rounds trained", "last round"]
+    has_sums = any(state.summing.update_round >= 0 for state in states)
+    if has_sums:
+        header.append("last under masks")
+    rows = []
+    for state in states:
+        training = state.training
+        row = [
+            state.run,
+            state.transport_run or "–",
+            state.recipe[:8],
+            str(training.num_rounds),
+            round_text(training.round + 1),
+        ]
+        if has_sums:
+            masked_round = state.summing.update_round
+            row.append(str(masked_round + 1) if masked_round >= 0 else "–")
+        rows.append(row)
+    return table(header, rows)
+
+
+def _format_spent(ledger: Ledger, owner: int, limits: Limits, max_epsilon: float | None) -> str:
+    """Format the ε of a site's images or of the site as a whole, and its limit."""
+    epsilon = epsilon_text(ledger.epsilon(owner, limits.delta, limits.accountant))
+    limit = "one whole run's" if max_epsilon is None else f"{max_epsilon:g}"
+    return f"ε {epsilon} (the limit is {limit}) {format_measure(limits)}"
 
 
 def run_status(progress: RunProgress) -> str:
-    """How far a deployed run is, its rounds, and its sites."""
+    """Format how far a deployed run is, its rounds, and its sites."""
     rows = []
     for member in progress.roster:
-        spent = {name: float("inf") if one is None else one for name, one in member.epsilon.items()}
-        epsilons = ", ".join(f"{name} {epsilon_text(one)}" for name, one in spent.items())
-        size = "–" if member.size is None else str(member.size)
-        last = round_text(member.last_round)
-        rows.append([member.name, size, str(member.rounds), last, member.left or "–", epsilons or "–"])
+        epsilons = []
+        for ledger, value in member.epsilon.items():
+            epsilons.append(f"{ledger} {epsilon_text(math.inf if value is None else value)}")
+        rows.append(
+            [
+                member.name,
+                "–" if member.size is None else str(member.size),
+                str(member.rounds),
+                round_text(member.last_round),
+                member.left or "–",
+                ", ".join(epsilons) or "–",
+            ]
+        )
     sites = table(["site", "images", "rounds", "last round", "left", "ε"], rows)
-    return f"Run {progress.run}: {progress.done} of {progress.rounds} rounds\n\n{format_rounds(progress)}\n\n{sites}"
+    title = f"Run {progress.run}: {progress.done} of {progress.rounds} rounds"
+    return f"{title}\n\n{format_rounds(progress)}\n\n{sites}"
 
 
 def format_rounds(progress: RunProgress) -> str:
-    """The rounds of a deployed run as a table, counted from 1."""
-    rows, summed = [], any(record.summed for record in progress.records)
-    for record, row in zip(progress.records, progress.history, strict=True):
-        reasons = dict.fromkeys(record.away, "away") | record.failed
-        missing = ", ".join(f"{name} ({why})" for name, why in reasons.items()) or "–"
-        outside = ", ".join(f"{name} ({why})" for name, why in record.outside.items()) or "–"
-        score = row.get("personal/local_test", float("nan"))
-        answered, traffic = f"{len(record.answered)}/{len(record.asked)}", f"{record.up + record.down:.2f}"
-        shown = "–" if score != score else f"{100 * score:.1f}"
-        inside = [", ".join(record.summed) or "–"] if summed else []
-        told = [missing, outside, record.void or "–", f"{record.seconds:.1f}", traffic, shown]
-        rows.append([str(record.round + 1), answered, *inside, *told])
-    sums = ["in the sum"] if summed else []
-    return table(["round", "answered", *sums, "missing", "outside", "void", "s", "MB", "own images %"], rows)
+    """Format a table of the rounds of a deployed run, counted from 1."""
+    has_sums = any(record.summed for record in progress.records)
+    rows = []
+    for record, metrics in zip(progress.records, progress.history, strict=True):
+        score = metrics.get("personal/local_test", math.nan)
+        row = [str(record.round + 1), f"{len(record.answered)}/{len(record.asked)}"]
+        if has_sums:
+            row.append(", ".join(record.summed) or "–")
+        row += [
+            _format_reasons(dict.fromkeys(record.away, "away") | record.failed),
+            _format_reasons(record.outside),
+            record.void or "–",
+            f"{record.seconds:.1f}",
+            f"{record.up + record.down:.2f}",
+            "–" if math.isnan(score) else f"{100 * score:.1f}",
+        ]
+        rows.append(row)
+    sum_header = ["in the sum"] if has_sums else []
+    header = ["round", "answered", *sum_header, "missing", "outside", "void", "s", "MB", "own images %"]
+    return table(header, rows)
+
+
+def _format_reasons(reasons: Mapping[str, str]) -> str:
+    """Format sites with the reason of each."""
+    return ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "–"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes as the parties of a deployment read them: with a site's own data, or without any client's."""
+"""Builds recipes for the parties of a deployment: with a site's own data, or without any client's."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import perada.data
 from perada.cli.parser import full_names
-from perada.cli.recipes import whole
+from perada.cli.recipes import recipe_text
 from perada.cli.runs import PeradaCLI
 from perada.core.checks import check_whole
 from perada.core.files import Scratch, writing
@@ -26,29 +26,92 @@ from perada.data.sets.manifest import OwnImages
 from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.site.client import single_client_data
 from perada.deploy.site.file import SiteFile
-from perada.deploy.site.split import divided_by, remembered
+from perada.deploy.site.split import load_splits, split_key
 
-OF_ALL = "public public_fraction validation_fraction train_limit test_limit public_limit".split()
-OF_ALL += "dataset partition seed shifts shifts_when".split()
-"""Options of a recipe's data that say what all clients and the server have."""
-DRAWN_BY = ("seed", "train_limit", "test_limit")
-"""Options by which a dataset is divided among clients: a site that names dataset and partition has the recipe's."""
-SHARED_BY_IMAGES = ("size", "gray", "full_scale", "test_share", "seed")
-"""Options of a recipe's image set of one's own by which a site, too, reads its files and chooses its test images."""
-SHARED_BY_TABLES = ("path", "label", "split", "separator", "group")
-"""Likewise, where both the recipe and the site have a table."""
-NOWHERE = {"class_path": "IID", "init_args": {"num_clients": 1}}
+SHARED_DATA_OPTIONS = (
+    "public",
+    "public_fraction",
+    "validation_fraction",
+    "train_limit",
+    "test_limit",
+    "public_limit",
+    "dataset",
+    "partition",
+    "seed",
+    "shifts",
+    "shifts_when",
+)
+"""Options of a recipe's data that describe the data of all clients and of the server."""
+PARTITION_OPTIONS = ("seed", "train_limit", "test_limit")
+"""Options that determine how a data set is partitioned: a site that names dataset and partition has the recipe's."""
+SHARED_IMAGE_OPTIONS = ("size", "gray", "full_scale", "test_share", "seed")
+"""Options of a recipe's own image set by which a site, too, reads its files and selects its test images."""
+SHARED_TABLE_OPTIONS = ("path", "label", "split", "separator", "group")
+"""The same, if both the recipe and the site have a table."""
+SINGLE_CLIENT = {"class_path": "IID", "init_args": {"num_clients": 1}}
+"""Partition of a site's data set, of which all images are the site's."""
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
+"""Trainer options of both parties."""
 
 
-def site_recipe(path: Path, given: SiteFile) -> Recipe:
-    """A recipe with the data of a site in the place of its own, and its own classes by their names.
+def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
+    """Build a recipe with the data of a site in place of its own.
+
+    Args:
+        path: File of the recipe.
+        site_file: Content of the site's file.
 
     Raises:
-        ValueError: If the file is not the one that the site approved, which is looked at before anything that it says;
-            or the site's data have a class that the recipe does not name, or no such client.
+        ValueError: If the file is not the one that the site approved, which is checked before its content is read; or
+            the site's data have a class that the recipe does not name, or no such client.
     """
-    text, approved = path.read_bytes(), given.recipes.get(path.absolute())
+    text = path.read_bytes()
+    _check_approved(path, text, site_file)
+    content = _parse_recipe(text, str(path))
+    recipe_data = content.get("data") or {}
+    class_names = _class_names_of(recipe_data.get("dataset"))
+    index = site_file.data.get("client", 0)
+    site_data = _site_data_options(site_file, recipe_data, class_names)
+    own_options = {key: value for key, value in recipe_data.items() if key not in SHARED_DATA_OPTIONS}
+    cli = _build_cli(content | {"data": own_options | site_data}, site_file.accelerator)
+
+    division = cli.datamodule.division
+    division.download()
+    if isinstance(division.dataset, OwnImages):
+        # The split of former starts, which stays the same when images are added.
+        division.dataset.known = load_splits(site_file.state).get(split_key(division.dataset), {})
+    all_clients = division.share_out()
+    num_clients = len(all_clients.train)
+    check_whole("data: client", index, 0, most=num_clients - 1, hint="of the partition's clients")
+    data = single_client_data(all_clients, index)
+    if class_names is not None and data.classes is not None and tuple(data.classes) != class_names:
+        raise ValueError(
+            f"the site's classes are {some(data.classes)}, and the recipe's {some(class_names)}; give the site's data "
+            "as a folder (root) or a table, whose classes are taken by their names"
+        )
+    parsed_data = cli.config["data"]
+    options = {key: value for key, value in vars(parsed_data).items() if key not in (*SHARED_DATA_OPTIONS, "data")}
+    seed = site_data.get("seed", recipe_data.get("seed", parsed_data.seed))
+    recipe = Recipe(text, cli.model, cli.loop, cli.trainer, FederatedDataModule(data, **options, seed=seed))
+
+    algorithm = cli.loop.algorithm
+    adds_up_logits = cli.loop.secure_sums is not None and algorithm.distills and not algorithm.own_teachers
+    is_private = cli.loop.privacy is not None or cli.loop.client_privacy is not None
+    if adds_up_logits or is_private:
+        # The public images are those of the recipe as it was written, with its data set and partition.
+        original = _build_cli(content, site_file.accelerator).datamodule
+        recipe.public = _comparable_images(original) if is_private else _public_images(original)
+        recipe.prepare = original.prepare
+    return recipe
+
+
+def _check_approved(path: Path, text: bytes, site_file: SiteFile) -> None:
+    """Check that a site has approved the content of a recipe's file.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    approved = site_file.recipes.get(path.absolute())
     if approved is None:
         raise ValueError(f"{str(path)!r} is not among the site's recipes; list it there, once you have read it")
     sha256 = hashlib.sha256(text).hexdigest()
@@ -57,56 +120,66 @@ def site_recipe(path: Path, given: SiteFile) -> Recipe:
             f"{str(path)!r} has the SHA-256 {sha256}, and the site approves {approved.sha256}: nothing of it was run. "
             "Ask for the recipe that was approved; or read this one, and write its sha256 into the site's file"
         )
-    content = _content(text, str(path))
-    said = content.get("data") or {}
-    kept = {key: value for key, value in said.items() if key not in OF_ALL}
-    named, place = _named_classes(said.get("dataset")), given.data.get("client", 0)
-    own = {key: value for key, value in given.data.items() if key != "client"}
-    if "dataset" in own:
+
+
+def _site_data_options(
+    site_file: SiteFile, recipe_data: dict[str, Any], class_names: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the options of the data module that replace those which the recipe has for all clients.
+
+    Args:
+        site_file: Content of the site's file.
+        recipe_data: Section ``data`` of the recipe.
+        class_names: Names of the classes, if the recipe has them.
+    """
+    site_data = {key: value for key, value in site_file.data.items() if key != "client"}
+    if "dataset" in site_data:
         # The site is a client of the recipe's own partition, which is drawn from these options.
-        own = {key: said[key] for key in DRAWN_BY if key in said} | own
-    else:
-        dataset = _images_of_site(own, said, named)
-        own = {"dataset": dataset, "partition": NOWHERE}
-    cli = _parsed(content | {"data": kept | own}, given.accelerator)
-    division = cli.datamodule.division
-    division.download()
-    if isinstance(division.dataset, OwnImages):
-        division.dataset.known = remembered(given.state).get(divided_by(division.dataset), {})
-    whole_data = division.share_out()
-    check_whole("data: client", place, 0, most=len(whole_data.train) - 1, hint="of the partition's clients")
-    data = single_client_data(whole_data, place)
-    if named is not None and data.classes is not None and tuple(data.classes) != named:
-        raise ValueError(
-            f"the site's classes are {some(data.classes)}, and the recipe's {some(named)}; give the site's data as a "
-            "folder (root) or a table, whose classes are taken by their names"
-        )
-    options = {key: value for key, value in vars(cli.config["data"]).items() if key not in (*OF_ALL, "data")}
-    seed = own.get("seed", said.get("seed", cli.config["data"].seed))
-    served = FederatedDataModule(data, **options, seed=seed)
-    loop = cli.loop
-    algorithm = loop.algorithm
-    adds_up_logits = loop.secure_sums is not None and algorithm.distills and not algorithm.own_teachers
-    private = loop.privacy is not None or loop.client_privacy is not None
-    if not (adds_up_logits or private):
-        return Recipe(text, cli.model, loop, cli.trainer, served)
-    whole_recipe = _parsed(content, given.accelerator).datamodule
-    public = _compared_images(whole_recipe) if private else _public_images(whole_recipe)
-    return Recipe(text, cli.model, loop, cli.trainer, served, public, whole_recipe.prepare)
+        drawn = {key: recipe_data[key] for key in PARTITION_OPTIONS if key in recipe_data}
+        return drawn | site_data
+    return {"dataset": _site_images(site_data, recipe_data, class_names), "partition": SINGLE_CLIENT}
 
 
-def _compared_images(data: FederatedDataModule) -> Dataset[Any] | None:
-    """The public set of a private recipe, which a site compares with its own images.
+def _site_images(
+    site_data: dict[str, Any], recipe_data: dict[str, Any], class_names: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return a site's folder or table as an image set that reads and splits its files as the recipe's set does.
+
+    Args:
+        site_data: Options of the site's images.
+        recipe_data: Section ``data`` of the recipe.
+        class_names: Names of the classes, if the recipe has them.
+    """
+    recipe_class, recipe_options = _split_class_entry(recipe_data.get("dataset"))
+    site_class = "ImageTable" if "table" in site_data else "Images"
+    shared: tuple[str, ...] = ()
+    dataset_class = getattr(perada.data, recipe_class, None)
+    if isinstance(dataset_class, type) and issubclass(dataset_class, OwnImages):
+        shared = SHARED_IMAGE_OPTIONS
+        if recipe_class == site_class == "ImageTable":
+            shared += SHARED_TABLE_OPTIONS
+    options = {key: recipe_options[key] for key in shared if key in recipe_options}
+    if not shared and recipe_data.get("image_size"):
+        # The recipe's set is of other images, and has no options of files.
+        options["size"] = recipe_data["image_size"]
+    options |= site_data
+    if class_names is not None:
+        options["classes"] = list(class_names)
+    return {"class_path": site_class, "init_args": options}
+
+
+def _comparable_images(data: FederatedDataModule) -> Dataset[Any] | None:
+    """Return the public set of a private recipe, which a site compares with its own images.
 
     Raises:
         ValueError: If the recipe takes the public set from the clients' images.
         FileNotFoundError: If the set is not at the site.
     """
     for option in ("public_fraction", "validation_fraction"):
-        share = getattr(data.division, option)
-        if share:
+        fraction = getattr(data.division, option)
+        if fraction:
             raise ValueError(
-                f"privacy: {option}={share} would hand a share of the sites' own images to the server; approve a "
+                f"privacy: {option}={fraction} would hand a share of the sites' own images to the server; approve a "
                 "recipe without it"
             )
     try:
@@ -118,64 +191,55 @@ def _compared_images(data: FederatedDataModule) -> Dataset[Any] | None:
         ) from error
 
 
-def _images_of_site(own: dict[str, Any], said: dict[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
-    """A site's folder or table as an image set that reads, and divides, its files as the recipe's set does.
+def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
+    """Build a recipe for the server.
 
     Args:
-        own: What the site says of its images.
-        said: The section ``data`` of the recipe.
-        classes: Their names, if the recipe gives them.
-    """
-    kind, options_of_recipe = _class_of(said.get("dataset"))
-    site_kind = "ImageTable" if "table" in own else "Images"
-    shared: tuple[str, ...] = ()
-    if isinstance(set_class := getattr(perada.data, kind, None), type) and issubclass(set_class, OwnImages):
-        shared = SHARED_BY_IMAGES + (SHARED_BY_TABLES if kind == site_kind == "ImageTable" else ())
-    options = {key: options_of_recipe[key] for key in shared if key in options_of_recipe}
-    if not shared and said.get("image_size"):  # a set of other images, which says nothing of files
-        options["size"] = said["image_size"]
-    options |= own
-    if classes is not None:
-        options["classes"] = list(classes)
-    return {"class_path": site_kind, "init_args": options}
-
-
-def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
-    """A recipe as a server has it, with its loggers if there is a ``folder``, in which those write.
+        name: Name of the recipe.
+        folder: Folder in which the recipe's loggers write; None for no loggers.
 
     Raises:
-        ValueError: If it does not say how many classes there are, or the public set would be clients' images.
+        ValueError: If the recipe does not have the number of classes, or the public set would be clients' images.
     """
-    text = whole(name).encode()
-    content = _content(text, name)
-    named = _named_classes((content.get("data") or {}).get("dataset"))
-    cli = _parsed(content, "auto")
-    data, division = cli.config["data"], cli.datamodule.division
+    text = recipe_text(name).encode()
+    content = _parse_recipe(text, name)
+    class_names = _class_names_of((content.get("data") or {}).get("dataset"))
+    cli = _build_cli(content, "auto")
+    data = cli.config["data"]
+    dataset = cli.datamodule.division.dataset
     for option in ("public_fraction", "validation_fraction"):
         if data[option]:
             raise ValueError(
                 f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; give public, "
                 "as the recipe `sites` does (perada cp sites federation.yaml)"
             )
-    classes = len(named or ()) or data.num_classes or cli.model.num_classes
-    if not classes:
-        with suppress(FileNotFoundError):  # a set of one's own knows its classes from files, which are at the sites
-            classes = division.dataset.num_classes
-    if not classes:
+    num_classes = len(class_names or ()) or data.num_classes or cli.model.num_classes
+    if not num_classes:
+        # A user's own image set reads its classes from files, which are at the sites.
+        with suppress(FileNotFoundError):
+            num_classes = dataset.num_classes
+    if not num_classes:
         raise ValueError(
             "the recipe does not say which classes there are, and no client's images are read here; name them among "
             "the options of its image set, as in classes: [benign, malignant], or give data.num_classes. The recipe "
             "`sites` shows how (perada cp sites federation.yaml)"
         )
-    public = _public_images(cli.datamodule)
-    multilabel = bool(getattr(division.dataset, "multilabel", False))
-    loggers = [] if folder is None else _loggers(content, folder)
-    parsed = cli.model, cli.loop, cli.trainer, cli.datamodule
-    return ServerRecipe(text, *parsed, public, None, classes, multilabel, named, loggers)
+    return ServerRecipe(
+        text,
+        cli.model,
+        cli.loop,
+        cli.trainer,
+        cli.datamodule,
+        public=_public_images(cli.datamodule),
+        num_classes=num_classes,
+        multilabel=bool(getattr(dataset, "multilabel", False)),
+        classes=class_names,
+        loggers=[] if folder is None else _build_loggers(content, folder),
+    )
 
 
 def _public_images(data: FederatedDataModule) -> Dataset[Any] | None:
-    """The recipe's public images that can be read, as in a simulation: ``on_broken`` refuses or skips the others."""
+    """Return the recipe's public images that can be read, as a simulation does (``on_broken``)."""
     division = data.division
     if division is None or division.public is None:
         return None
@@ -183,57 +247,68 @@ def _public_images(data: FederatedDataModule) -> Dataset[Any] | None:
     return without_broken(FederatedData([], public=public), data.on_broken, data.num_workers).public
 
 
-def _loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
-    """The loggers of a recipe but for CSV files, which the run's folder has in any case; paths begin at the folder."""
-    given = (content.get("trainer") or {}).get("logger")
-    entries = given if isinstance(given, list) else [given]
+def _build_loggers(content: dict[str, Any], folder: Path) -> list[Logger]:
+    """Build the loggers of a recipe, with paths relative to a folder.
+
+    CSV loggers are left out: the run's folder has ``metrics.csv`` in any case.
+    """
+    section = (content.get("trainer") or {}).get("logger")
+    entries = section if isinstance(section, list) else [section]
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--logger", type=Logger)
-    found = []
-    for entry in (entry for entry in entries if not isinstance(entry, bool | None)):
-        kind, options = _class_of(entry)
-        if kind != "CSVLogger":
-            options = {**options, "save_dir": str(folder / (options.get("save_dir") or "."))}
-            logger = {"class_path": entry if isinstance(entry, str) else entry["class_path"], "init_args": options}
-            found.append(parser.instantiate_classes(parser.parse_object({"logger": logger})).logger)
-    return found
+    loggers = []
+    for entry in entries:
+        if isinstance(entry, bool | None):  # of no class, such as `logger: false`
+            continue
+        name, options = _split_class_entry(entry)
+        if name == "CSVLogger":
+            continue
+        save_dir = folder / (options.get("save_dir") or ".")
+        class_path = entry if isinstance(entry, str) else entry["class_path"]
+        config = {"class_path": class_path, "init_args": options | {"save_dir": str(save_dir)}}
+        loggers.append(parser.instantiate_classes(parser.parse_object({"logger": config})).logger)
+    return loggers
 
 
-def _class_of(entry: object) -> tuple[str, dict[str, Any]]:
-    """The name of a class that a recipe names, without its module, and the options that it gives it."""
-    given: dict[str, Any] = entry if isinstance(entry, dict) else {"class_path": entry}
-    return str(given.get("class_path")).rpartition(".")[2], given.get("init_args") or {}
+def _split_class_entry(entry: object) -> tuple[str, dict[str, Any]]:
+    """Return the name of a class in a recipe, without its module, and its options."""
+    section: dict[str, Any] = entry if isinstance(entry, dict) else {"class_path": entry}
+    _, _, name = str(section.get("class_path")).rpartition(".")
+    return name, section.get("init_args") or {}
 
 
-def _named_classes(dataset: object) -> tuple[str, ...] | None:
-    """The classes that a recipe names: those that it gives its image set, or those that every copy of the set has."""
-    kind, options = _class_of(dataset)
-    if kind == "Scanners":  # whose classes are those of the set that they see
-        return _named_classes(options.get("dataset"))
-    names = options.get("classes") or getattr(getattr(perada.data, kind, None), "classes", None)
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+def _class_names_of(dataset: object) -> tuple[str, ...] | None:
+    """Return the names of the classes of a recipe's data set; None if they are only known from its files."""
+    name, options = _split_class_entry(dataset)
+    if name == "Scanners":  # a view of another set, whose classes it has
+        return _class_names_of(options.get("dataset"))
+    names = options.get("classes")
+    if not names:
+        # Built-in sets have the same classes in every copy.
+        names = getattr(getattr(perada.data, name, None), "classes", None)
+    if not isinstance(names, list | tuple) or not all(isinstance(each, str) for each in names):
         return None
     return tuple(names) or None
 
 
-def _content(text: bytes, source: str) -> dict[str, Any]:
-    """What a recipe says, by full names; ``source`` is what messages call it.
+def _parse_recipe(text: bytes, source: str) -> dict[str, Any]:
+    """Parse a recipe, with full names of options.
+
+    Args:
+        text: Content of its file.
+        source: Name of the file in messages.
 
     Raises:
-        ValueError: If it names a file with options: a site approves the text, and what a file says may change.
+        ValueError: If it names a file with options: a site approves the text, and such a file may change.
     """
     content = full_names(parse_yaml(text, source))
     if (content.get("trainer") or {}).get("callbacks"):
         raise ValueError("callbacks cannot be deployed: no Trainer is there to call them; leave them out")
     data = content.get("data")
-    own = {key: value for key, value in data.items() if key not in OF_ALL} if isinstance(data, dict) else data
-    for option, word in _words(content | {"data": own}):
-        try:
-            with Path(word).expanduser().open("rb") as file:
-                read = isinstance(yaml.safe_load(file), dict)
-        except (OSError, ValueError, yaml.YAMLError):  # no file, no path, no text
-            continue
-        if read:  # for the option's value
+    if isinstance(data, dict):
+        data = {key: value for key, value in data.items() if key not in SHARED_DATA_OPTIONS}
+    for option, word in _iterate_strings(content | {"data": data}):
+        if _is_options_file(word):
             raise ValueError(
                 f"the recipe names the file {word!r} for {option}, which its digest does not cover; write what the "
                 "file says into the recipe"
@@ -241,26 +316,42 @@ def _content(text: bytes, source: str) -> dict[str, Any]:
     return content
 
 
-def _words(content: object) -> Iterator[tuple[str, str]]:
-    """All strings of a recipe, and where they stand; what YAML's aliases repeat, once."""
-    left, seen = [("", content)], set[int]()
-    while left:
-        option, value = left.pop()
+def _is_options_file(word: str) -> bool:
+    """Return whether a value names a file that jsonargparse would read options from."""
+    try:
+        with Path(word).expanduser().open("rb") as file:
+            return isinstance(yaml.safe_load(file), dict)
+    except (OSError, ValueError, yaml.YAMLError):  # no file, no path, or no text
+        return False
+
+
+def _iterate_strings(content: object) -> Iterator[tuple[str, str]]:
+    """Yield all strings of a recipe with the name of their option."""
+    pending = [("", content)]
+    seen: set[int] = set()  # what YAML's aliases repeat is visited once: they may nest exponentially
+    while pending:
+        option, value = pending.pop()
         if isinstance(value, str):
             yield option, value
-        elif isinstance(value, dict | list) and id(value) not in seen:
+        elif isinstance(value, dict) and id(value) not in seen:
             seen.add(id(value))
-            below = value.items() if isinstance(value, dict) else ((None, one) for one in value)
-            left += [(option if key is None else f"{option}.{key}".removeprefix("."), one) for key, one in below]
+            pending += [(f"{option}.{key}".removeprefix("."), item) for key, item in value.items()]
+        elif isinstance(value, list) and id(value) not in seen:
+            seen.add(id(value))
+            pending += [(option, item) for item in value]
 
 
-def _parsed(content: dict[str, Any], accelerator: str) -> PeradaCLI:
+def _build_cli(content: dict[str, Any], accelerator: str) -> PeradaCLI:
+    """Build the objects of a recipe on one device, without its loggers."""
     content = {key: value for key, value in content.items() if key not in ("ckpt_path", "weights_only")}
-    content["trainer"] = {key: value for key, value in (content.get("trainer") or {}).items() if key != "logger"}
+    trainer = {key: value for key, value in (content.get("trainer") or {}).items() if key != "logger"}
     if accelerator != "auto":
-        content["trainer"]["accelerator"] = accelerator
-    with Scratch() as folder:  # relative paths of files with options begin there
+        trainer["accelerator"] = accelerator
+    content["trainer"] = trainer
+    # A scratch folder: relative paths of files with options begin where the recipe is.
+    with Scratch() as folder:
         file = folder / "recipe.yaml"
         with writing(file):
             file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        return PeradaCLI(["--config", str(file), *(f"--trainer.{option}" for option in QUIET)], run=False)
+        overrides = [f"--trainer.{option}" for option in QUIET]
+        return PeradaCLI(["--config", str(file), *overrides], run=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes ``commands.json``: what the parsers of all commands say of themselves. Run by ``make commands``."""
+"""Writes ``commands.json``: help and options of all commands, from their parsers. Run by ``make commands``."""
 
 import json
 import os
@@ -20,40 +20,42 @@ from perada.cli.options import COMMANDS_FILE, RECIPE_COMMANDS, SECTIONS_OF_RECIP
 from perada.cli.parser import class_names
 from perada.cli.runs import PeradaCLI
 
-WIDTH = 80  # of help texts, in letters: that of a terminal which was not made wider
+WIDTH = 80
+"""Width of help texts in characters, which is that of a terminal by default."""
 
 
 def describe() -> Facts:
-    """What the parsers say, as ``commands.json`` holds it."""
+    """Return the content of ``commands.json``."""
     with patch.dict(os.environ, {"COLUMNS": str(WIDTH)}):
         commands = {" ".join(path): _command(path, target) for path, target in leaves(COMMANDS)}
     recipe_options: dict[str, list[str]] = {}
     for parser in _recipe_parsers():
         recipe_options |= _options(parser._actions)
+    options_by_name = {}
+    for option, values in sorted(recipe_options.items()):
+        name = option.removeprefix("--")
+        if option.startswith("--") and name not in SECTIONS_OF_RECIPES:
+            options_by_name[name] = values
     return {
         "lightning": version("pytorch-lightning"),
         "short_names": dict(FULL_NAMES),
         "sections": list(SECTIONS_OF_RECIPES),
-        "recipe_options": {
-            name.removeprefix("--"): values
-            for name, values in sorted(recipe_options.items())
-            if name.startswith("--") and name.removeprefix("--") not in SECTIONS_OF_RECIPES
-        },
+        "recipe_options": options_by_name,
         "commands": commands,
     }
 
 
-def leaves(tree: Tree, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every command of a tree as words, and where its function is."""
+def leaves(tree: Tree, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield every command of a tree as words, and where its function is."""
     for name, (entry, _) in tree.items():
         if isinstance(entry, str):
-            yield (*above, name), entry
+            yield (*prefix, name), entry
         else:
-            yield from leaves(entry, (*above, name))
+            yield from leaves(entry, (*prefix, name))
 
 
 def _command(path: tuple[str, ...], target: str) -> CommandFacts:
-    """Have a command print its help, and take the options that it adds to its parser for that."""
+    """Return the help that a command prints, and the options that it adds to its parser for that."""
     module, _, function = target.partition(":")
     parser = ArgumentParser(prog=" ".join(["perada", *path]), exit_on_error=False, allow_abbrev=False)
     text = StringIO()
@@ -64,7 +66,7 @@ def _command(path: tuple[str, ...], target: str) -> CommandFacts:
 
 
 def _recipe_parsers() -> list[ArgumentParser]:
-    """The parsers of the commands of LightningCLI; one that has run its help is kept."""
+    """Return the parsers of the commands of LightningCLI, which are built when they print their help."""
     for name in RECIPE_COMMANDS:
         with redirect_stdout(StringIO()), suppress(SystemExit):
             PeradaCLI([name, "--help"])
@@ -75,7 +77,7 @@ def _recipe_parsers() -> list[ArgumentParser]:
 
 
 def _options(actions: Iterable[Action]) -> dict[str, list[str]]:
-    """The options of a parser with the values that they can have, where these are few words."""
+    """Return the options of a parser, with the values of those that have few."""
     names = {}
     for action in actions:
         if action.help == SUPPRESS:

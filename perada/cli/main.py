@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree of commands. A command is imported when it is run, so that the program itself starts at once."""
+"""The tree of commands. A command is imported when it is run, so that the program starts quickly."""
 
 import os
 import signal
@@ -17,14 +17,14 @@ from jsonargparse import ArgumentParser
 from perada.cli.messages import one_line, quiet_libraries, short_warnings
 from perada.cli.options import check_options, check_recipe, help_text, hint
 from perada.cli.parser_errors import of_options
-from perada.cli.recipes import find_recipe, is_comparison, listing, recipe_files, recipe_names, whole
+from perada.cli.recipes import find_recipe, is_comparison, listing, recipe_files, recipe_names, recipe_text
 from perada.core.files import writing
 from perada.core.garbage import collection_paused, objects_frozen
 from perada.core.interruption import Terminated, received_signal, watch_signals
 from perada.core.yaml_files import read_yaml
 
 Tree = dict[str, tuple["str | Tree", str]]
-"""By name: a command, as ``module:function`` of perada, or a tree of commands; and one line of help."""
+"""For each name, a command as ``module:function`` of perada, or a tree of commands, and one line of help."""
 
 STUDIES: Tree = {
     "fed-ensemble": ("studies.fed_ensemble:main", "Bias and variance of Fed-ensemble's toy regression by modes."),
@@ -75,7 +75,7 @@ COMMANDS: Tree = {
     "data": (DATA, "Look at images before anything is trained."),
     "study": (STUDIES, "Repeat a small experiment of a paper."),
 }
-"""What the program can do. A command is called with its parser, to which it adds its options, and with its words."""
+"""All commands. A command is called with its parser, to which it adds its options, and with its words."""
 
 
 _RUN = "a run: a folder that `perada fit`, `perada export` or Run.save wrote, or a checkpoint in one"
@@ -91,29 +91,40 @@ EXISTING = {
     "deploy status": f"{_SITE}, or the folder of a deployed run",
     "deploy audit": f"{_SITE}, or the site's state folder",
 }
-"""Commands whose first word is a path that must exist, and what it is."""
+"""Description of the path that must exist, for commands whose first word is one."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the words after ``perada``, by default those of the command line; ``--version`` alone prints versions."""
+    """Run the program.
+
+    Args:
+        args: Words after ``perada``; by default those of the command line.
+    """
     words = sys.argv[1:] if args is None else list(args)
     if words[:1] == ["--version"]:
         from perada.cli.doctor import versions
 
         print(f"perada {version('perada')}\n{versions()}")
         return
-    text = "Personalized, parameter-efficient federated fine-tuning of pretrained vision models."
-    _run(words, COMMANDS, text, "perada")
+    description = "Personalized, parameter-efficient federated fine-tuning of pretrained vision models."
+    _run(words, COMMANDS, description, "perada")
 
 
-def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
-    """Run the command of an entry of the tree that ``words`` begin with, or print the commands that there are."""
-    parser = ArgumentParser(prog=prog, description=text, exit_on_error=False, allow_abbrev=False)
+def _run(words: list[str], entry: str | Tree, description: str, prog: str) -> None:
+    """Run the command that the words begin with, or print the available commands.
+
+    Args:
+        words: Words that follow those of the entry.
+        entry: Command or tree of commands.
+        description: One line of help.
+        prog: The words of the entry, with the program's name.
+    """
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
     if isinstance(entry, str):
         command = prog.removeprefix("perada ")
-        known_help = help_text(command, words)
-        if known_help is not None:
-            print(known_help)
+        stored_help = help_text(command, words)
+        if stored_help is not None:
+            print(stored_help)
             raise SystemExit(0)
         _check_before_import(command, words)
         module, _, function = entry.partition(":")
@@ -125,13 +136,14 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
         except ArgumentError as error:
             raise ArgumentError(None, of_options(str(error), parser)) from error
     elif words and words[0] in entry:
-        _run(words[1:], *entry[words[0]], f"{prog} {words[0]}")
+        below, line = entry[words[0]]
+        _run(words[1:], below, line, f"{prog} {words[0]}")
     elif words and not words[0].startswith("-"):
-        meant = hint(words[0], entry, f"`{prog} --help` lists the commands")
-        raise ValueError(f"there is no command {words[0]!r}; {meant}")
+        proposal = hint(words[0], entry, f"`{prog} --help` lists the commands")
+        raise ValueError(f"there is no command {words[0]!r}; {proposal}")
     else:
-        about = f"`{prog} COMMAND --help` shows the options of a command."
-        commands = parser.add_subcommands(required=False, title="commands", metavar="COMMAND", description=about)
+        text = f"`{prog} COMMAND --help` shows the options of a command."
+        commands = parser.add_subcommands(required=False, title="commands", metavar="COMMAND", description=text)
         for name, (_, line) in entry.items():
             commands.add_subcommand(name, ArgumentParser(), help=line)
         try:
@@ -142,7 +154,7 @@ def _run(words: list[str], entry: str | Tree, text: str, prog: str) -> None:
 
 
 def _check_before_import(command: str, words: list[str]) -> None:
-    """Refuse options that do not exist and files that are missing or damaged, before anything slow is imported."""
+    """Reject unknown options and missing or damaged files before anything slow is imported."""
     check_options(command, words)
     first_words = list(takewhile(lambda word: not word.startswith("-"), words))
     if command in EXISTING and first_words and not Path(first_words[0]).exists():
@@ -154,7 +166,7 @@ def _check_before_import(command: str, words: list[str]) -> None:
 
 
 def run(parser: ArgumentParser, words: list[str]) -> None:
-    """Carry out a subcommand of LightningCLI, whose own parser reads the words."""
+    """Run a subcommand of LightningCLI, whose parser reads the words."""
     if not words:
         raise ValueError(f"give a recipe: {parser.prog} --config RECIPE; `perada ls` lists those that ship")
     if not words[0].startswith("-"):
@@ -162,7 +174,8 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         recipe = f"{folder} --ckpt_path {folder.parent}/checkpoints/last.ckpt" if folder.is_file() else words[0]
         raise ValueError(f"{words[0]!r} is not an option; a recipe is given as {parser.prog} --config {recipe}")
     for name in recipe_names(words):
-        for path in recipe_files(name):  # refuses one that does not exist before anything slow is imported
+        # A recipe that does not exist is rejected before anything slow is imported.
+        for path in recipe_files(name):
             check_recipe(path)
     with collection_paused():
         from perada.cli.runs import PeradaCLI
@@ -172,9 +185,10 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def predict(parser: ArgumentParser, words: list[str]) -> None:
-    """Predict images with a run that is named first; without one, a recipe's test images, by LightningCLI."""
-    asks = {"-h", "--help"} & set(words)
-    if asks or not words or not words[0].startswith("-") or any(word.startswith("--images") for word in words):
+    """Predict images with a run that is named first or, by LightningCLI, the test images of a recipe."""
+    needs_help = not words or {"-h", "--help"} & set(words)
+    names_run = words and not words[0].startswith("-")
+    if needs_help or names_run or any(word.startswith("--images") for word in words):
         with collection_paused():
             from perada.cli.inference import predict as predict_images
 
@@ -194,41 +208,57 @@ def cp(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("name", help="Name of a recipe, as `perada ls` lists it.")
     parser.add_argument("destination", help="File or folder to copy it to.")
     parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
-    given = parser.parse_args(words)
-    text, target = whole(given.name), Path(given.destination)
-    target = target / Path(given.name).with_suffix(".yaml").name if target.is_dir() else target
-    if target.exists() and not given.force:
+    options = parser.parse_args(words)
+    text = recipe_text(options.name)
+    target = Path(options.destination)
+    if target.is_dir():
+        target = target / Path(options.name).with_suffix(".yaml").name
+    if target.exists() and not options.force:
         raise FileExistsError(f"{str(target)!r} exists already; choose another destination or add --force")
     target.parent.mkdir(parents=True, exist_ok=True)
     with writing(target):
         target.write_text(text, encoding="utf-8")
     use = "compare" if is_comparison(target) else "fit --config"
-    print(f"Copied {given.name} to {target}; run it with: perada {use} {target}")
+    print(f"Copied {options.name} to {target}; run it with: perada {use} {target}")
 
 
 def report(parser: ArgumentParser, words: list[str]) -> None:
     """Print the rounds of runs, or write a page on them."""
-    text = "Run folders, such as lightning_logs/version_0, folders of Run.save, or JSON files of `perada compare`."
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=text)
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="Run folders, such as lightning_logs/version_0, folders of Run.save, or JSON files of `perada compare`.",
+    )
     parser.add_argument("--output", type=Path, help="Folder for a page, index.html, with its figures and tables.")
-    scores = "Whether a page has scores and losses; by default not those of private runs, which no ledger counts."
-    parser.add_argument("--scores", type=bool, default=None, help=scores)
-    given = parser.parse_args(words)
-    if given.output is None:
-        print("\n\n".join((f"{path}\n\n" if len(given.runs) > 1 else "") + _tables(path) for path in given.runs))
+    parser.add_argument(
+        "--scores",
+        type=bool,
+        default=None,
+        help="Whether a page has scores and losses; by default not those of private runs, which no ledger counts.",
+    )
+    options = parser.parse_args(words)
+    if options.output is None:
+        blocks = []
+        for path in options.runs:
+            if len(options.runs) > 1:
+                blocks.append(str(path))
+            blocks.append(_format_tables(path))
+        print("\n\n".join(blocks))
         return
     from perada.studies.report.page import check_page, write_page
     from perada.studies.report.records import read_records
 
-    check_page(given.output)
-    records = [record for path in given.runs for record in read_records(path)]
-    if given.scores is None and any(record.private for record in records):
+    check_page(options.output)
+    records = [record for path in options.runs for record in read_records(path)]
+    if options.scores is None and any(record.private for record in records):
         print("Scores, losses and diagnostics of private runs are left out; --scores=true shows them.")
-    print(f"Page: {write_page(given.output, records, given.scores)}")
+    print(f"Page: {write_page(options.output, records, options.scores)}")
 
 
-def _tables(path: Path) -> str:
-    """A run or a comparison as text."""
+def _format_tables(path: Path) -> str:
+    """Format a run or a comparison as tables."""
     if path.is_dir() or not path.exists():
         from perada.studies.report.records import run_report
 
@@ -237,25 +267,27 @@ def _tables(path: Path) -> str:
 
     try:
         records = Results(path).records
-        return "\n\n".join(filter(None, [curve_tables(records), summary(records)]))
+        tables = [curve_tables(records), summary(records)]
+        return "\n\n".join(text for text in tables if text)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} is not a file of `perada compare` ({error!r}); give another") from error
 
 
 def entry_point() -> None:
-    """The ``perada`` program: errors and warnings are one line each; ``PERADA_DEBUG=1`` shows where they arose.
+    """Run the ``perada`` program, which prints errors and warnings as one line each.
 
-    A run that is ended by Ctrl-C or SIGTERM says how to resume, with the status that shells give these, 130 and 143.
+    With ``PERADA_DEBUG=1`` tracebacks are printed. A run that is ended by Ctrl-C or SIGTERM prints how to resume it,
+    and exits with the status of shells for these signals, 130 or 143.
     """
     quiet_libraries()
     if not os.environ.get("PERADA_DEBUG"):
         short_warnings()
-    if sys.argv[1:2] != ["deploy"]:  # whose services have handlers of their own
+    if sys.argv[1:2] != ["deploy"]:  # its services have their own handlers
         watch_signals(terminate=True)
     try:
         main()
     except (KeyboardInterrupt, SystemExit) as end:
-        # Lightning ends by SystemExit either way, of a class of its own after SIGTERM.
+        # Lightning 2.6 raises a SystemExit for both signals, of its own class after SIGTERM.
         terminated = isinstance(end, Terminated) or type(end).__name__ == "SIGTERMException"
         interrupted = KeyboardInterrupt in (type(end), type(end.__context__))
         if terminated:
@@ -264,21 +296,25 @@ def entry_point() -> None:
             _end_by(received_signal() or signal.SIGINT)
         raise
     except Exception as error:
-        # What a signal to all processes of a run breaks, such as loader workers, is no error of the run.
+        # A signal to all processes of a run also ends loader workers, which is no error of the run.
         ended_by = received_signal(error)
         if ended_by is not None:
             _end_by(ended_by)
-        known = isinstance(error, ValueError | TypeError | OSError | ImportError | ArgumentError)
-        if os.environ.get("PERADA_DEBUG") or not (known or type(error).__name__ == "MisconfigurationException"):
+        # By name: an import of Lightning would take seconds.
+        is_lightnings = type(error).__name__ == "MisconfigurationException"
+        is_user_error = is_lightnings or isinstance(
+            error, ValueError | TypeError | OSError | ImportError | ArgumentError
+        )
+        if os.environ.get("PERADA_DEBUG") or not is_user_error:
             raise
         sys.exit(f"perada: error: {one_line(error)}")
 
 
 def _end_by(signum: signal.Signals) -> NoReturn:
-    """Print how to resume, and end with the status that shells give a program that a signal ended."""
+    """Print how to resume, and exit with the status of shells for a program that a signal ended."""
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, signal.SIG_IGN)
-    what = "terminated" if signum == signal.SIGTERM else "interrupted"
-    how = "--ckpt_path last after the last finished round" if sys.argv[1:2] == ["fit"] else "the same command"
-    print(f"perada: {what}; resume with {how}", file=sys.stderr)
+    cause = "terminated" if signum == signal.SIGTERM else "interrupted"
+    remedy = "--ckpt_path last after the last finished round" if sys.argv[1:2] == ["fit"] else "the same command"
+    print(f"perada: {cause}; resume with {remedy}", file=sys.stderr)
     sys.exit(128 + signum)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How errors and warnings are shown, and which ones of libraries are not."""
+"""How errors and warnings are printed, and which messages of libraries are not."""
 
 import sys
 import warnings
@@ -11,26 +11,26 @@ from perada.core.text import printable
 
 
 def one_line(error: Exception) -> str:
-    """An error's message on one line, without control characters and without what jsonargparse says of its workings."""
+    """Return an error's message on one line, without control characters and without jsonargparse's internals."""
     return printable(" ".join(plain(str(error)).splitlines()))
 
 
 def quiet_libraries() -> None:
     """Silence messages of libraries that do not concern users of recipes."""
     quiet_lightning()
-    # LightningCLI calls a method and gives an option of jsonargparse by their former names.
-    former = r"\s*(By default only one JsonargparseDeprecationWarning|.*instantiate_classes|skip_none parameter)"
-    warnings.filterwarnings("ignore", former, DeprecationWarning)
+    # LightningCLI 2.6 uses a method and an option of jsonargparse by their former names.
+    deprecated = r"\s*(By default only one JsonargparseDeprecationWarning|.*instantiate_classes|skip_none parameter)"
+    warnings.filterwarnings("ignore", deprecated, DeprecationWarning)
 
 
 def short_warnings() -> None:
-    """From now on, show what users are warned of as one line, without the place in the code that found it."""
-    shown = warnings.showwarning
+    """From now on, print warnings for users as one line, without the place in the code."""
+    show_other = warnings.showwarning
 
-    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
         if issubclass(category, UserWarning):
             print(f"perada: warning: {printable(' '.join(str(message).split()))}", file=sys.stderr)
         else:
-            shown(message, category, *place, **more)
+            show_other(message, category, *args, **kwargs)
 
     warnings.showwarning = show

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the options before torch and Lightning are imported: help texts, names, and what may be meant.
+"""Help texts and names of options without importing torch and Lightning, and proposals for wrong names.
 
-``commands.json`` holds what the parsers say of themselves. ``make commands`` writes it, and
-``tests/cli/test_commands_file.py`` fails where it differs from the parsers.
+``commands.json`` holds the help and options of all parsers. ``make commands`` writes it, and
+``tests/cli/test_commands_file.py`` fails if it differs from the parsers.
 """
 
 import json
@@ -20,31 +20,39 @@ from perada.core.yaml_files import YamlFileError, read_yaml
 
 COMMANDS_FILE = Path(__file__).with_name("commands.json")
 TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
-ELSEWHERE = {name: tuple(targets.split()) for targets, names in TEXTS["elsewhere"].items() for name in names.split()}
-"""Options by what they are called in papers and other programs."""
 SECTIONS_OF_RECIPES = ("trainer", "model", "data", "federated")
 RECIPE_COMMANDS = ("fit", "validate", "test", "predict")
 """Commands whose options are those of recipes."""
 UNCHECKED = ("data inspect", "personalize", "check", "completion")
-"""Commands whose options depend on the kind of images that is named; ``check``, which lists all mistakes at once; and
-``completion``, which is given lines that are not finished."""
+"""Commands whose options are not checked here: they depend on the images that are named; ``check`` lists all mistakes
+at once; ``completion`` gets incomplete lines."""
 
 
 class CommandFacts(TypedDict):
-    """A command: its help, line by line, and its options, each with the values that it can have if they are few."""
+    """A command: the lines of its help, and its options with the values of those that have few."""
 
     help: list[str]
     options: dict[str, list[str]]
 
 
 class Facts(TypedDict):
-    """What ``commands.json`` holds."""
+    """Content of ``commands.json``."""
 
     lightning: str  # version whose Trainer has the options that are listed
     short_names: dict[str, str]  # of options, and the full names that they stand for
     sections: list[str]  # options that stand for a group of others
     recipe_options: dict[str, list[str]]
     commands: dict[str, CommandFacts]
+
+
+@cache
+def names_elsewhere() -> dict[str, tuple[str, ...]]:
+    """Return the options that have other names in papers and other programs, by these names."""
+    options_by_name = {}
+    for options, names in TEXTS["elsewhere"].items():
+        for name in names.split():
+            options_by_name[name] = tuple(options.split())
+    return options_by_name
 
 
 @cache
@@ -55,7 +63,7 @@ def facts() -> Facts:
 
 
 def help_text(command: str, words: Sequence[str]) -> str | None:
-    """The help of a command where nothing else is asked for; else None, and its parser answers."""
+    """Return the help of a command if nothing else is requested; None if its parser must answer."""
     if command not in facts()["commands"] or not words or words[-1] not in ("-h", "--help"):
         return None
     # Other commands' help may depend on the words before it.
@@ -67,44 +75,46 @@ def help_text(command: str, words: Sequence[str]) -> str | None:
 
 
 def check_options(command: str, words: Sequence[str]) -> None:
-    """Refuse options that a command does not have, and those of recipes that it names, by what ``commands.json`` says.
+    """Reject options that a command does not have according to ``commands.json``.
 
-    What cannot be decided without the parser is left to it: arguments of classes, values, and some commands.
+    The parser decides what cannot be decided here: arguments of classes, values, and some commands.
 
     Raises:
-        ArgumentError: If there is no such option.
-        YamlFileError: If a recipe has an option that there is not.
+        ArgumentError: If an option does not exist.
     """
     if command not in facts()["commands"] or command in UNCHECKED:
         return
     takes_recipes = command in (*RECIPE_COMMANDS, "compare")
-    known = set(facts()["commands"][command]["options"])
+    options = set(facts()["commands"][command]["options"])
     if takes_recipes:
-        known |= {f"--{name}" for name in _recipe_options()}
+        options |= {f"--{name}" for name in _recipe_options()}
     for word in words:
         if word == "--":
             return
         option = word.partition("=")[0]
-        if not option.startswith("--") or _is_known(option, known):
+        if not option.startswith("--") or _exists(option, options):
             continue
         if takes_recipes:
             if _may_be_lightnings(option[2:]):
                 continue
-            near = [f"--{name}" for name in nearest(option[2:], _recipe_options(), facts()["short_names"])]
-            near = near_names(option, facts()["commands"][command]["options"]) or near
+            proposals = near_names(option, facts()["commands"][command]["options"])
+            if not proposals:
+                proposals = [f"--{name}" for name in nearest(option[2:], _recipe_options(), facts()["short_names"])]
         else:
-            near = near_names(option, known)
-        remedy = f"did you mean {' or '.join(near)}?" if near else f"`perada {command} --help` lists the options"
+            proposals = near_names(option, options)
+        remedy = (
+            f"did you mean {' or '.join(proposals)}?" if proposals else f"`perada {command} --help` lists the options"
+        )
         raise ArgumentError(None, f"unrecognized arguments: {option}; {remedy}")
 
 
 def check_recipe(path: Path) -> None:
-    """Refuse a recipe of the user's with an option that there is not.
+    """Reject a recipe with an option that does not exist.
 
     Raises:
-        YamlFileError: With the file and what may be meant.
+        YamlFileError: If there is one; the message names the file, and what may have been meant.
     """
-    known = _recipe_options()
+    options = _recipe_options()
     for key, value in read_yaml(path).items():
         names = [key]
         if key in SECTIONS_OF_RECIPES and not isinstance(value, dict | str | None):
@@ -112,72 +122,85 @@ def check_recipe(path: Path) -> None:
         if key in SECTIONS_OF_RECIPES and isinstance(value, dict):
             names = [f"{key}.{name}" for name in value]
         for name in names:
-            if _is_known(name, known) or name in (*RECIPE_COMMANDS, "compare") or _may_be_lightnings(name):
+            if _exists(name, options) or name in (*RECIPE_COMMANDS, "compare") or _may_be_lightnings(name):
                 continue
-            inner = next(iter(value)) if isinstance(value, dict) and value else ""
-            # Of a misspelt section the option in it tells more.
-            near = nearest(f"{name}.{inner}" if inner and name == key else name, known, facts()["short_names"])
-            remedy = f"did you mean {' or '.join(near)}?" if near else "`perada fit --help` lists the options"
+            wrong_name = name
+            if name == key and isinstance(value, dict) and value:
+                # A misspelt section: its first option tells more.
+                wrong_name = f"{name}.{next(iter(value))}"
+            proposals = nearest(wrong_name, options, facts()["short_names"])
+            remedy = f"did you mean {' or '.join(proposals)}?" if proposals else "`perada fit --help` lists the options"
             raise YamlFileError(f"{path}: there is no option {name!r}; {remedy}")
 
 
 def _recipe_options() -> set[str]:
-    """Names of all options of recipes, without dashes."""
-    names = {*facts()["recipe_options"], *facts()["sections"], *facts()["short_names"]}
-    return names
+    """Return the names of all options of recipes, without dashes."""
+    return {*facts()["recipe_options"], *facts()["sections"], *facts()["short_names"]}
 
 
-def _is_known(name: str, known: Collection[str]) -> bool:
-    """Whether there is such an option, or one to whose value it belongs, as an argument of a class does."""
-    if name.removesuffix("+") in known:
+def _exists(name: str, options: Collection[str]) -> bool:
+    """Return whether an option exists, or belongs to the value of one, as an argument of a class does."""
+    if name.removesuffix("+") in options:
         return True
     dashes = "--" if name.startswith("--") else ""
     sections = {f"{dashes}{section}" for section in facts()["sections"]}
-    # Lightning's section for the loop has them too, though they stand beside it.
+    # LightningCLI has these sections within that of the loop too.
     for privacy in ("privacy", "client_privacy"):
         if f"{name}.".startswith(f"{dashes}federated.{privacy}."):
             return True
-    above = name.rpartition(".")[0]
-    while above:
-        if above in known and above not in sections:
+    parent, _, _ = name.rpartition(".")
+    while parent:
+        if parent in options and parent not in sections:
             return True
-        above = above.rpartition(".")[0]
+        parent, _, _ = parent.rpartition(".")
     return False
 
 
 def _may_be_lightnings(name: str) -> bool:
-    """Whether an option of the trainer may be one that another version of Lightning has."""
+    """Return whether an option of the trainer may exist in the installed version of Lightning."""
     return name.startswith("trainer.") and version("pytorch-lightning") != facts()["lightning"]
 
 
-def nearest(key: str, known: Collection[str], full_names: Mapping[str, str]) -> list[str]:
-    """The options that a wrong ``key`` may stand for; none where nothing is near.
+def nearest(wrong_name: str, options: Collection[str], full_names: Mapping[str, str]) -> list[str]:
+    """Return the options that a wrong name may stand for.
+
+    Args:
+        wrong_name: Name of an option that does not exist.
+        options: Names of all options.
+        full_names: Full names of options by their short names.
 
     >>> nearest("trainer.rounds", ["trainer.max_epochs", "trainer.max_steps"], {"rounds": "trainer.max_epochs"})
     ['trainer.max_epochs']
     >>> nearest("model.adaptr", ["model.adapter", "data.dataset"], {})
     ['model.adapter']
     """
-    section, _, last = key.rpartition(".")
-    full = [name for name in known if name not in full_names]
+    section, _, last = wrong_name.rpartition(".")
+    full_options = [name for name in options if name not in full_names]
+    # What each word may stand for: the last part of an option's name, a name used elsewhere, or a short name.
     meanings: dict[str, list[str]] = {}
-    for name in full:
+    for name in full_options:
         meanings.setdefault(name.rpartition(".")[2], []).append(name)
-    for word, targets in (ELSEWHERE | {short: (name,) for short, name in full_names.items()}).items():
-        existing = [name for name in targets if name in full or name.rpartition(".")[0] in full]
+    synonyms = dict(names_elsewhere())
+    for short_name, name in full_names.items():
+        synonyms[short_name] = (name,)
+    for word, targets in synonyms.items():
+        existing = [name for name in targets if name in full_options or name.rpartition(".")[0] in full_options]
         if existing:
             meanings[word] = existing
     if not section:
-        meanings |= {name: [name] for name in full_names}
-    last = last.replace("-", "_").lower()
-    word = last if last in meanings else "".join(near_names(last, meanings))
+        for short_name in full_names:
+            meanings[short_name] = [short_name]
+
+    word = last.replace("-", "_").lower()
+    if word not in meanings:
+        word = "".join(near_names(word, meanings))  # at most one
     if not word:
-        return near_names(key, full)
-    of_section = [name for name in meanings[word] if section and name.startswith(f"{section}.")]
-    return of_section or meanings[word]
+        return near_names(wrong_name, full_options)
+    in_section = [name for name in meanings[word] if section and name.startswith(f"{section}.")]
+    return in_section or meanings[word]
 
 
-def hint(wrong: str, known: Iterable[str], otherwise: str) -> str:
-    """What may have been meant by a word that is not among the ``known`` ones."""
-    close = near_names(wrong, known)
-    return f"did you mean {close[0]!r}?" if close else otherwise
+def hint(wrong: str, words: Iterable[str], otherwise: str) -> str:
+    """Propose what may have been meant by a word that is not among some words; ``otherwise`` if nothing is near."""
+    proposals = near_names(wrong, words)
+    return f"did you mean {proposals[0]!r}?" if proposals else otherwise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of recipes: both names of each, classes by name and of one's own, `--help`, and a JSON schema for editors."""
+"""Options of recipes: short and full names, classes by name, `--help`, and a JSON schema for editors."""
 
 import inspect
 import json
@@ -34,72 +34,80 @@ from perada.studies.compare.plan import spec_of, words_of
 T = TypeVar("T")
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")
 """Options that take a class by the name of an algorithm or a server rule."""
-FIRST: list[str] = TEXTS["first"].split()
-LIGHTNING: dict[str, str] = TEXTS["lightning"]
+MOST_USED: list[str] = TEXTS["first"].split()
+"""Options that help shows first."""
+TRAINER_TEXTS: dict[str, str] = TEXTS["lightning"]
+"""Descriptions of options of Lightning's trainer."""
 
 
 class RecipeParser(LightningArgumentParser):
-    """Reads recipes in which options have their short names, and algorithms and server rules theirs."""
+    """Parses recipes in which options, algorithms and server rules may have short names."""
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
-        """Parse a recipe."""
+        """Parse the text of a recipe."""
         try:
             recipe = get_loader("yaml")(content)
-        except yaml.YAMLError:  # the parser says it
+        except yaml.YAMLError:  # the parser reports it
             recipe = None
-        if isinstance(recipe, dict) and (full := full_names(recipe)) != recipe:
-            content = yaml.safe_dump(full, sort_keys=False, allow_unicode=True)
+        if isinstance(recipe, dict):
+            with_full_names = full_names(recipe)
+            if with_full_names != recipe:
+                content = yaml.safe_dump(with_full_names, sort_keys=False, allow_unicode=True)
         parsed: Namespace = super().parse_string(content, *args, **kwargs)
         return parsed
 
 
 def spelt_out(args: Sequence[str]) -> list[str]:
-    """Options by their full names, with the files of recipes and the classes of algorithms and server rules.
+    """Expand a command line: options to full names, recipes to files, algorithms and server rules to classes.
 
     >>> spelt_out(["--rounds", "3", "--algorithm", "perada_no_kd"])[:3]
     ['--trainer.max_epochs', '3', '--federated.algorithm=perada.algorithms.perada.PerAda']
     """
-    out: list[str] = []
+    expanded: list[str] = []
     words = iter(args)
     chosen_rule = _value_of("federated.server_rule", args)
     for word in words:
-        option, equals, value = ("--config", "", "") if word == "-c" else word.partition("=")
-        name = full_name(option[2:])
+        option, equals, value = word.partition("=")
+        if word == "-c":
+            option = "--config"
         if not option.startswith("--"):
-            out.append(word)
+            expanded.append(word)
             continue
-        if not equals and name in ("config", *BY_NAME):  # given as two words
+        name = full_name(option[2:])
+        if not equals and name in ("config", *BY_NAME):  # the value is the next word
             value = next(words, "")
         if name == "config" and value:
-            out += [f"--config={path}" for path in recipe_files(value)]
+            expanded += [f"--config={path}" for path in recipe_files(value)]
         elif name in BY_NAME and value:
             if name == "federated.algorithm":
                 base, rule = with_server_rule(value, chosen_rule)
                 value = str(base)
                 if rule is not None and chosen_rule is None:
-                    out.append(f"--federated.server_rule={SERVER_RULES[rule].__name__}")
-            named = by_name(value, name)
-            out += words_of(name, named) if isinstance(named, dict) else [f"--{name}={value}"]
+                    expanded.append(f"--federated.server_rule={SERVER_RULES[rule].__name__}")
+            resolved = by_name(value, name)
+            expanded += words_of(name, resolved) if isinstance(resolved, dict) else [f"--{name}={value}"]
         else:
-            out.append(f"--{name}{equals}{value}")
-    return out
+            expanded.append(f"--{name}{equals}{value}")
+    return expanded
 
 
 def _value_of(name: str, args: Sequence[str]) -> str | None:
-    """What words of the command line give for an option, by either of its names; None if nothing."""
-    for place, word in enumerate(args):
+    """Return the value of an option, by either of its names, on a command line; None if it has none."""
+    for position, word in enumerate(args):
         option, equals, value = word.partition("=")
         if option.startswith("--") and full_name(option[2:]) == name:
-            return value if equals else "".join(args[place + 1 : place + 2])
+            return value if equals else "".join(args[position + 1 : position + 2])
     return None
 
 
 def typed_names(args: Sequence[str]) -> dict[str, str]:
-    """By full name: what an option is called on the command line, or else in a recipe that it names."""
+    """Return the name that was typed for each option, on the command line or in a recipe, by its full name."""
     names: dict[str, str] = {}
     for recipe in recipe_names(args):
         for path in recipe_files(recipe):
-            names |= {full_name(name): name for name in read_yaml(path) if full_name(name) != name}
+            for name in read_yaml(path):
+                if full_name(name) != name:
+                    names[full_name(name)] = name
     for word in args:
         option = word.partition("=")[0]
         if option.startswith("--"):
@@ -108,16 +116,18 @@ def typed_names(args: Sequence[str]) -> dict[str, str]:
 
 
 def full_names(content: dict[str, Any]) -> dict[str, Any]:
-    """A recipe with the full names of options, and the classes that the names of algorithms and server rules stand for.
+    """Return a recipe with full names of options, and with classes in place of names of algorithms and server rules.
 
     >>> full_names({"rounds": 3, "trainer": {"devices": 1}})
     {'trainer': {'devices': 1, 'max_epochs': 3}}
     """
     out = {name: dict(value) if isinstance(value, dict) else value for name, value in content.items()}
-    # An algorithm comes before its arguments.
-    for name in sorted(FULL_NAMES.keys() & content.keys(), key=lambda name: FULL_NAMES[name].count(".")):
+    # Options with fewer sections first: an algorithm comes before its arguments.
+    short_names = sorted(FULL_NAMES.keys() & content.keys(), key=lambda name: FULL_NAMES[name].count("."))
+    for name in short_names:
         *sections, last = FULL_NAMES[name].split(".")
-        value, inner = out.pop(name), out
+        value = out.pop(name)
+        inner = out
         for section in sections:
             below: Any = inner.get(section) or {}
             if isinstance(below, str) and section != "algorithm":
@@ -125,16 +135,21 @@ def full_names(content: dict[str, Any]) -> dict[str, Any]:
             inner[section] = {"class_path": below} if isinstance(below, str) else dict(below)
             inner = inner[section]
         if sections[-1:] == ["algorithm"]:
-            inner["init_args"] = inner = dict(inner.get("init_args") or {})
+            init_args = dict(inner.get("init_args") or {})
+            inner["init_args"] = init_args
+            inner = init_args
         if last in inner:
             raise ValueError(f"{name} and {FULL_NAMES[name]} are the same option; give it once")
         inner[last] = value
-    if isinstance(federated := out.get("federated"), dict):
+    federated = out.get("federated")
+    if isinstance(federated, dict):
         for name in ("privacy", "client_privacy"):
-            own = federated.pop(name, None)
-            if own is not None and out.get(name) is not None:
+            section_in_federated = federated.pop(name, None)
+            if section_in_federated is None:
+                continue
+            if out.get(name) is not None:
                 raise ValueError(f"{name} and federated.{name} are the same section; give it once")
-            out |= {} if own is None else {name: own}
+            out[name] = section_in_federated
         _set_rule_of_algorithm(federated)
         for role in ("algorithm", "server_rule"):
             if role in federated:
@@ -143,46 +158,56 @@ def full_names(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_rule_of_algorithm(federated: dict[str, Any]) -> None:
-    """Write out the server rule of an algorithm whose name stands for one too."""
-    chosen = federated.get("algorithm")
+    """Set the server rule of an algorithm whose name implies one."""
+    algorithm = federated.get("algorithm")
     rule = federated.get("server_rule")
-    name = chosen.get("class_path") if isinstance(chosen, dict) else chosen
+    name = algorithm.get("class_path") if isinstance(algorithm, dict) else algorithm
     rule_name = rule.get("class_path") if isinstance(rule, dict) else rule
     if not isinstance(name, str):
         return
-    base, own_rule = with_server_rule(name, rule_name)
+    base, implied_rule = with_server_rule(name, rule_name)
     if base == name:
         return
-    federated["algorithm"] = chosen | {"class_path": base} if isinstance(chosen, dict) else base
+    federated["algorithm"] = algorithm | {"class_path": base} if isinstance(algorithm, dict) else base
     if rule is None or rule == "mean":
-        federated["server_rule"] = own_rule
+        federated["server_rule"] = implied_rule
 
 
-def by_name(given: Any, option: str) -> Any:  # noqa: ANN401  # any YAML
-    """An algorithm or a server rule by its class, where it is given by name; else what is given."""
-    made = {"class_path": given} if isinstance(given, str) else given
-    if not isinstance(made, dict):
-        return given
-    name, own = made.get("class_path"), made.get("init_args") or {}
-    if isinstance(own, dict) and isinstance(own.get("base"), str | dict):
-        own = own | {"base": by_name(own["base"], option)}
-    if option != "federated.server_rule" and name in VARIANTS:
+def by_name(value: Any, option: str) -> Any:  # noqa: ANN401  # any YAML value
+    """Return the class of an algorithm or a server rule that a value names; any other value unchanged.
+
+    Args:
+        value: Value of the option: a name, or a dictionary with ``class_path`` and ``init_args``.
+        option: Full name of the option.
+    """
+    entry = {"class_path": value} if isinstance(value, str) else value
+    if not isinstance(entry, dict):
+        return value
+    name = entry.get("class_path")
+    init_args = entry.get("init_args") or {}
+    if isinstance(init_args, dict) and isinstance(init_args.get("base"), str | dict):
+        # The algorithm that this one wraps.
+        init_args = init_args | {"base": by_name(init_args["base"], option)}
+    if option == "federated.server_rule":
+        if name in SERVER_RULES:
+            return entry | {"class_path": SERVER_RULES[name].__name__}
+    elif name in VARIANTS:
         variant = VARIANTS[name]
-        arguments = {argument: by_name(algorithm, option) for argument, algorithm in variant.options.items()}
-        return by_name(made | {"class_path": variant.base, "init_args": arguments | own}, option)
-    if option != "federated.server_rule" and name in ALGORITHMS:
+        defaults = {argument: by_name(default, option) for argument, default in variant.options.items()}
+        return by_name(entry | {"class_path": variant.base, "init_args": defaults | init_args}, option)
+    elif name in ALGORITHMS:
         spec = spec_of(name)
-        return made | spec | {"init_args": spec["init_args"] | own}
-    if option == "federated.server_rule" and name in SERVER_RULES:
-        return made | {"class_path": SERVER_RULES[name].__name__}
-    return made | ({"init_args": own} if own else {}) if isinstance(given, dict) else given
+        return entry | spec | {"init_args": spec["init_args"] | init_args}
+    if isinstance(value, dict) and init_args:
+        return entry | {"init_args": init_args}
+    return value
 
 
 def with_own_classes(parse: Callable[[], T]) -> T:
-    """What is parsed, with the classes that it names in modules of the current folder.
+    """Parse something that may name classes in modules of the current folder.
 
-    Only a module in which a class was looked for in vain is imported from there, and nothing else: libraries try to
-    import what may or may not be installed, and a file of that name would be run.
+    Only a module in which a class was not found is imported from there: libraries try to import optional dependencies,
+    and a file of the same name must not be run.
     """
     here = str(Path.cwd())
     while True:
@@ -202,7 +227,7 @@ def with_own_classes(parse: Callable[[], T]) -> T:
         try:
             invalidate_caches()
             import_module(module)
-        except Exception as error:  # whatever the caller's code raises
+        except Exception as error:  # whatever the user's module raises
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(
                 f"{kind!r} cannot be imported from {package!r} in this folder: {reason}; fix it"
@@ -217,13 +242,16 @@ _CLASSES: dict[type, tuple[list[str], list[str]]] = {
     ImageSet: ([], ["data.dataset", "data.public"]),
     Partition: ([], ["data.partition"]),
 }
-"""Bases of classes that options take: names that stand for some, and the options."""
+"""Base classes that options take: short names of some subclasses, and the options."""
 
 
 def class_names() -> dict[str, list[str]]:
-    """By option: the names of classes of perada that it takes."""
-    names = {option: names or _known(base) for base, (names, options) in _CLASSES.items() for option in options}
-    return names | {"algorithms": ["all", *ALGORITHM_NAMES]}  # of `perada compare`, which takes classes too
+    """Return the names of perada's classes that each option takes."""
+    names_by_option = {"algorithms": ["all", *ALGORITHM_NAMES]}  # of `perada compare`
+    for base, (short_names, options) in _CLASSES.items():
+        for option in options:
+            names_by_option[option] = short_names or _exported_classes(base)
+    return names_by_option
 
 
 END = """\
@@ -234,64 +262,76 @@ Both names of an option can be used, on the command line and in recipes. NAME.CH
   --data.partition.help NAME the arguments of a class, likewise for all options that take one"""
 
 
-def explained(parser: ArgumentParser, asked: str) -> str:
-    """The help of a parser: ``all``, what has a word in its name, or, where nothing is asked for, what most need."""
-    if asked == "all":
+def explained(parser: ArgumentParser, topic: str) -> str:
+    """Return the help of a parser.
+
+    Args:
+        parser: Parser of a command.
+        topic: ``all``, a word in the names of options, or "" for the options that most users need.
+    """
+    if topic == "all":
         return parser.format_help()
-    known = {action.dest: action for action in parser._actions if _is_option(action)}
-    if asked:
-        found = [action for action in known.values() if asked in " ".join(_names(action))]
-        if not found:
-            raise ValueError(f"--help {asked}: no option has that in its name; --help all shows every option")
-        return _listed(found)
+    actions = {action.dest: action for action in parser._actions if _is_option(action)}
+    if topic:
+        matching = [action for action in actions.values() if topic in " ".join(_option_names(action))]
+        if not matching:
+            raise ValueError(f"--help {topic}: no option has that in its name; --help all shows every option")
+        return _format_options(matching)
     command = parser.prog.split()[-1]
-    blocks = [f"usage: perada {command} --config RECIPE [--OPTION VALUE ...]", "-h, --help [WORD | all]"]
-    blocks.append(f"Most used:\n{_listed(known.pop(name) for name in FIRST if name in known)}")
-    for title in ("model", "data", "federated", "trainer"):
-        own = [action for name, action in known.items() if name.startswith(f"{title}.")]
-        own = [action for action in own if title != "trainer" or action.dest in LIGHTNING]
-        blocks.append(f"{title.capitalize()}:\n{_listed(own)}")
+    most_used = [actions.pop(name) for name in MOST_USED if name in actions]
+    blocks = [
+        f"usage: perada {command} --config RECIPE [--OPTION VALUE ...]",
+        "-h, --help [WORD | all]",
+        f"Most used:\n{_format_options(most_used)}",
+    ]
+    for section in ("model", "data", "federated", "trainer"):
+        in_section = [action for name, action in actions.items() if name.startswith(f"{section}.")]
+        if section == "trainer":
+            in_section = [action for action in in_section if action.dest in TRAINER_TEXTS]
+        blocks.append(f"{section.capitalize()}:\n{_format_options(in_section)}")
     return "\n\n".join([*blocks, END])
 
 
 def _is_option(action: Action) -> bool:
-    """Whether it sets something; links between options and the help of classes do not, and data.data is for Python."""
-    sets = action.help != SUPPRESS and "".join(action.option_strings[:1]).startswith("-")
-    return sets and not action.dest.endswith(".help") and action.dest != "data.data"
+    """Return whether an action is an option for users, and not a link, the help of a class, or for Python only."""
+    is_visible = action.help != SUPPRESS and "".join(action.option_strings[:1]).startswith("-")
+    return is_visible and not action.dest.endswith(".help") and action.dest != "data.data"
 
 
-def _names(action: Action) -> list[str]:
-    short = [f"--{name}" for name, full in FULL_NAMES.items() if full == action.dest]
-    return list(dict.fromkeys([*short, *(name for name in action.option_strings if not name.endswith("+"))]))
+def _option_names(action: Action) -> list[str]:
+    """Return the short and full names of an option, with dashes."""
+    short_names = [f"--{name}" for name, full in FULL_NAMES.items() if full == action.dest]
+    # jsonargparse adds NAME+ for lists.
+    full_option_names = [name for name in action.option_strings if not name.endswith("+")]
+    return list(dict.fromkeys([*short_names, *full_option_names]))
 
 
-def _listed(actions: Iterable[Action]) -> str:
-    """Each option with its names, what it is, its values and its default."""
-    out: list[str] = []
+def _format_options(actions: Iterable[Action]) -> str:
+    """Format options with their names, descriptions, values and defaults."""
+    lines: list[str] = []
     width = min(shutil.get_terminal_size().columns, 120) - 2
     for action in actions:
-        choice = action.metavar if isinstance(action.metavar, str) and action.metavar.startswith("{") else ""
-        out.append(f"  {', '.join(_names(action))} {choice}".rstrip())
-        said = LIGHTNING.get(action.dest) or " ".join((action.help or "").replace("``", "").split())
-        for base, (names, options) in _CLASSES.items():
+        choices = action.metavar if isinstance(action.metavar, str) and action.metavar.startswith("{") else ""
+        lines.append(f"  {', '.join(_option_names(action))} {choices}".rstrip())
+        text = TRAINER_TEXTS.get(action.dest) or " ".join((action.help or "").replace("``", "").split())
+        for base, (short_names, options) in _CLASSES.items():
             if action.dest in options:
-                said += f" One of {', '.join(names or _known(base))}, or a class of your own."
+                text += f" One of {', '.join(short_names or _exported_classes(base))}, or a class of your own."
         if action.default not in (None, SUPPRESS, ""):
-            said += f" (default: {action.default})"
-        out += wrap(said, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(out)
+            text += f" (default: {action.default})"
+        lines += wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
 
 
-def _known(base: type) -> list[str]:
-    """Classes of perada's own that can be named: those that their package hands on."""
-    return sorted(
-        {
-            kind.__name__
-            for kind in subclasses(base)
-            if (package := ".".join(kind.__module__.split(".")[:2])).startswith("perada.")
-            and kind.__name__ in getattr(sys.modules.get(package), "__all__", ())
-        }
-    )
+def _exported_classes(base: type) -> list[str]:
+    """Return the names of perada's subclasses of a class that their packages export."""
+    names = set()
+    for subclass in subclasses(base):
+        package = ".".join(subclass.__module__.split(".")[:2])
+        exported = getattr(sys.modules.get(package), "__all__", ())
+        if package.startswith("perada.") and subclass.__name__ in exported:
+            names.add(subclass.__name__)
+    return sorted(names)
 
 
 Schema = dict[str, Any]
@@ -311,17 +351,23 @@ def schema(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def recipe_schema() -> Schema:
-    """A JSON schema (draft 2020-12) of recipes; a value of a type of Lightning's or torch's may be anything."""
-    sections = {name: _arguments(kind, f"{name}.") for name, kind in {"trainer": pl.Trainer, **SECTIONS}.items()}
-    top: Schema = {"seed_everything": {"type": ["integer", "boolean"]}, **sections}
-    top |= {"privacy": _value(Privacy | None), "client_privacy": _value(ClientPrivacy | None)}
-    top |= {"ckpt_path": {"type": ["string", "null"]}, "weights_only": {"type": ["boolean", "null"]}}
+    """Return a JSON schema (draft 2020-12) of recipes; values of types of Lightning or torch may be anything."""
+    top: Schema = {"seed_everything": {"type": ["integer", "boolean"]}}
+    for name, section_class in {"trainer": pl.Trainer, **SECTIONS}.items():
+        top[name] = _arguments(section_class, f"{name}.")
+    top["privacy"] = _value(Privacy | None)
+    top["client_privacy"] = _value(ClientPrivacy | None)
+    top["ckpt_path"] = {"type": ["string", "null"]}
+    top["weights_only"] = {"type": ["boolean", "null"]}
     for name, full in FULL_NAMES.items():
-        found: Schema = {"properties": top}
+        option: Schema = {"properties": top}
         for part in full.split("."):
-            choices = [one for one in found.get("anyOf", ()) if "properties" in one]
-            found = (choices[0] if choices else found).get("properties", {}).get(part, {})
-        top[name] = found
+            # Of a class or its name, the class has the arguments.
+            with_properties = [choice for choice in option.get("anyOf", ()) if "properties" in choice]
+            if with_properties:
+                option = with_properties[0]
+            option = option.get("properties", {}).get(part, {})
+        top[name] = option
     top["compare"] = {"type": "object", "description": "What `perada compare` runs; the rest is for every run."}
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, "title": "perada recipe", **_object(top)}
@@ -331,32 +377,38 @@ def _object(properties: Schema) -> Schema:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _arguments(kind: type, prefix: str = "") -> Schema:
-    """The arguments of a class, with what it says of them."""
-    hints, said = get_type_hints(kind.__init__), argument_texts(kind)  # type: ignore[misc]  # read, not called
-    out: Schema = {}
-    for name, argument in inspect.signature(kind).parameters.items():
-        text = LIGHTNING.get(prefix + name) or said.get(name, "").replace("``", "")
-        out[name] = _value(hints.get(name, Any)) | ({"description": text} if text else {})
+def _arguments(options_class: type, prefix: str = "") -> Schema:
+    """Return the schema of the arguments of a class, with their descriptions."""
+    hints = get_type_hints(options_class.__init__)  # type: ignore[misc]  # read, not called
+    texts = argument_texts(options_class)
+    properties: Schema = {}
+    for name, argument in inspect.signature(options_class).parameters.items():
+        properties[name] = _value(hints.get(name, Any))
+        text = TRAINER_TEXTS.get(prefix + name) or texts.get(name, "").replace("``", "")
+        if text:
+            properties[name]["description"] = text
+        # perada's defaults of the trainer differ from Lightning's.
         if prefix != "trainer." and isinstance(argument.default, bool | int | float | str | None):
-            out[name]["default"] = argument.default  # those of the trainer are not Lightning's own
-    return _object(out)
+            properties[name]["default"] = argument.default
+    return _object(properties)
 
 
 def _value(hint: Any) -> Schema:  # noqa: ANN401  # a type
-    """The values of a type; anything for one that is none of ours."""
+    """Return the schema of a type; any value for a type that is unknown here."""
     if hint in _BASIC:
         return dict(_BASIC[hint])
     if get_origin(hint) is Literal:
         return {"enum": [*get_args(hint)]}
     if get_origin(hint) in (Union, types.UnionType):
-        values = [_value(one) for one in get_args(hint)]
+        values = [_value(member) for member in get_args(hint)]
         return {} if {} in values else {"anyOf": values}
     if get_origin(hint) is list and get_args(hint):
         return {"type": "array", "items": _value(get_args(hint)[0])}
     if isinstance(hint, type) and is_dataclass(hint):
         return _arguments(hint)
     if hint in _CLASSES:
-        name = {"anyOf": [{"enum": [*_CLASSES[hint][0], *_known(hint)]}, {"type": "string", "pattern": r"\."}]}
+        short_names, _ = _CLASSES[hint]
+        # A name, or the path of a class.
+        name = {"anyOf": [{"enum": [*short_names, *_exported_classes(hint)]}, {"type": "string", "pattern": r"\."}]}
         return {"anyOf": [name, _object({"class_path": name, "init_args": {"type": "object"}})]}
     return {}

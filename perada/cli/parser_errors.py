@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What jsonargparse's errors say, as facts and in our words.
+"""Converts jsonargparse's errors (4.53) to :class:`~perada.core.checks.OptionError` and plain messages.
 
-Its errors carry nothing but text. This file alone reads that text; everything else handles an
-:class:`~perada.core.checks.OptionError` and its attributes.
+These errors have no attributes, only text. No other file reads that text.
 """
 
 import inspect
@@ -29,24 +28,24 @@ _NO_MODULE = r"Problem with given class_path '([\w.]+)':\s+No module named '([\w
 _NO_ATTRIBUTE = r"Problem with given class_path '([\w.]+)':\s+module '([\w.]+)' has no attribute '(\w+)'"
 
 
-def option_error(message: str, typed: Mapping[str, str], known: list[str]) -> OptionError | None:
-    """The error of an option that a message is about; None where it is about something else.
+def option_error(message: str, typed: Mapping[str, str], options: list[str]) -> OptionError | None:
+    """Return the error of the option that a message is about; None if it is about something else.
 
     Args:
-        message: The parser's.
-        typed: By full name: an option as it was typed.
-        known: Full names of all options.
+        message: Message of the parser.
+        typed: Options as they were typed, by full name.
+        options: Full names of all options.
     """
     return (
         missing_value(message, typed)
-        or unknown_option(message, known)
+        or unknown_option(message, options)
         or wrong_type(message, typed)
         or wrong_class(message, typed)
     )
 
 
 def missing_value(message: str, typed: Mapping[str, str]) -> OptionError | None:
-    """Say that an option has no value behind it; None where a message of the parser is about something else.
+    """Return the error of an option without a value; None if a message is about something else.
 
     >>> str(missing_value("argument --model.lr_local: expected one argument", {"model.lr_local": "--lr_local"}))
     '--lr_local: a value is missing; write --lr_local VALUE'
@@ -60,7 +59,7 @@ def missing_value(message: str, typed: Mapping[str, str]) -> OptionError | None:
 
 
 def rejected_option(error: BaseException) -> OptionError | None:
-    """Find the error of a class of ours that jsonargparse has put into a message of its own; None if there is none."""
+    """Return the error of a class of perada that jsonargparse has wrapped; None if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OptionError):
         cause = cause.__cause__ or cause.__context__
@@ -68,7 +67,7 @@ def rejected_option(error: BaseException) -> OptionError | None:
 
 
 def unknown_option(message: str, options: list[str]) -> OptionError | None:
-    """Propose the options that one that there is not may stand for; None where a message is about something else.
+    """Return the error of an unknown option, with proposals; None if a message is about something else.
 
     >>> str(unknown_option("unrecognized arguments: --lr 1", ["model.lr_local", "model.lr_personal"]))
     'unrecognized arguments: --lr 1; did you mean --model.lr_local or --model.lr_personal?'
@@ -90,14 +89,14 @@ def unknown_option(message: str, options: list[str]) -> OptionError | None:
         arguments = inspect.signature(getattr(sys.modules[module], name)).parameters
         options = [f"{key.rpartition('.')[0]}.{argument}" for argument in arguments]
     dashes = parts.get("dashes") or ""
-    near = [f"{dashes}{name}" for name in nearest(key, options, facts()["short_names"])]
-    remedy = f"did you mean {' or '.join(near)}?" if near else ""
-    if class_path and not near:
+    proposals = [f"{dashes}{name}" for name in nearest(key, options, facts()["short_names"])]
+    remedy = f"did you mean {' or '.join(proposals)}?" if proposals else ""
+    if class_path and not proposals:
         remedy = f"its options are {', '.join(arguments)}" if arguments else "it has no options"
-    elif not near and dashes:
+    elif not proposals and dashes:
         remedy = "`perada fit --help` lists the options"
     if class_path and keys:
-        # A class that may be one of several kinds is tried as each of them, and the parser says the same of each.
+        # An option that takes one of several types repeats the message for each of them.
         text = f"{keys[0]}: {class_path}: Option {parts['key']!r} is not accepted"
     else:
         text = message[: match.end()]
@@ -105,12 +104,12 @@ def unknown_option(message: str, options: list[str]) -> OptionError | None:
 
 
 def missing_module(message: str) -> tuple[str, str] | None:
-    """The path of a class and the module of it that there is not; None where a message is about something else."""
+    """Return the path of a class and its missing module; None if a message is about something else."""
     match = re.search(_NO_MODULE, message)
-    return (match[1], match[2]) if match else None
+    return None if match is None else (match[1], match[2])
 
 
-_KINDS = {
+_TYPE_TEXTS = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -119,15 +118,15 @@ _KINDS = {
     "list": "a list",
     "NoneType": "",
 }
-"""What values of a type are called; null, by which an option is left out, is not said."""
+"""How values of a type are described; null, which leaves an option out, is not mentioned."""
 
 
 def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
-    r"""Say of a value of a wrong type what it must be; None where a message of the parser is about something else.
+    r"""Return the error of a value of the wrong type; None if a message is about something else.
 
     Args:
-        message: The parser's, in which the outer option comes first.
-        typed: By full name: an option as it was typed.
+        message: Message of the parser, in which the outer option comes first.
+        typed: Options as they were typed, by full name.
 
     >>> message = "Parser key \"model.lr_local\":\n  Expected a <class 'float'>. Got value: fast"
     >>> str(wrong_type(message, {"model.lr_local": "--lr_local"}))
@@ -149,36 +148,39 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
         message = f"{name}: is an option of a class, and no class is named; {remedy}"
         return OptionError(message, name=option, value=value[1], remedy=remedy)
     expected = re.findall(r"Expected a (.*?)(?:\. Got value.*)?$", innermost[: value.end()], re.MULTILINE)
-    kinds: list[str] = []
-    for kind in expected:
-        choice = re.fullmatch(r"typing\.Literal\[(.*)\]", kind)
-        of_class = re.fullmatch(r"<class '(\w+)'>", kind)
-        if choice:
-            kinds.append(f"one of {choice[1]}" if "," in choice[1] else choice[1])
-        elif of_class and of_class[1] in _KINDS:
-            kinds.append(_KINDS[of_class[1]])
+    texts: list[str] = []
+    for type_text in expected:
+        literal = re.fullmatch(r"typing\.Literal\[(.*)\]", type_text)
+        builtin = re.fullmatch(r"<class '(\w+)'>", type_text)
+        if literal:
+            texts.append(f"one of {literal[1]}" if "," in literal[1] else literal[1])
+        elif builtin and builtin[1] in _TYPE_TEXTS:
+            texts.append(_TYPE_TEXTS[builtin[1]])
         else:
             return None
-    kinds = list(dict.fromkeys(filter(None, kinds)))
-    if not kinds or "class_path" in innermost:
+    texts = list(dict.fromkeys(text for text in texts if text))
+    if not texts or "class_path" in innermost:
         return None
     option = ".".join(keys)
-    name = next((f"{typed[key]}{option[len(key) :]}" for key in (option, keys[0]) if key in typed), option)
-    remedy = f"must be {', or '.join(kinds)}"
+    name = option
+    for key in (keys[0], option):  # the longer one takes precedence
+        if key in typed:
+            name = typed[key] + option.removeprefix(key)
+    remedy = f"must be {', or '.join(texts)}"
     return OptionError(f"{name}: {remedy}, got {value[1]!r}", name=option, value=value[1], remedy=remedy)
 
 
 def _keys(message: str) -> list[str]:
-    """The option that a message is about, and then those of its class that it names, from outside in."""
+    """Return the option that a message is about, followed by those of its class, from outside in."""
     return re.findall(r'Parser key "([^"]+)"', message)
 
 
 def wrong_class(message: str, typed: Mapping[str, str]) -> OptionError | None:
-    """Say why a value of an option that takes a class is none; None where a message is about something else.
+    """Return the error of a value that should be a class; None if a message is about something else.
 
     Args:
-        message: The parser's.
-        typed: By full name: an option as it was typed.
+        message: Message of the parser.
+        typed: Options as they were typed, by full name.
     """
     error = _wrong_class(message)
     if error is None or error.name not in typed:
@@ -206,8 +208,8 @@ def _wrong_class(message: str) -> OptionError | None:
         remedy = "it must be in the current folder, on PYTHONPATH, or installed"
         return _class_error(option, no_module[1], f"No module named {no_module[2]!r}", remedy)
     if no_attribute:
-        near = near_names(no_attribute[3], vars(sys.modules[no_attribute[2]]))
-        remedy = f"did you mean {no_attribute[2]}.{near[0]}?" if near else f"give {OWN_CLASS}"
+        proposals = near_names(no_attribute[3], vars(sys.modules[no_attribute[2]]))
+        remedy = f"did you mean {no_attribute[2]}.{proposals[0]}?" if proposals else f"give {OWN_CLASS}"
         problem = f"module {no_attribute[2]!r} has no attribute {no_attribute[3]!r}"
         return _class_error(option, no_attribute[1], problem, remedy)
     if no_subclass:
@@ -224,9 +226,10 @@ def _class_error(option: str, value: object, problem: str, remedy: str) -> Optio
 
 
 def _base_class(option: str, value: str, message: str) -> OptionError | None:
-    """Name the subclasses of a class of which no object can be made; None if it is a class that lacks methods."""
-    base = next((base for base in _classes(_accepted(message)) if base.__name__ == value.rpartition(".")[2]), None)
-    names = _choices(option, [base]) if base else []
+    """Return the error of an abstract base class, with its subclasses; None if a class lacks methods."""
+    class_name = value.rpartition(".")[2]
+    bases = [base for base in _classes(_accepted(message)) if base.__name__ == class_name]
+    names = _choices(option, bases[:1]) if bases else []
     if not names:
         return None
     remedy = f"name one of its subclasses: {', '.join(names)}"
@@ -234,26 +237,26 @@ def _base_class(option: str, value: str, message: str) -> OptionError | None:
 
 
 def _accepted(message: str) -> str:
-    """The types that an option accepts, as the parser prints them."""
+    """Return the types that an option accepts, as the parser prints them."""
     types = re.search(r"Subtypes: \[(.*)\]", message)
     return types[1] if types else ""
 
 
 def _choices(option: str, bases: Iterable[type]) -> list[str]:
-    """Names of the classes that an option takes: those of its help, or those that the packages of its bases export."""
-    listed = facts()["recipe_options"]
-    names = listed.get(option) or listed.get(option.removesuffix(".base"))
+    """Return the classes that an option takes: those in its help, or those that the packages of its bases export."""
+    values_of_options = facts()["recipe_options"]
+    names = values_of_options.get(option) or values_of_options.get(option.removesuffix(".base"))
     if names:
         return names
     exported: set[str] = set()
     for base in bases:
         package = sys.modules.get(base.__module__.rpartition(".")[0])
-        exported |= {kind.__name__ for kind in subclasses(base)} & set(getattr(package, "__all__", ()))
+        exported |= {subclass.__name__ for subclass in subclasses(base)} & set(getattr(package, "__all__", ()))
     return sorted(exported)
 
 
 def _no_such_class(option: str, value: str, message: str) -> OptionError:
-    """Name the classes that an option takes, of which the value is none."""
+    """Return the error of a value that is no class, with those that the option takes."""
     accepted = _accepted(message)
     bases = _classes(accepted)
     if option == "data.data":
@@ -265,14 +268,14 @@ def _no_such_class(option: str, value: str, message: str) -> OptionError:
         problem = f"must be a mapping of options, {{NAME: VALUE}}, got {value!r}"
         return _class_error(option, value, problem, remedy)
     names = _choices(option, bases)
-    # The classes of algorithms and server rules can be named too, beside the names that are listed.
-    classes = sorted({kind.__name__ for base in bases for kind in subclasses(base)})
-    near = near_names(value, [*names, *classes])
-    if not near and len(value) > 1:
+    # Algorithms and server rules can be given by their classes too, beside the short names in the help.
+    classes = sorted({subclass.__name__ for base in bases for subclass in subclasses(base)})
+    proposals = near_names(value, [*names, *classes])
+    if not proposals and len(value) > 1:
         # A word such as csv for CSVLogger.
-        near = [name for name in classes if name.lower().startswith(value.lower())]
-    if near:
-        remedy = f"did you mean {near[0]!r}?"
+        proposals = [name for name in classes if name.lower().startswith(value.lower())]
+    if proposals:
+        remedy = f"did you mean {proposals[0]!r}?"
     elif names:
         choices = [some(names, 50)]
         if "list[" in accepted or "Iterable[" in accepted:
@@ -286,61 +289,68 @@ def _no_such_class(option: str, value: str, message: str) -> OptionError:
 
 
 def _classes(types: str) -> list[type]:
-    """The classes, but for Python's own, whose paths are in a text."""
-    out: list[type] = []
+    """Return the classes, except Python's own, whose paths are in a text."""
+    classes: list[type] = []
     for path in dict.fromkeys(re.findall(r"\w+(?:\.\w+)+", types)):
         module, _, name = path.rpartition(".")
-        kind = getattr(sys.modules.get(module), name, None)
-        if isinstance(kind, type) and not module.startswith("collections"):
-            out.append(kind)
-    return out
+        found_class = getattr(sys.modules.get(module), name, None)
+        if isinstance(found_class, type) and not module.startswith("collections"):
+            classes.append(found_class)
+    return classes
 
 
 def subclasses(base: type) -> Iterator[type]:
-    """Every class below ``base`` that can be made, but for private ones."""
-    known: list[type] = type.__subclasses__(base)
-    for kind in known:
-        if not kind.__name__.startswith("_") and not getattr(kind, "__abstractmethods__", None):
-            yield kind
-        yield from subclasses(kind)
+    """Yield all subclasses of a class that are neither abstract nor private."""
+    direct_subclasses: list[type] = type.__subclasses__(base)
+    for subclass in direct_subclasses:
+        if not subclass.__name__.startswith("_") and not getattr(subclass, "__abstractmethods__", None):
+            yield subclass
+        yield from subclasses(subclass)
 
 
 def of_options(message: str, parser: ArgumentParser) -> str:
-    """An error of a command's parser, with options as they are typed, and the nearest to one that there is not."""
-    typed = {
-        action.dest: (action.option_strings or [str(action.metavar or action.dest).upper()])[-1]
-        for action in parser._actions
-    }
+    """Return an error of a command's parser with options as they are typed, and a proposal for an unknown one."""
+    typed = {}
+    for action in parser._actions:
+        positional_name = str(action.metavar or action.dest).upper()
+        typed[action.dest] = action.option_strings[-1] if action.option_strings else positional_name
     type_error = missing_value(message, {}) or wrong_type(message, typed)
     if type_error is not None:
         return str(type_error)
     choice = re.fullmatch(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)", message, re.DOTALL)
     if choice is not None:
         return f"{typed.get(choice[1], choice[1])}: must be one of {choice[3]}, got {choice[2]}"
-    if missing := re.fullmatch(r"the following arguments are required: (.*)", message, re.DOTALL):
+    missing = re.fullmatch(r"the following arguments are required: (.*)", message, re.DOTALL)
+    if missing is not None:
         names = ", ".join(typed.get(name, name) for name in missing[1].split(", "))
         return f"the following arguments are required: {names}; `{parser.prog} --help` explains them"
-    wrong = re.search(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w.-]+)?", message)
-    if not wrong or "did you mean" in message:
+    unknown = re.search(r"unrecognized arguments: (?:[^-]\S* )*(--?[\w.-]+)?", message)
+    if unknown is None or "did you mean" in message:
         return message
-    close = near_names(wrong[1] or "", [name for name in typed.values() if name.startswith("--")])
-    return f"{message}; " + (f"did you mean {close[0]}?" if close else f"`{parser.prog} --help` lists the options")
+    proposals = near_names(unknown[1] or "", [name for name in typed.values() if name.startswith("--")])
+    remedy = f"did you mean {proposals[0]}?" if proposals else f"`{parser.prog} --help` lists the options"
+    return f"{message}; {remedy}"
 
 
-def _abstract(found: re.Match[str]) -> str:
-    """No object of a class can be made: it is a base of others, or lacks methods, by name where it can be found."""
-    path = found[2] or found[1] or "the class"
+def _abstract(match: re.Match[str]) -> str:
+    """Return the message about a class of which no object can be made, since it is a base class or lacks methods."""
+    path = match[2] or match[1] or "the class"
     module, _, name = path.rpartition(".")
-    kind = getattr(sys.modules.get(module), name, None)
-    if isinstance(kind, type) and (known := sorted({own.__name__ for own in subclasses(kind)})):
-        return f"{path} is a base class, of which no object can be made; name one of its subclasses: {', '.join(known)}"
-    missing = sorted(getattr(kind, "__abstractmethods__", ())) or ["that are abstract"]
+    abstract_class = getattr(sys.modules.get(module), name, None)
+    if isinstance(abstract_class, type):
+        names = sorted({subclass.__name__ for subclass in subclasses(abstract_class)})
+        if names:
+            return (
+                f"{path} is a base class, of which no object can be made; name one of its subclasses: "
+                f"{', '.join(names)}"
+            )
+    missing = sorted(getattr(abstract_class, "__abstractmethods__", ())) or ["that are abstract"]
     return f"{path} lacks methods ({', '.join(missing)}) that its base class asks for; add them"
 
 
-def _unquoted(found: re.Match[str]) -> str:
-    """YAML read a word as something else than a text."""
-    value = found[1]
+def _unquoted(match: re.Match[str]) -> str:
+    """Return the message about a word that YAML has not read as a text."""
+    value = match[1]
     if value in ("True", "False"):
         kind = "yes, no, on, off, true and false as truth values"
     elif value == "None":
@@ -369,15 +379,17 @@ _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"Expected a <class '(.*)'>$": r"give a value of type \1",
     r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"\1 cannot be used; give a number \2",
 }
-"""What jsonargparse says, and how we say it."""
+"""Messages of jsonargparse, and what replaces them."""
 
 
 def plain(message: str) -> str:
-    """An error's message, which may be the parser's, without what the parser says of its workings."""
+    """Return an error's message without the parser's internals."""
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
-    # Of an error within `shifts` what else the value might have been is no help.
-    shifts = [line for line in lines if line.startswith("shifts: ")]
-    text = "\n".join(shifts[:1] or [line for line in lines if line and not line.startswith(_NOISE)])
+    # An error within `shifts` is one line; what else the value might have been does not help.
+    relevant = [line for line in lines if line.startswith("shifts: ")][:1]
+    if not relevant:
+        relevant = [line for line in lines if line and not line.startswith(_NOISE)]
+    text = "\n".join(relevant)
     for pattern, replacement in _PLAIN.items():
         text = re.sub(pattern, replacement, text)
     return text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes by name: those that ship, their combinations, and files that say what to compare."""
+"""Recipes by name: those that ship, their combinations, and files that list recipes to compare."""
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -27,80 +27,98 @@ cifar10_vit/ditto/sample is one name for these three, and cifar10_vit/ditto for 
 
 
 def recipes() -> dict[str, list[Path]]:
-    """Every name of a recipe, and the files that are merged for it, each over those before it."""
-    names = {path.relative_to(RECIPES).with_suffix("").as_posix(): [path] for path in sorted(RECIPES.rglob("*.yaml"))}
-    data, methods, privacy = (
-        [path for (path,) in names.values() if path.parent.name == group] for group in list(GROUPS)[:3]
-    )
-    for one in data:
-        names[one.stem] = [one]
-        for method in methods:
-            names[f"{one.stem}/{method.stem}"] = [one, method]
-            names |= {f"{one.stem}/{method.stem}/{last.stem}": [one, method, last] for last in privacy}
+    """Return the files of every recipe by its name; later files take precedence over earlier ones."""
+    names = {}
+    for path in sorted(RECIPES.rglob("*.yaml")):
+        names[path.relative_to(RECIPES).with_suffix("").as_posix()] = [path]
+    by_group: dict[str, list[Path]] = {group: [] for group in ("data", "method", "privacy")}
+    for (path,) in names.values():
+        if path.parent.name in by_group:
+            by_group[path.parent.name].append(path)
+    for data in by_group["data"]:
+        names[data.stem] = [data]
+        for method in by_group["method"]:
+            names[f"{data.stem}/{method.stem}"] = [data, method]
+            for privacy in by_group["privacy"]:
+                names[f"{data.stem}/{method.stem}/{privacy.stem}"] = [data, method, privacy]
     return names
 
 
 def find_recipe(name: str) -> list[Path]:
-    """A configuration file, or the files of the shipped recipe of that name."""
+    """Return a configuration file, or the files of the shipped recipe of that name.
+
+    Raises:
+        FileNotFoundError: If there is neither.
+    """
     if Path(name).is_file():
         return [Path(name)]
-    known = recipes()
+    paths_by_name = recipes()
     key = name.removesuffix(".yaml")
-    if key not in known:
-        # Of a combination that there is not, the part that there is.
-        parts = [key.rsplit("/", cut)[0] for cut in range(1, key.count("/"))]
-        shorter = [part for part in parts if part in known]
-        meant = f"did you mean {shorter[0]!r}?" if shorter else hint(key, known, "`perada ls` lists the recipes")
-        raise FileNotFoundError(f"{name!r} is neither a file nor a recipe; {meant}")
-    return known[key]
+    if key in paths_by_name:
+        return paths_by_name[key]
+    # If a combination does not exist, propose its longest part that does.
+    prefixes = [key.rsplit("/", cut)[0] for cut in range(1, key.count("/"))]
+    existing = [prefix for prefix in prefixes if prefix in paths_by_name]
+    if existing:
+        proposal = f"did you mean {existing[0]!r}?"
+    else:
+        proposal = hint(key, paths_by_name, "`perada ls` lists the recipes")
+    raise FileNotFoundError(f"{name!r} is neither a file nor a recipe; {proposal}")
 
 
 def listing() -> str:
-    """The shipped recipes in their groups, each with its first line."""
+    """Format the shipped recipes by group, each with its first line."""
     blocks = []
     for group, title in GROUPS.items():
         prefix = f"{group}/" if group in ("method", "privacy", "paper") else ""
-        files = sorted((RECIPES / group).glob("*.yaml"))
-        blocks.append("\n".join([f"{title}:", *(f"  {prefix + path.stem:28}  {_comment(path)[0]}" for path in files)]))
+        lines = [f"{title}:"]
+        for path in sorted((RECIPES / group).glob("*.yaml")):
+            lines.append(f"  {prefix + path.stem:28}  {_leading_comment(path)[0]}")
+        blocks.append("\n".join(lines))
     return "\n\n".join([*blocks, COMBINE])
 
 
-def whole(name: str) -> str:
-    """A recipe as one file: its own text, or its files merged under a first line that says what they are."""
+def recipe_text(name: str) -> str:
+    """Return a recipe as the text of one file: its own, or that of its files merged under a comment on them."""
     paths = find_recipe(name)
     if len(paths) == 1:
-        read_yaml(paths[0])  # names the line of a mistake before the text is copied or sent to sites
+        # An error names the line of a mistake before the text is copied or sent to sites.
+        read_yaml(paths[0])
         return paths[0].read_text(encoding="utf-8")
-    data, method, *privacy = map(_comment, paths)
-    parts = [method, data, *privacy]
-    first = "; ".join(part[0].removesuffix(".") for part in parts) + "."
+    data, method, *privacy = [_leading_comment(path) for path in paths]
+    comments = [method, data, *privacy]
+    comment = ["; ".join(lines[0].removesuffix(".") for lines in comments) + "."]
+    for lines in comments:
+        comment += lines[1:]
     merged: dict[str, Any] = {}
     for path in paths:
-        merged = _merged(merged, read_yaml(path))
-    comment = [first, *(line for part in parts for line in part[1:])]
+        merged = _merge(merged, read_yaml(path))
     return "".join(f"# {line}\n" for line in comment) + yaml.safe_dump(merged, sort_keys=False)
 
 
-def _comment(path: Path) -> list[str]:
-    """The lines of the comment that a file begins with."""
+def _leading_comment(path: Path) -> list[str]:
+    """Return the lines of the comment at the top of a file."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("#"), lines)]
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    return [line.removeprefix("# ") for line in comment]
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """One section over another; what is null above is left out."""
-    both = [key for key in below if isinstance(below[key], dict) and isinstance(above.get(key), dict)]
-    merged = below | above | {key: _merged(below[key], above[key]) for key in both}
+def _merge(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Merge two sections. The upper one takes precedence, and removes what it sets to null."""
+    merged = lower | upper
+    for key, value in lower.items():
+        if isinstance(value, dict) and isinstance(upper.get(key), dict):
+            merged[key] = _merge(value, upper[key])
     return {key: value for key, value in merged.items() if value is not None}
 
 
 def recipe_files(name: str) -> list[Path]:
-    """The files of a recipe that is to be run, and is not a comparison of some.
+    """Return the files of a recipe that can be run.
 
     Raises:
         FileNotFoundError: If there is no such recipe.
-        YamlFileError: If a file is not the YAML that it should be.
-        ValueError: If it is a comparison.
+        YamlFileError: If a file is malformed.
+        ValueError: If it is a comparison of recipes.
     """
     paths = find_recipe(name)
     if is_comparison(paths[0]):
@@ -109,20 +127,26 @@ def recipe_files(name: str) -> list[Path]:
 
 
 def recipe_names(words: Sequence[str]) -> Iterator[str]:
-    """The recipes that words of the command line name."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    """Yield the recipes on a command line."""
+    for word, next_word in zip(words, [*words[1:], ""], strict=True):
         option, equals, value = word.partition("=")
-        if option in ("--config", "-c") and (equals or after):
-            yield value if equals else after
+        if option not in ("--config", "-c"):
+            continue
+        if equals:
+            yield value
+        elif next_word:
+            yield next_word
 
 
 def is_comparison(path: Path) -> bool:
-    """Whether a file is not a recipe, but says which recipes to compare."""
+    """Return whether a file is a list of recipes to compare, and not a recipe."""
     return "compare" in read_yaml(path)
 
 
 def comparison_file(word: str) -> Path | None:
-    """The file that a word names, if it says which recipes to compare."""
-    named = word in recipes() or (Path(word).suffix == ".yaml" and Path(word).is_file())
-    path = find_recipe(word)[0] if named else None
-    return path if path is not None and is_comparison(path) else None
+    """Return the file with recipes to compare that a word names; None if it names none."""
+    is_file = Path(word).suffix == ".yaml" and Path(word).is_file()
+    if not is_file and word not in recipes():
+        return None
+    path = find_recipe(word)[0]
+    return path if is_comparison(path) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that run recipes: LightningCLI's own, compare, and check, which sets a run up and does not train."""
+"""Commands that run recipes: those of LightningCLI, compare, and check, which sets up a run without training."""
 
 import copy
 import sys
@@ -9,7 +9,6 @@ from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,10 +46,10 @@ from perada.results.report import client_table, epsilon_text, mode_line, notes_o
 from perada.results.restore import plain_data
 
 REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
-"""What a run ends in where it is refused; any other error is a mistake in the program."""
+"""Errors by which a run is refused; any other error is a bug."""
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false")
-STAND_INS = (1, 0.5, 10, 1e-5)
-"""Values that `perada check` tries in the place of a refused one without which nothing else can be checked."""
+REPLACEMENTS = (1, 0.5, 10, 1e-5)
+"""Values that `perada check` tries in place of a refused one that cannot be left out."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -63,26 +62,32 @@ class SaveConfig(SaveConfigCallback):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
         if any(isinstance(callback, FederatedLoop) and callback.test_mode for callback in callbacks):
             self.config = self.config.clone()
-            self.config.seed_everything = False  # the noise would follow from it
+            self.config.seed_everything = False  # the noise of a private run could be computed from it
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
-                _ = logger.experiment  # warns of a folder that is not empty
+                _ = logger.experiment  # creates the folder, and warns if it is not empty
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             log_options(trainer, yaml.safe_load(self.parser.dump(self.config)))
 
 
 class PeradaCLI(LightningCLI):
-    """LightningCLI with the federated loop in a section of its own, and perada's defaults for the trainer."""
+    """LightningCLI with a section for the federated loop, and perada's defaults for the trainer.
+
+    Args:
+        args: Words of the command line; with ``run`` the first one is the subcommand.
+        run: Whether to run a subcommand of LightningCLI.
+        command: What was typed, for the run's record.
+
+    Attributes:
+        parsers: Attributes that building a parser has set, by subcommand and defaults of the trainer.
+    """
 
     parsers: ClassVar[dict[object, dict[str, Any]]] = {}
 
     def __init__(self, args: Sequence[str], run: bool = True, command: Sequence[str] = ()) -> None:
-        """Parse ``args``; with ``run`` the first one is a subcommand of LightningCLI, which is carried out.
-
-        ``command`` is what was typed, for the run's record.
-        """
-        self.runs, self.command = run, list(command)
+        self.runs = run
+        self.command = list(command)
         self.subcommand = args[0] if run else None
         self.typed = typed_names(args)
         super().__init__(
@@ -100,25 +105,26 @@ class PeradaCLI(LightningCLI):
         )
 
     def setup_parser(self, add_subcommands: bool, *kwargs: Any) -> None:
-        """Build the parser once a process: it takes longer than most command lines, and a comparison has many."""
-        defaults = (self.subcommand, *device_defaults().items())
-        if defaults not in self.parsers:
-            before = set(vars(self))
+        """Build the parser once in a process: that takes longer than parsing, and a comparison parses many times."""
+        key = (self.subcommand, *device_defaults().items())
+        if key not in self.parsers:
+            former_names = set(vars(self))
             super().setup_parser(add_subcommands, *kwargs)
-            self.parsers[defaults] = {name: value for name, value in vars(self).items() if name not in before}
-        vars(self).update(self.parsers[defaults])
+            self.parsers[key] = {name: value for name, value in vars(self).items() if name not in former_names}
+        for name, value in self.parsers[key].items():
+            setattr(self, name, value)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning declares a static method and calls it as self.subcommands()
-        """Return the subcommand that runs only: making the parsers of the others would take longer than parsing."""
-        of_all = LightningCLI.subcommands()
-        return {name: skipped for name, skipped in of_all.items() if name == self.subcommand}
+        """Return only the subcommand that runs: building the parsers of the others would take longer than parsing."""
+        all_subcommands = LightningCLI.subcommands()
+        return {name: skipped for name, skipped in all_subcommands.items() if name == self.subcommand}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Make a parser that takes no abbreviations: the next release may have another option that begins alike."""
+        """Build a parser without abbreviations: a later release may have another option that begins the same."""
         return super().init_parser(allow_abbrev=False, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add ``federated``, ``privacy`` and ``client_privacy``; the seed and the images' size are said once."""
+        """Add ``federated``, ``privacy`` and ``client_privacy``, and link options that two sections share."""
         parser.add_lightning_class_args(FederatedLoop, "federated")
         parser.link_arguments("seed_everything", "federated.seed", compute_fn=int)
         parser.link_arguments("data.image_size", "model.image_size")
@@ -126,17 +132,17 @@ class PeradaCLI(LightningCLI):
             ("privacy", Privacy | None, "the clients' images"),
             ("client_privacy", ClientPrivacy | None, "whole clients"),
         ):
-            said = f"Differential privacy of {whose}; none by default. --{name}.help explains its options."
-            parser.add_argument(f"--{name}", type=kind, default=None, help=said)
+            text = f"Differential privacy of {whose}; none by default. --{name}.help explains its options."
+            parser.add_argument(f"--{name}", type=kind, default=None, help=text)
             parser.link_arguments(name, f"federated.{name}")
-        if not self.runs:  # the config.yaml of a run holds these of its subcommand
+        if not self.runs:  # the config.yaml of a run has these options of its subcommand
             for name in ("ckpt_path", "weights_only"):
                 parser.add_argument(f"--{name}", type=str | bool | None, default=None)
         defaults = OF_A_TRAINER | device_defaults()
         parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
 
     def instantiate_classes(self) -> None:
-        """Make the objects; what a class of ours refuses comes without what else jsonargparse has tried."""
+        """Build the objects. If a class of perada rejects an option, only its own message is kept."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -146,7 +152,7 @@ class PeradaCLI(LightningCLI):
             raise rejected from None
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Add perada's logger, progress bar and checkpoint where the recipe names none."""
+        """Add perada's logger, progress bar and checkpoint where the recipe has none."""
         trainer = self._get(self.config_init, "trainer")
         check_devices(trainer.accelerator, trainer.devices)
         check_words(vars(trainer))
@@ -154,13 +160,13 @@ class PeradaCLI(LightningCLI):
             self._check_rounds(trainer.max_epochs)
         chosen, callbacks = own_parts(vars(trainer), listed(trainer.callbacks))
         self.trainer_defaults = {"callbacks": callbacks}
-        made = super().instantiate_trainer(**kwargs | chosen)
-        check_trainer(made)
-        return made
+        built = super().instantiate_trainer(**kwargs | chosen)
+        check_trainer(built)
+        return built
 
     @staticmethod
     def _check_rounds(rounds: int | None) -> None:
-        """Refuse to train no rounds, which a command line asks for by mistake only; -1 sets no limit."""
+        """Reject 0 rounds, which nobody asks for on purpose; -1 sets no limit."""
         if rounds not in (None, -1):
             check_whole("max_epochs", rounds, hint="the number of rounds, --rounds")
 
@@ -171,12 +177,14 @@ class PeradaCLI(LightningCLI):
         return next(callback for callback in callbacks if isinstance(callback, FederatedLoop))
 
     def _parse_ckpt_path(self) -> None:
-        """A checkpoint does not change the configuration; ``last`` is the newest run's."""
+        """Resolve ``last`` to the newest run's checkpoint, without taking over the checkpoint's configuration."""
         if not self.config.get("subcommand"):
             return
         config = self.config[self.config.subcommand]
-        self._asked_ckpt_path = config.get("ckpt_path")  # which is looked at again once the recipe's objects are made
-        config.ckpt_path = find_checkpoint(config.get("ckpt_path"), Path(config.trainer.default_root_dir or "."))
+        # It is resolved again when the objects are built, so that it is known which checkpoints belong to this run.
+        self._requested_ckpt_path = config.get("ckpt_path")
+        root = Path(config.trainer.default_root_dir or ".")
+        config.ckpt_path = find_checkpoint(self._requested_ckpt_path, root)
         if config.ckpt_path is None and self.config.subcommand != "fit":
             warnings.warn(
                 f"`perada {self.config.subcommand}` has no --ckpt_path, and so takes the models before any training; "
@@ -184,17 +192,18 @@ class PeradaCLI(LightningCLI):
                 stacklevel=2,
             )
         if config.get("weights_only") is None:
-            config.weights_only = True  # or any code would be run that a checkpoint brings
+            config.weights_only = True  # otherwise a checkpoint could run any code
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Carry out a subcommand of LightningCLI, from a checkpoint that belongs to this run if one is asked for."""
+        """Run a subcommand of LightningCLI, from a checkpoint that belongs to this run if one is requested."""
         config = self.config[subcommand]
         if config.ckpt_path is not None:
             early = described_early(self.loop, self.model, self.datamodule)
             root = Path(config.trainer.default_root_dir or ".")
             fits = subcommand == "fit"
-            path = find_checkpoint(self._asked_ckpt_path, root, early, self.loop.resume_allow, fits)
-            config.ckpt_path = self.config_init[subcommand].ckpt_path = path
+            path = find_checkpoint(self._requested_ckpt_path, root, early, self.loop.resume_allow, fits)
+            config.ckpt_path = path
+            self.config_init[subcommand].ckpt_path = path
         with (
             plain_data(self.config[subcommand].ckpt_path, self.trainer),
             no_trace_if_refused(self.trainer),
@@ -203,32 +212,37 @@ class PeradaCLI(LightningCLI):
             super()._run_subcommand(subcommand)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse without Lightning's advice against giving the arguments in Python; propose what a wrong one may be."""
+        """Parse arguments. For an unknown option, propose what may have been meant."""
         with warnings.catch_warnings():
+            # LightningCLI advises against passing arguments from Python.
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
-            words: list[str] = [*args]  # type: ignore[misc]  # what the constructor gives
-            own = self._subcommand_parsers[words[0]] if self.runs else parser
-            for word, after in zip(words, [*words[1:], ""], strict=True):
-                if word.partition("=")[0] in ("-h", "--help"):
-                    print(explained(own, word.partition("=")[2] or ("" if after.startswith("-") else after)))
+            words: list[str] = [*args]  # type: ignore[misc]  # what the constructor passes
+            command_parser = self._subcommand_parsers[words[0]] if self.runs else parser
+            for word, next_word in zip(words, [*words[1:], ""], strict=True):
+                option, _, topic = word.partition("=")
+                if option in ("-h", "--help"):
+                    if not topic and not next_word.startswith("-"):
+                        topic = next_word
+                    print(explained(command_parser, topic))
                     sys.exit(0)
             try:
                 with_own_classes(partial(super().parse_arguments, parser, args))
             except ArgumentError as error:
-                known = [action.dest for action in own._actions]
-                rejected = option_error(str(error), self.typed, known)
+                options = [action.dest for action in command_parser._actions]
+                rejected = option_error(str(error), self.typed, options)
                 if rejected is None:
                     raise
                 raise rejected from error
 
     def before_fit(self) -> None:
-        """Keep what was asked for, for the run's record."""
+        """Record the command in the run."""
         self.loop.measured.command = self.command
 
     def after_fit(self) -> None:
-        """Print the table of clients, and say where the run is."""
+        """Print the table of clients, and the folder of the run."""
         self.after_validate()
-        folder = self.trainer.log_dir if self.trainer.loggers else None  # all processes ask, rank 0 says it
+        # log_dir is a collective: all processes read it.
+        folder = self.trainer.log_dir if self.trainer.loggers else None
         if folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
             print(f"Run folder: {folder}")
 
@@ -236,18 +250,19 @@ class PeradaCLI(LightningCLI):
         """Print the table of clients."""
         if not self.trainer.is_global_zero:
             return
-        metrics, data = self.loop.outcome(self.model).metrics, self.datamodule
+        data = self.datamodule
+        metrics = self.loop.outcome(self.model).metrics
         if metrics["clients"]:
             print(client_table(metrics["clients"], data.train_sizes, self.loop.test_mode, data.client_names))
             for line in self._notes(metrics.get("test_images", [])):
                 print(f"\n{line}")
-        for shown in shift_tables(metrics.get("shifts", {})):
-            print(f"\n{shown}")
+        for shift_table in shift_tables(metrics.get("shifts", {})):
+            print(f"\n{shift_table}")
         if mode_line(self.model.scores):
             print(mode_line(self.model.scores))
 
     def _notes(self, test_images: Sequence[int]) -> list[str]:
-        """What the mean over clients hides, in lines below the table."""
+        """Return lines about what the mean over clients hides."""
         participation = self.loop.parts.federation.participation
         return notes_on_means(self.model.scores, test_images, participation.recent, participation.span)
 
@@ -259,7 +274,7 @@ class PeradaCLI(LightningCLI):
         self.trainer.callbacks.append(self.predictions)  # type: ignore[attr-defined]  # set by Lightning
 
     def after_predict(self) -> None:
-        """Say where the predictions are."""
+        """Print where the predictions are."""
         if self.predictions.path is not None:
             print(f"Predictions: {self.predictions.path}")
 
@@ -269,20 +284,22 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
     from perada.studies.compare.command import main as command
     from perada.studies.compare.file import comparison
 
-    command(parser, comparison(words, comparison_file), compared)
+    command(parser, comparison(words, comparison_file), build_compared)
 
 
-def compared(args: Sequence[str]) -> PeradaCLI:
-    """A run of ``perada compare``, here or in a process of its own."""
+def build_compared(args: Sequence[str]) -> PeradaCLI:
+    """Build a run of ``perada compare``, in this process or in another one."""
     quiet_libraries()
     return PeradaCLI(args, run=False)
 
 
 class _SetUpError(Exception):
-    """Ends a run that is set up, before its first round."""
+    """Raised to end a run that is set up, before its first round."""
 
 
-class _Stop(pl.Callback):
+class _StopAfterSetUp(pl.Callback):
+    """Ends a run before its first round."""
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         raise _SetUpError
 
@@ -290,31 +307,42 @@ class _Stop(pl.Callback):
 def check(parser: ArgumentParser, words: list[str]) -> None:
     """Print what would be refused and warned of; the exit status is 1 if the recipe cannot be run."""
     parser.add_argument("recipe", nargs="*", help="Recipe, and others over it. Options of `perada fit` may follow.")
-    first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
-    asks = {"-h", "--help"} & {*words}
-    names: list[str] = parser.parse_args([*asks] or words[:first]).recipe
-    given = [f"--config={path}" for name in names for path in recipe_files(name)] + spelt_out(words[first:])
-    contents = [read_yaml(Path(word[9:])) for word in given if word.startswith("--config=")]
-    if not contents:
+    is_option = [word.startswith("-") for word in words]
+    num_recipes = is_option.index(True) if any(is_option) else len(words)
+    help_words = {"-h", "--help"} & {*words}
+    names: list[str] = parser.parse_args([*help_words] or words[:num_recipes]).recipe
+    paths = [path for name in names for path in recipe_files(name)]
+    options = []
+    for word in spelt_out(words[num_recipes:]):
+        if word.startswith("--config="):
+            paths.append(Path(word.removeprefix("--config=")))
+        else:
+            options.append(word)
+    if not paths:
         raise ValueError("give a recipe: perada check RECIPE; `perada ls` lists those that ship")
-    recipes = [full_names(content) for content in contents]
-    refused, warned, made = findings(recipes, [word for word in given if not word.startswith("--config=")])
+    recipes = [full_names(read_yaml(path)) for path in paths]
+    refused, warned, cli = findings(recipes, options)
     for title, lines in (("Refused", refused), ("Warned of", warned)):
         if lines:
-            print("\n".join([f"{title} ({len(lines)}):", *(f"- {line}" for line in lines)]), end="\n\n")
-    if refused or made is None:
+            print(f"{title} ({len(lines)}):")
+            for line in lines:
+                print(f"- {line}")
+            print()
+    if refused or cli is None:
         print("This cannot be run until it is fixed.")
         sys.exit(1)
-    data, rounds = made.datamodule, made.trainer.max_epochs
-    print(f"This can be run: {data.num_clients} clients, {sum(data.train_sizes)} training images, {rounds} rounds.")
-    for line in privacy_lines(made):
+    data = cli.datamodule
+    num_images = sum(data.train_sizes)
+    rounds = cli.trainer.max_epochs
+    print(f"This can be run: {data.num_clients} clients, {num_images} training images, {rounds} rounds.")
+    for line in privacy_lines(cli):
         print(line)
 
 
-def privacy_lines(made: PeradaCLI) -> list[str]:
-    """The noise of a private run that is set up, and the ε that it comes to, one line for each section."""
-    protection = made.loop.protection
-    data = made.datamodule
+def privacy_lines(cli: PeradaCLI) -> list[str]:
+    """Return a line for each privacy section of a run that is set up: its noise, and the ε that it comes to."""
+    protection = cli.loop.protection
+    data = cli.datamodule
     if protection is None:
         return []
     lines = []
@@ -323,146 +351,175 @@ def privacy_lines(made: PeradaCLI) -> list[str]:
         planned = protection.images.planned_epsilons(data.num_clients)
         noise = sorted(protection.images.noise_multipliers)
         spent = ", ".join(f"{epsilon_text(max(values))} ({ledger} ledger)" for ledger, values in planned.items())
-        lines.append(_privacy_line("privacy", noise, spent, made, options))
+        lines.append(_privacy_line("privacy", noise, spent, cli, options))
     if protection.clients is not None:
         planned = protection.clients.planned_epsilons(data.num_clients)
         spent = epsilon_text(max(planned["server"])) if planned else ""
         noise = [protection.clients.noise_multiplier]
-        lines.append(_privacy_line("client_privacy", noise, spent, made, protection.clients.options))
+        lines.append(_privacy_line("client_privacy", noise, spent, cli, protection.clients.options))
     return lines
 
 
 def _privacy_line(
-    section: str, noise: Sequence[float], spent: str, made: PeradaCLI, options: Privacy | ClientPrivacy
+    section: str, noise: Sequence[float], spent: str, cli: PeradaCLI, options: Privacy | ClientPrivacy
 ) -> str:
+    """Format the privacy of a section; ``noise`` are the noise multipliers in ascending order."""
     sigma = f"{noise[0]:.4g}" if noise[0] == noise[-1] else f"{noise[0]:.4g} to {noise[-1]:.4g}"
     if not spent:
         return f"{section}: noise multiplier σ = {sigma}; ε grows with every round, of which the number is open."
-    whose = "" if len(made.datamodule.train_sizes) == 1 else "at most "
+    bound = "" if len(cli.datamodule.train_sizes) == 1 else "at most "
     limit = "" if options.max_epsilon is None else f"; training of a client ends at max_epsilon={options.max_epsilon:g}"
     return (
-        f"{section}: noise multiplier σ = {sigma}; after {made.trainer.max_epochs} rounds ε = {whose}{spent}, "
+        f"{section}: noise multiplier σ = {sigma}; after {cli.trainer.max_epochs} rounds ε = {bound}{spent}, "
         f"δ = {options.delta:g}{limit}."
     )
 
 
 def findings(recipes: list[dict[str, Any]], words: Sequence[str]) -> tuple[list[str], list[str], PeradaCLI | None]:
-    """What would be refused, what would be warned of, and the run of these recipes over one another, if there can be.
+    """Find all errors and warnings of a run.
 
-    An option that is refused is left out, and the rest is tried again: so all are found, not only the first. Where the
-    option is needed, other values take its place. What is then refused only because of that is not of the recipe, and
-    is not reported.
+    An option that is refused is removed, and the rest is set up again, so that all errors are found and not only the
+    first. If the option is required, other values replace it. What is refused only because of that is no error of the
+    recipe, and is not reported.
+
+    Args:
+        recipes: Contents of recipes; later ones take precedence.
+        words: Options on the command line.
+
+    Returns:
+        Errors, warnings, and the run; None if it cannot be set up.
     """
-    recipes, words, refused = copy.deepcopy(recipes), list(words), list[str]()
+    recipes = copy.deepcopy(recipes)
+    words = list(words)
+    refused: list[str] = []
     changed: _Option | None = None  # the option that was refused last
-    stand_ins: list[object] = []  # values that were not tried in its place
+    replacements: list[object] = []  # values that were not tried in its place
     while True:
-        made, error, warned = _set_up(recipes, words)
+        cli, error, warned = _set_up(recipes, words)
         if error is None:
-            return refused, warned, made
+            return refused, warned, cli
         option = _option_of(error, recipes, words)
         if changed is not None and (option is None or option.name == changed.name):
-            if not stand_ins:
+            if not replacements:
                 return refused, warned, None
-            changed.set(stand_ins.pop(0))
+            changed.set(replacements.pop(0))
             continue
         refused.append(one_line(error))
         if option is None:
             return refused, warned, None
         option.remove()
         changed = option
-        stand_ins = list(STAND_INS)
+        replacements = list(REPLACEMENTS)
 
 
 def _set_up(
     recipes: list[dict[str, Any]], words: Sequence[str]
 ) -> tuple[PeradaCLI | None, Exception | None, list[str]]:
-    """Set up the run of these recipes; return it, what it was refused for, and what it warned of."""
+    """Set up the run of these recipes.
+
+    Returns:
+        The run, the error by which it was refused, and its warnings.
+    """
     from perada.studies.compare.running import quiet
 
-    made: PeradaCLI | None = None
+    cli: PeradaCLI | None = None
     error: Exception | None = None
     with quiet(), warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("always", UserWarning)
         paths = [Path(folder) / f"{number}.yaml" for number in range(len(recipes))]
         for path, recipe in zip(paths, recipes, strict=True):
             path.write_text(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        given = [*(f"--config={path}" for path in paths), *words, *(f"--trainer.{option}" for option in QUIET)]
+        configs = [f"--config={path}" for path in paths]
+        quiet_options = [f"--trainer.{option}" for option in QUIET]
         try:
-            made = PeradaCLI(given, run=False)
-            made.trainer.callbacks.insert(0, _Stop())  # type: ignore[attr-defined]  # set by Lightning
-            made.trainer.fit(made.model, made.datamodule)
+            cli = PeradaCLI([*configs, *words, *quiet_options], run=False)
+            cli.trainer.callbacks.insert(0, _StopAfterSetUp())  # type: ignore[attr-defined]  # set by Lightning
+            cli.trainer.fit(cli.model, cli.datamodule)
         except _SetUpError:
             pass
         except REFUSALS as refusal:
             error = refusal
-    warned = [printable(" ".join(str(one.message).split())) for one in caught if one.category is UserWarning]
-    return made, error, list(dict.fromkeys(warned))
+    warned = []
+    for warning in caught:
+        if warning.category is UserWarning:
+            warned.append(printable(" ".join(str(warning.message).split())))
+    return cli, error, list(dict.fromkeys(warned))
 
 
 @dataclass
 class _Option:
-    """An option that a message names, where it stands on the command line or in recipes.
+    """An option of an error message, on the command line or in recipes.
 
     Attributes:
-        name: As the message names it.
+        name: Its name in the message.
         words: The command line, which is changed.
-        place: Of the option's first word there; None where it stands in recipes.
+        position: Position of the option's first word there; None if it is in recipes.
         count: Number of its words there.
-        entries: The sections of recipes that hold it, and its key in each.
+        entries: The sections of recipes that have it, and its key in each.
+        flag: The option as it was typed.
     """
 
     name: str
     words: list[str]
-    place: int | None = None
+    position: int | None = None
     count: int = 0
     entries: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     flag: str = ""
 
     def remove(self) -> None:
-        """Leave the option out."""
-        if self.place is None:
+        """Remove the option."""
+        if self.position is None:
             for section, key in self.entries:
                 del section[key]
             return
-        self.flag = self.words[self.place].split("=")[0]
-        del self.words[self.place : self.place + self.count]
+        self.flag = self.words[self.position].split("=")[0]
+        del self.words[self.position : self.position + self.count]
         self.count = 0
 
     def set(self, value: object) -> None:
-        """Put a value in the place of the one that was removed."""
-        if self.place is None:
+        """Set a value in place of the one that was removed."""
+        if self.position is None:
             for section, key in self.entries:
                 section[key] = value
             return
-        self.words[self.place : self.place + self.count] = [f"{self.flag}={value}"]
+        self.words[self.position : self.position + self.count] = [f"{self.flag}={value}"]
         self.count = 1
 
 
 def _option_of(error: Exception, recipes: list[dict[str, Any]], words: list[str]) -> _Option | None:
-    """The option that an error is about; None where that is not clear, or it is not among those that were given."""
+    """Return the option that an error is about; None if that is unclear, or the option was not set."""
     if not isinstance(error, OptionError) or not error.name:
         return None
     name = error.option
-    given = [place for place, word in enumerate(words) if word.startswith("--") and _is(name, word[2:].split("=")[0])]
-    if given:
-        last = given[-1]
-        value_follows = "=" not in words[last] and not "".join(words[last + 1 :][:1]).startswith("-")
-        return _Option(name, words, last, 1 + value_follows)
-    places = [list(_places(name, recipe)) for recipe in recipes]
-    if not any(places) or any(len(own) > 1 for own in places):
-        return None
-    return _Option(name, words, entries=list(chain(*places)))
+    positions = [
+        position
+        for position, word in enumerate(words)
+        if word.startswith("--") and _is_named(name, word[2:].split("=")[0])
+    ]
+    if positions:
+        last = positions[-1]  # which takes precedence
+        next_word = "".join(words[last + 1 : last + 2])
+        has_value_word = "=" not in words[last] and not next_word.startswith("-")
+        return _Option(name, words, last, 1 + has_value_word)
+    entries = []
+    for recipe in recipes:
+        entries_of_recipe = list(_find_entries(name, recipe))
+        if len(entries_of_recipe) > 1:
+            return None
+        entries += entries_of_recipe
+    return _Option(name, words, entries=entries) if entries else None
 
 
-def _places(name: str, section: dict[str, Any], above: str = "") -> Iterator[tuple[dict[str, Any], str]]:
-    """The sections of a recipe that an option stands in, by its full name or the last part of it, and its key there."""
+def _find_entries(name: str, section: dict[str, Any], prefix: str = "") -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the sections of a recipe that have an option, by its full name or the end of it, and its key in each."""
     for key, value in section.items():
-        if _is(name, above + key):
+        if _is_named(name, prefix + key):
             yield section, key
         elif isinstance(value, dict):
-            yield from _places(name, value, above if key == "init_args" else f"{above}{key}.")
+            # init_args is no part of an option's name.
+            yield from _find_entries(name, value, prefix if key == "init_args" else f"{prefix}{key}.")
 
 
-def _is(name: str, full: str) -> bool:
-    return full == name or full.endswith(f".{name}")
+def _is_named(name: str, full_name: str) -> bool:
+    """Return whether a name is an option's full name, or the end of it."""
+    return full_name == name or full_name.endswith(f".{name}")

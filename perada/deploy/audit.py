@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site's audit log: what was asked, what was answered and what left, a line each, in a chain of hashes.
+"""A site's audit log: a line for each request, with what was answered and what left, in a chain of hashes.
 
-``audit.jsonl`` only ever grows. A line is JSON with sorted keys and no spaces. It holds its number, the digest of the
-line before it, and its own. ``audit.head`` holds the number and the digest of the last line, so that lines that are cut
-off at the end are missed. A line is on the disk before the reply leaves, and the head after the line: a process that
-is killed leaves a head that is one line behind at most. A line that was cut off by that stays where it is, with a ``~``
-behind it. The next one says how many bytes these are, and their digest.
+``audit.jsonl`` only grows. A line is JSON with sorted keys and no spaces. It holds its number, the digest of the line
+before it, and its own digest. ``audit.head`` holds the number and the digest of the last line, so that lines that are
+cut off at the end are missed. A line is on disk before the reply leaves, and the head after the line: a process that is
+killed leaves a head that is at most one line behind. A line that was cut off by that stays where it is, with a ``~``
+behind it, and the next line holds the number of these bytes and their digest.
 
 Each line also holds how often the site's state was written by then (``commits``), and so does the state itself. A state
-that counts fewer than the log is an older copy, whatever it is that was committed. The folder's lock file holds a third
-copy of both numbers (:class:`HighWaterMark`), so that the log and its head cannot be put back together either.
+that counts fewer writes than the log is an older copy, whatever was written. The folder's lock file holds a third copy
+of both numbers (:class:`HighWaterMark`), so that the log and its head cannot be replaced by older copies together.
 
-The state is written before the line, and the line before the lock file. A process that is killed in between therefore
-leaves a state that is ahead of the log, or a log that is ahead of the lock file, and neither is an error. The reverse
-never happens, and is refused.
+The state is written before the line, and the line before the lock file. A process that is killed in between leaves a
+state that is ahead of the log, or a log that is ahead of the lock file, and neither is an error. The reverse never
+happens, and is refused.
 
-This module imports no torch, for the log is read without a model.
+This module imports no torch, since the log is read without a model.
 """
 
 import json
@@ -39,26 +39,34 @@ from perada.deploy.protocol import (
     tensor_sizes,
 )
 
-LOG, HEAD = "audit.jsonl", "audit.head"
+LOG = "audit.jsonl"
+HEAD = "audit.head"
+STATE = "state.safetensors"
+"""Name of the file with a site's state."""
 REMEDY = "put the newest copy of the whole folder in its place, or begin another log by `perada deploy audit --begin`"
 OLD_STATE_REMEDY = (
     "put the newest copy of the whole folder in its place. If there is none, have the runs stopped that the site takes "
     "part in, and accept this copy by `perada deploy audit --begin`; the site's limits then lack what was spent since"
 )
-STATE = "state.safetensors"
-"""Name of the file with a site's state."""
+_LOCK_BYTES = 160
+"""Size of the lock file."""
 Entry = dict[str, Any]
 
 
 class Tip(NamedTuple):
-    """How far a log is."""
+    """How far a log goes.
+
+    Attributes:
+        lines: Number of lines.
+        last: Digest of the last line.
+    """
 
     lines: int = 0
-    last: str = "0" * 64  # digest of the last line
+    last: str = "0" * 64
 
 
 NOTHING = Tip()
-"""Where a log begins."""
+"""Tip of an empty log."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Committed:
     Attributes:
         commits: How often the state was written, in all runs together.
         tip: How far the log was when it was last written.
-        trained: Rounds that were trained by then, in all runs together.
+        trained: Number of rounds that were trained by then, in all runs together.
         former: For each former run, how often the state had been written when the file of that run was put aside.
     """
 
@@ -91,31 +99,39 @@ class HighWaterMark:
     commits: int = 0
 
     def pack(self) -> bytes:
-        """The content of the lock file, which always has the same length; see :meth:`FolderLock.write`."""
+        """Return the content of the lock file, which always has the same length; see :meth:`FolderLock.write`."""
         content = {"commits": self.commits, "last": self.tip.last, "lines": self.tip.lines}
-        return canonical(content).ljust(159) + b"\n"
+        return canonical(content).ljust(_LOCK_BYTES - 1) + b"\n"
 
     @classmethod
     def unpack(cls, content: bytes) -> "HighWaterMark":
-        """What :meth:`pack` wrote; of any other content the defaults.
+        """Read what :meth:`pack` wrote; any other content gives the defaults.
 
         The file is a witness beside the log and the state. If it is lost or damaged these two are still compared, so
         that is no reason to refuse a folder.
         """
         try:
-            fields = json.loads(content)
-            return cls(Tip(int(fields["lines"]), str(fields["last"])), int(fields["commits"]))
+            values = json.loads(content)
+            tip = Tip(int(values["lines"]), str(values["last"]))
+            return cls(tip, int(values["commits"]))
         except (ValueError, KeyError, TypeError):
             return cls()
 
 
 class LogContent(NamedTuple):
-    """What a file holds."""
+    """Content of a log.
 
-    entries: list[Entry]  # which follow one another, from the first
-    torn: bytes  # what stands behind them
-    wrong: str  # of the first line that is not an entry; "" if all are
-    head: Tip | None  # what the file beside it says; None if there is none
+    Attributes:
+        entries: Entries that follow one another, from the first.
+        torn: Bytes behind them.
+        problem: What is wrong with the first line that is not an entry; "" if all lines are.
+        head: Content of the file beside the log; None if there is none.
+    """
+
+    entries: list[Entry]
+    torn: bytes
+    problem: str
+    head: Tip | None
 
     @property
     def tip(self) -> Tip:
@@ -124,161 +140,200 @@ class LogContent(NamedTuple):
 
 
 def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object]) -> Entry:
-    """What is written of a message and its reply: no number and no name of the site's but those of tensors and facts.
+    """Describe a message and its reply. Of the site's content it holds names of tensors and facts, and no values.
 
     Args:
-        message: As it came.
-        reply: As it leaves.
-        spent: The ε that all training has spent, for an order that was carried out; None if it was not private.
+        message: Message as it came.
+        reply: Reply as it leaves.
+        spent: Returns the ε that all training has spent, for a request that was carried out; None if it was not
+            private.
     """
-    answer, sizes = Response.read(read_header(reply)), tensor_sizes(reply)
-    asked: Entry = {"message": digest(message), "bytes": len(message)}
-    left = {"bytes": len(reply), "tensors": sizes, "facts": _names(answer.facts), "sums": sorted(answer.sums)}
-    entry: Entry = {"asked": asked, "answered": answer.code, "left": left, "run": None, "round": None}
+    response = Response.read(read_header(reply))
+    sizes = tensor_sizes(reply)
+    request_fields: Entry = {"message": digest(message), "bytes": len(message)}
+    reply_fields: Entry = {
+        "bytes": len(reply),
+        "tensors": sizes,
+        "facts": _fact_names(response.facts),
+        "sums": sorted(response.sums),
+    }
+    entry: Entry = {
+        "asked": request_fields,
+        "answered": response.code,
+        "left": reply_fields,
+        "run": None,
+        "round": None,
+    }
     try:
-        order = Request.read(read_header(message))
+        request = Request.read(read_header(message))
     except RefusalError:
         return entry
-    asked |= {"kind": order.kind, "recipe": order.recipe}
-    if order.kind in SUM_KINDS:
-        asked |= {"of": order.of, "attempt": order.attempt}
-    left["masks"] = order.kind == "mask" and bool(sizes)
-    entry |= {"run": order.run, "round": order.round}
-    epsilon = spent(order) if answer.code == "ok" and order.kind in ("train", "tune", "mask") else None
-    return entry if epsilon is None else entry | {"epsilon": epsilon}
+    request_fields["kind"] = request.kind
+    request_fields["recipe"] = request.recipe
+    if request.kind in SUM_KINDS:
+        request_fields["of"] = request.of
+        request_fields["attempt"] = request.attempt
+    reply_fields["masks"] = request.kind == "mask" and bool(sizes)
+    entry["run"] = request.run
+    entry["round"] = request.round
+    if response.code == "ok" and request.kind in ("train", "tune", "mask"):
+        epsilon = spent(request)
+        if epsilon is not None:
+            entry["epsilon"] = epsilon
+    return entry
 
 
-def _names(facts: Mapping[str, Any], before: str = "") -> list[str]:
-    """Names of what a site says, with those of its parts, such as ``counts.personal``."""
-    return [
-        name
-        for key, value in sorted(facts.items())
-        for name in (_names(value, f"{before}{key}.") if isinstance(value, Mapping) and value else [before + key])
-    ]
+def _fact_names(facts: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the names of facts, with those of nested ones, such as ``counts.personal``."""
+    names = []
+    for key, value in sorted(facts.items()):
+        if isinstance(value, Mapping) and value:
+            names += _fact_names(value, f"{prefix}{key}.")
+        else:
+            names.append(prefix + key)
+    return names
 
 
 class AuditLog:
-    """The log in a state folder, of which there is one writer.
+    """The log in a state folder, which has one writer.
 
     Args:
-        folder: Of the site's state, which is locked.
+        folder: State folder of the site, which is locked.
+
+    Attributes:
+        tip: How far the log goes.
 
     Raises:
         ValueError: If the log is not what was written; see :func:`check_chain`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._file, self.tip = folder, -1, Tip()
-        self._size = 0  # bytes of the file, which grows by this process's lines only
+        self.tip = Tip()
+        self._folder = folder
+        self._descriptor = -1
+        self._size = 0  # of the file, which grows by this process's lines only
         self._open()
 
     def close(self) -> None:
-        """Let go of the file, which the next line opens again."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        """Close the file, which the next line opens again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
-    def note(
+    def append(
         self, message: bytes, reply: bytes, *, trained: int, commits: int, spent: Callable[[Request], object]
     ) -> None:
-        """Write a line, on the disk, for a reply that may leave after it.
+        """Write the line of a reply, which may leave when this returns.
 
         Args:
-            message: What came.
-            reply: What is to leave.
-            trained: Rounds that the site has trained so far, all runs together.
+            message: Message as it came.
+            reply: Reply as it is to leave.
+            trained: Number of rounds that the site has trained so far, all runs together.
             commits: How often the site's state was written so far.
             spent: See :func:`make_entry`.
 
         Raises:
-            OSError: If it cannot be written. The reply must not leave then.
+            OSError: If the line cannot be written. The reply must not leave then.
             ValueError: If the log is not the one that this process wrote, likewise.
         """
-        if self._file < 0:
+        if self._descriptor < 0:
             self._open()
         self._append(make_entry(message, reply, spent) | {"trained": trained, "commits": commits})
 
     def _open(self) -> None:
-        found = read_log(self._folder)
-        check_chain(found)
-        if not _holds(found.entries, self.tip):  # this process wrote more before it closed the file
+        """Open the file, check it, and repair what a killed process left."""
+        log = read_log(self._folder)
+        check_chain(log)
+        if not _holds(log.entries, self.tip):  # this process wrote more before it closed the file
             raise ValueError(f"{LOG}: line {self.tip.lines}, which this worker wrote, is not in it any more; {REMEDY}")
-        path = self._folder / LOG
-        if found.head is None:  # first: a log without a head has lost it
+        if log.head is None:
+            # Before the log itself: one that has lines and no head has lost it.
             _write_head(self._folder, Tip())
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self._size = os.fstat(self._file).st_size
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(self._folder / LOG, flags, 0o600)
+        self._size = os.fstat(self._descriptor).st_size
         sync([self._folder])
-        self.tip = found.tip
-        if found.torn:
+        self.tip = log.tip
+        if log.torn:
             # The mark is for a line that lacks nothing but its end.
-            before = b"" if found.torn.endswith(b"\n") else b"~\n"
-            last = found.entries[-1] if found.entries else {"trained": 0, "commits": 0}
+            mark = b"" if log.torn.endswith(b"\n") else b"~\n"
+            last = log.entries[-1] if log.entries else {"trained": 0, "commits": 0}
             counters = {name: last[name] for name in ("trained", "commits")}
-            self._append({"torn": _torn((found.torn + before).removesuffix(b"\n")), **counters}, before)
-        elif found.head not in (None, self.tip):
+            torn = (log.torn + mark).removesuffix(b"\n")
+            self._append({"torn": _describe_torn(torn), **counters}, mark)
+        elif log.head not in (None, self.tip):
             _write_head(self._folder, self.tip)
 
-    def _append(self, what: Entry, before: bytes = b"") -> None:
-        line = _sealed_line(self.tip, what)
-        data = before + canonical(line) + b"\n"
+    def _append(self, content: Entry, prefix: bytes = b"") -> None:
+        line = _sealed_line(self.tip, content)
+        data = prefix + canonical(line) + b"\n"
+        tip = Tip(self.tip.lines + 1, line[KEY])
         try:
             self._check_in_place()
             while data:
-                written = os.write(self._file, data)
+                written = os.write(self._descriptor, data)
                 self._size += written
                 data = data[written:]
-            os.fsync(self._file)
-            _write_head(self._folder, Tip(self.tip.lines + 1, line[KEY]))
+            os.fsync(self._descriptor)
+            _write_head(self._folder, tip)
         except BaseException:
-            self.close()  # what is there now is read before the next line
+            self.close()  # the next line reads what is there now
             raise
-        self.tip = Tip(self.tip.lines + 1, line[KEY])
+        self.tip = tip
 
     def _check_in_place(self) -> None:
-        """Refuse to write into a file that was deleted, replaced or changed since this process opened it."""
-        opened = os.fstat(self._file)
+        """Refuse to write to a file that was deleted, replaced or changed since this process opened it."""
+        opened = os.fstat(self._descriptor)
         try:
-            named = os.stat(self._folder / LOG, follow_symlinks=False)
+            at_path = os.stat(self._folder / LOG, follow_symlinks=False)
         except FileNotFoundError:
-            named = None
-        if named is None or not os.path.samestat(named, opened) or opened.st_size != self._size:
+            at_path = None
+        if at_path is None or not os.path.samestat(at_path, opened) or opened.st_size != self._size:
             raise OSError(f"{LOG} was deleted, replaced or changed by another process while this worker ran; {REMEDY}")
 
 
 def read_log(folder: Path) -> LogContent:
-    """The log in a state folder, also while a worker writes to it; it is not checked."""
+    """Read the log in a state folder without checking it. A worker may write to it meanwhile."""
+    path = folder / LOG
     while True:
         head = _read_head(folder)
-        content = (folder / LOG).read_bytes() if (folder / LOG).exists() else b""
+        content = path.read_bytes() if path.exists() else b""
         if head == _read_head(folder):
-            return LogContent(*_parsed(content), head)
+            return _parse(content, head)
 
 
-def _parsed(content: bytes) -> tuple[list[Entry], bytes, str]:
-    entries, torn, wrong, tip = list[Entry](), list[bytes](), "", Tip()
-    *lines, rest = content.split(b"\n")
-    for place, line in enumerate(lines, 1):
-        entry, problem = _entry(line, tip)
-        if entry is not None and entry.get("torn") == (_torn(b"\n".join(torn)) if torn else None):
+def _parse(content: bytes, head: Tip | None) -> LogContent:
+    entries: list[Entry] = []
+    torn_lines: list[bytes] = []
+    problem = ""
+    tip = Tip()
+    *lines, last_line = content.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        entry, problem_of_line = _read_entry(line, tip)
+        # An entry behind torn lines must describe them; the entry of an undamaged log describes none.
+        torn = _describe_torn(b"\n".join(torn_lines)) if torn_lines else None
+        if entry is not None and entry.get("torn") == torn:
             entries.append(entry)
-            torn, wrong, tip = [], "", Tip(len(entries), entry[KEY])
+            tip = Tip(len(entries), entry[KEY])
+            torn_lines = []
+            problem = ""
         else:
-            torn.append(line)
-            wrong = wrong or f"line {place} {problem or 'does not go with what stands before it'}"
-    whole = b"".join(line + b"\n" for line in torn)
-    return entries, whole + rest, wrong
+            torn_lines.append(line)
+            if not problem:
+                problem = f"line {number} {problem_of_line or 'does not go with what stands before it'}"
+    complete_lines = b"".join(line + b"\n" for line in torn_lines)
+    return LogContent(entries, complete_lines + last_line, problem, head)
 
 
-def _entry(line: bytes, before: Tip) -> tuple[Entry | None, str]:
-    """The entry of a line that follows another, or what is wrong with it."""
+def _read_entry(line: bytes, before: Tip) -> tuple[Entry | None, str]:
+    """Return the entry of a line that follows ``before``; None, and what is wrong with it, if it is none."""
     try:
         entry = json.loads(line)
         content = {name: value for name, value in entry.items() if name != KEY}
-        whole = canonical(entry) == line and sealed(content)[KEY] == entry[KEY]
+        is_unchanged = canonical(entry) == line and sealed(content)[KEY] == entry[KEY]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, "is not one that a worker wrote"
-    if not whole:
+    if not is_unchanged:
         return None, "was changed: its sha256 is not that of its content"
     if type(entry.get("trained")) is not int or type(entry.get("commits")) is not int:
         return None, "does not say how much was trained and how often the state was written"
@@ -287,42 +342,42 @@ def _entry(line: bytes, before: Tip) -> tuple[Entry | None, str]:
     return entry, ""
 
 
-def check_chain(found: LogContent) -> None:
-    """Refuse a log of which a line was changed, removed, moved or cut off.
+def check_chain(log: LogContent) -> None:
+    """Check that no line of a log was changed, removed, moved or cut off.
 
-    What a process left that was killed is no reason: a line behind the head, or one that is not whole. Neither was
-    answered.
+    Accepted is what a killed process leaves: a line behind the head, or an incomplete one. Neither was answered.
 
     Raises:
-        ValueError: In one line, which says what is wrong.
+        ValueError: If one was; the message says which.
     """
-    tip, head = found.tip, found.head
+    tip = log.tip
+    head = log.head
+    problem = ""
     if head is None:
-        missing = f"{HEAD} is gone, which says how many lines there are"
-        problem = missing if found.entries or found.torn else ""
+        if log.entries or log.torn:
+            problem = f"{HEAD} is gone, which says how many lines there are"
     elif tip.lines < head.lines:
-        problem = found.wrong or f"it ends after line {tip.lines}, and had {head.lines}: lines were cut off"
-    elif head.lines and found.entries[head.lines - 1][KEY] != head.last:
+        problem = log.problem or f"it ends after line {tip.lines}, and had {head.lines}: lines were cut off"
+    elif head.lines and log.entries[head.lines - 1][KEY] != head.last:
         problem = f"line {head.lines} is not the one that {HEAD} tells of: lines were written anew"
-    else:
-        more = tip.lines - head.lines
-        problem = f"it has {more} lines more than {HEAD} tells of: one of the two is a copy" if more > 1 else ""
+    elif tip.lines - head.lines > 1:
+        problem = f"it has {tip.lines - head.lines} lines more than {HEAD} tells of: one of the two is a copy"
     if problem:
         raise ValueError(f"{LOG}: {problem}; {REMEDY}")
 
 
-def check_state(found: LogContent, committed: Committed, mark: HighWaterMark) -> None:
-    """Compare a log with the state and the lock file beside it: neither the log nor the state may be an older copy.
+def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> None:
+    """Check that neither the log nor the state is an older copy, by comparing them and the lock file.
 
     Args:
-        found: A log that is whole.
+        log: An undamaged log.
         committed: What the state says.
         mark: What the lock file says. It must have been read before the two others if a worker may be running.
 
     Raises:
-        ValueError: In one line, which says what is wrong and what to do.
+        ValueError: If one is; the message says which, and what to do.
     """
-    entries = found.entries
+    entries = log.entries
     counts = [entry["commits"] for entry in entries]
     logged = counts[-1] if counts else 0
     if max(logged, mark.commits) > committed.commits:
@@ -332,12 +387,12 @@ def check_state(found: LogContent, committed: Committed, mark: HighWaterMark) ->
             f"{STATE} is {written}, and {witness} tells of {_times(max(logged, mark.commits))}, so what was spent and "
             f"sent since is forgotten; {OLD_STATE_REMEDY}"
         )
-    fallen = next((place for place in range(1, len(counts)) if counts[place] < counts[place - 1]), None)
+    decreases = [index for index in range(1, len(counts)) if counts[index] < counts[index - 1]]
     begun = entries[0].get("begun", {}) if entries else {}
     problem = ""
-    if fallen is not None:
-        problem = f"line {fallen + 1} was written with an older copy of {STATE} than the line before it"
-    elif found.head is None and committed.commits:
+    if decreases:
+        problem = f"line {decreases[0] + 1} was written with an older copy of {STATE} than the line before it"
+    elif log.head is None and committed.commits:
         problem = f"it is gone, and {HEAD} with it"
     elif not _holds(entries, committed.tip) and begun.get("committed") != list(committed.tip):
         problem = f"the state was written after a line {committed.tip.lines} that is not in it"
@@ -348,7 +403,7 @@ def check_state(found: LogContent, committed: Committed, mark: HighWaterMark) ->
 
 
 def _holds(entries: list[Entry], tip: Tip) -> bool:
-    """Whether a log goes as far as ``tip`` says, or further."""
+    """Return whether a log goes as far as ``tip``, or further."""
     if not tip.lines:
         return True
     return tip.lines <= len(entries) and bool(entries[tip.lines - 1][KEY] == tip.last)
@@ -359,22 +414,28 @@ def _times(count: int) -> str:
 
 
 def begin_log(folder: Path, committed: Committed) -> Path | None:
-    """Begin another log where the present one cannot be continued; its first line says so.
+    """Begin another log where the present one cannot be continued; its first line records that.
 
-    The former log is renamed and the new one put in its place in one step. Whoever is killed before the head and the
-    lock file are written finds a log that is refused, and begins once more.
+    The former log is renamed and the new one put in its place in one step. A process that is killed before the head and
+    the lock file are written leaves a log that is refused, so that it has to be begun once more.
 
     Args:
-        folder: Of the site's state; an OSError if a worker has it.
+        folder: State folder of the site.
         committed: What the state says.
 
     Returns:
         Where the former log is now; None if there was none.
+
+    Raises:
+        OSError: If a worker uses the folder.
     """
     lock = FolderLock(folder, "worker")
     try:
         path = folder / LOG
-        head = _read_head(folder, damaged=Tip()) or Tip()
+        try:
+            head = _read_head(folder) or Tip()
+        except ValueError:  # a damaged one may be the reason to begin
+            head = Tip()
         former = None
         former_digest = ""
         if path.exists():
@@ -394,35 +455,33 @@ def begin_log(folder: Path, committed: Committed) -> Path | None:
 
 
 def _free_name(folder: Path) -> Path:
-    """Where a log is put aside: ``audit-1.jsonl``, or the first of the following that is not there."""
+    """Return where a log is put aside: ``audit-1.jsonl``, or the first name after it that is not taken."""
     number = 1
     while (folder / f"audit-{number}.jsonl").exists():
         number += 1
     return folder / f"audit-{number}.jsonl"
 
 
-def _sealed_line(before: Tip, what: Entry) -> Entry:
-    """The entry that follows ``before``, with its number, its time and its digest."""
+def _sealed_line(before: Tip, content: Entry) -> Entry:
+    """Return the entry that follows ``before``, with its number, its time and its digest."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return sealed({"number": before.lines + 1, "time": now, "previous": before.last, **what})
+    return sealed({"number": before.lines + 1, "time": now, "previous": before.last, **content})
 
 
 def _write_head(folder: Path, tip: Tip) -> None:
     write_atomic(folder / HEAD, canonical(tip._asdict()) + b"\n", private=True)
 
 
-def _read_head(folder: Path, damaged: Tip | None = None) -> Tip | None:
-    """What the file beside a log says; None if there is none, and ``damaged``, if that is given, of a damaged one."""
-    path = folder / HEAD
+def _read_head(folder: Path) -> Tip | None:
+    """Read the file beside a log; None if there is none, a ValueError if it is damaged."""
     try:
-        return Tip(**json.loads(path.read_bytes()))
+        return Tip(**json.loads((folder / HEAD).read_bytes()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):
-        if damaged is not None:
-            return damaged
         raise ValueError(f"{HEAD} is damaged, which says how many lines {LOG} has; {REMEDY}") from None
 
 
-def _torn(left: bytes) -> dict[str, Any]:
-    return {"bytes": len(left), KEY: digest(left)}
+def _describe_torn(torn: bytes) -> dict[str, Any]:
+    """Return what the next line records of bytes that were cut off."""
+    return {"bytes": len(torn), KEY: digest(torn)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a deployment leaves as a :class:`perada.Run`: at a site its own models, at the server the global one."""
+"""Export of a deployed run as a :class:`perada.Run`: a site's own models, or the server's global one."""
 
 import math
 from collections.abc import Mapping
@@ -20,31 +20,35 @@ from perada.results.run import Run
 
 
 def export_site_run(client: Client, state: RunState, name: str) -> Run:
-    """The run of one client that a site has trained: its personal model, and the global one that it was last told.
+    """Return a site's run of one client: its personal model, and the last global one that it was sent.
 
     Args:
-        client: The recipe of the run, with the site's data.
-        state: Where the site is in the run.
-        name: What the site is called.
+        client: Recipe of the run, with the site's data.
+        state: The site's state in the run.
+        name: Name of the site.
 
     Raises:
-        ValueError: If the site was told no global state yet.
+        ValueError: If the site was sent no global state yet.
     """
-    recipe, data = client.recipe, client.data
-    if not state.shared:
+    recipe = client.recipe
+    data = client.data
+    training = state.training
+    if not state.scoring.global_state:
         raise ValueError(f"site {name} was told no global state yet; export when the run is over")
     assert recipe.module.adapted is not None
-    shared = to_device(state.shared, recipe.device)
-    personal = client.personal(shared, state)
-    protection = client.protection(state.account, state.trained)
-    privacy: dict[str, Any] = {} if protection.images is None else {"sample": protection.images.record()}
+    shared = to_device(state.scoring.global_state, recipe.device)
+    stacked_personal = client.personal(shared, state)
+    account = client.protection(training.account, training.num_rounds).images
+    privacy: dict[str, Any] = {}
+    if account is not None:
+        privacy["sample"] = account.record()
     if recipe.loop.client_privacy is not None:
-        privacy["client"] = _level_of_site(client, state)
+        privacy["client"] = _client_level_of_site(client, training.num_rounds)
     info = describe_run(
         client.settings,
         recipe.module,
         data,
-        rounds=state.trained,
+        rounds=training.num_rounds,
         num_clients=1,
         clients_per_round=None,
         images=[client.size],
@@ -55,31 +59,32 @@ def export_site_run(client: Client, state: RunState, name: str) -> Run:
     )
     if state.rank:
         info["lora_ranks"] = [state.rank]
-    own = None if personal is None else unstack(personal)[0]
-    epsilons = {} if protection.images is None else protection.images.epsilons([0])
-    scores = {f"privacy/{ledger}_epsilon": values for ledger, values in epsilons.items()}
-    return Run(
-        recipe.module.adapted,
-        _members(recipe, shared, {}),
-        None if own is None else lambda _: own,
-        1,
-        {"rounds": [], "clients": scores},
-        info,
-    )
+    metrics: dict[str, Any] = {"rounds": [], "clients": {}}
+    if account is not None:
+        for ledger, values in account.epsilons([0]).items():
+            metrics["clients"][f"privacy/{ledger}_epsilon"] = values
+    personal_of = None
+    if stacked_personal is not None:
+        personal = unstack(stacked_personal)[0]
+        personal_of = lambda _: personal  # noqa: E731  # the state of any client, of which there is one
+    return Run(recipe.module.adapted, _members(recipe, shared, {}), personal_of, 1, metrics, info)
 
 
 def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mapping[str, Any]) -> Run:
-    """The run of all sites as the server has it: the global model and the rounds.
+    """Return the server's run of all sites: the global model and the rounds.
 
-    Where clients predict with models of their own, these are at the sites, and the run has none of them.
+    Where clients predict with their own models, these are at the sites, and the run has none of them.
 
     Args:
-        recipe: Whose network is built.
-        progress: How far the run is.
-        states: The server's, as :func:`perada.deploy.server.progress.read_progress` gives them.
+        recipe: Recipe whose network is built.
+        progress: Progress of the run.
+        states: The server's states, as :func:`perada.deploy.server.progress.read_progress` returns them.
     """
     assert recipe.module.adapted is not None
-    members, settings = progress.roster, recipe.settings()
+    settings = recipe.settings()
+    algorithm = settings.algorithm
+    members = progress.roster
+    names = [member.name for member in members]
     sizes = [member.size for member in members if member.size is not None]
     info = describe_run(
         settings,
@@ -91,78 +96,72 @@ def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mappi
         images=sizes if len(sizes) == len(members) else None,
         preprocessing=_preprocessing_of_server(recipe),
         classes=recipe.classes,
-        client_names=[member.name for member in members],
+        client_names=names,
         privacy=_privacy_of_server(recipe, progress),
     )
-    if settings.algorithm.inference == "personal" or settings.algorithm.personalization() is not None:
+    if algorithm.inference == "personal" or algorithm.personalization() is not None:
         info["elsewhere"] = list(range(len(members)))
-    ranks = lora_ranks(
-        settings.algorithm,
-        recipe.module.slot,
-        recipe.template.initial,
-        [member.name for member in members],
-        [None if settings.private else member.size for member in members],
-    )
+    known_sizes = [None if settings.private else member.size for member in members]
+    ranks = lora_ranks(algorithm, recipe.module.slot, recipe.template.initial, names, known_sizes)
     if ranks:
         info["lora_ranks"] = list(ranks)
-    rounds = [
-        {name: int(value) if name == "round" else value for name, value in row.items()} for row in progress.history
-    ]
-    models = _members(recipe, to_device(states["global"], recipe.device), states["server"])
+    rounds = []
+    for row in progress.history:
+        rounds.append({name: int(value) if name == "round" else value for name, value in row.items()})
     metrics = {"rounds": rounds, "clients": {LAST_ROUND: [member.last_round for member in members]}}
+    models = _members(recipe, to_device(states["global"], recipe.device), states["server"])
     return Run(recipe.module.adapted, models, None, len(members), metrics, info)
 
 
-def _members(recipe: Recipe, shared: State, server: Mapping[str, State]) -> list[State]:
-    """The global models whose outputs are averaged; usually one."""
-    held = {name: to_device(state, recipe.device) for name, state in server.items()}
-    return unstack(recipe.loop.algorithm.members(shared, held))
+def _members(recipe: Recipe, shared: State, server_states: Mapping[str, State]) -> list[State]:
+    """Return the global models whose outputs are averaged; usually one."""
+    states = {name: to_device(state, recipe.device) for name, state in server_states.items()}
+    return unstack(recipe.loop.algorithm.members(shared, states))
 
 
 def _full_scale(client: Client) -> float | None:
-    """The value of white in the site's files."""
-    dataset: Any = client.data.checked.train
-    dataset = dataset.datasets[0] if hasattr(dataset, "datasets") else None
+    """Return the value of white in the site's files."""
+    store: Any = client.data.checked.train
+    dataset: Any = store.datasets[0] if hasattr(store, "datasets") else None
     while hasattr(dataset, "dataset"):  # a Subset
         dataset = dataset.dataset
-    found: float | None = getattr(dataset, "full_scale", None)
-    return found
+    full_scale: float | None = getattr(dataset, "full_scale", None)
+    return full_scale
 
 
 def _preprocessing_of_server(recipe: ServerRecipe) -> Preprocessing:
-    """What sites do to images, as far as the recipe says."""
+    """Return what sites do to images, as far as the recipe says."""
     division = recipe.data.division
     assert division is not None and recipe.module.adapted is not None
     preparation = replace(recipe.data.prepare, image=recipe.module.adapted.backbone.image)
     return preprocessing_of_set(division.dataset, preparation)
 
 
-def _level_of_site(client: Client, state: RunState) -> dict[str, Any]:
-    """The privacy of the site as a whole, as the record of :mod:`perada.results.cards`.
+def _client_level_of_site(client: Client, num_rounds: int) -> dict[str, Any]:
+    """Return the privacy of the site as a whole after some rounds, as the record of :mod:`perada.results.cards`.
 
-    Without secure sums the noise is the server's, whose ledger the site does not know: ε is infinite here.
+    Without secure sums the server adds the noise. The site does not know its ledger, so that ε is infinite here.
     """
-    options = client.recipe.loop.client_privacy
-    assert options is not None
-    options = replace(options, secure_rng=True)
-    if client.level is None:
+    loop = client.recipe.loop
+    assert loop.client_privacy is not None
+    options = replace(loop.client_privacy, secure_rng=True)
+    if client.site_privacy is None:
         return {"options": asdict(options), "noise_multiplier": 0.0, "epsilon": [math.inf]}
-    spent = history_epsilon({client.level.cost: state.trained}, options.delta, options.accountant)
-    sums = client.recipe.loop.secure_sums
-    assert sums is not None
-    hidden = {"min_sites": sums.min_sites, "threshold": sums.threshold}
+    spent = history_epsilon({client.site_privacy.cost: num_rounds}, options.delta, options.accountant)
+    assert loop.secure_sums is not None
     return {
         "options": asdict(options),
-        "noise_multiplier": client.level.level.noise_multiplier,
+        "noise_multiplier": client.site_privacy.client_level.noise_multiplier,
         "epsilon": [spent],
-        "sums": hidden,
+        "sums": {"min_sites": loop.secure_sums.min_sites, "threshold": loop.secure_sums.threshold},
     }
 
 
 def _privacy_of_server(recipe: ServerRecipe, progress: RunProgress) -> dict[str, Any] | None:
-    """What the server knows of the run's privacy. The ε of a site that does not tell it counts as infinite."""
-    privacy, settings = dict[str, Any](), recipe.settings()
+    """Return what the server knows of the run's privacy. The ε of a site that does not tell it counts as infinite."""
+    settings = recipe.settings()
     members = progress.roster
+    privacy: dict[str, Any] = {}
     if settings.privacy is not None:
         unknown = [0.0] * len(members)
         privacy["sample"] = {
@@ -174,9 +173,9 @@ def _privacy_of_server(recipe: ServerRecipe, progress: RunProgress) -> dict[str,
             "release": [member.spent("release") for member in members],
         }
     if settings.client_privacy is not None:
-        level = recipe.level(len(members))
-        assert level is not None
-        if progress.level is not None:
-            level.load_state_dict(progress.level)
-        privacy["client"] = level.record(len(members))
+        client_level = recipe.level(len(members))
+        assert client_level is not None
+        if progress.client_level is not None:
+            client_level.load_state_dict(progress.client_level)
+        privacy["client"] = client_level.record(len(members))
     return privacy or None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a deployment is watched: its options, and logs as lines of JSON that say which run, round and site."""
+"""Monitoring of a deployment: its options, and logs as lines of JSON with run, round and site."""
 
 import json
 import logging
@@ -14,28 +14,28 @@ from typing import Any, Literal, Self, TextIO
 
 from perada.core.checks import check_choice, check_whole
 
-ABOUT = ("run", "round", "site")
-"""What each line says beside its message; null where it is about none."""
+CONTEXT_FIELDS = ("run", "round", "site")
+"""Fields of each line that tell what its message is about; null where it is about none."""
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _FLOWER_RECORD = re.compile(
     r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) *(\d{4}-\d\d-\d\d [\d:,]+)? ?: *(?P<message>.*)"
 )
-"""First line of a record in Flower's log, with the time that is there if FLWR_LOG_LEVEL is DEBUG."""
+"""First line of a record in Flower's log; it has a time if FLWR_LOG_LEVEL is DEBUG (flwr 1.41)."""
 _TRACEBACK = "Traceback (most recent call last)"
 
 
 @dataclass(frozen=True)
 class Monitoring:
-    """How a run is watched.
+    """How a run is monitored.
 
     Args:
-        metrics_port: Where Prometheus finds the metrics; 0 for nowhere.
-        metrics_address: Of the interface that listens.
+        metrics_port: Port at which Prometheus finds the metrics; 0 for no metrics.
+        metrics_address: Address of the interface that listens.
         log_format: ``text``, or ``json`` for lines of JSON.
         superlink: Address of the SuperLink, whose certificate is among the metrics; empty for none.
 
     Raises:
-        ValueError: If an option cannot be used.
+        ValueError: If an option is invalid.
     """
 
     metrics_port: int = 0
@@ -49,15 +49,15 @@ class Monitoring:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """The options among those that Flower hands on."""
+        """Select the options from those that Flower passes on."""
         return cls(**{each.name: config[each.name] for each in fields(cls) if each.name in config})
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
+        """Return the line of a record."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {
             "time": time,
@@ -65,65 +65,72 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: getattr(record, name, None) for name in ABOUT}
+        line |= {name: getattr(record, name, None) for name in CONTEXT_FIELDS}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        elif record.exc_text:  # of another program
+        elif record.exc_text:  # a traceback of another program
             line["exception"] = record.exc_text
         return json.dumps(line, ensure_ascii=False)
 
 
 class Stamp(logging.Filter):
-    """Writes onto each record of a logger what it is about, unless the record says that itself."""
+    """Adds context to each record of a logger, unless the record has its own.
 
-    def __init__(self, read: Callable[[], Mapping[str, object]]) -> None:
+    Args:
+        read_context: Returns the context when a record is made.
+    """
+
+    def __init__(self, read_context: Callable[[], Mapping[str, object]]) -> None:
         super().__init__()
-        self._read = read
+        self._read_context = read_context
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let every record through."""
-        for name, value in self._read().items():
+        """Accept every record."""
+        for name, value in self._read_context().items():
             if not hasattr(record, name):
                 setattr(record, name, value)
         return True
 
 
-def stamp(logger: logging.Logger, read: Callable[[], Mapping[str, object]]) -> None:
-    """Have the records of a logger say what they are about, as ``read`` tells when they are made."""
-    for former in [one for one in logger.filters if isinstance(one, Stamp)]:
-        logger.removeFilter(former)
-    logger.addFilter(Stamp(read))
+def stamp(logger: logging.Logger, read_context: Callable[[], Mapping[str, object]]) -> None:
+    """Add context to the records of a logger, in place of the context that was added before."""
+    former = [each for each in logger.filters if isinstance(each, Stamp)]
+    for each in former:
+        logger.removeFilter(each)
+    logger.addFilter(Stamp(read_context))
 
 
 def json_handler(stream: TextIO) -> logging.Handler:
-    """Writes lines of JSON."""
+    """Return a handler that writes lines of JSON."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
     return handler
 
 
 @contextmanager
-def json_logs(stream: TextIO, known: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Have all that is logged, warned of, and the error that ends the program, written as lines of JSON.
+def json_logs(stream: TextIO, user_errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Write logs, warnings, and the error that ends the program as lines of JSON.
 
-    An error is a ``SystemExit`` then, so that no traceback is printed between the lines.
+    The error becomes a ``SystemExit``, so that no traceback is printed between the lines.
 
     Args:
-        stream: Where to.
-        known: Errors of which the message suffices; of others the line has the traceback.
+        stream: Stream for the lines.
+        user_errors: Errors whose message suffices; lines of other errors have a traceback.
     """
-    handlers, level = logging.root.handlers[:], logging.root.level
+    handlers = logging.root.handlers[:]
+    level = logging.root.level
     excepthook = threading.excepthook
     log = logging.getLogger("perada.deploy")
     logging.basicConfig(level=logging.INFO, handlers=[json_handler(stream)], force=True)
     logging.captureWarnings(True)
     threading.excepthook = _log_error_of_thread
-    for name in ("pytorch_lightning", "lightning_fabric"):  # they have handlers of their own
+    # Lightning's loggers have their own handlers, and do not propagate (2.6).
+    for name in ("pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
     try:
         yield
-    except known as error:
+    except user_errors as error:
         log.error("%s", " ".join(str(error).split()))
         sys.exit(1)
     except Exception as error:
@@ -140,27 +147,27 @@ def _log_error_of_thread(error: threading.ExceptHookArgs) -> None:
     if error.exc_value is None or isinstance(error.exc_value, SystemExit):
         return
     thread = "a thread" if error.thread is None else f"the thread {error.thread.name!r}"
-    about = (error.exc_type, error.exc_value, error.exc_traceback)
-    logging.getLogger("perada.deploy").error("%s ended by an error: %r", thread, error.exc_value, exc_info=about)
+    exc_info = (error.exc_type, error.exc_value, error.exc_traceback)
+    logging.getLogger("perada.deploy").error("%s ended by an error: %r", thread, error.exc_value, exc_info=exc_info)
 
 
 class TextLines:
-    """Lines of another program as they are."""
+    """Passes on the lines of another program unchanged."""
 
     def feed(self, text: str) -> list[str]:
-        """What is to be printed once a line has come."""
+        """Take a line, and return those that can be printed now."""
         return [text.rstrip()]
 
     def flush(self) -> list[str]:
-        """What is to be printed if no other line comes for now."""
+        """Return what was held back, when no other line comes for now."""
         return []
 
 
 class FlowerLines(TextLines):
-    """Lines of Flower's programs as lines of JSON, one for each record of its log.
+    """Converts lines of Flower's programs to lines of JSON, one for each record of its log.
 
-    A record keeps its level. A traceback, and the further lines of a message, belong to the record before them, so they
-    are held back until the next record comes, or until :meth:`flush`. Lines that are JSON already stay as they are.
+    A record keeps its level. A traceback and further lines of a message belong to the record before them, so a record
+    is held back until the next one comes, or until :meth:`flush`. Lines that are JSON already are passed on unchanged.
     """
 
     def __init__(self) -> None:
@@ -169,53 +176,61 @@ class FlowerLines(TextLines):
         self._traceback: list[str] = []
 
     def feed(self, text: str) -> list[str]:
-        """The lines of JSON that are complete now that another line has come."""
+        """Take a line, and return the lines of JSON that are complete now."""
         line = _COLOUR.sub("", text.rstrip())
         if _is_json(line):
             return [*self.flush(), line]
-        if record := _FLOWER_RECORD.fullmatch(line):
-            done = self.flush()
+        record = _FLOWER_RECORD.fullmatch(line)
+        if record is not None:
+            complete = self.flush()
             self._level = logging.getLevelNamesMapping()[record["level"]]
             self._message = [record["message"]]
-            return done
+            return complete
         if line.startswith(_TRACEBACK) and not self._traceback:
-            done = [] if self._message and self._level >= logging.ERROR else self.flush()
-            self._level = max(self._level, logging.ERROR) if self._message else logging.ERROR
+            # It belongs to an error that was logged just before; otherwise it is a record itself.
+            complete = []
+            if not self._message or self._level < logging.ERROR:
+                complete = self.flush()
+                self._level = logging.ERROR
             self._traceback = [line]
-            return done
+            return complete
         if self._traceback:
             self._traceback.append(line)
             return []
         if self._message and (not line or line[0].isspace() or self._level >= logging.WARNING):
             self._message.append(line)
             return []
-        done = self.flush()
+        complete = self.flush()
         if line:
             self._level = logging.INFO
             self._message = [line]
-        return [*done, *self.flush()]
+        return [*complete, *self.flush()]
 
     def flush(self) -> list[str]:
-        """The record that is held back, if there is one."""
+        """Return the record that was held back, if there is one."""
         if not self._message and not self._traceback:
             return []
         traceback = "\n".join(self._traceback).rstrip()
         message = "\n".join(self._message).strip() or _error_of(traceback)
         record = logging.LogRecord("flwr", self._level, "", 0, "%s", (message,), None)
         record.exc_text = traceback or None
-        self._message, self._traceback = [], []
+        self._message = []
+        self._traceback = []
         return [JsonLines().format(record)]
 
 
 def _error_of(traceback: str) -> str:
-    """What stands at the end of a traceback, such as ``ValueError: no room``, after the last indented line."""
+    """Return the error at the end of a traceback, such as ``ValueError: no room``, after the last indented line."""
     lines = traceback.split("\n")
-    frames = [place for place, line in enumerate(lines) if line.startswith("  ")]
-    return "\n".join(lines[frames[-1] + 1 :] if frames else lines).strip()
+    begin = 0
+    for number, line in enumerate(lines):
+        if line.startswith("  "):
+            begin = number + 1
+    return "\n".join(lines[begin:]).strip()
 
 
 def _is_json(line: str) -> bool:
-    """Whether a line is a JSON object, as those are that perada writes at the server."""
+    """Return whether a line is a JSON object, like those that perada writes at the server."""
     if not line.startswith("{"):
         return False
     try:
@@ -226,7 +241,7 @@ def _is_json(line: str) -> bool:
 
 
 def as_json_line(text: str) -> str:
-    """A line of another program as a line of JSON; one that is one already stays as it is.
+    """Convert a line of another program to a line of JSON; one that is JSON already is returned unchanged.
 
     >>> json.loads(as_json_line("WARNING :   the disk is nearly full"))["level"]
     'WARNING'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe as both parties of a deployment have it: built without the data of the others."""
+"""A recipe at one party of a deployment, built without the data of the other parties."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ from perada.privacy.client_sums import change_of, example_of
 from perada.server import Distillation
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
 
-REFUSED = {
+UNSUPPORTED = {
     "precision='16-mixed'": "loss scales belong to all clients; give 'bf16-mixed'",
     "max_failures": "--min-sites says how many must answer; leave it out",
     "diagnostics": "they need what all clients have; leave them out",
@@ -42,30 +42,49 @@ REFUSED = {
 
 
 def labels_digest(num_classes: int, multilabel: bool, classes: Sequence[str] | None) -> str:
-    """A digest of the classes, in their order: sites of one federation have the same."""
-    return hashlib.sha256(json.dumps([num_classes, multilabel, classes and list(classes)]).encode()).hexdigest()
+    """Return a digest of the classes in their order: sites of one federation have the same."""
+    content = [num_classes, multilabel, classes and list(classes)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 @dataclass
 class Recipe:
-    """The objects that a recipe describes."""
+    """The objects that a recipe describes.
 
-    text: bytes  # of its file
-    module: FederatedClassifier  # the network; build() builds it
-    loop: FederatedLoop  # how rounds go
-    trainer: pl.Trainer  # number of rounds, device, precision, how often models are scored
-    data: FederatedDataModule  # a site's, of its one client; of the server's only options and public set are looked at
-    public: Dataset[Any] | None = None  # public images, for algorithms that distil; a site has them with secure sums,
-    # whose logits it adds up, and in private recipes, to compare them with its own images
-    prepare: Preparation | None = None  # of the public images; None for that of the data
+    Args:
+        text: Content of its file.
+        module: The network, which :meth:`build` builds.
+        loop: How rounds go.
+        trainer: Number of rounds, device, precision, and how often models are scored.
+        data: A site's data, of its one client; the server uses the options and the public set only.
+        public: Public images, for algorithms that distil. A site has them with secure sums, to add up logits, and in
+            private recipes, to compare them with its own images.
+        prepare: Preparation of the public images; None for that of the data.
+
+    Raises:
+        ValueError: If an option cannot be used in a deployment.
+    """
+
+    text: bytes
+    module: FederatedClassifier
+    loop: FederatedLoop
+    trainer: pl.Trainer
+    data: FederatedDataModule
+    public: Dataset[Any] | None = None
+    prepare: Preparation | None = None
 
     def __post_init__(self) -> None:
-        self.module.trainer = trainer = self.trainer
+        trainer = self.trainer
+        self.module.trainer = trainer
         check_trainer(trainer)
-        scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-        given = (scales, self.loop.max_failures is not None, self.loop.diagnostics, self.data.shifts)
-        for (option, reason), used in zip(REFUSED.items(), given, strict=True):
-            if used:
+        is_used = {
+            "precision='16-mixed'": getattr(trainer.precision_plugin, "scaler", None) is not None,
+            "max_failures": self.loop.max_failures is not None,
+            "diagnostics": bool(self.loop.diagnostics),
+            "shifts": bool(self.data.shifts),
+        }
+        for option, reason in UNSUPPORTED.items():
+            if is_used[option]:
                 raise ValueError(f"{option} cannot be used in a deployment: {reason}")
         check_whole("devices", trainer.world_size, most=1, hint="a site and a server each train on one device")
         check_whole("max_epochs", trainer.max_epochs, hint="the number of rounds")
@@ -77,46 +96,50 @@ class Recipe:
 
     @property
     def device(self) -> torch.device:
-        """Where models run."""
+        """Device of the models."""
         return self.trainer.strategy.root_device
 
     def build(self, num_classes: int, multilabel: bool) -> None:
-        """Build the network for data of so many classes. Features are not cached: both parties see images."""
+        """Build the network. Features are not cached, so that both parties see images and get the same bits."""
         self.module.cache_features = False
         self.module.build(num_classes, multilabel, self.loop.seed, self.loop.algorithm.merges)
         self.module.to(self.device)
 
     @cached_property
     def digest(self) -> str:
-        """What a site approves, of the recipe's file and of all weights not trained; the network is built."""
+        """Digest of the recipe's file and of all weights that are not trained, which a site approves."""
         parts = [hashlib.sha256(self.text).hexdigest(), self.module.frozen_digest]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def context(self) -> AbstractContextManager[Any]:
-        """In which passes have the recipe's precision."""
+        """Return a context in which passes have the recipe's precision."""
         return self.trainer.precision_plugin.forward_context()
 
     def settings(self, **changes: Any) -> Settings:
-        """How the rounds go, with ``changes``; noise comes from a cryptographic generator, whatever was asked for."""
-        sections = {"privacy": self.loop.privacy, "client_privacy": self.loop.client_privacy}
-        secure: dict[str, Any] = {name: own and replace(own, secure_rng=True) for name, own in sections.items()}
-        return self.loop.settings_of(self.module, **{"storage": Storage("device")} | secure | changes)
+        """Return how rounds go, with changes.
+
+        Noise always comes from a cryptographic generator: the run's seed is known to the server.
+        """
+        options: dict[str, Any] = {"storage": Storage("device")}
+        for name, section in (("privacy", self.loop.privacy), ("client_privacy", self.loop.client_privacy)):
+            options[name] = None if section is None else replace(section, secure_rng=True)
+        return self.loop.settings_of(self.module, **(options | changes))
 
     @cached_property
     def template(self) -> "Template":
-        """Shapes of what travels."""
-        state = self.loop.algorithm.initial(self.module.initial_state)
-        received, opened, sent = self._round(state, 0)
-        sending = state if self.loop.algorithm.compares else received
-        return Template(state, sending, opened, sent)
+        """Examples of the states that are sent."""
+        initial = self.loop.algorithm.initial(self.module.initial_state)
+        received, opened, sent = self._round(initial, 0)
+        sending = initial if self.loop.algorithm.compares else received
+        return Template(initial, sending, opened, sent)
 
     def public_images(self) -> "PublicImages":
-        """The public images as the network wants them, which is built."""
+        """Return the public images as the network, which must be built, needs them."""
         assert self.module.adapted is not None
-        prepare = self.prepare or self.data.prepare
-        return PublicImages(
-            self.public, replace(prepare, image=self.module.adapted.backbone.image, seed=self.loop.seed)
+        preparation = replace(
+            self.prepare or self.data.prepare, image=self.module.adapted.backbone.image, seed=self.loop.seed
         )
+        return PublicImages(self.public, preparation)
 
     @property
     def noisy(self) -> bool:
@@ -124,12 +147,16 @@ class Recipe:
         return self.loop.client_privacy is not None and self.loop.secure_sums is not None
 
     def level(self, sites: int) -> ClientLevel | None:
-        """The privacy of whole sites, of which so many are in a round or more, where it is asked for.
+        """Return the client-level privacy, whose clients are the sites; None if the recipe has none.
+
+        Args:
+            sites: Smallest number of sites in a round.
 
         Raises:
-            ValueError: If it cannot be kept.
+            ValueError: If the privacy cannot be kept.
         """
-        options, loop = self.settings().client_privacy, self.loop
+        loop = self.loop
+        options = self.settings().client_privacy
         if options is None:
             return None
         if self.noisy:
@@ -142,122 +169,162 @@ class Recipe:
         return ClientLevel(options, loop.seed, sites, self.rounds, sums=loop.secure_sums)
 
     def contents(self, round: int, images: "PublicImages") -> "Contents":
-        """What a site adds to the secure sum of a round."""
-        loop, sent = self.loop, self.sent(round)
+        """Return the layout of what a site adds to the secure sum of a round."""
+        loop = self.loop
         assert loop.secure_sums is not None
+        example = self.sent(round)
         if self.noisy and loop.client_privacy is not None:
-            sent = example_of(sent, loop.client_privacy.clipping == "adaptive")
-        shown = loop.privacy is None and loop.client_privacy is None
-        rows = self.teacher_batches(round, images).size if self.distils(round) else 0
-        logits = (rows, self.module.num_classes or 0) if rows else (0, 0)
+            example = example_of(example, loop.client_privacy.clipping == "adaptive")
+        num_images = self.teacher_batches(round, images).size if self.distils(round) else 0
+        is_private = loop.privacy is not None or loop.client_privacy is not None
         return Contents(
-            loop.secure_sums,
-            sent,
-            logits,
-            tuple(sorted(self.template.opened)) if shown else (),
-            loop.weighting == "uniform",
-            self.noisy,
+            options=loop.secure_sums,
+            example=example,
+            logits=(num_images, self.module.num_classes or 0) if num_images else (0, 0),
+            metric_names=() if is_private else tuple(sorted(self.template.opened)),
+            equal=loop.weighting == "uniform",
+            noisy=self.noisy,
         )
 
     def contents_of_scores(self) -> Contents:
-        """What a site adds to a secure sum of scores: by metric its own score and the square, and counts."""
+        """Return the layout of what a site adds to a secure sum of scores.
+
+        For each metric it is the site's own score and its square; for its own model and the global one the numbers of
+        correct and of all predictions.
+        """
         assert self.loop.secure_sums is not None
-        own = [f"{kind}/{metric.name}" for metric in self.module.metrics for kind in ("own", "square")]
-        counts = [f"{model}/{what}" for model in ("own", "global") for what in ("right", "all")]
-        return Contents(self.loop.secure_sums, {}, numbers=(*own, *counts))
+        names = []
+        for metric in self.module.metrics:
+            names += [f"own/{metric.name}", f"square/{metric.name}"]
+        names += ["own/right", "own/all", "global/right", "global/all"]
+        return Contents(self.loop.secure_sums, {}, metric_names=tuple(names))
 
     def distils(self, round: int) -> bool:
-        """Whether the server distils after a round, for which sites in secure sums add up logits."""
+        """Return whether the server distils after a round, for which sites in secure sums add up logits."""
         loop = self.loop
-        asked = loop.algorithm.distills and not loop.algorithm.own_teachers
-        return asked and loop.client_privacy is None and loop.distillation.active(round)
+        has_ensemble = loop.algorithm.distills and not loop.algorithm.own_teachers
+        return has_ensemble and loop.client_privacy is None and loop.distillation.active(round)
 
     def teacher_batches(self, round: int, images: "PublicImages") -> TeacherBatches:
-        """Batches of public images on which sites run their models, to add up the logits."""
+        """Return the batches of public images whose logits sites compute, to add them up."""
         options = self.loop.distillation
         indices = images.public_indices(round, options.steps, options.batch_size)
         return TeacherBatches.of_steps(indices, options, self.module.engine)
 
     def sent(self, round: int) -> State:
-        """An example of what a client sends in a round. Odd rounds may have other names than even ones."""
-        return self._round(self.template.initial, round)[2]
+        """Return an example of what a client sends in a round. Odd rounds may have other names than even ones."""
+        _, _, sent = self._round(self.template.initial, round)
+        return sent
 
     def _round(self, state: State, round: int) -> tuple[State, Stacks, State]:
-        """What a client receives, opens, (1, ...) by role, and sends."""
-        algorithm, slot = self.loop.algorithm, self.module.slot
-        losses = torch.zeros(1, algorithm.modes, device=next(iter(state.values())).device)
-        given = Broadcast(state, slot, round, (0,), 1, self.loop.seed, losses if algorithm.compares else None)
-        received = algorithm.broadcast(given)
+        """Return what a client receives, what it trains, (1, ...) by role, and what it sends."""
+        algorithm = self.loop.algorithm
+        slot = self.module.slot
+        losses = None
+        if algorithm.compares:
+            losses = torch.zeros(1, algorithm.modes, device=next(iter(state.values())).device)
+        received = algorithm.broadcast(Broadcast(state, slot, round, (0,), 1, self.loop.seed, losses))
         kept = first_kept(algorithm.kept(state, slot))
         opened = algorithm.open(kept, received, slot)
         sent = algorithm.close(opened, kept, received, slot)[1]
-        first, last = ({key: value[0] for key, value in stack.items()} for stack in (received, sent))
-        return first, opened, last
+        return _first_row(received), opened, _first_row(sent)
 
 
 @dataclass
 class ServerRecipe(Recipe):
-    """A recipe as a server has it: no client's image is read."""
+    """A recipe at the server, which reads no client's image.
+
+    Args:
+        num_classes: Number of classes.
+        multilabel: Whether images have several labels.
+        classes: Names of the classes; None takes those of the first site that joins.
+        loggers: Loggers of the metrics of each round, beside ``metrics.csv`` in the run's folder.
+    """
 
     num_classes: int = 0
-    multilabel: bool = False  # whether images have several labels
-    classes: Sequence[str] | None = None  # their names; None lets the first site that joins say them
-    loggers: Sequence[Logger] = ()  # get the metrics of each round, beside metrics.csv in the run's folder
+    multilabel: bool = False
+    classes: Sequence[str] | None = None
+    loggers: Sequence[Logger] = ()
 
 
 class PublicImages:
-    """The images that a server without clients' data has: ``public`` ones, whose labels are never read, or none."""
+    """The public images of a deployment, whose labels are never read.
+
+    Args:
+        public: Public data set; None for no images.
+        preparation: How images are prepared for the network.
+
+    Attributes:
+        public_size: Number of images.
+    """
 
     def __init__(self, public: Dataset[object] | None, preparation: Preparation) -> None:
         self._preparation = preparation
-        shown = [] if public is None else [public]
-        self._public = make_store(shown, labelled=False, size=preparation.image_size)
+        datasets = [] if public is None else [public]
+        self._public = make_store(datasets, labelled=False, size=preparation.image_size)
         self.public_size = sum(self._public.sizes)
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
-        """Indices (steps, B) of public images, as :meth:`perada.data.FederatedDataModule.public_indices`."""
+        """Return indices (steps, B) of public images, as :meth:`perada.data.FederatedDataModule.public_indices`."""
         return public_indices(self.public_size, round, steps, batch_size, self._preparation)
 
     def used(self, options: Distillation, round: int) -> Tensor:
-        """Positions (N,) of the images that a round uses, in ascending order."""
+        """Return the positions (N,) of the images that a round uses, in ascending order."""
         indices = self.public_indices(round, options.steps, options.batch_size)
         positions: Tensor = (indices % self.public_size).unique()
         return positions
 
     def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
-        """Public images, prepared for the model, on ``device``."""
-        images = send(self._taken(indices % self.public_size), device)
+        """Return public images, augmented and prepared for the network, on a device."""
+        images = send(self._raw_images(indices % self.public_size), device)
         return self._preparation(augment_public_images(images, indices, self.public_size, self._preparation))
 
     def digest(self, positions: Tensor) -> str:
-        """SHA-256 of public images before they are augmented and prepared, in hexadecimal digits."""
-        found = hashlib.sha256()
+        """Return the SHA-256 of public images before they are augmented and prepared, in hexadecimal digits."""
+        sha256 = hashlib.sha256()
         for part in positions.split(PUBLIC_BATCH):
-            found.update(self._taken(part).contiguous().numpy().tobytes())
-        return found.hexdigest()
+            sha256.update(self._raw_images(part).contiguous().numpy().tobytes())
+        return sha256.hexdigest()
 
-    def _taken(self, positions: Tensor) -> Tensor:
+    def _raw_images(self, positions: Tensor) -> Tensor:
         images: Tensor = self._public.take(torch.zeros_like(positions), positions, (self._preparation.seed, -2))[0]
         return images
 
     def validation_batches(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """Nothing: labelled images of a server's own are not read."""
+        """Yield nothing: a deployed server reads no labelled images of its own."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class Template:
-    """Examples of what travels, without a client axis but for ``opened``."""
+    """Examples of states, without a client axis but for ``opened``.
 
-    initial: State  # the first global state
-    sending: State  # what a client is sent: its own state or, where it compares them, all global models
-    opened: Stacks  # what a client trains, (1, ...) by role
-    sent: State  # what it sends in the first round
+    Attributes:
+        initial: First global state.
+        sending: What a client is sent: its own state or, where it compares them, all global models.
+        opened: What a client trains, (1, ...) by role.
+        sent: What a client sends in the first round.
+    """
+
+    initial: State
+    sending: State
+    opened: Stacks
+    sent: State
 
 
 def first_kept(kept: Stacks) -> Stacks:
-    """What one client keeps before its first round, (1, ...) by role, laid out as a store gives it."""
-    return {
-        role: {key: value.unsqueeze(0).clone(memory_format=torch.contiguous_format) for key, value in state.items()}
-        for role, state in kept.items()
-    }
+    """Return what one client keeps before its first round, (1, ...) by role.
+
+    Tensors are contiguous like those of a store, since rounding depends on strides.
+    """
+    stacks: Stacks = {}
+    for role, state in kept.items():
+        stacks[role] = {
+            key: value.unsqueeze(0).clone(memory_format=torch.contiguous_format) for key, value in state.items()
+        }
+    return stacks
+
+
+def _first_row(stack: State) -> State:
+    """Return the state of the first client of a stack."""
+    return {key: value[0] for key, value in stack.items()}

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parties keep on their disks: a file of nested values and tensors each, written all at once.
+"""The files in which each party keeps its state, and the state of a site.
 
-A site's, which is here, has its personal state, its ledgers and its last reply. The server's is
+A file holds nested values and tensors, and is written all at once. That of the server is described in
 :mod:`perada.deploy.server.progress`.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,46 +35,59 @@ from perada.deploy.audit import (
 from perada.deploy.protocol import RefusalError, Request, pack, read_header
 from perada.privacy.accounting import Ledger
 
-IMAGES_LEDGER, SITE_LEDGER = 0, 1
-"""By which numbers a site's ledger knows what was spent of its images, and of the site as a whole."""
-SITE_STATE, SITE_FORMAT = STATE, 5
+IMAGES_LEDGER = 0
+"""Client number in a site's ledger under which the ε of single images is counted."""
+SITE_LEDGER = 1
+"""Client number in a site's ledger under which the ε of the site as a whole is counted."""
+SITE_STATE = STATE
+SITE_FORMAT = 6
 FORMER_RUNS = "runs"
-"""Folder, in that of the state, of the states of former runs."""
-KeptT = TypeVar("KeptT")
+"""Subfolder of the state folder with the states of former runs."""
+ContentT = TypeVar("ContentT")
 
 
-def write_nested(path: Path, kept: Mapping[str, object], version: int, former: Path | None = None) -> None:
-    """Write a file that only its owner may read.
+def write_nested(path: Path, content: Mapping[str, object], version: int, former: Path | None = None) -> None:
+    """Write nested values to a file that only its owner may read.
 
     Args:
         path: The file.
-        kept: Dictionaries, lists and dataclasses of numbers, texts, bytes and tensors.
-        version: Of its format.
-        former: Where the file that is replaced is kept; nowhere by default.
+        content: Dictionaries, lists and dataclasses of numbers, texts, bytes and tensors.
+        version: Version of the file's format.
+        former: Where the file that is replaced is moved; None to delete it.
     """
     tensors: State = {}
 
-    def in_json(value: Any) -> Any:  # noqa: ANN401  # what JSON does not know
-        if not isinstance(value, Tensor | bytes):
-            return vars(value)
-        kind, name = ("$tensor" if isinstance(value, Tensor) else "$bytes"), str(len(tensors))
-        content = value if isinstance(value, Tensor) else torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
-        tensors[name] = content
-        return {kind: name}
+    def to_json(value: Any) -> Any:  # noqa: ANN401  # what JSON does not know
+        name = str(len(tensors))
+        if isinstance(value, Tensor):
+            tensors[name] = value
+            return {"$tensor": name}
+        if isinstance(value, bytes):
+            # bytearray: torch warns of buffers that cannot be written to.
+            tensors[name] = torch.from_numpy(np.frombuffer(bytearray(value), np.uint8))
+            return {"$bytes": name}
+        return vars(value)
 
-    header = {"format": version, "kept": json.dumps(kept, default=in_json)}
+    header = {"format": version, "kept": json.dumps(content, default=to_json)}
     write_atomic(path, pack(header, tensors), private=True, former=former)
 
 
-def read_nested(path: Path, version: int, build: Callable[..., KeptT]) -> KeptT:
-    """What ``build`` makes of the dictionary that :func:`write_nested` wrote, given as keywords.
+def read_nested(path: Path, version: int, build: Callable[..., ContentT]) -> ContentT:
+    """Read a file that :func:`write_nested` wrote.
+
+    Args:
+        path: The file.
+        version: Version that its format must have.
+        build: Makes the result of the dictionary that was written, which it gets as keywords.
 
     Raises:
-        ValueError: If the file is damaged, or of another version's format.
+        ValueError: If the file is damaged, or has another version.
     """
-    content = path.read_bytes()
+    file_content = path.read_bytes()
     try:
-        header, tensors = read_header(content, len(content)), load(content)
+        # The header of a local file may be larger than that of a message.
+        header = read_header(file_content, len(file_content))
+        tensors = load(file_content)
 
         def from_json(entry: dict[str, Any]) -> Any:  # noqa: ANN401  # what was written
             match list(entry.items()):
@@ -88,88 +101,169 @@ def read_nested(path: Path, version: int, build: Callable[..., KeptT]) -> KeptT:
         return build(**json.loads(header["kept"], object_hook=from_json))
     except WrongFormat:
         raise
-    except Exception as error:  # whatever a damaged file gives
+    except Exception as error:  # a damaged file may raise anything
         raise ValueError(
             f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy: nothing else says "
             "what was trained and spent"
         ) from error
 
 
-@dataclass
-class RunState:
-    """Where a site is in a run."""
+@dataclass(frozen=True)
+class TrainingState:
+    """A site's training in a run.
 
-    run: str  # its id
-    recipe: str = ""  # its digest
-    client: int | None = None  # the site's number in it; None before it is known
-    round: int = -1  # the last that was trained, or one more than there are after the fine-tuning; -1 before the first
-    trained: int = 0  # how many rounds were
-    message: str = ""  # digest of what was last asked
-    reply: bytes = b""  # what was answered to it
-    account: dict[str, Any] | None = None  # state of the run's ledgers; None where training is not private
-    kept: Stacks | None = None  # what the client keeps, (1, ...) by role; None before the first round
-    tuned: Stacks | None = None  # what it fine-tuned after the last one, likewise
-    shared: State = field(default_factory=dict)  # the global state that the last round made; empty before it was told
-    scored: int = -1  # the last round after which it scored models; -1 before the first
-    score: str = ""  # digest of what was asked then
-    scores: bytes = b""  # what was answered to it
-    transport: str = ""  # what the transport called the run last, such as Flower's id
-    rank: int = 0  # of the site's LoRA; 0 for that of the adapter
-    update: State = field(default_factory=dict)  # for the secure sum of the round; empty where there is none
-    shown: State = field(default_factory=dict)  # what the server sent for it
-    norm: float = 0.0  # S that the server said for it, where sites clip and it moves
-    losses: dict[str, float] = field(default_factory=dict)  # of the round, by role, for the sum
-    received: str = ""  # digest of what was sent to be trained
-    heard: dict[str, str] = field(default_factory=dict)  # that of each round
-    summed: int = -1  # the last round whose update left under masks
-    numbers: dict[str, float] = field(default_factory=dict)  # scores for a secure sum; empty where they stay
-    asked: str = ""  # digest of the models that were scored
-    counted: int = -1  # the last round after which scores left under masks
-    data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the images trained on; empty before the first
+    Attributes:
+        round: The last round that was trained, or one more than there are after the fine-tuning; -1 before the first.
+        num_rounds: How many rounds were trained.
+        request_digest: Digest of the last request to train.
+        reply: Response to it, which is sent again if the request is repeated.
+        account: State of the run's ledgers; None if training is not private.
+        client_state: What the client keeps, (1, ...) by role; None before the first round.
+        tuned_state: The same after the fine-tuning; None before it.
+        fingerprint: Fingerprint of the images trained on; empty before the first round.
+    """
+
+    round: int = -1
+    num_rounds: int = 0
+    request_digest: str = ""
+    reply: bytes = b""
+    account: dict[str, Any] | None = None
+    client_state: Stacks | None = None
+    tuned_state: Stacks | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScoringState:
+    """A site's scoring in a run.
+
+    Attributes:
+        round: The last round after which models were scored; -1 before the first.
+        request_digest: Digest of the request to score them.
+        reply: Response to it, which is sent again if the request is repeated.
+        models_digest: Digest of the models, without what differs between sites.
+        metrics: Scores to be added up in a secure sum; empty if they are not.
+        global_state: The global state that the last round made; empty before the site was sent it.
+    """
+
+    round: int = -1
+    request_digest: str = ""
+    reply: bytes = b""
+    models_digest: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    global_state: State = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SummingState:
+    """A site's secure sums in a run.
+
+    Attributes:
+        update: Update of the last round, to be added up; empty if there is none.
+        received: What the server sent to be trained.
+        norm: Clipping norm S of the round, where sites clip and the norm adapts.
+        losses: Losses of the round by role, to be added up.
+        heard: Digest of what the server sent in each round.
+        update_round: The last round whose update was sent under masks; -1 before the first.
+        scores_round: The last round after which scores were sent under masks; -1 before the first.
+    """
+
+    update: State = field(default_factory=dict)
+    received: State = field(default_factory=dict)
+    norm: float = 0.0
+    losses: dict[str, float] = field(default_factory=dict)
+    heard: dict[str, str] = field(default_factory=dict)
+    update_round: int = -1
+    scores_round: int = -1
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a site keeps of a run.
+
+    Attributes:
+        run: Id of the run.
+        recipe: Digest of its recipe; empty before it is known.
+        client: The site's number in the run; None before it is known.
+        transport_run: What the transport called the run last, such as Flower's id.
+        rank: Rank of the site's LoRA; 0 for that of the adapter.
+        training: How far training is.
+        scoring: How far scoring is.
+        summing: What secure sums need.
+    """
+
+    run: str
+    recipe: str = ""
+    client: int | None = None
+    transport_run: str = ""
+    rank: int = 0
+    training: TrainingState = field(default_factory=TrainingState)
+    scoring: ScoringState = field(default_factory=ScoringState)
+    summing: SummingState = field(default_factory=SummingState)
+
+
+@dataclass(frozen=True)
+class SiteTotals:
+    """What all runs at a site have trained and spent.
+
+    Attributes:
+        ledger: What was spent. As client `IMAGES_LEDGER` that of single images, in which a round without privacy is one
+            step without noise. As client `SITE_LEDGER` that of the site as a whole, in which a noisy secure sum is a
+            step, and a training or scoring of which something leaves without the site's noise is a step without noise.
+        rounds: Number of rounds that were trained.
+        sampling: How private batches were drawn; None before the first.
+    """
+
+    ledger: Ledger = field(default_factory=Ledger)
+    rounds: int = 0
+    sampling: str | None = None
+
+
+class StoredSite(NamedTuple):
+    """Content of a site's file: a run, what all runs have spent, and what shows an older copy."""
+
+    state: RunState
+    totals: SiteTotals
+    committed: Committed
 
 
 class SiteStore:
     """The state folder of a site.
 
-    ``state.safetensors`` holds the run that was last trained, and what all runs together spent. A change is one
-    renaming: after a crash the file is the one before or the one after. ``runs/`` has the former runs.
+    ``state.safetensors`` holds the run that was trained last, and what all runs have spent. Each change is a single
+    rename: after a crash the file is the one before it or the one after. ``runs/`` has the former runs.
 
-    Each change is counted. The number is in the state, in each line of the audit log and in the folder's lock file, so
-    that an older copy of one of them is noticed when the folder is opened, and while it is open. The state also has the
-    number of each former run, whose file could be put back as well.
+    Changes are counted. The count is in the state, in each line of the audit log and in the folder's lock file, so that
+    an older copy of one of them is noticed when the folder is opened, and while it is open. The state also has the
+    count of each former run, whose file might be replaced by an older copy as well.
 
     Args:
-        folder: Is made for its owner alone, and locked.
+        folder: State folder. It is created for its owner only, and locked.
 
     Attributes:
-        total: What all runs have spent, of its images as client 0, where a round without privacy is one step without
-            noise, and of the site as a whole as client 1, where a noisy secure sum is a step, and a training or scoring
-            of which something leaves without the site's noise is a step without noise.
-        rounds: How many all runs have trained.
-        sampling: How private batches were drawn; None before the first.
+        totals: What all runs have trained and spent.
         commits: How often the state was written.
-        audit: The log of what leaves.
+        audit: Log of what leaves the site.
 
     Raises:
-        OSError: If another worker uses the folder, or others may write to it.
-        ValueError: If its file, or the audit log, is not what was written, is an older copy, or is gone while those of
-            former runs are there.
+        OSError: If another worker uses the folder, or other users may write to it.
+        ValueError: If its file or the audit log is damaged, an older copy, or missing while there are former runs.
     """
 
     def __init__(self, folder: Path) -> None:
         self._lock = FolderLock(folder, "worker")
-        self.folder, self.total, self.rounds = folder, Ledger(), 0
-        self.sampling: str | None = None
+        self.folder = folder
+        self.totals = SiteTotals()
         self.commits = 0
-        self._attempted: int | None = None  # the largest number that this process tried to write; None before the first
-        self._tip = Tip()  # of the log, when the state was last written
+        self._attempted: int | None = None  # the largest count that this process tried to write; None before the first
+        self._tip = Tip()  # of the log when the state was last written
         self._run: str | None = None
-        self._former: dict[str, int] = {}  # commits of each former run's file
+        self._former: dict[str, int] = {}  # count of each former run's file
         try:
             self.current()
             log = read_log(folder)
             check_chain(log)
-            committed = Committed(self.commits, self._tip, self.rounds, self._former)
+            committed = Committed(self.commits, self._tip, self.totals.rounds, self._former)
             check_state(log, committed, HighWaterMark.unpack(self._lock.read()))
             check_former(folder, committed)
             self.audit = AuditLog(folder)
@@ -178,23 +272,26 @@ class SiteStore:
             raise
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Close the audit log and unlock the folder."""
         if hasattr(self, "audit"):
             self.audit.close()
         self._lock.close()
 
     def current(self) -> RunState | None:
-        """The run that was last trained, whose totals are taken over; None if there is none.
+        """Read the run that was trained last, and take over the totals.
+
+        Returns:
+            Its state; None if there is none.
 
         Raises:
-            ValueError: If the file is damaged or gone, or not the one that this process read or wrote last.
+            ValueError: If the file is damaged or missing, or not the one that this process read or wrote last.
         """
         path = self.folder / SITE_STATE
         if not path.exists():
             check_not_lost(self.folder, max(self.commits, HighWaterMark.unpack(self._lock.read()).commits))
             return None
-        state, header = read_state(path)
-        commits = header["commits"]
+        stored = read_state(path)
+        commits = stored.committed.commits
         if self._attempted is not None and not self.commits <= commits <= self._attempted:
             raise ValueError(
                 f"{str(path)!r} was replaced while this worker ran: it is the state that was written as number "
@@ -202,76 +299,94 @@ class SiteStore:
                 "put the newest copy of the whole folder in its place"
             )
         if self._attempted is not None and commits > self.commits:
-            # A commit failed after its renaming. What is there counts from now on, so it must not be lost again.
+            # A commit failed after its rename. From now on the new file counts, so that it must not be lost again.
             sync([path, self.folder])
-        self.total.load_state_dict(header["total"])
-        self.rounds, self.sampling, self._run = header["rounds"], header["sampling"], state.run
-        self.commits, self._tip, self._former = commits, header["audit"], header["former"]
+        self.totals = stored.totals
+        self.commits = commits
         self._attempted = commits
-        return state
+        self._tip = stored.committed.tip
+        self._run = stored.state.run
+        self._former = dict(stored.committed.former)
+        return stored.state
 
     def load(self, run: str) -> RunState:
-        """Where the site is in a run; at its beginning if it does not know it.
+        """Return the state of a run; a new one if the site does not know the run.
 
         Raises:
-            ValueError: If its file is damaged or another's.
-            Refused: If its file is gone, or is an older copy.
+            ValueError: If its file is damaged or another run's.
+            RefusalError: If its file is missing, or an older copy.
         """
         current = self.current()
         if current is not None and current.run == run:
             return current
-        former = former_file(self.folder, run)
+        path = former_file(self.folder, run)
         if run not in self._former:
             return RunState(run)
-        if not former.exists():
+        if not path.exists():
             raise RefusalError(
-                f"{str(former)!r} is gone, so run {run} cannot be continued; restore it from a copy", "other"
+                f"{str(path)!r} is gone, so run {run} cannot be continued; restore it from a copy", "other"
             )
-        state, header = read_state(former)
-        if state.run != run:
-            raise ValueError(f"{str(former)!r} holds the run {state.run}; restore it from a copy")
-        if header["commits"] != self._former[run]:
-            raise RefusalError(_older_former(former, header["commits"], self._former[run]), "other")
-        return state
+        stored = read_state(path)
+        if stored.state.run != run:
+            raise ValueError(f"{str(path)!r} holds the run {stored.state.run}; restore it from a copy")
+        if stored.committed.commits != self._former[run]:
+            raise RefusalError(_older_copy_message(path, stored.committed.commits, self._former[run]), "other")
+        return stored.state
 
     @property
     def runs(self) -> list[str]:
         """Ids of all runs that the site has trained in."""
-        return sorted(self._former if self._run is None else {*self._former, self._run})
+        runs = set(self._former)
+        if self._run is not None:
+            runs.add(self._run)
+        return sorted(runs)
 
-    def commit(self, state: RunState, total: Ledger, rounds: int, sampling: str | None) -> None:
-        """Write a run's state and the totals, all at once."""
-        former_path = None
+    def commit(self, state: RunState, totals: SiteTotals) -> None:
+        """Write the state of a run and the totals in one step."""
         former = {run: commits for run, commits in self._former.items() if run != state.run}
-        if self._run not in (None, state.run):
-            assert self._run is not None
+        former_path = None
+        if self._run is not None and self._run != state.run:
+            # Another run begins, or goes on: the file of the last one is put aside.
             (self.folder / FORMER_RUNS).mkdir(exist_ok=True, mode=0o700)
             former_path = former_file(self.folder, self._run)
             former[self._run] = self.commits
         commits = self.commits + 1
         tip = self.audit.tip
-        kept = {
+        content = {
             "state": state,
-            "total": total.state_dict(),
-            "rounds": rounds,
-            "sampling": sampling,
+            "total": totals.ledger.state_dict(),
+            "rounds": totals.rounds,
+            "sampling": totals.sampling,
             "commits": commits,
             "audit": list(tip),
             "former": former,
         }
+        # Before the write, which may fail after the rename: current() then accepts either file.
         self._attempted = commits
-        write_nested(self.folder / SITE_STATE, kept, SITE_FORMAT, former_path)
-        self.total, self.rounds, self.sampling, self._run = total, rounds, sampling, state.run
-        self.commits, self._tip, self._former = commits, tip, former
+        write_nested(self.folder / SITE_STATE, content, SITE_FORMAT, former_path)
+        self.totals = totals
+        self.commits = commits
+        self._tip = tip
+        self._run = state.run
+        self._former = former
 
-    def note(self, message: bytes, reply: bytes, spent: Callable[[Request], object]) -> None:
-        """Write a reply to the audit log, before it leaves; see :meth:`AuditLog.note`."""
-        self.audit.note(message, reply, trained=self.rounds, commits=self.commits, spent=spent)
+    def log(self, message: bytes, reply: bytes, spent: Callable[[Request], object]) -> None:
+        """Write a reply to the audit log before it leaves; see :meth:`.AuditLog.append`."""
+        self.audit.append(message, reply, trained=self.totals.rounds, commits=self.commits, spent=spent)
+        # Last: a lock file that is behind the log is no error, and one that is ahead of it is.
         self._lock.write(HighWaterMark(self.audit.tip, self.commits).pack())
 
 
 def check_not_lost(folder: Path, commits: int) -> None:
-    """Refuse, by a ValueError, a folder without a state in which one was written before."""
+    """Check that a folder without a state never had one.
+
+    Args:
+        folder: State folder.
+        commits: How often a state was written according to other files.
+
+    Raises:
+        ValueError: If one was written before.
+    """
     if commits or (folder / FORMER_RUNS).exists():
         raise ValueError(
             f"{str(folder)!r} has lost its {SITE_STATE}, which says what was spent on these images; "
@@ -280,46 +395,47 @@ def check_not_lost(folder: Path, commits: int) -> None:
 
 
 def former_file(folder: Path, run: str) -> Path:
-    """Where the state of a former run is kept."""
+    """Return the path of the state of a former run."""
     return folder / FORMER_RUNS / f"{run}.safetensors"
 
 
 def check_former(folder: Path, committed: Committed) -> None:
-    """Compare the files of former runs with the state: none of them, nor the state itself, may be an older copy.
+    """Check that neither the state nor the file of a former run is an older copy.
 
-    One that is gone is no reason to refuse the folder: its run cannot be continued, and the totals have what it spent.
+    A missing file of a former run is accepted: that run cannot be continued, and the totals include what it spent.
 
     Args:
-        folder: Of the site's state.
-        committed: What the state says.
+        folder: State folder.
+        committed: What the state says of itself.
 
     Raises:
-        ValueError: In one line, which says what is wrong and what to do.
+        ValueError: If one is; the message says which, and what to do.
     """
     for path in sorted((folder / FORMER_RUNS).glob("*.safetensors")):
-        commits = _commits_of(path)
+        commits = _read_commits(path)
         if commits > committed.commits:
             raise ValueError(
                 f"{SITE_STATE} is an older copy: it is the state that was written as number {committed.commits}, and "
                 f"{str(path)!r} as number {commits}, so what was spent and sent since is forgotten; {OLD_STATE_REMEDY}"
             )
         if path.stem in committed.former and commits != committed.former[path.stem]:
-            raise ValueError(_older_former(path, commits, committed.former[path.stem]))
+            raise ValueError(_older_copy_message(path, commits, committed.former[path.stem]))
 
 
-def _older_former(path: Path, found: int, expected: int) -> str:
+def _older_copy_message(path: Path, commits: int, expected: int) -> str:
     return (
-        f"{str(path)!r} is an older copy: it is the state that was written as number {found}, and that of number "
+        f"{str(path)!r} is an older copy: it is the state that was written as number {commits}, and that of number "
         f"{expected} was put aside; put this one back, or remove the file if the run is over"
     )
 
 
-def _commits_of(path: Path) -> int:
-    """How often the state had been written when a file was, without reading its tensors."""
+def _read_commits(path: Path) -> int:
+    """Return how often the state had been written when a file was, without reading the file's tensors."""
     try:
         with path.open("rb") as file:
             size = file.read(8)
-            header = read_header(size + file.read(int.from_bytes(size, "little")), path.stat().st_size)
+            table = file.read(int.from_bytes(size, "little"))
+            header = read_header(size + table, path.stat().st_size)
         check_format(path, header["format"], SITE_FORMAT)
         return int(json.loads(header["kept"])["commits"])
     except WrongFormat:
@@ -330,50 +446,79 @@ def _commits_of(path: Path) -> int:
         ) from error
 
 
-def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
-    """A run's state, and what the file says of all runs; a ValueError if it is damaged.
+def read_state(path: Path) -> StoredSite:
+    """Read a site's file.
 
-    The latter are ``total``, ``rounds``, ``sampling``, ``commits``, ``audit`` (a :class:`Tip`) and ``former``.
+    Raises:
+        ValueError: If it is damaged.
     """
+    return read_nested(path, SITE_FORMAT, _build_stored)
 
-    def build(state: dict[str, Any], audit: Sequence[Any], **all_runs: Any) -> tuple[RunState, dict[str, Any]]:
-        Ledger().load_state_dict(all_runs["total"])
-        names = ("total", "rounds", "sampling", "commits", "former")
-        return RunState(**state), {name: all_runs[name] for name in names} | {"audit": Tip(*audit)}
 
-    return read_nested(path, SITE_FORMAT, build)
+def _build_stored(
+    *,
+    state: dict[str, Any],
+    total: dict[str, Any],
+    rounds: int,
+    sampling: str | None,
+    commits: int,
+    audit: list[Any],
+    former: dict[str, int],
+) -> StoredSite:
+    """Make the content of a site's file of the values in it."""
+    parts = {
+        "training": TrainingState(**state["training"]),
+        "scoring": ScoringState(**state["scoring"]),
+        "summing": SummingState(**state["summing"]),
+    }
+    ledger = Ledger()
+    ledger.load_state_dict(total)
+    return StoredSite(
+        RunState(**(state | parts)),
+        SiteTotals(ledger, rounds, sampling),
+        Committed(commits, Tip(*audit), rounds, former),
+    )
 
 
 def read_committed(folder: Path) -> Committed:
-    """What the state in a folder says of itself; the defaults if there is none, a ValueError if it is damaged."""
+    """Return what the state in a folder says of itself; the defaults if there is none.
+
+    Raises:
+        ValueError: If the state is damaged.
+    """
     path = folder / SITE_STATE
-    if not path.is_file():
-        return Committed()
-    header = read_state(path)[1]
-    return Committed(header["commits"], header["audit"], header["rounds"], header["former"])
+    return read_state(path).committed if path.is_file() else Committed()
 
 
 def read_mark(folder: Path) -> HighWaterMark:
-    """The furthest point that the lock file in a folder tells of."""
+    """Return the furthest point that the lock file in a folder has recorded."""
     path = folder / LOCK
     return HighWaterMark.unpack(path.read_bytes() if path.is_file() else b"")
 
 
 def read_witnesses(folder: Path) -> tuple[LogContent, Committed, HighWaterMark]:
-    """What the log, the state and the lock file say, also while a worker writes to them; they are not compared."""
+    """Read the log, and what the state and the lock file say, without comparing them.
+
+    A worker may write to them meanwhile.
+    """
     while True:
-        # The lock file is written last, so what it says was in the two others before.
+        # The lock file is written last, so that what it says was in the two others before.
         mark = read_mark(folder)
-        before = read_committed(folder)
+        committed = read_committed(folder)
         log = read_log(folder)
-        if read_committed(folder) == before:
-            return log, before, mark
+        if read_committed(folder) == committed:
+            return log, committed, mark
 
 
-def read_runs(folder: Path) -> tuple[list[RunState], dict[str, Any]]:
-    """The runs of a site, the current one first, and what :func:`read_state` says of all; nothing if there are none."""
-    if not (folder / SITE_STATE).is_file():
-        return [], {}
-    current, all_runs = read_state(folder / SITE_STATE)
-    former = [former_file(folder, run) for run in sorted(all_runs["former"])]
-    return [current, *(read_state(path)[0] for path in former if path.is_file())], all_runs
+def read_runs(folder: Path) -> tuple[list[RunState], SiteTotals]:
+    """Return the runs of a site, the current one first, and what all runs have spent."""
+    path = folder / SITE_STATE
+    if not path.is_file():
+        return [], SiteTotals()
+    stored = read_state(path)
+    states = [stored.state]
+    for run in sorted(stored.committed.former):
+        former_path = former_file(folder, run)
+        if former_path.is_file():
+            states.append(read_state(former_path).state)
+    return states, stored.totals

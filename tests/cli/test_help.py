@@ -8,7 +8,7 @@ import pytest
 from perada import FederatedClassifier, FederatedLoop
 from perada.api import FULL_NAMES
 from perada.cli import main
-from perada.cli.parser import FIRST, LIGHTNING
+from perada.cli.parser import MOST_USED, TRAINER_TEXTS
 from perada.cli.runs import PeradaCLI
 from perada.data import FederatedDataModule
 
@@ -49,8 +49,10 @@ def test_help_is_short_and_has_every_option_of_ours(command, capsys):
 
 def test_what_most_need_comes_first(capsys):
     found = options(shown(capsys, "fit", "--help"))
-    assert [name for name in found if name in FIRST] == FIRST
-    assert max(found.index(name) for name in FIRST) < min(map(found.index, {*found} & {"model.momentum", "data.flip"}))
+    assert [name for name in found if name in MOST_USED] == MOST_USED
+    assert max(found.index(name) for name in MOST_USED) < min(
+        map(found.index, {*found} & {"model.momentum", "data.flip"})
+    )
 
 
 def test_all_has_those_of_lightning_and_a_word_finds_some(capsys):
@@ -63,6 +65,6 @@ def test_all_has_those_of_lightning_and_a_word_finds_some(capsys):
 
 def test_what_is_explained_here_is_an_option_and_a_word_in_no_name_is_refused(capsys):
     known = {action.dest for action in PeradaCLI(["--config", "quickstart"], run=False).parser._actions}
-    assert {*LIGHTNING, *FIRST} <= known
+    assert {*TRAINER_TEXTS, *MOST_USED} <= known
     with pytest.raises(ValueError, match="--help xyzzy: no option has that in its name"):
         main(["fit", "--help", "xyzzy"])

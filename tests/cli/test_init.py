@@ -14,7 +14,7 @@ from PIL import Image
 
 from perada import FederatedClassifier, FederatedLoop, Privacy
 from perada.cli import main
-from perada.cli.data import QUESTIONS, recipe
+from perada.cli.data import QUESTIONS, write_recipe
 from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
 from perada.server import Distillation, ServerRule
@@ -86,7 +86,7 @@ def test_answers_are_asked_for(monkeypatch):
 )
 def test_folders_are_understood(folders, clients, layout):
     write_images(*folders)
-    (path := Path("mine.yaml")).write_text(recipe("it's mine", "perada", "3", ""))
+    (path := Path("mine.yaml")).write_text(write_recipe("it's mine", "perada", "3", ""))
     assert read(path)["data"]["dataset"]["init_args"] == {"root": "it's mine", "layout": layout}
     words = [] if clients == 2 else ["--data.partition.num_clients=3"]  # there are few images
     cli = PeradaCLI(["--config", "mine.yaml", "--data.public_fraction=0", "--pretrained=false", *words], run=False)
@@ -99,7 +99,7 @@ def test_tables_are_understood():
         rows = [f"{name}.images/{number}.png,{number % 2},{number % 3}" for number in range(10)]
         rows = [",".join(row.split(",")[: header.count(",") + 1]) for row in rows]
         Path(name).write_text("\n".join([header, *rows]))
-        data = yaml.safe_load(recipe(name, "fedavg", "3", ""))["data"]
+        data = yaml.safe_load(write_recipe(name, "fedavg", "3", ""))["data"]
         assert data["dataset"] == {"class_path": "ImageTable", "init_args": {"table": name}}
         assert data["partition"]["class_path"] == ("ByDomain" if "client" in header else "Dirichlet")
 
@@ -174,7 +174,7 @@ def test_the_schema_explains_options_by_both_names(capsys):
 def test_paths_of_any_length_and_letters_are_written_whole(name):
     folder = name.strip()
     write_images(f"{folder}/0", f"{folder}/1")
-    assert yaml.safe_load(recipe(folder, "perada", "3", ""))["data"]["dataset"]["init_args"]["root"] == folder
+    assert yaml.safe_load(write_recipe(folder, "perada", "3", ""))["data"]["dataset"]["init_args"]["root"] == folder
 
 
 def test_a_class_of_ones_own_hides_none_of_ours(capsys):
@@ -193,7 +193,7 @@ def test_a_private_recipe_gives_the_server_none_of_the_clients_images(algorithm)
     """On digits it distils on photographs, on images of one's own not at all; its set-up has no objection."""
     write_images("hospitals/north/cat", "hospitals/north/dog", "hospitals/south/cat", "hospitals/south/dog")
     for images, words in (("", []), ("hospitals", ["--pretrained=false"])):
-        Path("private.yaml").write_text(recipe(images, algorithm, "2", "3"))
+        Path("private.yaml").write_text(write_recipe(images, algorithm, "2", "3"))
         written = read("private.yaml")
         assert not {"public_fraction", "validation_fraction"} & set(written["data"])
         assert ("public" in written["data"]) == (not images and algorithm == "perada")

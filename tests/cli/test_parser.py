@@ -13,7 +13,7 @@ from perada.algorithms import Algorithm, make_algorithm
 from perada.api import FULL_NAMES
 from perada.cli.main import main
 from perada.cli.messages import one_line
-from perada.cli.options import ELSEWHERE
+from perada.cli.options import names_elsewhere
 from perada.cli.runs import PeradaCLI
 
 TINY = {
@@ -59,10 +59,10 @@ def test_short_names_are_those_of_the_python_call():
 
 def test_every_full_name_is_an_option():
     known = {action.dest for action in config().parser._actions}
-    for name in {*FULL_NAMES.values(), *(target for targets in ELSEWHERE.values() for target in targets)}:
+    for name in {*FULL_NAMES.values(), *(target for targets in names_elsewhere().values() for target in targets)}:
         above = name.rpartition(".")[0]
         assert name in known or above in known, name
-    assert set(ELSEWHERE) & set(FULL_NAMES) == set()
+    assert set(names_elsewhere()) & set(FULL_NAMES) == set()
 
 
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])

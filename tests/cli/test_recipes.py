@@ -17,7 +17,7 @@ from perada.cli import main
 from perada.cli.messages import one_line
 from perada.cli.parser import spelt_out
 from perada.cli.recipes import find_recipe, is_comparison, recipes
-from perada.cli.recipes import whole as merged
+from perada.cli.recipes import recipe_text as merged
 from perada.cli.runs import PeradaCLI
 from perada.studies.compare import command
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from perada.cli import main
-from perada.cli.data import shown
+from perada.cli.data import format_inspection
 from perada.data import Digits, Dirichlet, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions import ByDomain
@@ -74,7 +74,7 @@ def test_every_fault_is_found(damaged):
     assert sorted(found.sizes[:, 0].tolist()) == [4, 4, 5, 5, 6, 7, 7, 8, 9, 20]
     assert "1 of 12 images" in found.notes[0]
     assert not found.usable
-    text = shown(found)
+    text = format_inspection(found)
     assert "Only one client has it (1):\n- class y: a" in text
     assert "- fewer than 5 training images of the class: y\n- fewer than 10 training images: a, b\n" in text
     assert "- no test images: b" in text
@@ -118,7 +118,7 @@ def test_dark_images_of_12_bits_and_stacks_of_pictures_are_worth_knowing(tmp_pat
     pages[0].save(tmp_path / "a" / "x" / "stack.tif", save_all=True, append_images=pages[1:])
     for white, dark in ((None, True), (4095, False)):
         division = Division(Images(str(tmp_path), size=8, full_scale=white), ByDomain("client"))
-        text = shown(inspect_division(division))
+        text = format_inspection(inspect_division(division))
         assert (
             "bits (8) is 4030, and 65535 is white, so that they are dark: set full_scale to what is white, such as 4095"
             in text
@@ -163,7 +163,7 @@ def test_long_lists_are_cut():
         many, [f"class{n}" for n in range(20)], np.ones((30, 20), int), np.zeros((30, 20), int), np.full((30, 2), 20),
         np.ones((1, 2), int), broken=[f"file{n}\x1b[2J is broken" for n in range(12)],
     )  # fmt: skip
-    text = shown(found)
+    text = format_inspection(found)
     assert "… 10 more" in text
     assert "… 8 more" in text
     assert "Cannot be read (12):\n- file0?[2J is broken" in text

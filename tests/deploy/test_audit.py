@@ -55,7 +55,7 @@ def message(place):
 
 def note(log, place):
     reply = pack(Response("ok", digest(message(place))))
-    log.note(message(place), reply, trained=0, commits=0, spent=lambda order: None)
+    log.append(message(place), reply, trained=0, commits=0, spent=lambda order: None)
 
 
 def written(folder, count):
@@ -76,7 +76,7 @@ def test_each_reply_has_a_line_that_says_what_left(tiny, tmp_path):
     asked = [pack(Request("join", RUN, client.recipe.digest)), train(site), train(site)]
     asked += [pack(Request("evaluate", RUN, client.recipe.digest, 1), shared), train(site, 7), b"no message"]
     replies = [site.answer(message, "flower-7") for message in asked]
-    entries = verified(site.book.folder)
+    entries = verified(site.store.folder)
     assert [entry["answered"] for entry in entries] == ["ok", "ok", "ok", "ok", "future", "malformed"]
     assert [entry["asked"]["message"] for entry in entries] == [hashlib.sha256(one).hexdigest() for one in asked]
     kinds = [(entry["asked"].get("kind"), entry["run"], entry["round"]) for entry in entries]
@@ -98,8 +98,8 @@ def test_a_private_sites_lines_say_what_was_spent(tiny, tmp_path):
     site = private(tiny, tmp_path).worker(0, may_send=(), delta=1e-4)
     for round in range(2):
         site.answer(train(site, round), "")
-    spent = [entry["epsilon"] for entry in verified(site.book.folder)]
-    ledger = site.book.total.history(0)
+    spent = [entry["epsilon"] for entry in verified(site.store.folder)]
+    ledger = site.store.totals.ledger.history(0)
     ((key, steps),) = ledger.items()
     expected = [{"spent": history_epsilon({key: steps * n // 2}, 1e-4, "rdp"), "delta": 1e-4} for n in (1, 2)]
     assert spent == [pytest.approx(one) for one in expected]
@@ -113,19 +113,19 @@ def test_the_log_holds_no_image_no_path_and_no_number_of_the_sites(tiny, tmp_pat
     site.answer(train(site), "\x1b[2Jcanary")
     images.broken = True
     site.answer(train(site, 1), "")
-    text = (site.book.folder / LOG).read_text()
+    text = (site.store.folder / LOG).read_text()
     facts = read_header(reply)["facts"]
     assert facts["labels"] not in text and f'"size":{facts["size"]}' not in text
     for mark in ("canary", "4711", str(tmp_path), "\x1b", "png"):
         assert mark not in text
-    assert [entry["answered"] for entry in verified(site.book.folder)] == ["ok", "ok", "broken"]
+    assert [entry["answered"] for entry in verified(site.store.folder)] == ["ok", "ok", "broken"]
     for name in (LOG, HEAD):
-        assert stat.S_IMODE((site.book.folder / name).stat().st_mode) == 0o600
+        assert stat.S_IMODE((site.store.folder / name).stat().st_mode) == 0o600
 
 
 def test_a_line_is_on_the_disk_before_the_reply_leaves(tiny, tmp_path, monkeypatch):
     site, synced = Parties(tiny, tmp_path, "ditto").worker(0), []
-    real, log = os.fsync, site.book.folder / LOG
+    real, log = os.fsync, site.store.folder / LOG
 
     def fsync(file):
         if os.fstat(file).st_ino == log.stat().st_ino:
@@ -135,7 +135,7 @@ def test_a_line_is_on_the_disk_before_the_reply_leaves(tiny, tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", fsync)
     for round in range(2):
         site.answer(train(site, round), "")
-        assert synced == list(range(1, round + 2)) and len(verified(site.book.folder)) == round + 1
+        assert synced == list(range(1, round + 2)) and len(verified(site.store.folder)) == round + 1
 
 
 def swapped(found):
@@ -286,7 +286,7 @@ from perada.deploy.protocol import Request, Response, digest, pack
 log, place = AuditLog(Path(sys.argv[1])), 0
 while True:
     message = pack(Request("train", "ab" * 16, "cd" * 32, place))
-    log.note(message, pack(Response("ok", digest(message))), trained=0, commits=0, spent=lambda request: None)
+    log.append(message, pack(Response("ok", digest(message))), trained=0, commits=0, spent=lambda request: None)
     place += 1
     print(place, flush=True)
 """
@@ -312,12 +312,12 @@ def test_sigkill_at_any_moment_leaves_every_answered_line(tmp_path):
 def trained_and_copied(tiny, tmp_path):
     """The state folder of a site that trained three rounds; ``copy`` has it as it was after the first."""
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
-    folder = site.book.folder
+    folder = site.store.folder
     site.answer(train(site), "")
     shutil.copytree(folder, tmp_path / "copy")
     for round in (1, 2):
         site.answer(train(site, round), "")
-    site.book.close()
+    site.store.close()
     return folder
 
 
@@ -356,14 +356,14 @@ def test_a_folder_without_a_log_is_not_said_to_be_whole(tiny, tmp_path, capsys):
         main(["deploy", "audit", str(tmp_path)])
     assert capsys.readouterr().out == ""
     site = Parties(tiny, tmp_path, "ditto").worker(0)
-    main(["deploy", "audit", str(site.book.folder)])  # a worker that was asked nothing yet has begun one
+    main(["deploy", "audit", str(site.store.folder)])  # a worker that was asked nothing yet has begun one
     assert "0 lines" in capsys.readouterr().out
 
 
 def test_a_log_is_not_begun_anew_beside_a_worker(tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto").worker(0)
     with pytest.raises(OSError, match="is in use by another worker"):
-        main(["deploy", "audit", str(site.book.folder), "--begin"])
+        main(["deploy", "audit", str(site.store.folder), "--begin"])
 
 
 def test_a_log_is_shown_as_a_table(tiny, tmp_path, capsys):
@@ -371,7 +371,7 @@ def test_a_log_is_shown_as_a_table(tiny, tmp_path, capsys):
     site = parties.worker(0)
     parties.names, parties.sizes = parties.names[:1], parties.sizes[:1]
     parties.coordinator(LocalTransport({"site0": site}), min_sites=1).run()
-    main(["deploy", "audit", str(site.book.folder)])
+    main(["deploy", "audit", str(site.store.folder)])
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("|")][2:]
     assert [(row[0], row[4], row[6]) for row in rows] == [
@@ -385,7 +385,7 @@ def test_a_log_is_shown_as_a_table(tiny, tmp_path, capsys):
 def test_what_leaves_under_masks_is_told_from_what_leaves_in_the_clear(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1, loop={"secure_sums": SecureSums()})
     _, workers = parties.deployed()
-    entries = verified(workers["site0"].book.folder)
+    entries = verified(workers["site0"].store.folder)
     left = {(entry["asked"]["kind"], entry["asked"].get("of")): entry["left"] for entry in entries}
     masked = {key for key, one in left.items() if one["masks"]}
     assert masked == {("mask", "update"), ("mask", "scores")}
@@ -400,7 +400,7 @@ def test_noisy_sums_say_what_the_site_as_a_whole_has_spent(tiny, tmp_path):
 
     made = noisy(tiny, tmp_path, rounds=2, every=2, privacy={"noise_multiplier": 2.0})
     _, workers = made.deployed()
-    entries = [entry for entry in verified(workers["site0"].book.folder) if "epsilon" in entry]
+    entries = [entry for entry in verified(workers["site0"].store.folder) if "epsilon" in entry]
     assert [entry["asked"]["kind"] for entry in entries] == ["train", "mask", "train", "mask"]
     client = only_client(workers["site0"])
     expected = [by_opacus(sums, 2.0, client.limits.delta) for sums in (0, 1, 1, 2)]

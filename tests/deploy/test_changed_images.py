@@ -47,7 +47,7 @@ def trained(tiny, tmp_path, loop=None):
     made = Parties(tiny, tmp_path, "ditto", rounds=3, loop=loop or {})
     worker = made.worker(0)
     assert read_header(worker.answer(train(worker, 0), ""))["code"] == "ok"
-    worker.book.close()
+    worker.store.close()
     return made
 
 
@@ -85,8 +85,8 @@ def test_the_site_can_accept_the_change(tiny, tmp_path, caplog):
     assert code(worker, 1) == "ok"
     assert "the run goes on with them, as resume_allow says" in caplog.text
     state = read_state(tmp_path / "site0" / "state.safetensors")[0]
-    assert state.data == only_client(worker).fingerprint
-    worker.book.close()
+    assert state.training.fingerprint == only_client(worker).fingerprint
+    worker.store.close()
     assert code(made.worker(0), 2) == "ok"  # accepted once: these are now the images of the run
 
 
@@ -96,7 +96,7 @@ def test_a_private_run_never_goes_on_with_others(tiny, tmp_path, caplog, loop, a
     made = Parties(tiny, tmp_path, "fedavg", rounds=3, loop=loop)
     worker = made.worker(0)
     assert code(worker, 0) == "ok"
-    worker.book.close()
+    worker.store.close()
     assert code(restarted(made, other_images, allow=allow), 1) == "other"
     assert "its noise and its ledgers are of those" in caplog.text
 
@@ -110,4 +110,4 @@ def test_the_sites_file_says_what_is_accepted(tmp_path):
 
 
 def test_a_state_before_the_first_round_has_no_images():
-    assert RunState("0" * 32).data == {}
+    assert RunState("0" * 32).training.fingerprint == {}

@@ -81,7 +81,9 @@ def test_a_sites_run_and_the_servers_are_used_as_any_other(tmp_path, monkeypatch
     client = make_client(tmp_path / "north" / "recipe.yaml", read_site(tmp_path / "north" / "site.yaml"))
     state = read_state(tmp_path / "north" / "state" / "state.safetensors")[0]
     prepared = client.data.prepare(images)
-    expected = client.module.engine.shared_logits(client.personal(state.shared, state), prepared)[0].softmax(-1)
+    expected = client.module.engine.shared_logits(client.personal(state.scoring.global_state, state), prepared)[
+        0
+    ].softmax(-1)
     main(["predict", "out", "--images", "new", "--client", "north", "--output", "found.csv", "--device", "cpu"])
     with open("found.csv") as file:
         assert [row["path"] for row in csv.DictReader(file)] == [f"{number}.png" for number in range(5)]

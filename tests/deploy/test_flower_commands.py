@@ -204,7 +204,10 @@ def test_names_that_no_app_can_have(tmp_path, name):
         ({"min_sites": 4, "sample": 3}, r"sample=3 cannot be used; give a whole number of 4 or more, .*min_sites is 4"),
         ({"deadline": 0.0}, "deadline=0.0 cannot be used; give a finite number above 0"),
         ({"late": "never"}, "late='never' is unknown; choose one of 'wait', 'skip'"),
-        ({"state": "state"}, "state='state' is relative; give the path from / on"),
+        (
+            {"state": "state"},
+            "state must be an absolute path on the SuperLink's machine",
+        ),
     ],
 )
 def test_options_that_cannot_be(options, message):

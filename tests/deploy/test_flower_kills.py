@@ -110,7 +110,7 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
         for site in SITES:
             demo.kill(f"worker-{site}")
             book = SiteStore(demo.folder / f"state-{site}")
-            assert book.total.history(0) == {(0.0, 1.0): ROUNDS}  # one entry a round
+            assert book.totals.ledger.history(0) == {(0.0, 1.0): ROUNDS}  # one entry a round
             book.close()
             assert sorted(path.name for path in book.folder.iterdir()) == [HEAD, LOG, "lock", SITE_STATE]
         said = demo.log("worker-beta").read_text()
@@ -121,9 +121,9 @@ def test_every_party_is_killed_in_mid_round(tmp_path, monkeypatch):
     assert untimed(over) == untimed(here)
     for site, state in sites.items():
         other = read_state(tmp_path / f"state-{site}" / SITE_STATE)[0]
-        assert state.trained == other.trained == ROUNDS
-        for role in other.kept:
-            same(state.kept[role], other.kept[role])
+        assert state.training.num_rounds == other.training.num_rounds == ROUNDS
+        for role in other.training.client_state:
+            same(state.training.client_state[role], other.training.client_state[role])
 
 
 def in_peace(folder):

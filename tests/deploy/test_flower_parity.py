@@ -82,7 +82,7 @@ def test_a_worker_and_the_server_are_killed_in_mid_round(tmp_path):
     assert untimed(over) == untimed(expected[0])
     for site, state in zip(SITES, sites, strict=True):
         other = read_state(here / f"state-{site}" / SITE_STATE)[0]
-        assert state.trained == other.trained == 2
-        assert state.kept.keys() == other.kept.keys() != set()
-        for role in other.kept:
-            same(state.kept[role], other.kept[role])
+        assert state.training.num_rounds == other.training.num_rounds == 2
+        assert state.training.client_state.keys() == other.training.client_state.keys() != set()
+        for role in other.training.client_state:
+            same(state.training.client_state[role], other.training.client_state[role])

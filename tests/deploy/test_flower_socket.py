@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from perada.deploy.flower import socket as module
-from perada.deploy.flower.socket import LONGEST_NAME, STALLED, Listener, ask, supervised
+from perada.deploy.flower.socket import MAX_NAME_BYTES, TRANSFER_TIMEOUT, Listener, ask, supervised
 from perada.deploy.transport import FAILURE_CODES, Failure
 
 
@@ -28,8 +28,8 @@ def path():
 
 
 @contextmanager
-def worker(path, answer, most=1000):
-    with Listener(path, most) as listener:
+def worker(path, answer, max_bytes=1000):
+    with Listener(path, max_bytes) as listener:
         thread = threading.Thread(target=listener.serve, args=(answer,))
         thread.start()
         try:
@@ -87,7 +87,7 @@ def test_the_socket_is_closed_to_others_and_goes_with_its_worker(path):
         (head(mark=b"GET "), "malformed"),
         (head(kind=1), "malformed"),  # a code is an answer, not a request
         (head(kind=len(FAILURE_CODES) + 1), "malformed"),
-        (head(name=LONGEST_NAME + 1), "malformed"),
+        (head(name=MAX_NAME_BYTES + 1), "malformed"),
         (head(name=1) + b"\xff", "malformed"),
         (head(length=1001), "refused"),
         (head(length=2**63), "refused"),
@@ -105,7 +105,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_read(path):
 
 
 def test_who_sends_a_byte_now_and_then_does_not_keep_others_out(path, monkeypatch):
-    monkeypatch.setattr("perada.deploy.flower.socket.STALLED", 0.5)
+    monkeypatch.setattr("perada.deploy.flower.socket.TRANSFER_TIMEOUT", 0.5)
     with worker(path, echo), socket.socket(socket.AF_UNIX) as slow:
         slow.connect(str(path))
         stop = threading.Event()
@@ -149,8 +149,8 @@ def test_a_message_that_has_expired_is_late(path):
 
 def test_an_answer_that_is_too_long_is_refused(path):
     with worker(path, lambda message, run: b"x" * 50):
-        assert ask(path, b"", "r", 5, most=49) == Failure("refused")
-        assert ask(path, b"", "r", 5, most=50) == b"x" * 50
+        assert ask(path, b"", "r", 5, max_bytes=49) == Failure("refused")
+        assert ask(path, b"", "r", 5, max_bytes=50) == b"x" * 50
 
 
 def test_a_reason_stays_at_the_site(path, caplog):
@@ -301,7 +301,7 @@ def test_a_socket_that_a_supervisor_opened(path, monkeypatch):
         path.chmod(0o600)
         opened.listen()
         process = subprocess.Popen([sys.executable, "-c", code, str(opened.fileno())], pass_fds=[opened.fileno()])
-        assert ask(path, b"ab", "r", STALLED) == b"abab"
+        assert ask(path, b"ab", "r", TRANSFER_TIMEOUT) == b"abab"
         assert process.wait(5) == 0
     assert path.exists()  # it is the supervisor's
     monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))

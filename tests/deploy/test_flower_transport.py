@@ -19,7 +19,7 @@ from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from perada.deploy.flower import app
-from perada.deploy.flower.app import FlowerTransport, client_app, packed, unpacked
+from perada.deploy.flower.app import FlowerTransport, client_app, pack_payload, unpack_payload
 from perada.deploy.transport import FAILURE_CODES, Failure
 
 
@@ -46,7 +46,7 @@ class Grid:
         for message in messages:
             site = next(site for site, number in self.node_ids.items() if number == message.metadata.dst_node_id)
             number = f"message {len(self.sent)}"
-            self.sent.append((site, unpacked(message.content, 100), message.metadata.ttl))
+            self.sent.append((site, unpack_payload(message.content, 100), message.metadata.ttl))
             self.replies[number] = (site, self.does[site].pop(0))
             yield number
 
@@ -66,11 +66,11 @@ def answer(number, reply, source):
     metadata = Metadata(1, "", source, 1, number, "", time.time(), 10.0, "train")
     if isinstance(reply, Error):
         return make_message(metadata=metadata, error=reply)
-    return make_message(metadata=metadata, content=reply if isinstance(reply, RecordDict) else packed(reply))
+    return make_message(metadata=metadata, content=reply if isinstance(reply, RecordDict) else pack_payload(reply))
 
 
 def carried(grid):
-    return FlowerTransport(grid, poll=0.01, most=100)
+    return FlowerTransport(grid, poll_interval=0.01, max_bytes=100)
 
 
 def test_each_site_gets_its_message_and_the_replies_come_by_name():
@@ -120,7 +120,7 @@ def test_replies_to_messages_of_before_do_not_put_the_deadline_off():
 
 
 def test_what_a_killed_supernode_took_with_it_is_sent_again(monkeypatch):
-    monkeypatch.setattr(app, "CHECK", 0.05)
+    monkeypatch.setattr(app, "NODE_CHECK_INTERVAL", 0.05)
     grid = Grid({"a": [None, b"A"], "b": [b"B"]})
     threading.Timer(0.3, lambda: setattr(grid.nodes[0], "last_activated_at", "one o'clock")).start()
     assert carried(grid).exchange(dict.fromkeys("ab", b"m"), 2, 60) == {"a": b"A", "b": b"B"}
@@ -128,7 +128,7 @@ def test_what_a_killed_supernode_took_with_it_is_sent_again(monkeypatch):
 
 
 def test_a_supernode_that_is_away_keeps_its_message(monkeypatch):
-    monkeypatch.setattr(app, "CHECK", 0.05)
+    monkeypatch.setattr(app, "NODE_CHECK_INTERVAL", 0.05)
     grid = Grid({"a": [None], "b": [b"B"]})
     threading.Timer(0.2, lambda: grid.nodes.pop(0)).start()
     assert carried(grid).exchange(dict.fromkeys("ab", b"m"), 2, 0.8) == {"a": Failure("late"), "b": b"B"}
@@ -164,7 +164,7 @@ def test_flowers_codes_are_ours_and_its_texts_are_not_read(caplog):
             RecordDict({"payload": ArrayRecord({"payload": Array("uint8", (len(data),), kind, data)})})
             for kind, data in (("perada.bytes", b""), ("perada.bytes", b"\x63"), ("numpy.ndarray", b"\0x"))
         ),
-        packed(b"x" * 101),
+        pack_payload(b"x" * 101),
     ],
 )
 def test_what_is_no_reply_is_malformed(content):
@@ -173,7 +173,7 @@ def test_what_is_no_reply_is_malformed(content):
 
 def test_bytes_and_codes_come_through_a_message():
     for payload in (b"", b"x" * 100, *map(Failure, FAILURE_CODES)):
-        assert unpacked(packed(payload), 100) == payload
+        assert unpack_payload(pack_payload(payload), 100) == payload
 
 
 def test_a_reply_of_another_node_is_malformed():
@@ -267,29 +267,29 @@ def asked(message, **config):
     context = Context(run_id=7, node_id=2, node_config=config, state=RecordDict(), run_config={})
     reply = client_app()(message, context)
     assert not reply.has_error()
-    return unpacked(reply.content, 100)
+    return unpack_payload(reply.content, 100)
 
 
 def test_the_client_app_passes_on_what_it_gets(monkeypatch):
     seen = []
     monkeypatch.setattr("perada.deploy.flower.app.ask", lambda *given: seen.append(given) or b"answer")
-    assert asked(question(packed(b"message")), socket="/run/site.sock") == b"answer"
+    assert asked(question(pack_payload(b"message")), socket="/run/site.sock") == b"answer"
     (path, message, run, deadline, _) = seen[0]
     assert (path, message, run) == ("/run/site.sock", b"message", "7")
     assert 4 < deadline <= 5
 
 
 def test_whatever_fails_in_the_client_app_leaves_as_a_code(monkeypatch):
-    assert asked(question(packed(b"m"))) == Failure("unreachable")
-    assert asked(question(packed(b"m")), socket=3) == Failure("unreachable")
+    assert asked(question(pack_payload(b"m"))) == Failure("unreachable")
+    assert asked(question(pack_payload(b"m")), socket=3) == Failure("unreachable")
     assert asked(question(RecordDict()), socket="/nowhere/site.sock") == Failure("malformed")
-    assert asked(question(packed(b"m")), socket="/nowhere/site.sock") == Failure("unreachable")
+    assert asked(question(pack_payload(b"m")), socket="/nowhere/site.sock") == Failure("unreachable")
 
     def fails(*given):
         raise RuntimeError("patient 4711 has no image")
 
     monkeypatch.setattr("perada.deploy.flower.app.ask", fails)
-    assert asked(question(packed(b"m")), socket="/run/site.sock") == Failure("crashed")
+    assert asked(question(pack_payload(b"m")), socket="/run/site.sock") == Failure("crashed")
 
 
 def test_the_client_app_starts_without_torch():

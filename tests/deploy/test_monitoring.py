@@ -69,7 +69,7 @@ def test_what_is_scraped_is_what_the_run_keeps(tiny, tmp_path):
     progress = coordinator.progress
     with serving(progress, counted, port, "127.0.0.1"):
         assert scraped(port)["rounds_done",] == 0 and scraped(port)["rounds_planned",] == 2
-        coordinator._round()
+        coordinator._run_round()
         assert scraped(port)["rounds_done",] == 1
         coordinator.run()
         found = scraped(port)
@@ -135,7 +135,7 @@ def test_epsilon_is_there_where_a_site_says_it(may_send, tiny, tmp_path):
     assert [*sites] == (parties.names[1:] if may_send else [])
     for name, value in sites.items():
         (client,) = workers[name].clients.values()
-        protection = client.protection(workers[name].book.current().account, 1)
+        protection = client.protection(workers[name].store.current().training.account, 1)
         assert value == pytest.approx(protection.images.epsilons([0])["release"][0])
     of_run = [value for key, value in found.items() if key[0] == "run_epsilon"]
     assert of_run and all(math.isinf(value) for value in of_run)  # the first site never says it

@@ -11,7 +11,7 @@ from perada.cli.deploy_status import format_rounds
 from perada.cli.main import main
 from perada.deploy.protocol import read_header
 from perada.deploy.site.file import Limits, read_site
-from perada.deploy.state import RunState, read_state
+from perada.deploy.state import RunState, ScoringState, read_state
 from perada.deploy.transport import Failure, LocalTransport
 
 from .parties import Parties
@@ -31,7 +31,7 @@ def test_fifty_sites_on_one_machine(tiny, tmp_path):
     _, module = parties.simulated()
     expected, found = module.federation.global_state, coordinator.server.global_state
     assert all((found[key] == expected[key]).all() for key in expected)
-    assert all(worker.book.current().trained == 2 for worker in workers.values())
+    assert all(worker.store.current().training.num_rounds == 2 for worker in workers.values())
 
 
 def test_a_site_late_at_the_join_is_asked_in_the_next_round_and_shown_meanwhile(tiny, tmp_path):
@@ -110,7 +110,7 @@ def test_former_runs_of_a_site_are_listed_and_exported(tmp_path, capsys, monkeyp
     assert "local" in shown  # what the transport calls its runs
     main(["deploy", "export", str(path), "--run", former.stem, "--output", "out"])
     exported = load_file(tmp_path / "out" / "client_0" / "adapter_model.safetensors").values()
-    (kept,) = read_state(former)[0].kept.values()
+    (kept,) = read_state(former)[0].training.client_state.values()
     for value in exported:
         assert any(value.shape == own[0].shape and (value == own[0]).all() for own in kept.values())
     with pytest.raises(ValueError, match="run='0' is not one of the site's runs; `perada deploy status` lists them"):
@@ -119,7 +119,11 @@ def test_former_runs_of_a_site_are_listed_and_exported(tmp_path, capsys, monkeyp
 
 def test_an_export_while_the_next_run_begins_names_the_former_ones(tmp_path, monkeypatch):
     path = write(tmp_path, "a", data=PART | {"client": 0})
-    states = [RunState("new"), RunState("done", shared={"w": torch.zeros(1)}), RunState("ended-early")]
+    states = [
+        RunState("new"),
+        RunState("done", scoring=ScoringState(global_state={"w": torch.zeros(1)})),
+        RunState("ended-early"),
+    ]
     monkeypatch.setattr("perada.cli.deploy.read_runs", lambda folder: (states, {}))
     with pytest.raises(ValueError, match=r"no global state yet; .* or export a former run: --run done$"):
         main(["deploy", "export", str(path), "--output", "out"])
@@ -136,4 +140,4 @@ def test_a_site_says_both_ids_of_a_run(tiny, tmp_path, caplog):
         worker.answer(message, run)
         order = read_header(message)["run"]
         assert f"run {run} (perada's {order}): train" in caplog.text
-        assert worker.book.load(order).transport == run
+        assert worker.store.load(order).transport_run == run

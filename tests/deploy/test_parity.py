@@ -12,7 +12,7 @@ from perada.algorithms import ALGORITHMS, Ditto, FedAvgFT, FedBE, FedEnsemble, F
 from perada.cli.deploy_status import format_rounds, run_status
 from perada.core.rounds import sample_cohort
 from perada.data import FederatedData
-from perada.deploy.server.rounds import _row
+from perada.deploy.server.rounds import _update_of
 from perada.deploy.state import read_state
 from perada.deploy.transport import LocalTransport
 from perada.federation.cohort import Cohort
@@ -30,7 +30,7 @@ def shared(run):
 def personal(coordinator, workers, name):
     """The state that a site predicts with, from the file on its disk."""
     (client,) = workers[name].clients.values()
-    state = read_state(workers[name].book.folder / "state.safetensors")[0]
+    state = read_state(workers[name].store.folder / "state.safetensors")[0]
     return client.personal(shared(coordinator), state)
 
 
@@ -129,7 +129,7 @@ def test_names_that_sites_send_may_change_from_round_to_round(tiny, tmp_path):
         sent = recipe.sent(round)
         for pair in factors:
             assert (pair.up in sent, pair.down in sent) == (round % 2 == 0, round % 2 == 1)
-        assert _row(recipe, {}, 0, round).keys() == sent.keys()  # of a site whose training broke
+        assert _update_of(recipe, {}, 0, round).keys() == sent.keys()  # of a site whose training broke
 
 
 def normalized():
@@ -233,7 +233,7 @@ def test_each_tensor_lies_in_memory_as_in_the_simulation(algorithm, resumed, tin
     transport = LocalTransport(parties.workers())
     if resumed:
         coordinator = parties.coordinator(transport)
-        coordinator._round()
+        coordinator._run_round()
         coordinator.close()
         coordinator = parties.coordinator(transport, resume=True)
     else:

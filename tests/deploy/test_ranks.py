@@ -47,7 +47,7 @@ def test_ranks_go_by_the_names_of_sites_and_only_they_travel(tiny, tmp_path):
             found = shapes(message)
             assert found and all(shape[key.startswith("B")] == rank for key, shape in found.items())
         (client,) = workers[name].clients.values()
-        state = read_state(workers[name].book.folder / "state.safetensors")[0]
+        state = read_state(workers[name].store.folder / "state.safetensors")[0]
         assert state.rank == rank
         own, shared = client.personal(coordinator.server.global_state, state), coordinator.server.global_state
         for pair in client.module.slot.factors:

@@ -4,6 +4,7 @@
 import itertools
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -67,7 +68,7 @@ class Copying(LocalTransport):
         replies = super().exchange(messages, enough, deadline)
         if self.name in messages:
             kind = read_header(messages[self.name])["kind"]
-            self.copies.append((kind, files_of(self.workers[self.name].book.folder)))
+            self.copies.append((kind, files_of(self.workers[self.name].store.folder)))
         return replies
 
 
@@ -77,7 +78,7 @@ def summed(tiny, tmp_path):
     transport = Copying(made.workers(), "site0")
     made.coordinator(transport).run()
     for worker in transport.workers.values():
-        worker.book.close()
+        worker.store.close()
     return made, transport.copies
 
 
@@ -89,8 +90,8 @@ def two_runs(tiny, tmp_path):
         message = pack(Request("train", run, client.recipe.digest, round, clients=3), sending(client))
         for _ in range(2):  # the second time nothing is trained, and a line is written
             assert code(site.answer(message, ""), message) == "ok"
-            copies.append(("train", files_of(site.book.folder)))
-    site.book.close()
+            copies.append(("train", files_of(site.store.folder)))
+    site.store.close()
     return copies
 
 
@@ -149,7 +150,7 @@ def test_a_state_that_is_put_back_before_the_masked_vector_sends_none(tiny, tmp_
     class PutBack(LocalTransport):
         def exchange(self, messages, enough, deadline):
             kind = read_header(next(iter(messages.values())))["kind"]
-            path = {name: worker.book.folder / SITE_STATE for name, worker in workers.items()}
+            path = {name: worker.store.folder / SITE_STATE for name, worker in workers.items()}
             if kind == "confirm":  # all have sent their vectors
                 for name in workers:
                     path[name].write_bytes(states[name][0])
@@ -165,38 +166,38 @@ def test_a_state_that_is_put_back_before_the_masked_vector_sends_none(tiny, tmp_
     made.coordinator(PutBack(workers)).run()
     assert [read_header(reply)["code"] for reply in replies] == ["failed"] * 3
     for worker in workers.values():
-        worker.book.close()
+        worker.store.close()
         said = (
             r"state\.safetensors is an older copy: it was written once, and line \d+ of audit\.jsonl tells of 2 times"
         )
         with pytest.raises(ValueError, match=said):
-            SiteStore(worker.book.folder)
+            SiteStore(worker.store.folder)
 
 
 def test_scores_leave_once_although_the_state_is_put_back(tiny, tmp_path):
     """A server that has sites restored would have models of its own making scored, one after another."""
     site = Parties(tiny, tmp_path, "ditto", rounds=2).worker(0)
     site.answer(train(site), "")
-    before = files_of(site.book.folder)
+    before = files_of(site.store.folder)
     client = only_client(site)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
     message = pack(Request("evaluate", RUN, client.recipe.digest, 1), shared)
     assert code(site.answer(message, ""), message) == "ok"
-    site.book.close()
-    (site.book.folder / SITE_STATE).write_bytes(before[SITE_STATE])
+    site.store.close()
+    (site.store.folder / SITE_STATE).write_bytes(before[SITE_STATE])
     with pytest.raises(
         ValueError, match=r"is an older copy: it was written once, and line 2 of audit\.jsonl tells of 2"
     ):
-        SiteStore(site.book.folder)
+        SiteStore(site.store.folder)
     with pytest.raises(ValueError, match="is an older copy"):
-        main(["deploy", "audit", str(site.book.folder)])
+        main(["deploy", "audit", str(site.store.folder)])
 
 
 def test_a_log_that_is_deleted_is_missed_also_if_nobody_joined_before(tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     assert code(site.answer(message := train(site), ""), message) == "ok"  # the first line of all
-    folder = site.book.folder
-    site.book.close()
+    folder = site.store.folder
+    site.store.close()
     for gone in ((LOG,), (HEAD,), (LOG, HEAD), (LOG, HEAD, LOCK)):
         files = files_of(folder)
         for name in gone:
@@ -212,26 +213,26 @@ def test_a_log_that_is_deleted_is_missed_also_if_nobody_joined_before(tiny, tmp_
 def test_a_log_that_is_deleted_before_anything_was_trained_is_missed(tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     site.answer(pack(Request("join", RUN, only_client(site).recipe.digest)), "")
-    site.book.close()
+    site.store.close()
     for name in (LOG, HEAD):
-        (site.book.folder / name).unlink()
+        (site.store.folder / name).unlink()
     with pytest.raises(ValueError, match=f"{LOG}: it is an older copy: {LOCK} tells of a line 1 that is not in it"):
-        SiteStore(site.book.folder)
+        SiteStore(site.store.folder)
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "emptied", "shortened"])
 def test_nothing_leaves_once_the_log_was_touched_beside_a_running_worker(how, tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     site.answer(train(site), "")
-    older = files_of(site.book.folder)
+    older = files_of(site.store.folder)
     site.answer(train(site), "")
-    log = site.book.folder / LOG
+    log = site.store.folder / LOG
     if how == "deleted":
         log.unlink()
     elif how == "replaced":
         (tmp_path / "older").write_bytes(older[LOG])
         (tmp_path / "older").replace(log)
-        (site.book.folder / HEAD).write_bytes(older[HEAD])
+        (site.store.folder / HEAD).write_bytes(older[HEAD])
     else:
         log.write_bytes(b"" if how == "emptied" else older[LOG])
     for _ in range(2):
@@ -259,7 +260,7 @@ def test_a_former_run_that_is_put_back_is_not_continued(tiny, tmp_path):
     with pytest.raises(ValueError, match="is an older copy"):
         book.load(RUN)
     (folder / former).write_bytes(now[former])
-    assert book.load(RUN).round == 1
+    assert book.load(RUN).training.round == 1
     assert {state.run for state in read_runs(folder)[0]} == {RUN, OTHER_RUN}
 
 
@@ -267,10 +268,10 @@ def test_runs_that_are_trained_in_turn_are_each_known_once(tmp_path):
     book = SiteStore(tmp_path)
     for number, run in enumerate([RUN, OTHER_RUN, RUN, OTHER_RUN, RUN]):
         state = book.load(run)
-        assert state.trained == number // 2
-        state.trained += 1
-        book.commit(state, book.total, number + 1, None)
-    assert [(state.run, state.trained) for state in read_runs(tmp_path)[0]] == [(RUN, 3), (OTHER_RUN, 2)]
+        assert state.training.num_rounds == number // 2
+        state = replace(state, training=replace(state.training, num_rounds=state.training.num_rounds + 1))
+        book.commit(state, replace(book.totals, rounds=number + 1))
+    assert [(state.run, state.training.num_rounds) for state in read_runs(tmp_path)[0]] == [(RUN, 3), (OTHER_RUN, 2)]
     book.close()
     assert refusal(tmp_path) == ""
 
@@ -282,12 +283,12 @@ def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monke
     """Between the state, the line, its head and the lock file: the folder is accepted, and the reply comes again."""
     whole = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0, may_send=())
     whole.answer(train(whole), "")
-    before = files_of(whole.book.folder)
+    before = files_of(whole.store.folder)
     client = only_client(whole)
     shared = {f"shared/{key}": value for key, value in client.recipe.template.initial.items()}
     message = pack(Request("evaluate", RUN, client.recipe.digest, 1), shared)  # takes no time, and is committed
     reply = whole.answer(message, "")
-    whole.book.close()
+    whole.store.close()
     finished = False
     for stop in range(1, 60):
         folder = tmp_path / f"killed-{stop}"
@@ -312,12 +313,12 @@ def test_a_kill_at_any_step_of_an_answer_is_no_false_alarm(tiny, tmp_path, monke
                 finished = True
             except Stopped:
                 pass
-        site.book.close()
+        site.store.close()
         again = type(whole)(SiteStore(folder), whole.clients, whole.may_send)
         assert again.answer(message, "") == reply
-        assert again.book.current().scored == 1
+        assert again.store.current().scoring.round == 1
         main(["deploy", "audit", str(folder)])
-        again.book.close()
+        again.store.close()
         if finished:
             break
     assert finished and stop > 8
@@ -334,10 +335,10 @@ def test_a_state_of_a_commit_that_failed_late_is_on_the_disk_before_it_counts(ti
     synced = []
     monkeypatch.setattr("perada.deploy.state.sync", synced.extend)
     assert code(site.answer(message, ""), message) == "ok"
-    assert synced == [site.book.folder / SITE_STATE, site.book.folder]
-    assert site.book.commits == 2
-    site.book.close()
-    assert refusal(site.book.folder) == ""
+    assert synced == [site.store.folder / SITE_STATE, site.store.folder]
+    assert site.store.commits == 2
+    site.store.close()
+    assert refusal(site.store.folder) == ""
 
 
 def test_the_number_in_log_and_state_counts_every_commit(tiny, tmp_path):
@@ -349,7 +350,7 @@ def test_the_number_in_log_and_state_counts_every_commit(tiny, tmp_path):
         put_back(tmp_path / "copy", files, {}, ())
         assert read_log(tmp_path / "copy").entries[-1]["commits"] == written, kind
         if before is not None:
-            assert read_state(tmp_path / "copy" / SITE_STATE)[1]["commits"] == written
+            assert read_state(tmp_path / "copy" / SITE_STATE).committed.commits == written
         assert HighWaterMark.unpack(files[LOCK]).commits == written
     assert written == 2 * 4  # a round's training, its vector, its scores and theirs
 
@@ -359,25 +360,25 @@ def test_a_lock_file_that_is_lost_or_damaged_is_no_reason_to_refuse(content, tin
     """It may hold a mixture after a power failure, and an operator may take it for a lock that was left."""
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     site.answer(train(site), "")
-    site.book.close()
-    (site.book.folder / LOCK).write_bytes(content)
-    assert refusal(site.book.folder) == ""
+    site.store.close()
+    (site.store.folder / LOCK).write_bytes(content)
+    assert refusal(site.store.folder) == ""
 
 
 def test_after_an_older_state_was_accepted_the_next_copy_is_noticed_again(tiny, tmp_path):
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
-    folder = site.book.folder
+    folder = site.store.folder
     site.answer(train(site), "")
     first = files_of(folder)
     site.answer(train(site, 1), "")
-    site.book.close()
+    site.store.close()
     (folder / SITE_STATE).write_bytes(first[SITE_STATE])
     main(["deploy", "audit", str(folder), "--begin"])
     again = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     for round in (1, 2):
         message = train(again, round)
         assert code(again.answer(message, ""), message) == "ok"
-    again.book.close()
+    again.store.close()
     (folder / SITE_STATE).write_bytes(first[SITE_STATE])
     assert "is an older copy: it was written once, and line 3 of audit.jsonl tells of 3 times" in refusal(folder)
     main(["deploy", "audit", str(folder), "--begin"])
@@ -390,8 +391,8 @@ def test_a_log_that_was_being_begun_can_be_begun_once_more(tiny, tmp_path, monke
     site = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
     for round in range(2):
         site.answer(train(site, round), "")
-    site.book.close()
-    folder = site.book.folder
+    site.store.close()
+    folder = site.store.folder
     with monkeypatch.context() as patch:
 
         def stopped(*_):

@@ -33,7 +33,7 @@ def test_logs_status_and_audit_count_the_rounds_of_a_run_from_one(tiny, tmp_path
     assert [row["round"] for row in progress.history] == [0, 1, 2]  # for programs
 
     for worker in workers.values():
-        worker.book.close()
+        worker.store.close()
     main(["deploy", "audit", str(tmp_path / "site0")])
     rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
     audited = {row[5]: [] for row in rows if len(row) > 5}
@@ -55,7 +55,7 @@ def test_a_refusal_names_the_round_that_the_server_shows(tiny, tmp_path, caplog,
     worker = Parties(tiny, tmp_path, rounds=2).worker(0)
     worker.answer(train(worker, 0), "")
     kind, round = order
-    run = worker.book.current().run
+    run = worker.store.current().run
     digest = next(iter(worker.clients))
     worker.answer(pack(Request(kind, run, digest, round, 0, 3)), "")
     assert says in caplog.text

@@ -66,7 +66,7 @@ def test_with_too_few_sites_a_round_ends_by_the_deadline_and_names_who_is_missin
     again = parties.coordinator(LocalTransport(workers), resume=True)
     again.run()
     for worker in workers.values():
-        worker.book.close()
+        worker.store.close()
     plain = Parties(tiny, tmp_path / "plain").deployed()[0]
     assert equal(state(again), state(plain))
 
@@ -158,12 +158,12 @@ def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monk
         with pytest.raises(Stopped):
             first.run()
     first.close()
-    trained = {name: worker.book.current().trained for name, worker in workers.items()}
+    trained = {name: worker.store.current().training.num_rounds for name, worker in workers.items()}
     assert set(trained.values()) == {2}
     again = parties.coordinator(LocalTransport(workers), resume=True)
     assert again.progress.done == 1
     again.run()
-    assert {worker.book.current().trained for worker in workers.values()} == {3}
+    assert {worker.store.current().training.num_rounds for worker in workers.values()} == {3}
     assert equal(state(again), state(plain))
     keys = ("round", "train/local_loss", "personal/local_test")
     ours, theirs = again.progress.history, plain.progress.history
@@ -186,7 +186,7 @@ def uninterrupted(tiny, tmp_path_factory):
     made = Parties(tiny, folder, "ditto")
     coordinator, workers = made.deployed()
     for worker in workers.values():
-        worker.book.close()
+        worker.store.close()
     with (folder / "server" / "metrics.csv").open() as file:
         return state(coordinator), untimed(csv.DictReader(file))
 
@@ -221,7 +221,7 @@ def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
     again = parties.coordinator(LocalTransport(workers), resume=(tmp_path / "server" / records.SERVER_STATE).exists())
     again.run()
     assert equal(state(again), uninterrupted[0])
-    assert {worker.book.rounds for worker in workers.values()} == {2}
+    assert {worker.store.totals.rounds for worker in workers.values()} == {2}
     with (tmp_path / "server" / records.METRICS).open() as file:
         assert untimed(csv.DictReader(file)) == uninterrupted[1]
 
@@ -230,17 +230,17 @@ def test_a_server_from_an_older_copy_says_who_is_ahead(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, "ditto", rounds=3, every=3)
     workers = parties.workers()
     first = parties.coordinator(LocalTransport(workers))
-    first._round()
+    first._run_round()
     shutil.copytree(tmp_path / "server", tmp_path / "copy")
-    first._round()
-    first._round()
+    first._run_round()
+    first._run_round()
     first.close()
     shutil.rmtree(tmp_path / "server")
     shutil.move(tmp_path / "copy", tmp_path / "server")
     again = parties.coordinator(LocalTransport(workers), resume=True, deadline=1.0)
     with pytest.raises(TimeoutError, match=r"missing: site\d \(past\), site\d \(past\), site\d \(past\)"):
         again.run()
-    assert {worker.book.rounds for worker in workers.values()} == {3}
+    assert {worker.store.totals.rounds for worker in workers.values()} == {3}
 
 
 def test_a_site_from_an_older_copy_takes_part_again(tiny, tmp_path):
@@ -249,16 +249,16 @@ def test_a_site_from_an_older_copy_takes_part_again(tiny, tmp_path):
     workers = parties.workers()
     transport = LocalTransport(workers)
     coordinator = parties.coordinator(transport)
-    coordinator._round()
+    coordinator._run_round()
     shutil.copytree(tmp_path / "site0", tmp_path / "copy")
-    coordinator._round()
-    workers["site0"].book.close()
+    coordinator._run_round()
+    workers["site0"].store.close()
     shutil.rmtree(tmp_path / "site0")
     shutil.copytree(tmp_path / "copy", tmp_path / "site0")
     transport.workers["site0"] = workers["site0"] = parties.worker(0)
     coordinator.run()
     assert [len(record.answered) for record in coordinator.progress.records] == [3, 3, 3]
-    assert workers["site0"].book.current().trained == 2
+    assert workers["site0"].store.current().training.num_rounds == 2
 
 
 def test_a_reply_may_have_the_bytes_of_the_recipes_arrays_and_no_more(tiny, tmp_path, monkeypatch):
@@ -267,12 +267,12 @@ def test_a_reply_may_have_the_bytes_of_the_recipes_arrays_and_no_more(tiny, tmp_
     transport = LocalTransport(workers)
     coordinator = parties.coordinator(transport, min_sites=2)
     arrays = sum(value.numel() * value.element_size() for value in coordinator.recipe.template.sent.values())
-    assert transport.most == arrays + 2**22 + 8  # and a table
+    assert transport.max_bytes == arrays + 2**22 + 8  # and a table
     (client,) = workers["site0"].clients.values()
     arrays = sum(value.numel() * value.element_size() for value in client.recipe.template.initial.values())
-    assert workers["site0"].most == arrays + 2**22 + 8
+    assert workers["site0"].max_bytes == arrays + 2**22 + 8
     real = workers["site1"].answer
-    monkeypatch.setattr(workers["site1"], "answer", lambda *given: real(*given).ljust(transport.most + 1, b"\0"))
+    monkeypatch.setattr(workers["site1"], "answer", lambda *given: real(*given).ljust(transport.max_bytes + 1, b"\0"))
     found = transport.exchange({"site1": pack({})}, 1, 1.0)
     assert found == {"site1": Failure("malformed")}
 
@@ -295,9 +295,9 @@ def test_sites_join_later_and_leave(tiny, tmp_path):
     everyone = parties.workers()
     transport = Troubled({name: everyone[name] for name in ("site0", "site1")})
     coordinator = parties.coordinator(transport, min_sites=1)
-    coordinator._round()
+    coordinator._run_round()
     transport.workers["site2"] = everyone["site2"]
-    coordinator._round()
+    coordinator._run_round()
     del transport.workers["site0"]
     coordinator.run()
     assert transport.asked == [["site0", "site1"], ["site0", "site1", "site2"], ["site1", "site2"]]
@@ -339,7 +339,7 @@ def test_a_poisoned_site_moves_nothing_further_than_honest_ones(given, tiny, tmp
     parties.folder = tmp_path / "again"
     coordinator = parties.coordinator(transport)
     record = coordinator.run().records[0]
-    assert set(record.far) == {"site1"}
+    assert set(record.outliers) == {"site1"}
     for key, value in coordinator.server.global_state.items():
         honest = torch.stack([transport.sent["site0"][key], transport.sent["site2"][key]])
         assert ((value >= honest.amin(0)) & (value <= honest.amax(0))).all()
@@ -354,9 +354,13 @@ def test_privacy_of_whole_sites_counts_those_who_answered(tiny, tmp_path):
     coordinator = parties.coordinator(Troubled(parties.workers(), gone), min_sites=2, deadline=4)
     before = state(coordinator)
     coordinator.run()
-    assert coordinator.roster.level.options.secure_rng
-    assert [len(coordinator.roster.level.ledgers.server.history(client)) for client in range(3)] == [1, 1, 1]
-    assert [coordinator.roster.level.ledgers.server.history(client)[1.0, 1.0] for client in range(3)] == [2, 2, 1]
+    assert coordinator.roster.client_level.options.secure_rng
+    assert [len(coordinator.roster.client_level.ledgers.server.history(client)) for client in range(3)] == [1, 1, 1]
+    assert [coordinator.roster.client_level.ledgers.server.history(client)[1.0, 1.0] for client in range(3)] == [
+        2,
+        2,
+        1,
+    ]
     moved = torch.cat([(value - before[key]).flatten() for key, value in coordinator.server.global_state.items()])
     # Two rounds' noise in the mean of 3 and of 2 sites; the clipped changes are at most 1e-3 long in all.
     expected = 1e-3 * math.sqrt(1 / 9 + 1 / 4)

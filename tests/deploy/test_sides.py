@@ -61,7 +61,7 @@ def files(subset):
 def served(path):
     """Names of the test and training images of a site that starts."""
     worker = make_worker(read_site(path))
-    worker.book.close()
+    worker.store.close()
     (client,) = worker.clients.values()
     return [files(client.data.data.test[0]), files(client.data.data.train[0])]
 

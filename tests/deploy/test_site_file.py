@@ -65,16 +65,16 @@ def test_numbers_are_read_as_people_write_them(tmp_path):
         ({"name": "../x"}, "name='../x' cannot be used"),
         ({"more": 1}, "entry='more' is unknown"),
         ({"may_send": ["images"]}, "may_send='images' is unknown"),
-        ({"may_send": "sizes"}, "may_send='sizes' cannot be used"),
+        ({"may_send": "sizes"}, "may_send must be a list of .*, got 'sizes'"),
         ({"limits": {"max_epsilon": -1}}, "max_epsilon=-1 cannot be used"),
         ({"name": "CHANGE-ME"}, "name is still CHANGE-ME; give the name that the server registered"),
         ({"limits": {"delta": 1}}, "delta=1 cannot be used"),
         ({"limits": {"delta": "little"}}, "delta='little' cannot be used"),
-        ({"recipes": [{"recipe": "recipe.yaml", "digest": "ab" * 32}]}, "stands there without its sha256"),
+        ({"recipes": [{"recipe": "recipe.yaml", "digest": "ab" * 32}]}, "has a digest and no sha256"),
         ({"limits": {"accountant": "gdp"}}, "accountant='gdp' is unknown"),
         ({"limits": {"epsilon": 1}}, "limits='epsilon' is unknown"),
         ({"data": None}, "data=None cannot be used"),
-        ({"recipes": []}, "recipes=.* cannot be used"),
+        ({"recipes": []}, "recipes must be a list of entries .*, got "),
         ({"recipes": [{"recipe": "recipe.yaml", "digest": "12"}]}, "digest='12' cannot be used"),
         ({"recipes": [{"recipe": "none.yaml"}]}, "none.yaml' is not there"),
     ],
@@ -122,7 +122,7 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     for folder in ("out/client_0", "out/global", "server/global"):
         assert (tmp_path / folder / "adapter_model.safetensors").is_file()
     exported = load_file(tmp_path / "out" / "client_0" / "adapter_model.safetensors").values()
-    (kept,) = read_state(tmp_path / "b" / "state" / "state.safetensors")[0].kept.values()
+    (kept,) = read_state(tmp_path / "b" / "state" / "state.safetensors")[0].training.client_state.values()
     assert len(exported) == len(kept) == 2
     assert all(any(torch.equal(value, own[0]) for own in kept.values()) for value in exported)
     main(["report", "srv"])

@@ -56,7 +56,7 @@ def code(reply, message):
 
 
 def state_bytes(worker):
-    path = worker.book.folder / "state.safetensors"
+    path = worker.store.folder / "state.safetensors"
     return path.read_bytes() if path.exists() else None
 
 
@@ -165,7 +165,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monk
     messages = [train(whole), train(whole, 1)]
     replies = [whole.answer(message, "") for message in messages]
     final = state_bytes(whole)
-    whole.book.close()
+    whole.store.close()
     where = {"open": "builtins.open", "fsync": "os.fsync", "replace": "os.replace", "sync": "perada.core.files.sync"}
     real = {"open": open, "fsync": os.fsync, "replace": os.replace, "sync": sync}
     places = [("open", False), *((name, after) for name in list(where)[1:] for after in (False, True))]
@@ -197,7 +197,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(first, tiny, tmp_path, monk
                 continue
             assert again.answer(message, "") == reply
         assert untimed(state_bytes(again)) == untimed(final) != final
-        again.book.close()
+        again.store.close()
 
 
 class Canaries(Dataset):
@@ -252,8 +252,8 @@ def test_the_server_of_a_private_run_does_not_learn_that_an_image_cannot_be_read
         with caplog.at_level(logging.WARNING):
             reply = one.answer(message, "")
         assert code(reply, message) == "ok"
-        state = one.book.load(RUN)
-        for kept in state.kept["personal"], unpack(reply, spec_of(start))[1]:
+        state = one.store.load(RUN)
+        for kept in state.training.client_state["personal"], unpack(reply, spec_of(start))[1]:
             assert not any(torch.equal(value.flatten(), start[key].flatten()) for key, value in kept.items())
     assert "patient 4711" in caplog.text and "it is in no batch" in caplog.text
 
@@ -318,16 +318,16 @@ def test_a_private_site_keeps_one_ledger_entry_a_round_and_stops_itself(tiny, tm
         assert set(facts) == {"epsilon"}  # no loss
         assert facts["epsilon"]["release"] == pytest.approx(spent[round])
         replies.append(reply)
-    assert worker.book.total.history(0) == {(sigma, rate): 2 * steps}
-    folder = worker.book.folder
-    worker.book.close()
+    assert worker.store.totals.ledger.history(0) == {(sigma, rate): 2 * steps}
+    folder = worker.store.folder
+    worker.store.close()
     limited = private(tiny, tmp_path).worker(0, max_epsilon=(spent[1] + spent[2]) / 2, delta=delta)
-    assert limited.book.folder == folder
+    assert limited.store.folder == folder
     for run in (RUN, "cd" * 16):  # nor does another run begin at zero
         client = only_client(limited)
         message = pack(Request("train", run, client.recipe.digest, 2, clients=3), sending(client))
         assert code(limited.answer(message, ""), message) == "exhausted"
-    assert limited.book.total.history(0) == {(sigma, rate): 2 * steps}
+    assert limited.store.totals.ledger.history(0) == {(sigma, rate): 2 * steps}
 
 
 @pytest.mark.parametrize("own", [None, 1e6])
@@ -361,8 +361,8 @@ def test_a_server_that_begins_anew_under_another_name_gets_no_second_budget(tiny
     worker = parties.worker(0)
     asked = [train(worker), train(worker, 1), other_run(worker)]
     assert [code(worker.answer(message, ""), message) for message in asked] == ["ok", "exhausted", "exhausted"]
-    assert worker.book.total.history(0) == {(1.0, 4 / 9): 10}
-    worker.book.close()
+    assert worker.store.totals.ledger.history(0) == {(1.0, 4 / 9): 10}
+    worker.store.close()
     generous = parties.worker(0, max_epsilon=history_epsilon({(1.0, 4 / 9): 40}, 1e-5, "rdp"))
     assert code(generous.answer(asked[2], ""), asked[2]) == "ok"  # the site's own word counts
 
@@ -382,7 +382,7 @@ def test_without_any_limit_a_site_trains_one_whole_run_and_no_more(tiny, tmp_pat
         message = pack(order, sending(only_client(worker)))
         codes.append(code(worker.answer(message, ""), message))
     assert codes == ["ok"] * 4 + ["exhausted"] * 11
-    assert worker.book.total.history(0) == {(1.0, 4 / 9): 4 * 10}
+    assert worker.store.totals.ledger.history(0) == {(1.0, 4 / 9): 4 * 10}
 
 
 @pytest.mark.parametrize(("accountant", "own"), [("prv", "rdp"), ("rdp", "prv")])
@@ -408,7 +408,7 @@ def test_each_run_has_ledgers_of_its_own(tiny, tmp_path):
     ):
         facts = read_header(worker.answer(message, ""))["facts"]
         assert facts["epsilon"]["release"] == pytest.approx(spent[expected])
-    assert worker.book.total.history(0) == {(1.0, 4 / 9): 40}
+    assert worker.store.totals.ledger.history(0) == {(1.0, 4 / 9): 40}
 
 
 def test_what_was_trained_without_privacy_is_in_the_ledger(tiny, tmp_path):
@@ -416,12 +416,12 @@ def test_what_was_trained_without_privacy_is_in_the_ledger(tiny, tmp_path):
     bare = Parties(tiny, tmp_path, "ditto", rounds=4).worker(0)
     message = train(bare)
     assert code(bare.answer(message, ""), message) == "ok"
-    assert bare.book.total.epsilon(0, 1e-5) == float("inf")
-    bare.book.close()
+    assert bare.store.totals.ledger.epsilon(0, 1e-5) == float("inf")
+    bare.store.close()
     limited = private(tiny, tmp_path).worker(0, max_epsilon=1e6)
     message = other_run(limited)
     assert code(limited.answer(message, ""), message) == "exhausted"
-    limited.book.close()
+    limited.store.close()
     free = private(tiny, tmp_path, max_epsilon=1e3).worker(0)  # its limit is of what was trained with privacy
     assert code(free.answer(message, ""), message) == "ok"
 
@@ -458,7 +458,7 @@ def test_batches_drawn_in_two_ways_are_not_in_one_ledger(tiny, tmp_path):
         worker = private(tiny, tmp_path, sampling=sampling).worker(0, max_epsilon=1e6)
         message = other_run(worker) if sampling == "shuffle" else train(worker)
         assert code(worker.answer(message, ""), message) == expected
-        worker.book.close()
+        worker.store.close()
 
 
 def test_fine_tuning_comes_after_the_last_round_alone(tiny, tmp_path):
@@ -476,7 +476,7 @@ def test_a_limit_of_runs(tiny, tmp_path):
     worker = Parties(tiny, tmp_path, rounds=3).worker(0, max_runs=1)
     asked = [train(worker), other_run(worker), train(worker, 1)]
     assert [code(worker.answer(message, ""), message) for message in asked] == ["ok", "exhausted", "ok"]
-    assert not (worker.book.folder / "runs").exists()
+    assert not (worker.store.folder / "runs").exists()
 
 
 def test_a_site_scores_one_state_a_round(site):
@@ -498,10 +498,10 @@ def test_a_site_scores_one_state_a_round(site):
     replies = [site.answer(message, "") for message in asked]
     codes = [code(reply, message) for reply, message in zip(replies, asked, strict=True)]
     assert codes == ["ok", "ok", "other", "past", "ok"]
-    assert not site.book.current().shared  # of three rounds
+    assert not site.store.current().scoring.global_state  # of three rounds
     last = evaluation(3)
     assert code(site.answer(last, ""), last) == "ok"
-    assert set(site.book.current().shared) == set(initial)
+    assert set(site.store.current().scoring.global_state) == set(initial)
     assert replies[0] == replies[1]
     assert "counts" in read_header(replies[0])["facts"]
 
@@ -521,7 +521,7 @@ def test_a_disk_that_is_full_changes_nothing(site, monkeypatch):
                 site.answer(messages[1], "")
             assert LocalTransport({"a": site}).exchange({"a": messages[1]}, 1, 9.0) == {"a": Failure("crashed")}
     assert state_bytes(site) == before
-    names = sorted(path.name for path in site.book.folder.iterdir())
+    names = sorted(path.name for path in site.store.folder.iterdir())
     assert names == ["audit.head", "audit.jsonl", "lock", "state.safetensors"]
     assert code(site.answer(messages[1], ""), messages[1]) == "ok"
 
@@ -551,25 +551,25 @@ def fails_at(number):
 
 def test_the_account_of_another_run_is_not_taken_for_that_of_a_run(site):
     site.answer(train(site), "")
-    first = site.book.current().run
+    first = site.store.current().run
     site.answer(other_run(site), "")
-    former = site.book.folder / "runs" / f"{first}.safetensors"
-    former.write_bytes((site.book.folder / "state.safetensors").read_bytes())
+    former = site.store.folder / "runs" / f"{first}.safetensors"
+    former.write_bytes((site.store.folder / "state.safetensors").read_bytes())
     with pytest.raises(ValueError, match=rf"{first}\.safetensors' holds the run {'cd' * 16}; restore it from a copy"):
-        site.book.load(first)
+        site.store.load(first)
 
 
 def test_a_ledger_that_was_taken_away_is_missed(site):
     for message in (train(site), other_run(site)):
         site.answer(message, "")
-    site.book.close()
-    (site.book.folder / "state.safetensors").unlink()
+    site.store.close()
+    (site.store.folder / "state.safetensors").unlink()
     for _ in range(2):  # and the folder is free again
         with pytest.raises(ValueError, match=r"has lost its state\.safetensors"):
-            SiteStore(site.book.folder)
-    (site.book.folder / "lock").unlink()
+            SiteStore(site.store.folder)
+    (site.store.folder / "lock").unlink()
     with pytest.raises(ValueError, match=r"has lost its state\.safetensors"):
-        SiteStore(site.book.folder)
+        SiteStore(site.store.folder)
 
 
 def test_a_state_folder_that_others_can_write_to_is_refused(tmp_path):
@@ -583,11 +583,11 @@ def test_what_a_crash_left_of_a_file_is_not_written_into(site, tmp_path):
     theirs = tmp_path / "theirs"
     theirs.write_bytes(b"")
     theirs.chmod(0o666)
-    os.link(theirs, site.book.folder / ".state.safetensors.partial")
+    os.link(theirs, site.store.folder / ".state.safetensors.partial")
     message = train(site)
     assert code(site.answer(message, ""), message) == "ok"
     assert theirs.read_bytes() == b""
-    assert stat.S_IMODE((site.book.folder / "state.safetensors").stat().st_mode) == 0o600
+    assert stat.S_IMODE((site.store.folder / "state.safetensors").stat().st_mode) == 0o600
 
 
 def test_a_limit_refuses_recipes_without_privacy(tiny, tmp_path):
@@ -597,12 +597,12 @@ def test_a_limit_refuses_recipes_without_privacy(tiny, tmp_path):
 
 def test_a_folder_has_one_worker(site):
     with pytest.raises(OSError, match="is in use by another worker"):
-        SiteStore(site.book.folder)
+        SiteStore(site.store.folder)
 
 
 def test_a_damaged_state_is_named(site):
     site.answer(train(site), "")
-    path = site.book.folder / "state.safetensors"
+    path = site.store.folder / "state.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="is damaged"):
         read_state(path)
@@ -622,15 +622,15 @@ def test_runs_that_take_turns_keep_their_states(site):
 
 def test_a_worker_answers_one_message_at_a_time(site):
     message = train(site)
-    with site._turn, ThreadPoolExecutor(2) as pool:
+    with site._answering, ThreadPoolExecutor(2) as pool:
         replies = [pool.submit(site.answer, message, "") for _ in range(2)]
         time.sleep(0.3)
         assert not any(reply.done() for reply in replies)
-        site._turn.release()
+        site._answering.release()
         first, second = (reply.result() for reply in replies)
-        site._turn.acquire()
+        site._answering.acquire()
     assert first == second and code(first, message) == "ok"
-    assert site.book.rounds == 1
+    assert site.store.totals.rounds == 1
 
 
 def test_one_client_of_many_is_served_as_in_a_simulation(tiny):

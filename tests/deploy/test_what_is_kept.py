@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from perada.deploy.protocol import TABLE, read_header
+from perada.deploy.protocol import MAX_TABLE_BYTES, read_header
 from perada.deploy.server import progress as records
 from perada.deploy.state import SITE_FORMAT, SiteStore, read_nested, write_nested
 from perada.deploy.transport import Failure, LocalTransport
@@ -23,7 +23,7 @@ def test_a_long_run_of_many_sites_is_read_as_it_was_written(tmp_path):
     progress.records = [records.RoundRecord(round, names, names, {}, {"hospital-1": math.inf}) for round in range(3000)]
     progress.history = [{"round": float(round), "a": math.inf, "b": math.nan, "c": 0.1} for round in range(3000)]
     records.write_progress(tmp_path, progress, {"global": {"w": torch.ones(2)}, "server": {}})
-    assert (tmp_path / records.SERVER_STATE).stat().st_size > TABLE
+    assert (tmp_path / records.SERVER_STATE).stat().st_size > MAX_TABLE_BYTES
     found, states = records.read_progress(tmp_path)
     assert found.records == progress.records and found.roster == progress.roster
     assert found.history[-1]["a"] == math.inf and math.isnan(found.history[0]["b"]) and found.history[7]["c"] == 0.1
@@ -45,7 +45,7 @@ def test_a_fine_tuning_with_too_few_sites_can_be_repeated(tiny, tmp_path):
     again = parties.coordinator(LocalTransport(workers), min_sites=2, resume=True)
     progress = again.run()
     assert progress.tuned and progress.done == 1
-    assert [worker.book.current().trained for worker in workers.values()] == [2, 2, 2]
+    assert [worker.store.current().training.num_rounds for worker in workers.values()] == [2, 2, 2]
 
 
 def test_a_state_of_another_format_is_refused_by_both_numbers(tmp_path):
@@ -60,10 +60,10 @@ def test_a_state_of_another_format_is_refused_by_both_numbers(tmp_path):
 
 def test_a_ledger_that_was_removed_is_missed(tiny, tmp_path):
     worker = Parties(tiny, tmp_path, "ditto", rounds=3).worker(0)
-    folder = worker.book.folder
+    folder = worker.store.folder
     assert SiteStore(tmp_path / "new").current() is None
     assert read_header(worker.answer(train(worker), ""))["code"] == "ok"
-    worker.book.close()
+    worker.store.close()
     (folder / "state.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has lost its state.safetensors, .* restore it from a copy"):
         SiteStore(folder)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Flower app of a recipe: its folder, which `perada deploy init` writes, and its halves at the server and a site.
+"""The Flower app of a recipe: its folder, which `perada deploy init` writes, and its two sides at server and site.
 
-Flower starts a process for each message at a site. It imports no torch, and needs the worker's socket in the
-SuperNode's configuration: ``--node-config 'socket="/run/perada/site.sock"'``. Whatever goes wrong leaves as a code.
+At a site Flower starts a process for each message. It imports no torch, and needs the path of the worker's socket in
+the SuperNode's configuration: ``--node-config 'socket="/run/perada/site.sock"'``. Any failure leaves as a code.
 """
 
 import hashlib
@@ -30,66 +30,87 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
-FILES = Path(__file__).with_name("files")
-"""Templates of what is written, at their places in the folder."""
+TEMPLATES = Path(__file__).with_name("files")
+"""Templates of the files that are written, at their places in the folder."""
 Serve = Callable[[Path, Transport, Terms, Path, Monitoring], None]
-"""Runs a recipe over a transport: its file, the transport, the terms, the folder for the server's state, how it is
-watched."""
-_APP = "[a-z][a-z0-9-]{0,40}"
-POLL = 0.5
+"""Runs a recipe: its file, the transport, the terms, the server's state folder, and how the run is monitored."""
+POLL_INTERVAL = 0.5
 """Seconds between two looks for a reply."""
-CHECK = 10 * POLL
-"""Seconds between two looks whether a site's SuperNode was started anew."""
+NODE_CHECK_INTERVAL = 10 * POLL_INTERVAL
+"""Seconds between two looks for SuperNodes that were restarted."""
+_APP_NAME = "[a-z][a-z0-9-]{0,40}"
 _PAYLOAD = "payload"
-_KIND = "perada.bytes"  # not numpy's: nothing but our own code reads it
-_CODES = {
+_ARRAY_TYPE = "perada.bytes"  # not numpy's: only perada's own code reads it
+_FAILURE_OF_FLOWER_CODE = {
     3: "unreachable",  # the SuperLink does not know the message any more
     4: "late",  # the message expired before a reply came
     5: "unreachable",  # the SuperNode is not heard from
     6: "refused",  # by a mod
     7: "refused",  # the site did not trust the app
 }
-"""What Flower's codes mean; others are of a ClientApp that crashed. The texts beside them are a site's and not read."""
+"""Meaning of Flower's error codes (flwr 1.41); all others are of a ClientApp that crashed.
+
+The texts beside them come from a site, and are not read.
+"""
+Node = tuple[int, str]
+"""Id of a SuperNode, and when the SuperLink activated it."""
 
 log = logging.getLogger("perada.deploy")
 
 
 def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> None:
-    """Write the app of a recipe, whose ``digest`` sites approve; ``name`` is the app's.
+    """Write the app of a recipe, with unit files for systemd, a ``site.yaml`` and a README beside it.
 
-    Beside it there are unit files for systemd, a ``site.yaml`` of sites that reach the server as ``host``, a README.
+    Args:
+        folder: Folder to write, which must not exist.
+        name: Name of the app.
+        recipe: Content of the recipe's file.
+        digest: Digest that sites approve.
+        host: Name or address by which sites reach the server.
     """
     check_target(folder, name)
-    sha256 = hashlib.sha256(recipe.encode()).hexdigest()
-    values = {"name": name, "sha256": sha256, "digest": digest, "host": host}
-    values["hides"] = "" if re.search(r"^[^#\n]*secure_sums", recipe, re.MULTILINE) else "# "
+    has_secure_sums = re.search(r"^[^#\n]*secure_sums", recipe, re.MULTILINE)
     options = vars(Terms()) | vars(Monitoring())
-    values["config"] = "\n".join(f"{key} = {json.dumps(value)}" for key, value in options.items())  # in TOML
-    for template in sorted(path for path in FILES.rglob("*") if path.is_file()):
-        target = folder / template.relative_to(FILES).with_suffix("")  # NAME.tmpl
+    values = {
+        "name": name,
+        "sha256": hashlib.sha256(recipe.encode()).hexdigest(),
+        "digest": digest,
+        "host": host,
+        "hides": "" if has_secure_sums else "# ",  # comments the section out
+        "config": "\n".join(f"{key} = {json.dumps(value)}" for key, value in options.items()),  # JSON is TOML here
+    }
+    for template in sorted(path for path in TEMPLATES.rglob("*") if path.is_file()):
+        target = folder / template.relative_to(TEMPLATES).with_suffix("")  # NAME.tmpl
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(Template(template.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")
-    for place in (folder / "app" / "perada_app", folder / "site"):
-        (place / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        content = Template(template.read_text(encoding="utf-8")).substitute(values)
+        target.write_text(content, encoding="utf-8")
+    for subfolder in (folder / "app" / "perada_app", folder / "site"):
+        (subfolder / "recipe.yaml").write_text(recipe, encoding="utf-8")
 
 
 def check_target(folder: Path, name: str) -> None:
-    """Refuse a name that no app can have, by a ValueError, and a folder that has something, by a FileExistsError."""
-    if not re.fullmatch(_APP, name):
+    """Check that an app can be written.
+
+    Raises:
+        ValueError: If the name cannot be an app's.
+        FileExistsError: If the folder is not empty.
+    """
+    if not re.fullmatch(_APP_NAME, name):
         raise ValueError(f"{name!r} is not a name of an app; give small letters, digits and dashes, a letter first")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{str(folder)!r} is there already; give another folder")
 
 
 def server_app(serve: Serve, recipe: Path) -> "ServerApp":
-    """What the folder's app is at the server: it reads the terms of the run and hands Flower's grid on."""
+    """Return the app's side at the server, which reads the terms of the run and serves it over Flower's grid."""
     from flwr.serverapp import ServerApp
 
     def main(grid: "Grid", context: "Context") -> None:
         from flwr.supercore.utils import get_flwr_home
 
         terms = Terms.of(context.run_config)
-        state = Path(terms.state or get_flwr_home() / "perada" / str(context.run_config["digest"]))
+        default_state = get_flwr_home() / "perada" / str(context.run_config["digest"])
+        state = Path(terms.state or default_state)
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         serve(recipe, FlowerTransport(grid), terms, state, Monitoring.of(context.run_config))
 
@@ -99,7 +120,7 @@ def server_app(serve: Serve, recipe: Path) -> "ServerApp":
 
 
 def client_app() -> "ClientApp":
-    """What the folder's app is at a site: it passes a message on to the worker, and the answer back."""
+    """Return the app's side at a site, which passes a message on to the worker, and its reply back."""
     from flwr.clientapp import ClientApp
 
     app = ClientApp()
@@ -108,158 +129,192 @@ def client_app() -> "ClientApp":
 
 
 def pass_on(message: "Message", context: "Context") -> "Message":
-    """Have the worker answer. A text that Flower would send of an exception is never made."""
+    """Have the worker answer a message. No exception leaves: Flower would send its text to the server."""
     from flwr.app import Message
 
     try:
         reply: bytes | Failure = Failure("malformed")
-        payload = unpacked(message.content, sys.maxsize)  # the worker knows how long it may be
+        payload = unpack_payload(message.content, sys.maxsize)  # the worker knows how long it may be
         if isinstance(payload, bytes):
             path = str(context.node_config.get("socket", ""))
             remaining = message.metadata.created_at + message.metadata.ttl - time.time()
             reply = ask(path, payload, str(context.run_id), remaining, sys.maxsize)
     except Exception:
         reply = Failure("crashed")
-    return Message(packed(reply), reply_to=message)
+    return Message(pack_payload(reply), reply_to=message)
 
 
-def packed(payload: bytes | Failure) -> "RecordDict":
-    """A payload or a code, after a byte that is 0 or the place of the code, as content of a message."""
+def pack_payload(payload: bytes | Failure) -> "RecordDict":
+    """Return the content of a Flower message: a byte, 0 or 1 + the index of a failure's code, and the payload."""
     from flwr.app import Array, ArrayRecord, RecordDict
 
-    data = b"\0" + payload if isinstance(payload, bytes) else bytes([1 + FAILURE_CODES.index(payload.code)])
-    array = Array(dtype="uint8", shape=(len(data),), stype=_KIND, data=data)
+    if isinstance(payload, bytes):
+        data = b"\0" + payload
+    else:
+        data = bytes([1 + FAILURE_CODES.index(payload.code)])
+    array = Array(dtype="uint8", shape=(len(data),), stype=_ARRAY_TYPE, data=data)
     return RecordDict({_PAYLOAD: ArrayRecord({_PAYLOAD: array})})
 
 
-def unpacked(content: "RecordDict", most: int) -> bytes | Failure:
-    """The payload or code of a message's content; ``malformed`` where it has neither, or one of over ``most`` bytes."""
+def unpack_payload(content: "RecordDict", max_bytes: int) -> bytes | Failure:
+    """Read what :func:`pack_payload` wrote; any other content, or a payload over the limit, is ``malformed``."""
     array = content.array_records.get(_PAYLOAD, {}).get(_PAYLOAD)
-    if array is None or array.stype != _KIND or not 0 < len(array.data) <= 1 + most:
+    if array is None or array.stype != _ARRAY_TYPE or not 0 < len(array.data) <= 1 + max_bytes:
         return Failure("malformed")
-    place, payload = array.data[0], array.data[1:]
-    return payload if place == 0 else Failure(dict(enumerate(FAILURE_CODES, 1)).get(place, "malformed"))
+    kind = array.data[0]
+    if kind == 0:
+        payload: bytes = array.data[1:]
+        return payload
+    return Failure(FAILURE_CODES[kind - 1]) if kind <= len(FAILURE_CODES) else Failure("malformed")
 
 
 @dataclass
-class _Sent:
-    """A message that is under way, and its reply once it is there."""
+class _PendingMessage:
+    """A message that was sent, and its reply once it has come."""
 
     site: str
-    node: tuple[int, str]  # its number, and when the SuperLink let it in
+    node: Node
     digest: str
-    expires: float
+    expires: float  # as of time.monotonic
     reply: bytes | Failure | None = None
 
 
 class FlowerTransport:
-    """Carries messages over a Grid, by the names under which the SuperLink's owner registered the sites' keys.
+    """Carries messages over a grid, by the names under which the SuperLink's owner registered the sites' keys.
 
-    A site has one message at a time. One that is still at work on an earlier message gets the next when it is done with
-    that, or when that has expired. If the earlier message is the same, its answer is waited for instead.
+    A site has one message at a time. A site that still works on an earlier message gets the next one when it is done
+    with it, or when it has expired. If the earlier message is the same one, its reply is awaited instead.
 
-    A SuperNode that was killed takes its message with it. If the SuperLink lets it in again before it is missed, nobody
-    reports that. The message is then sent again; a site does no work twice.
+    A SuperNode that is killed takes its message with it. If the SuperLink activates it again before it is missed,
+    Flower reports nothing. The message is then sent again; a site does no work twice.
+
+    Args:
+        grid: Flower's grid.
+        poll_interval: Seconds between two looks for a reply.
+        max_bytes: Largest size of a reply.
     """
 
-    def __init__(self, grid: "Grid", poll: float = POLL, most: int = MAX_MESSAGE_BYTES) -> None:
-        self._grid, self._poll, self.most = grid, poll, most
-        self._under_way: list[_Sent] = []
+    def __init__(self, grid: "Grid", poll_interval: float = POLL_INTERVAL, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._grid = grid
+        self._poll_interval = poll_interval
+        self.max_bytes = max_bytes
+        self._pending: list[_PendingMessage] = []
         self._arrived = threading.Event()
 
     def names(self) -> list[str]:
-        """Registered names of the sites that are connected now, in their order."""
+        """Return the registered names of the sites that are connected now, in order."""
         return sorted(self._nodes())
 
     def exchange(self, messages: Mapping[str, bytes], enough: int, deadline: float) -> dict[str, bytes | Failure]:
-        """Send each site its message, as :class:`.Transport` says, and give what came in the order of ``messages``.
+        """Send each site its message, as :class:`.Transport` says.
 
-        What is under way at the end expires with the deadline, so that no site trains it later.
+        Messages expire with the deadline, so that no site works on one later.
         """
-        checked, nodes = time.monotonic(), self._nodes()
-        end = checked + deadline
+        last_check = time.monotonic()
+        nodes = self._nodes()
+        end = last_check + deadline
         digests = {site: digest(message) for site, message in messages.items()}
         results: dict[str, bytes | Failure] = {}
         while True:
-            for sent, reply in [(sent, sent.reply) for sent in self._under_way if sent.reply is not None]:
-                self._under_way.remove(sent)
-                if digests.get(sent.site) == sent.digest:
-                    results[sent.site] = reply
-            now, replies = time.monotonic(), sum(isinstance(reply, bytes) for reply in results.values())
-            if replies >= enough or len(results) == len(messages) or now >= end:
+            self._collect(digests, results)
+            now = time.monotonic()
+            num_replies = sum(isinstance(reply, bytes) for reply in results.values())
+            if num_replies >= enough or len(results) == len(messages) or now >= end:
                 break
-            if now - checked > CHECK:
-                nodes, checked = self._nodes(), now
-            self._under_way = [sent for sent in self._under_way if _is_open(sent, nodes)]
-            busy = {sent.site for sent in self._under_way}
-            for site in [site for site in messages if site not in results and site not in busy]:
-                if site not in nodes or not self._push(site, nodes[site], messages[site], end - now):
+            if now - last_check > NODE_CHECK_INTERVAL:
+                nodes = self._nodes()
+                last_check = now
+            self._pending = [pending for pending in self._pending if _may_be_answered(pending, nodes)]
+            busy = {pending.site for pending in self._pending}
+            for site, message in messages.items():
+                if site in results or site in busy:
+                    continue
+                if site not in nodes or not self._push(site, nodes[site], message, end - now):
                     results[site] = Failure("unreachable")
-            self._arrived.wait(min(self._poll, max(0.0, end - time.monotonic())))
+            self._arrived.wait(min(self._poll_interval, max(0.0, end - time.monotonic())))
             self._arrived.clear()
         return {site: results.get(site, Failure("late")) for site in messages}
 
-    def _nodes(self) -> dict[str, tuple[int, str]]:
-        """Connected SuperNodes by registered name. A name that two keys have is nobody's."""
-        nodes: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    def _collect(self, digests: Mapping[str, str], results: dict[str, bytes | Failure]) -> None:
+        """Move replies that have come to the results; those to other messages are dropped."""
+        for pending in list(self._pending):
+            if pending.reply is None:
+                continue
+            self._pending.remove(pending)
+            if digests.get(pending.site) == pending.digest:
+                results[pending.site] = pending.reply
+
+    def _nodes(self) -> dict[str, Node]:
+        """Return the connected SuperNodes by registered name. A name that two keys have is left out."""
+        nodes: dict[str, list[Node]] = defaultdict(list)
         for node in self._grid.get_nodes():
-            left_out = f"SuperNode {node.node_id} is left out, since it has no"
             if not node.public_key:
-                remedy = "start it with --auth-supernode-private-key, and the SuperLink with --enable-supernode-auth"
-                _warn(f"{left_out} key; {remedy}")
+                _warn_once(
+                    f"SuperNode {node.node_id} is left out, since it has no key; start it with "
+                    "--auth-supernode-private-key, and the SuperLink with --enable-supernode-auth"
+                )
             elif not node.name:
-                _warn(f"{left_out} name; register its key again, with --name")
+                _warn_once(
+                    f"SuperNode {node.node_id} is left out, since it has no name; register its key again, with --name"
+                )
             else:
                 nodes[node.name].append((node.node_id, node.last_activated_at))
-        for name, several in nodes.items():
-            if len(several) > 1:
-                _warn(f"{name!r} is registered for {len(several)} keys and is left out; unregister all but one")
-        return {name: several[0] for name, several in nodes.items() if len(several) == 1}
+        for name, same_name in nodes.items():
+            if len(same_name) > 1:
+                _warn_once(f"{name!r} is registered for {len(same_name)} keys and is left out; unregister all but one")
+        return {name: same_name[0] for name, same_name in nodes.items() if len(same_name) == 1}
 
-    def _push(self, site: str, node: tuple[int, str], message: bytes, ttl: float) -> bool:
-        """Hand a message to the SuperLink; whether it took it."""
+    def _push(self, site: str, node: Node, message: bytes, ttl: float) -> bool:
+        """Hand a message to the SuperLink, and return whether it took it."""
         from flwr.app import Message, MessageType
 
-        ids = list(self._grid.push_messages([Message(packed(message), node[0], MessageType.TRAIN, ttl=ttl)]))
-        if not ids or not ids[0]:
+        node_id, _ = node
+        flower_message = Message(pack_payload(message), node_id, MessageType.TRAIN, ttl=ttl)
+        message_ids = list(self._grid.push_messages([flower_message]))
+        if not message_ids or not message_ids[0]:
             return False
-        sent = _Sent(site, node, digest(message), time.monotonic() + ttl)
-        self._under_way.append(sent)
-        threading.Thread(target=self._watch, args=(ids[0], sent), name=f"reply of {site}", daemon=True).start()
+        pending = _PendingMessage(site, node, digest(message), time.monotonic() + ttl)
+        self._pending.append(pending)
+        threading.Thread(
+            target=self._watch, args=(message_ids[0], pending), name=f"reply of {site}", daemon=True
+        ).start()
         return True
 
-    def _watch(self, number: str, sent: _Sent) -> None:
-        """Look for the reply to one message until it is there or the message has expired, in a thread of its own.
+    def _watch(self, message_id: str, pending: _PendingMessage) -> None:
+        """Look for the reply to a message until it has come or the message has expired.
 
-        If a site's process ends while it hands its reply on, Flower waits for the rest for up to two hours.
+        It has its own thread: if a site's process ends while it hands its reply on, Flower waits for the rest of it for
+        up to two hours.
         """
-        while time.monotonic() < sent.expires and sent.reply is None:
+        while time.monotonic() < pending.expires and pending.reply is None:
             try:
-                for reply in self._grid.pull_messages([number]):
-                    sent.reply = self._read(reply, sent.node[0])
+                for reply in self._grid.pull_messages([message_id]):
+                    pending.reply = self._read(reply, pending.node)
             except Exception:
                 log.exception("the SuperLink did not hand on a reply")
-                sent.reply = Failure("unreachable")
-            if sent.reply is None:
-                time.sleep(self._poll)
+                pending.reply = Failure("unreachable")
+            if pending.reply is None:
+                time.sleep(self._poll_interval)
         self._arrived.set()
 
-    def _read(self, reply: "Message", node: int) -> bytes | Failure:
-        """What a reply says that is to come from a node; an error names no site."""
+    def _read(self, reply: "Message", node: Node) -> bytes | Failure:
+        """Return the payload of a reply, which must come from a node."""
         if reply.has_error():
-            return Failure(_CODES.get(reply.error.code, "crashed"))
-        malformed = reply.metadata.src_node_id != node
-        return Failure("malformed") if malformed else unpacked(reply.content, self.most)
+            return Failure(_FAILURE_OF_FLOWER_CODE.get(reply.error.code, "crashed"))
+        node_id, _ = node
+        if reply.metadata.src_node_id != node_id:
+            return Failure("malformed")
+        return unpack_payload(reply.content, self.max_bytes)
 
 
 @cache
-def _warn(text: str) -> None:
+def _warn_once(text: str) -> None:
     log.warning("%s", text)
 
 
-def _is_open(sent: _Sent, nodes: Mapping[str, tuple[int, str]]) -> bool:
-    """Whether a reply may still come: not if its SuperNode was let in again after the message was sent."""
-    lost = sent.node != nodes.get(sent.site, sent.node)
-    if lost:
-        log.info("%s: its SuperNode is there anew; its message is sent again", sent.site)
-    return not lost and sent.expires > time.monotonic()
+def _may_be_answered(pending: _PendingMessage, nodes: Mapping[str, Node]) -> bool:
+    """Return whether a reply may still come: not if its SuperNode was activated again after the message was sent."""
+    if pending.node != nodes.get(pending.site, pending.node):
+        log.info("%s: its SuperNode is there anew; its message is sent again", pending.site)
+        return False
+    return pending.expires > time.monotonic()

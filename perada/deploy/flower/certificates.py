@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The certificate that a SuperLink presents at its port, which may be another than the one in the file."""
+"""The certificate that a SuperLink presents at its port, which may differ from the one in the file."""
 
 import logging
 import math
@@ -12,81 +12,87 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-SOON = 60
-"""Days before a certificate expires in which a warning says so."""
+WARNING_DAYS = 60
+"""How many days before a certificate expires a warning is given."""
 TIMEOUT = 5.0
-"""Seconds that a SuperLink has to present its certificate."""
+"""Seconds to wait for a SuperLink's certificate."""
 RENEW = (
     "at the server move server.pem and server.key away, run `perada deploy keys server` in the same folder, and "
     "restart the SuperLink"
 )
-_DATES = {9, 10}
-"""OpenSSL's codes of a certificate that is not valid yet, or not any more."""
+_DATE_ERRORS = {9, 10}
+"""OpenSSL's codes of a certificate that is not valid yet, or has expired."""
 _DAY = 86400
 
 log = logging.getLogger("perada.deploy")
 
 
 class Validity(NamedTuple):
-    """From when to when a certificate is valid, in seconds since 1970."""
+    """When a certificate is valid, in seconds since 1970."""
 
     begin: float
     end: float
 
 
 def read_validity(address: str, timeout: float = TIMEOUT) -> Validity | None:
-    """When the certificate is valid that is presented at an address, such as ``link.example.org:8000``.
+    """Read when the certificate that is presented at an address is valid.
 
-    Nothing is sent to whoever presents it, and it is not verified: its dates are wanted also where it has expired.
+    It is not verified, since its dates are wanted also if it has expired. Nothing is sent to whoever presents it.
+
+    Args:
+        address: Host and port, such as ``link.example.org:8000``.
+        timeout: Seconds to wait.
 
     Returns:
-        None if nobody answers there, or not by TLS.
+        Its dates; None if nobody answers there by TLS.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
-        content = _presented(address, context, timeout)
+        content = _fetch_certificate(address, context, timeout)
     except (OSError, ValueError):
         return None
     if content is None:
         return None
-    from cryptography import x509  # it comes with Flower
+    from cryptography import x509  # an optional dependency, which Flower brings
 
     certificate = x509.load_der_x509_certificate(content)
     return Validity(certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp())
 
 
 def check_presented(address: str, authority: Path | None) -> None:
-    """Refuse a SuperLink whose certificate Flower's programs would refuse, and warn of one that soon expires.
+    """Check the certificate of a SuperLink as Flower's programs do, and warn if it expires soon.
 
-    Where nobody answers nothing is said: Flower says that itself.
+    If nobody answers nothing happens: Flower reports that itself.
 
     Args:
         address: Where the SuperLink listens.
-        authority: Certificate of the authority that must have signed; None for those that the system trusts.
+        authority: Certificate of the authority that must have signed it; None for those that the system trusts.
 
     Raises:
-        ValueError: If the certificate has expired, is not valid yet, is another authority's or another host's.
+        ValueError: If the certificate has expired, is not valid yet, or is for another authority or host.
     """
     validity = read_validity(address)
     if validity is None:
         return
     now = time.time()
     if now > validity.end:
-        raise ValueError(f"the certificate that {address} presents expired on {_day(validity.end)}; {RENEW}")
+        raise ValueError(f"the certificate that {address} presents expired on {_format_day(validity.end)}; {RENEW}")
     if now < validity.begin:
         raise ValueError(
-            f"the certificate that {address} presents is valid from {_day(validity.begin)} on only; set this machine's "
-            "clock, or the server's when it writes the keys"
+            f"the certificate that {address} presents is valid from {_format_day(validity.begin)} on only; set "
+            "this machine's clock, or the server's when it writes the keys"
         )
-    if text := soon(address, validity):
-        warnings.warn(text, stacklevel=2)
+    warning = expiry_warning(address, validity)
+    if warning:
+        warnings.warn(warning, stacklevel=2)
     context = ssl.create_default_context(cafile=None if authority is None else str(authority))
     try:
-        _presented(address, context, TIMEOUT)
+        _fetch_certificate(address, context, TIMEOUT)
     except ssl.SSLCertVerificationError as error:
-        if error.verify_code not in _DATES:
+        # Dates were checked above, with plainer messages.
+        if error.verify_code not in _DATE_ERRORS:
             raise ValueError(
                 f"the certificate that {address} presents cannot be trusted ({error.verify_message}); give the ca.crt "
                 "that its keys were written with, and an address that was named by --host then"
@@ -95,51 +101,60 @@ def check_presented(address: str, authority: Path | None) -> None:
         pass
 
 
-def soon(address: str, validity: Validity) -> str:
-    """What is said of a certificate that expires within `SOON` days, or has; empty of another."""
-    if validity.end > time.time() + SOON * _DAY:
+def expiry_warning(address: str, validity: Validity) -> str:
+    """Return a warning about a certificate that expires within `WARNING_DAYS`, or has expired; "" for any other."""
+    if validity.end > time.time() + WARNING_DAYS * _DAY:
         return ""
     expires = "expires" if validity.end > time.time() else "expired"
-    return f"the certificate that {address} presents {expires} on {_day(validity.end)}; {RENEW}"
+    return f"the certificate that {address} presents {expires} on {_format_day(validity.end)}; {RENEW}"
 
 
 class ExpiryOf:
-    """When the certificate of a SuperLink expires, looked up at most once in a while.
+    """Looks up when the certificate of a SuperLink expires, at most once in a while.
 
     Args:
-        address: Where the SuperLink listens. If nobody answers there, as where a firewall has no way back to the server
-            itself, the same port of this machine is tried.
-        pause: Seconds between two looks.
+        address: Where the SuperLink listens. If nobody answers there, as behind a firewall that does not let the server
+            reach itself, the same port of this machine is tried.
+        pause: Seconds between two look-ups.
+        read: Reads when a certificate is valid.
     """
 
     def __init__(
         self, address: str, pause: float = 600.0, read: Callable[..., Validity | None] = read_validity
     ) -> None:
         self._addresses = (address, f"127.0.0.1:{address.rpartition(':')[2]}")
-        self._pause, self._read = pause, read
+        self._pause = pause
+        self._read = read
         self._last: Validity | None = None
-        self._next = 0.0
-        self._warned = -math.inf
+        self._next_look_up = 0.0
+        self._last_warning = -math.inf
 
     def __call__(self) -> float | None:
-        """Seconds since 1970; None if it was never read. What was read last counts while nobody answers."""
-        if time.monotonic() < self._next:
+        """Return when the certificate expires, in seconds since 1970.
+
+        While nobody answers it is what was read last; None if nothing was read yet.
+        """
+        if time.monotonic() < self._next_look_up:
             return None if self._last is None else self._last.end
         for address in self._addresses:
             validity = self._read(address, timeout=2.0)
             if validity is not None:
-                text = soon(address, validity)
-                if text and time.monotonic() > self._warned + _DAY:
-                    log.warning("%s", text)
-                    self._warned = time.monotonic()
+                warning = expiry_warning(address, validity)
+                if warning and time.monotonic() > self._last_warning + _DAY:
+                    log.warning("%s", warning)
+                    self._last_warning = time.monotonic()
                 self._last = validity
                 break
-        self._next = time.monotonic() + self._pause
+        self._next_look_up = time.monotonic() + self._pause
         return None if self._last is None else self._last.end
 
 
-def _presented(address: str, context: ssl.SSLContext, timeout: float) -> bytes | None:
-    """The certificate that is presented, in DER. An OSError if there is none, or the context does not trust it."""
+def _fetch_certificate(address: str, context: ssl.SSLContext, timeout: float) -> bytes | None:
+    """Return the certificate that is presented at an address, in DER format.
+
+    Raises:
+        OSError: If there is none, or the context does not trust it.
+    """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     with (
@@ -149,5 +164,5 @@ def _presented(address: str, context: ssl.SSLContext, timeout: float) -> bytes |
         return secured.getpeercert(binary_form=True)
 
 
-def _day(seconds: float) -> str:
+def _format_day(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).date().isoformat()

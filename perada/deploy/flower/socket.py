@@ -20,10 +20,10 @@ from pathlib import Path
 from perada.core.files import is_owner_only
 from perada.deploy.transport import FAILURE_CODES, MAX_MESSAGE_BYTES, Failure
 
-LONGEST_NAME = 200
-"""Bytes of a run's name."""
-STALLED = 30.0
-"""Seconds in which a request must be there in full, and an answer be taken."""
+MAX_NAME_BYTES = 200
+"""Largest size of a run's name."""
+TRANSFER_TIMEOUT = 30.0
+"""Seconds within which a request must arrive in full, and a reply must be taken."""
 _HEAD = struct.Struct(">4sBHQ")
 _MARK = b"PRDA"
 _CHUNK = 2**20
@@ -32,62 +32,91 @@ log = logging.getLogger(__name__)
 
 
 def frame(payload: bytes | Failure, run: str = "") -> bytes:
-    """A payload or a code as bytes."""
-    kind, body = (0, payload) if isinstance(payload, bytes) else (1 + FAILURE_CODES.index(payload.code), b"")
+    """Encode a payload or a failure, and the name of the run."""
+    kind = 0
+    body = b""
+    if isinstance(payload, bytes):
+        body = payload
+    else:
+        kind = 1 + FAILURE_CODES.index(payload.code)
     name = run.encode()
     return _HEAD.pack(_MARK, kind, len(name), len(body)) + name + body
 
 
-def read_frame(connection: socket.socket, most: int, seconds: float) -> tuple[bytes | Failure, str]:
-    """The payload or code, and the run's name; ``most`` bytes are read, within so many ``seconds``.
+def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tuple[bytes | Failure, str]:
+    """Read a frame. No memory is allocated for bytes that have not come.
 
-    Nothing is set aside for bytes that have not come. An OSError if the connection fails, a TimeoutError if the time is
-    over, and a Failure: ``malformed`` if it is not a frame, ``refused`` if it is too long, ``crashed`` if cut off.
+    Args:
+        connection: Connection to read from.
+        max_bytes: Largest size of the payload.
+        seconds: Time within which the frame must arrive.
+
+    Returns:
+        The payload or failure, and the name of the run.
+
+    Raises:
+        Failure: ``malformed`` if it is not a frame, ``refused`` if it is too large, ``crashed`` if it is cut off.
+        OSError: If the connection fails; a TimeoutError if the time is over.
     """
     end = time.monotonic() + seconds
     mark, kind, name_length, length = _HEAD.unpack(_exactly(connection, _HEAD.size, end))
-    if mark != _MARK or kind > len(FAILURE_CODES) or name_length > LONGEST_NAME or (kind and length):
+    if mark != _MARK or kind > len(FAILURE_CODES) or name_length > MAX_NAME_BYTES or (kind and length):
         raise Failure("malformed")
-    if length > most:
+    if length > max_bytes:
         raise Failure("refused")
     try:
         run = _exactly(connection, name_length, end).decode()
     except UnicodeDecodeError:
         raise Failure("malformed") from None
-    return (Failure(FAILURE_CODES[kind - 1]) if kind else _exactly(connection, length, end)), run
+    if kind:
+        return Failure(FAILURE_CODES[kind - 1]), run
+    return _exactly(connection, length, end), run
 
 
 def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
-    parts = bytearray()
-    while len(parts) < length:
+    """Read so many bytes until the time ``end``."""
+    content = bytearray()
+    while len(content) < length:
         connection.settimeout(max(0.001, end - time.monotonic()))
-        part = connection.recv(min(_CHUNK, length - len(parts)))
+        part = connection.recv(min(_CHUNK, length - len(content)))
         if not part:
             raise Failure("crashed")
-        parts += part
-    return bytes(parts)
+        content += part
+    return bytes(content)
 
 
-def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int = MAX_MESSAGE_BYTES) -> bytes | Failure:
-    """Have the worker behind a socket answer a message of a run, in so many seconds and bytes. Never raises.
+def ask(
+    path: Path | str, message: bytes, run: str, deadline: float, max_bytes: int = MAX_MESSAGE_BYTES
+) -> bytes | Failure:
+    """Have the worker behind a socket answer a message. It never raises.
+
+    Args:
+        path: Path of the socket.
+        message: The message.
+        run: Name of the run.
+        deadline: Seconds to wait.
+        max_bytes: Largest size of the reply.
 
     Returns:
-        The answer, or ``unreachable`` (no worker), ``refused`` (a socket that does not belong to this process's user
-        alone, or too many bytes), ``late``, ``crashed`` or ``malformed``.
+        The reply, or ``unreachable`` (no worker), ``refused`` (a socket that other users may use, or too many bytes),
+        ``late``, ``crashed`` or ``malformed``.
     """
     end = time.monotonic() + deadline
     if deadline <= 0:
         return Failure("late")
     try:
-        found = os.lstat(path)
-        if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        status = os.lstat(path)
+        is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if not stat.S_ISSOCK(status.st_mode) or not is_private:
             return Failure("refused")
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(min(STALLED, deadline))
+            connection.settimeout(min(TRANSFER_TIMEOUT, deadline))
             connection.connect(os.fspath(path))
-            with suppress(BrokenPipeError):  # refused at the head: the code is there to be read
+            # The worker closes the connection if it refuses the head; its code can still be read.
+            with suppress(BrokenPipeError):
                 connection.sendall(frame(message, run))
-            return read_frame(connection, most, end - time.monotonic())[0]
+            reply, _ = read_frame(connection, max_bytes, end - time.monotonic())
+            return reply
     except Failure as failure:
         return failure
     except TimeoutError:
@@ -101,24 +130,31 @@ def ask(path: Path | str, message: bytes, run: str, deadline: float, most: int =
 
 
 class Listener(AbstractContextManager["Listener"]):
-    """The worker's end of the socket. It answers one request at a time; of those that wait, the newest.
+    """The worker's end of the socket. It answers one request at a time, the newest of those that wait.
 
-    One that a newer one overtakes is told ``late``: its server has given it up, and nothing stale is trained. The
-    socket is made at ``path`` with mode 0600, in a folder that only its owner can write to, unless systemd has opened
-    one for this process. What a worker left that was killed is replaced.
+    A request that is overtaken by a newer one is told ``late``: its server has given it up, and nothing stale is
+    trained. Unless systemd has opened a socket for this process, one is created with mode 0600. The socket of a worker
+    that was killed is replaced.
+
+    Args:
+        path: Path of the socket, in a folder that only its owner can write to.
+        max_bytes: Largest size of a message.
 
     Raises:
         ValueError: If the path cannot be used, or another worker listens there.
     """
 
-    def __init__(self, path: Path | str | None, most: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, path: Path | str | None, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._path = None if supervised() else Path(path or "")
-        self._most = most
+        self._max_bytes = max_bytes
         self._waiting: tuple[socket.socket, bytes, str] | None = None
         self._changed = threading.Condition()
         self._closed = False
-        # 3 is where the protocol of systemd begins
-        self._socket = socket.socket(fileno=3) if self._path is None else _bound(self._path)
+        if self._path is None:
+            # systemd passes file descriptors from number 3 on.
+            self._socket = socket.socket(fileno=3)
+        else:
+            self._socket = _bind(self._path)
         self._socket.settimeout(None)
         self._thread = threading.Thread(target=self._accept, name="perada-socket", daemon=True)
         self._thread.start()
@@ -127,29 +163,31 @@ class Listener(AbstractContextManager["Listener"]):
         self.close()
 
     def close(self) -> None:
-        """Take no more requests, and remove the socket's file if this listener made it."""
+        """Accept no more requests, and remove the socket's file if this listener created it."""
         self._closed = True
         self._wait(None, "unreachable")
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join(STALLED)
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+        self._thread.join(TRANSFER_TIMEOUT)
         self._socket.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
     def serve(self, answer: Callable[[bytes, str], bytes]) -> None:
-        """Answer requests in this thread until `close`.
+        """Answer requests in this thread until :meth:`close`.
 
-        ``answer`` makes a reply of a message and its run's name. If it raises, the other side is told ``crashed`` and
-        the reason stays in this process's log.
+        Args:
+            answer: Returns the reply to a message of a run. If it raises, the other side is told ``crashed``, and the
+                reason stays in this process's log.
         """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._waiting is not None)
                 if self._waiting is None:
                     return
-                (connection, message, run), self._waiting = self._waiting, None
-            if _gone(connection):
+                connection, message, run = self._waiting
+                self._waiting = None
+            if _is_closed(connection):
                 connection.close()
                 continue
             reply: bytes | Failure
@@ -161,6 +199,7 @@ class Listener(AbstractContextManager["Listener"]):
             _reply(connection, reply)
 
     def _accept(self) -> None:
+        """Read requests until the listener is closed."""
         while not self._closed:
             try:
                 connection, _ = self._socket.accept()
@@ -168,10 +207,10 @@ class Listener(AbstractContextManager["Listener"]):
                 time.sleep(0.1)
                 continue
             try:
-                message, run = read_frame(connection, self._most, STALLED)
+                message, run = read_frame(connection, self._max_bytes, TRANSFER_TIMEOUT)
                 if isinstance(message, Failure):
                     raise Failure("malformed")
-            except Exception as error:  # also where memory does not suffice: the next one is to be heard
+            except Exception as error:  # whatever one request causes, such as a lack of memory, the next one is read
                 failure = error if isinstance(error, Failure) else Failure("malformed")
                 log.warning("a request was turned away: %s (%s)", failure.code, type(error).__name__)
                 _reply(connection, failure)
@@ -179,23 +218,26 @@ class Listener(AbstractContextManager["Listener"]):
             self._wait((connection, message, run), "late")
 
     def _wait(self, request: tuple[socket.socket, bytes, str] | None, code: str) -> None:
-        """Put a request in the place of the one that waits, if one does, which is told the code."""
+        """Let a request wait, in place of another one, which is told the code."""
         with self._changed:
-            overtaken, self._waiting = self._waiting, request
+            overtaken = self._waiting
+            self._waiting = request
             self._changed.notify_all()
         if overtaken is not None:
-            _reply(overtaken[0], Failure(code))
+            connection, _, _ = overtaken
+            _reply(connection, Failure(code))
 
 
 def supervised() -> bool:
-    """Whether systemd opened a socket for this process.
+    """Return whether systemd opened a socket for this process.
 
     A socket unit may give the file to the SuperNode's user while the worker runs as another, who owns the data.
     """
     return os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1"
 
 
-def _bound(path: Path) -> socket.socket:
+def _bind(path: Path) -> socket.socket:
+    """Create a socket that only its owner can use."""
     folder = path.parent.stat()
     is_sticky = folder.st_mode & stat.S_ISVTX
     if not is_sticky and not is_owner_only(folder, rights=0o2):
@@ -207,24 +249,25 @@ def _bound(path: Path) -> socket.socket:
             try:
                 other.connect(os.fspath(path))
             except ConnectionRefusedError:
-                path.unlink()  # of a worker that was killed
+                path.unlink()  # the socket of a worker that was killed
             else:
                 raise ValueError(f"another worker listens at {str(path)!r}; stop it, or give another path")
     listening = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o177)
+    # The mode of the file is set when it is created; a later chmod would leave a gap.
+    former_umask = os.umask(0o177)
     try:
         listening.bind(os.fspath(path))
     except OSError:
         listening.close()
         raise
     finally:
-        os.umask(before)
+        os.umask(former_umask)
     listening.listen(8)
     return listening
 
 
-def _gone(connection: socket.socket) -> bool:
-    """Whether the other side has given up."""
+def _is_closed(connection: socket.socket) -> bool:
+    """Return whether the other side has closed the connection."""
     connection.setblocking(False)
     try:
         return connection.recv(1, socket.MSG_PEEK) == b""
@@ -235,7 +278,7 @@ def _gone(connection: socket.socket) -> bool:
 
 
 def _reply(connection: socket.socket, reply: bytes | Failure) -> None:
-    """Send what there is, if anybody still waits for it."""
+    """Send a reply, if the other side still waits for it."""
     with connection, suppress(OSError):
-        connection.settimeout(STALLED)
+        connection.settimeout(TRANSFER_TIMEOUT)
         connection.sendall(frame(reply))

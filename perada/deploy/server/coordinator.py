@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of a deployed run: it asks sites over a transport, and closes rounds with those who answered."""
+"""The server of a deployed run: it asks sites over a transport, and closes rounds with those that answered."""
 
 import logging
 import secrets
@@ -22,6 +22,7 @@ from perada.deploy.protocol import (
     Request,
     RequestKind,
     Response,
+    Spec,
     digest,
     max_message_size,
     pack,
@@ -29,7 +30,7 @@ from perada.deploy.protocol import (
     spec_of,
 )
 from perada.deploy.recipe import ServerRecipe, labels_digest
-from perada.deploy.scores import mean_scores, summed_scores
+from perada.deploy.scores import mean_scores, scores_of_sums
 from perada.deploy.server.progress import (
     SERVER_STATE,
     RoundRecord,
@@ -41,11 +42,11 @@ from perada.deploy.server.progress import (
     write_sum,
 )
 from perada.deploy.server.rounds import (
-    PASSING,
+    TRANSIENT,
     Roster,
     ask,
     close_round,
-    epsilons,
+    epsilon_metrics,
     log_each,
     log_round,
 )
@@ -62,19 +63,30 @@ from perada.server.sums import SecureSums
 
 PAUSE = 0.5
 """Seconds between two attempts."""
-SAID = 30.0
-"""Seconds between two lines that say what is waited for."""
-
-MOVES = 20
-"""Of so many secure sums is it remembered how far they moved the model."""
-SPOILED_ROUNDS = 2
-"""After so many spoiled rounds in a row the model from before the last sum is put back."""
+LOG_INTERVAL = 30.0
+"""Seconds between two log lines about sites that are waited for."""
+MAX_MOVES = 20
+"""Number of recent secure sums of which the server keeps how far they moved the model."""
+MAX_SPOILED_ROUNDS = 2
+"""After so many spoiled rounds in a row the model from before the last sum is restored."""
 
 log = logging.getLogger("perada.deploy")
 
 
 class Coordinator:
-    """Runs the rounds of a recipe over a transport. What it knows is on its disk after each round.
+    """Runs the rounds of a recipe over a transport. Its state is on disk after each round.
+
+    Args:
+        recipe: Recipe of the run.
+        transport: Transport to the sites.
+        folder: State folder.
+        terms: Terms of the run.
+
+    Attributes:
+        progress: Progress of the run.
+        server: Server with the global state.
+        roster: Sites of the run.
+        sample: Number of sites that are asked in a round; None for all.
 
     Raises:
         ValueError: If the recipe cannot be deployed, or the folder holds another run.
@@ -82,44 +94,65 @@ class Coordinator:
     """
 
     def __init__(self, recipe: ServerRecipe, transport: Transport, folder: Path, terms: Terms) -> None:
-        self.recipe, self.transport, self.folder, self.terms = recipe, transport, folder, terms
-        classes, multilabel = recipe.classes, recipe.multilabel
-        recipe.build(recipe.num_classes, multilabel)
+        self.recipe = recipe
+        self.transport = transport
+        self.folder = folder
+        self.terms = terms
+        recipe.build(recipe.num_classes, recipe.multilabel)
         module = recipe.module
         self.settings = recipe.settings()
         self.sample = terms.sample or self.settings.clients_per_round
         self.images = recipe.public_images()
-        self._check()
+        self._check_recipe()
         self.server = Server(Site(module.engine, module.slot, self.settings), module.initial_state)
         if not terms.resume and (folder / SERVER_STATE).exists():
             raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
         self._lock = FolderLock(folder, "server")
         self._former: dict[str, Any] = {}  # states from before the last secure sum; empty if there are none
-        if terms.resume:
-            self.progress, states = read_progress(folder)
-            if (self.progress.recipe, self.progress.rounds) != (recipe.digest, recipe.rounds):
-                raise ValueError(f"{str(folder)!r} holds a run of another recipe or other weights; give its own")
-            self.server.load_state_dict(states)
-            if "former" in states:
-                self._former = states["former"]
-            for member in self.progress.roster:  # a site that was mended meanwhile may take part again
-                member.lied = ""
-        else:
-            self.progress = RunProgress(secrets.token_hex(16), recipe.digest, recipe.rounds)
-            self.progress.labels = "" if classes is None else labels_digest(recipe.num_classes, multilabel, classes)
-        transport.most = max(max_message_size(recipe.sent(round)) for round in range(2))
-        if self.settings.secure_sums is not None:
-            transport.most = max_message_size({}) + 8 * max(
-                recipe.contents(round, self.images).size for round in range(2)
-            )
+        self.progress = self._resume() if terms.resume else self._begin()
+        transport.max_bytes = self._max_reply_size()
         self.loggers = list(recipe.loggers)
         for row in self.progress.history:  # each start logs the whole run
             log_round(self.loggers, row)
         self.roster = Roster(self.progress, terms, recipe)
 
-    def _check(self) -> None:
-        """Refuse, by a ValueError, what cannot be deployed."""
-        settings, algorithm, terms = self.settings, self.settings.algorithm, self.terms
+    def _begin(self) -> RunProgress:
+        """Return the progress of a new run."""
+        recipe = self.recipe
+        progress = RunProgress(secrets.token_hex(16), recipe.digest, recipe.rounds)
+        if recipe.classes is not None:
+            progress.labels = labels_digest(recipe.num_classes, recipe.multilabel, recipe.classes)
+        return progress
+
+    def _resume(self) -> RunProgress:
+        """Restore the states of an interrupted run, and return its progress."""
+        progress, states = read_progress(self.folder)
+        if (progress.recipe, progress.rounds) != (self.recipe.digest, self.recipe.rounds):
+            raise ValueError(f"{str(self.folder)!r} holds a run of another recipe or other weights; give its own")
+        self.server.load_state_dict(states)
+        self._former = states.get("former", {})
+        for member in progress.roster:
+            # A site that has lied may have been repaired meanwhile.
+            member.lie = ""
+        return progress
+
+    def _max_reply_size(self) -> int:
+        """Return the largest size of a reply. Odd rounds may send other tensors than even ones."""
+        recipe = self.recipe
+        if self.settings.secure_sums is None:
+            return max(max_message_size(recipe.sent(round)) for round in range(2))
+        vector_size = max(recipe.contents(round, self.images).size for round in range(2))
+        return max_message_size({}) + 8 * vector_size
+
+    def _check_recipe(self) -> None:
+        """Check that the recipe can be deployed on these terms.
+
+        Raises:
+            ValueError: If it cannot.
+        """
+        settings = self.settings
+        algorithm = settings.algorithm
+        terms = self.terms
         check_server_images(settings, self.images.public_size, 0)
         check_distilled_batch_norm(settings, self.recipe.module.slot, self.images.public_size)
         check_factors(settings, self.recipe.module.slot, self.recipe.template.sent)
@@ -136,12 +169,12 @@ class Coordinator:
         if settings.privacy is not None and settings.weighting == "samples":
             raise ValueError("privacy: weighting='samples' shows the sites' numbers of images; choose 'uniform'")
         if settings.secure_sums is not None:
-            self._check_sums(settings.secure_sums)
+            self._check_secure_sums(settings.secure_sums)
         if settings.client_privacy is not None:
             check_delta_covers("client_privacy", settings.client_privacy.delta, terms.min_sites, "sites (min_sites)")
             check_client_level(algorithm, settings.rule, settings.weighting, bool(settings.distillation.steps))
 
-    def _check_sums(self, options: SecureSums) -> None:
+    def _check_secure_sums(self, options: SecureSums) -> None:
         check_cryptography()
         if self.terms.min_sites < options.min_sites:
             raise ValueError(
@@ -150,89 +183,124 @@ class Coordinator:
             )
         if self.terms.late == "skip":
             raise ValueError("late='skip' cannot be used with secure_sums, whose steps wait for all; give 'wait'")
-        sites, module = self.sample or max(self.terms.min_sites, options.min_sites), self.recipe.module
-        check_secure_sums(self.settings, module.slot, self.recipe.template.initial, sites)
+        num_sites = self.sample or max(self.terms.min_sites, options.min_sites)
+        check_secure_sums(self.settings, self.recipe.module.slot, self.recipe.template.initial, num_sites)
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Finalize the loggers and unlock the folder."""
         log_each(self.loggers, "finalize", "success")
         self._lock.close()
 
     def run(self) -> RunProgress:
-        """Train all rounds that are left, and score.
+        """Train all remaining rounds, fine-tune if the recipe does, and score.
 
-        A TimeoutError names who is missing if fewer than ``min_sites`` answered in time; the run can be resumed.
+        Raises:
+            TimeoutError: If fewer than ``min_sites`` answered in time; it names those that are missing, and the run can
+                be resumed.
         """
-        progress, every = self.progress, self.recipe.trainer.check_val_every_n_epoch or 1
+        progress = self.progress
+        score_interval = self.recipe.trainer.check_val_every_n_epoch or 1
         while progress.done < progress.rounds:
-            if progress.done and progress.done % every == 0 and progress.scored < progress.done:
+            if progress.done and progress.done % score_interval == 0 and progress.scored < progress.done:
                 self._evaluate()
-            self._round()
+            self._run_round()
         if self.settings.algorithm.personalization() and not progress.tuned:
-            begin, state = time.monotonic(), self.server.global_state
-            failed: dict[str, str] = {}
-            tuned = self._everyone("tune", state, failed, strides=strides_of(state))
-            self.roster.note_tuned(tuned, failed)
-            if len(tuned) < self.terms.min_sites:
-                missing = {name: "not tuned" for name in self.roster.numbers if name not in tuned}
-                raise TimeoutError(self._too_few("fine-tuning", len(tuned), missing, begin))
-            if self.settings.privacy is not None:
-                progress.history[-1] |= epsilons(progress.roster)
-            progress.tuned, progress.scored = True, -1
-            self._save()
+            self._tune()
         if progress.scored < progress.done:
             self._evaluate()
         return progress
 
+    def _tune(self) -> None:
+        """Have all sites fine-tune after the last round."""
+        progress = self.progress
+        begin = time.monotonic()
+        state = self.server.global_state
+        tuned, failed = self._ask_everyone("tune", state, strides=strides_of(state))
+        self.roster.note_tuned(tuned, failed)
+        if len(tuned) < self.terms.min_sites:
+            missing = {name: "not tuned" for name in self.roster.numbers if name not in tuned}
+            raise TimeoutError(self._too_few_message("fine-tuning", len(tuned), missing, begin))
+        if self.settings.privacy is not None:
+            progress.history[-1] |= epsilon_metrics(progress.roster)
+        progress.tuned = True
+        progress.scored = -1  # the tuned models are to be scored
+        self._save()
+
     # Asking
 
-    def _order(self, kind: RequestKind, client: int = 0, **given: Any) -> Request:
+    def _request(self, kind: RequestKind, client: int = 0, **fields: Any) -> Request:
+        """Return a request to a site; ``fields`` are those that not all requests have."""
         progress = self.progress
-        if ranks := self.roster.lora_ranks:
-            given["rank"] = ranks[client]
+        ranks = self.roster.lora_ranks
         return Request(
-            kind, progress.run, progress.recipe, progress.done, client, max(1, len(progress.roster)), **given
+            kind=kind,
+            run=progress.run,
+            recipe=progress.recipe,
+            round=progress.done,
+            client=client,
+            clients=max(1, len(progress.roster)),
+            rank=ranks[client] if ranks else 0,
+            **fields,
         )
 
     def _ask(
         self,
         asked: list[str],
-        message: Callable[[str], bytes],
-        expected: Callable[[str], State],
+        message_for: Callable[[str], bytes],
+        expected_for: Callable[[str], State],
         end: float,
         record: RoundRecord,
-        least: int | None = None,
+        enough: int | None = None,
         spare: Sequence[str] = (),
     ) -> dict[str, tuple[Response, State]]:
-        """Ask sites until all answered, or ``least`` of them, or the time is over, and give what came, in this order.
+        """Ask sites until all or enough have answered, or the time is over.
 
-        Who fails in passing is asked again; for who fails for good a ``spare`` site is added to those ``asked``. Codes
-        of those that failed are written into ``record``.
+        A site whose failure is transient is asked again; one that fails for good is replaced by a spare one.
+
+        Args:
+            asked: Sites to ask; spare ones are added.
+            message_for: Returns the message for a site.
+            expected_for: Returns an example of the tensors that a site must send.
+            end: When the time is over, as of ``time.monotonic``.
+            record: Record that gets the codes of sites that failed.
+            enough: Number of responses after which not to wait for others; None for all.
+            spare: Sites that may be asked in place of others, in this order.
+
+        Returns:
+            Responses and tensors in the order in which they came.
         """
-        got, places, spare = dict[str, tuple[Response, State]](), len(asked), list(spare)
+        responses: dict[str, tuple[Response, State]] = {}
+        num_places = len(asked)
+        spare = list(spare)
         while True:
-            hard = [name for name, code in record.failed.items() if code not in (*PASSING, "broken")]
-            while spare and sum(name not in hard for name in asked) < places:
+            # A site whose training broke keeps its place: it has taken part.
+            replaceable = [name for name, code in record.failed.items() if code not in (*TRANSIENT, "broken")]
+            while spare and sum(name not in replaceable for name in asked) < num_places:
                 asked.append(spare.pop(0))
-            pending = [name for name in asked if name not in got and record.failed.get(name) in (None, *PASSING)]
-            wanted = len(pending) if least is None else least - len(got)
-            if not pending or wanted <= 0:
-                return got
-            messages, seconds = {name: message(name) for name in pending}, end - time.monotonic()
-            tensors = {name: spec_of(expected(name)) for name in pending}
-            found, failed = ask(self.transport, messages, min(wanted, len(pending)), seconds, tensors, record)
-            for name in [name for name, (_, state) in found.items() if not self._fits(state)]:
-                del found[name]
-                failed[name] = "malformed"
-            got |= found
-            record.failed = {name: code for name, code in record.failed.items() if name not in found} | failed
+            pending = [
+                name for name in asked if name not in responses and record.failed.get(name) in (None, *TRANSIENT)
+            ]
+            num_wanted = len(pending) if enough is None else enough - len(responses)
+            if not pending or num_wanted <= 0:
+                return responses
+            messages = {name: message_for(name) for name in pending}
+            specs = {name: spec_of(expected_for(name)) for name in pending}
+            seconds = end - time.monotonic()
+            answered, failed = ask(self.transport, messages, min(num_wanted, len(pending)), seconds, specs, record)
+            for name, (_, state) in list(answered.items()):
+                if not self._has_valid_modes(state):
+                    del answered[name]
+                    failed[name] = "malformed"
+            responses |= answered
+            still_failed = {name: code for name, code in record.failed.items() if name not in answered}
+            record.failed = still_failed | failed
             if time.monotonic() >= end:
-                return got
-            if not found and failed:
+                return responses
+            if not answered and failed:
                 time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
 
-    def _fits(self, state: State) -> bool:
-        """Tell whether the integers that travel beside the model are numbers of modes that the run has.
+    def _has_valid_modes(self, state: State) -> bool:
+        """Return whether the integers beside the model are numbers of modes that the run has.
 
         Negative ones are rejected where the reply is unpacked.
         """
@@ -245,317 +313,454 @@ class Coordinator:
                 return False
         return True
 
-    def _everyone(
-        self, kind: RequestKind, tensors: State, failed: dict[str, str] | None = None, **given: Any
-    ) -> dict[str, Response]:
-        """Ask all sites that are there, within the deadline; codes of those without an answer come into ``failed``."""
-        numbers, record = self.roster.numbers, RoundRecord(self.progress.done)
-        asked = [name for name in numbers if name in self.transport.names()]
+    def _ask_everyone(
+        self, kind: RequestKind, tensors: State, **fields: Any
+    ) -> tuple[dict[str, Response], dict[str, str]]:
+        """Ask all connected sites, within the deadline.
+
+        Returns:
+            The responses, and the codes of the other sites.
+        """
+        numbers = self.roster.numbers
+        record = RoundRecord(self.progress.done)
+        connected = self.transport.names()
+        asked = [name for name in numbers if name in connected]
         end = time.monotonic() + self.terms.deadline
 
-        def message(name: str) -> bytes:
-            return pack(self._order(kind, numbers[name], **given), tensors)
+        def message_for(name: str) -> bytes:
+            return pack(self._request(kind, numbers[name], **fields), tensors)
 
-        got = self._ask(asked, message, lambda _: {}, end, record)
+        answered = self._ask(asked, message_for, lambda _: {}, end, record)
         for name, code in record.failed.items():
             log.warning("%s: site %s: %s", kind, name, code, extra={"site": name})
-        if failed is not None:
-            failed.update(record.failed)
-        return {name: answer for name, (answer, _) in got.items()}
+        return {name: response for name, (response, _) in answered.items()}, record.failed
 
     def _gather_sites(self, end: float) -> list[int]:
-        """Wait until enough sites are there, and give the numbers of those that may be asked, in the order drawn."""
-        progress, terms, said, begin = self.progress, self.terms, 0.0, time.monotonic()
+        """Wait until enough sites are connected.
+
+        Returns:
+            The numbers of the sites that may be asked, in the order in which the recipe draws them.
+
+        Raises:
+            TimeoutError: If there are too few at the time ``end``.
+        """
+        progress = self.progress
+        terms = self.terms
+        begin = time.monotonic()
+        next_log = 0.0
         while True:
-            names = self.transport.names()
-            if not progress.asked:  # else sites know this round's messages, which say how many sites there are
+            connected = self.transport.names()
+            # Once sites were asked they have this round's messages, which hold the number of sites.
+            if not progress.asked:
                 # A site that never answers must not take half of every round.
-                part = 2 if len(progress.roster) < terms.min_sites else 10
-                self._admit(names, (end - time.monotonic()) / part)
-            able = self.roster.eligible(names)
-            if len(able) >= terms.min_sites or time.monotonic() >= end:
+                share = 1 / 2 if len(progress.roster) < terms.min_sites else 1 / 10
+                self._admit(connected, (end - time.monotonic()) * share)
+            eligible = self.roster.eligible(connected)
+            if len(eligible) >= terms.min_sites or time.monotonic() >= end:
                 break
-            if time.monotonic() >= said:
-                said = time.monotonic() + SAID
+            if time.monotonic() >= next_log:
+                next_log = time.monotonic() + LOG_INTERVAL
                 outside = ", ".join(f"{name} ({reason})" for name, reason in self.roster.outside.items())
                 log.info(
                     "round %d waits for sites, %.0f s more: %d of at least %d are there; connected, not joined: %s",
-                    *(progress.done + 1, end - time.monotonic(), len(able), terms.min_sites, outside or "none"),
+                    progress.done + 1,
+                    end - time.monotonic(),
+                    len(eligible),
+                    terms.min_sites,
+                    outside or "none",
                 )
             time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
-        if len(able) < terms.min_sites:
-            missing = {m.name: m.left or "unreachable" for n, m in enumerate(progress.roster) if n not in able}
-            raise TimeoutError(self._too_few(f"round {progress.done + 1}", len(able), missing, begin))
-        total = len(progress.roster)
-        return sample_cohort(self.settings.seed, progress.done, total, total if self.sample else None, lambda _: able)
+        if len(eligible) < terms.min_sites:
+            missing = {
+                member.name: member.left or "unreachable"
+                for number, member in enumerate(progress.roster)
+                if number not in eligible
+            }
+            raise TimeoutError(self._too_few_message(f"round {progress.done + 1}", len(eligible), missing, begin))
+        num_sites = len(progress.roster)
+        # All sites are drawn in order if some may be left out, since spare ones follow those that are asked.
+        num_drawn = num_sites if self.sample else None
+        return sample_cohort(self.settings.seed, progress.done, num_sites, num_drawn, lambda _: eligible)
 
-    def _admit(self, names: Sequence[str], seconds: float) -> None:
-        if new := self.roster.newcomers(names):
-            messages = dict.fromkeys(new, pack(self._order("join")))
-            answers, failed = ask(
-                self.transport, messages, len(new), seconds, {name: {} for name in new}, RoundRecord(self.progress.done)
-            )
-            self.roster.admit({name: answer for name, (answer, _) in answers.items()}, failed)
+    def _admit(self, connected: Sequence[str], seconds: float) -> None:
+        """Ask connected sites that are not in the run to join it."""
+        newcomers = self.roster.newcomers(connected)
+        if not newcomers:
+            return
+        messages = dict.fromkeys(newcomers, pack(self._request("join")))
+        specs: dict[str, Spec] = {name: {} for name in newcomers}
+        record = RoundRecord(self.progress.done)
+        answered, failed = ask(self.transport, messages, len(newcomers), seconds, specs, record)
+        self.roster.admit({name: response for name, (response, _) in answered.items()}, failed)
 
-    def _too_few(self, what: str, have: int, missing: Mapping[str, str], begin: float) -> str:
-        """What is said when something that was begun then cannot be ended."""
+    def _too_few_message(self, task: str, num_answered: int, missing: Mapping[str, str], begin: float) -> str:
+        """Return the message about a task, begun at some time, that too few sites answered."""
         missing = {**missing, **self.roster.outside}
-        named = ", ".join(f"{name} ({code})" for name, code in missing.items()) or "no other site was ever connected"
-        gone = have + sum(code not in ("exhausted", "unapproved") for code in missing.values()) < self.terms.min_sites
-        back = "Those that are exhausted or do not approve the recipe will not come back:"
-        remedy = f"{back} end the run here, or" if missing and gone else "Resume when they are back, or"
+        names = ", ".join(f"{name} ({code})" for name, code in missing.items())
+        num_returning = sum(code not in ("exhausted", "unapproved") for code in missing.values())
+        if missing and num_answered + num_returning < self.terms.min_sites:
+            remedy = (
+                "Those that are exhausted or do not approve the recipe will not come back: end the run here, or ask "
+                "for fewer (min_sites)"
+            )
+        else:
+            remedy = "Resume when they are back, or ask for fewer (min_sites)"
         return (
-            f"{what}: {have} of at least {self.terms.min_sites} sites answered in "
-            f"{time.monotonic() - begin:.0f} s (the deadline is {self.terms.deadline:g} s); missing: {named}. {remedy} "
-            "ask for fewer (min_sites)"
+            f"{task}: {num_answered} of at least {self.terms.min_sites} sites answered in "
+            f"{time.monotonic() - begin:.0f} s (the deadline is {self.terms.deadline:g} s); missing: "
+            f"{names or 'no other site was ever connected'}. {remedy}"
         )
 
     # A round
 
-    def _round(self) -> None:
-        progress, terms, begin = self.progress, self.terms, time.monotonic()
-        end, record = begin + terms.deadline, RoundRecord(self.progress.done)
-        order = self._gather_sites(end)
-        numbers, skip, whole = self.roster.numbers, terms.late == "skip", self.recipe.sent(record.round)
+    def _run_round(self) -> None:
+        """Train one round with the sites that answer in time."""
+        progress = self.progress
+        begin = time.monotonic()
+        end = begin + self.terms.deadline
+        record = RoundRecord(progress.done)
+        drawn = self._gather_sites(end)
         self.server.lora_ranks = self.roster.lora_ranks
-        self._check_honest()
-        names = [progress.roster[number].name for number in order]
-        if not progress.asked:  # else it was asked before a crash, and sites know these messages
+        self._check_honest_sites()
+        names = [progress.roster[number].name for number in drawn]
+        # After a crash the same sites are asked, which know these messages.
+        if not progress.asked:
             progress.asked = names[: self.sample]
         if self.settings.secure_sums is not None:
-            self._note_told(progress.asked[0])
+            self._note_sent(progress.asked[0])
+        # Before sites are asked.
         self._save()
-        asked, spare = list(progress.asked), [name for name in names if name not in progress.asked]
-        least = terms.min_sites if skip else None  # to say "broken" is quick, and takes nobody's place
-        given = lambda name: self._narrowed(whole, numbers[name]), end, record, least, spare
-        secure = self.settings.secure_sums is not None
-        given = (lambda _: {}, *given[1:]) if secure else given
-        got = self._ask(asked, lambda name: self._message(numbers[name]), *given)
-        for name in list(got)[terms.min_sites :] if skip else []:  # the first k count
-            del got[name]
-            record.failed[name] = "late"
-        answered = len(got) + sum(code == "broken" for code in record.failed.values())
-        if answered < terms.min_sites:
-            missing = {name: record.failed.get(name, "late") for name in asked if name not in got}
-            raise TimeoutError(self._too_few(f"round {progress.done + 1}", answered, missing, begin))
-        record.asked, record.answered, record.outside = asked, list(got), dict(self.roster.outside)
+        answered = self._ask_to_train(record, names, end, begin)
+        if self.settings.secure_sums is None:
+            self._close_round(record, answered)
+        else:
+            self._close_summed_round(record, answered)
+        record.seconds = time.monotonic() - begin
+        progress.history[-1]["deploy/seconds"] = record.seconds
+        self._save()
+        log_round(self.loggers, progress.history[-1])
+
+    def _ask_to_train(
+        self, record: RoundRecord, names: Sequence[str], end: float, begin: float
+    ) -> dict[str, tuple[Response, State]]:
+        """Have sites train, and record who did.
+
+        Args:
+            record: Record of the round.
+            names: Sites that may be asked, in the order drawn.
+            end: When the deadline is over.
+            begin: When the round has begun.
+
+        Returns:
+            Responses and updates; without updates for a secure sum, to which they are sent later.
+
+        Raises:
+            TimeoutError: If too few did.
+        """
+        progress = self.progress
+        terms = self.terms
+        numbers = self.roster.numbers
+        asked = list(progress.asked)
+        spare = [name for name in names if name not in progress.asked]
+        full_update = self.recipe.sent(record.round)
+
+        def message_for(name: str) -> bytes:
+            return self._training_message(numbers[name])
+
+        def expected_for(name: str) -> State:
+            if self.settings.secure_sums is not None:
+                return {}
+            return self._narrow(full_update, numbers[name])
+
+        # Sites whose training broke do not count here: they answer quickly, and must take nobody's place.
+        enough = terms.min_sites if terms.late == "skip" else None
+        answered = self._ask(asked, message_for, expected_for, end, record, enough, spare)
+        if terms.late == "skip":
+            for name in list(answered)[terms.min_sites :]:  # the first ones count
+                del answered[name]
+                record.failed[name] = "late"
+        num_answered = len(answered) + sum(code == "broken" for code in record.failed.values())
+        if num_answered < terms.min_sites:
+            missing = {name: record.failed.get(name, "late") for name in asked if name not in answered}
+            raise TimeoutError(self._too_few_message(f"round {progress.done + 1}", num_answered, missing, begin))
+        record.asked = asked
+        record.answered = list(answered)
+        record.outside = dict(self.roster.outside)
         connected = set(self.transport.names())
         record.away = [
             member.name
             for member in progress.roster
             if not member.left and member.name not in connected and member.name not in asked
         ]
-        by_number = {
-            numbers[name]: (answer, {key: widened(value, whole[key].shape) for key, value in state.items()})
-            for name, (answer, state) in got.items()
-        }
-        summed = None
-        if secure:
-            try:
-                contents = self.recipe.contents(record.round, self.images)
-                record.summed, summed = self._sum("update", record, got, contents)
-                self._check_move(summed.mean)
-            except RefusalError as refusal:
-                record.summed, summed, record.void = [], None, str(refusal)
-            # After a restart a site may be in the sum whose answer to the training did not come a second time.
-            silent = Response("ok", digest(b"")), dict[str, torch.Tensor]()
-            answers = {name: got.get(name, silent)[0] for name in record.summed}
-            by_number = {numbers[name]: (answers[name], summed.mean) for name in answers} if summed else {}
-        former = deepcopy(self.server.state_dict()) if secure else {}
-        logits = None if summed is None else torch.empty(0) if summed.logits is None else summed.logits
-        close_round(self.recipe, self.server, self.roster, self.images, record, by_number, logits)
-        if secure:
-            self._keep_or_restore(record, former)
-        if summed is not None:
-            progress.history[-1] |= {f"train/{role}_loss": loss for role, loss in summed.numbers.items()}
-        record.seconds = time.monotonic() - begin
-        progress.history[-1]["deploy/seconds"] = record.seconds
-        self._save()
-        log_round(self.loggers, progress.history[-1])
+        return answered
+
+    def _close_round(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> None:
+        """Close a round with the sites' updates."""
+        numbers = self.roster.numbers
+        full_update = self.recipe.sent(record.round)
+        updates = {}
+        for name, (response, state) in answered.items():
+            widened_state = {key: widened(value, full_update[key].shape) for key, value in state.items()}
+            updates[numbers[name]] = (response, widened_state)
+        close_round(self.recipe, self.server, self.roster, self.images, record, updates)
+
+    def _close_summed_round(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> None:
+        """Close a round with the secure sum of the sites' updates."""
+        numbers = self.roster.numbers
+        result: SumResult | None = None
+        try:
+            contents = self.recipe.contents(record.round, self.images)
+            record.summed, result = self._sum("update", record, answered, contents)
+            self._check_move(result.mean)
+        except RefusalError as refusal:
+            record.summed = []
+            result = None
+            record.void = str(refusal)
+        updates = {}
+        summed_logits = None
+        if result is not None:
+            # After a restart a site may be in the sum whose response to the training did not come a second time.
+            no_facts = Response("ok", digest(b""))
+            for name in record.summed:
+                response = answered[name][0] if name in answered else no_facts
+                updates[numbers[name]] = (response, result.mean)
+            summed_logits = torch.empty(0) if result.logits is None else result.logits
+        states_before = deepcopy(self.server.state_dict())
+        close_round(self.recipe, self.server, self.roster, self.images, record, updates, summed_logits)
+        self._keep_or_restore(record, states_before)
+        if result is not None:
+            for role, loss in result.metrics.items():
+                self.progress.history[-1][f"train/{role}_loss"] = loss
 
     def _check_move(self, mean: State) -> None:
-        """Refuse the mean of a secure sum that is out of all proportion, since one site may have made it so.
+        """Check the size of the mean of a secure sum, which a single site may have made huge.
 
-        A mean of numbers that each could be meant may still be a model that no site can train: then each later round
-        would be void. It is refused if it moves the model by so many times its own norm, and, once there were sums
-        before, by so many times as much as the largest of those. Noisy sums may be of any size.
+        A mean of plausible numbers may still be a model that no site can train, so that all later rounds would be void.
+        It is refused if it moves the model by many times its own norm, and, if there were sums before, by many times as
+        much as the largest of those. Noisy sums may have any size.
+
+        Raises:
+            RefusalError: If it is out of proportion.
         """
         progress = self.progress
         if self.recipe.noisy:
             return
-        factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
         received: State = {}
-        if not self.settings.algorithm.compares:  # else what a site receives depends on its images
+        if not self.settings.algorithm.compares:  # otherwise what a site receives depends on its images
             plan = RoundPlan(progress.done, (0,), ((0,),))
             received = self.server.sending(plan, max(1, len(progress.roster)))
-        move, size = 0.0, 0.0
+        squared_move = 0.0
+        squared_norm = 0.0
         for key, value in mean.items():
             if not value.is_floating_point() or key.endswith(("running_mean", "running_var")):
-                continue  # statistics of images may be of any size
-            before = received[key][0].to("cpu", torch.float64) if key in received else torch.zeros(())
-            if before.shape != value.shape:
-                before = torch.zeros_like(value, dtype=torch.float64)
-            move += float((value.double() - before).square().sum())
-            size += float(before.square().sum())
-        move, size = move**0.5, size**0.5
-        times = FAR if progress.moves else FAR**2
-        limit = times * max(1.0, size)
-        if progress.moves and factor > 0:
-            limit = max(limit, FAR * factor * max(progress.moves))
+                continue  # statistics of images may have any size
+            before = torch.zeros_like(value, dtype=torch.float64)
+            if key in received and received[key][0].shape == value.shape:
+                before = received[key][0].to("cpu", torch.float64)
+            squared_move += float((value.double() - before).square().sum())
+            squared_norm += float(before.square().sum())
+        move = squared_move**0.5
+        norm = squared_norm**0.5
+
+        rate_factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
+        multiple = FAR if progress.moves else FAR**2
+        limit = multiple * max(1.0, norm)
+        if progress.moves and rate_factor > 0:
+            limit = max(limit, FAR * rate_factor * max(progress.moves))
         if move > limit:
             raise RefusalError(
-                f"{SPOILED} has moved the model by {move:.3g}, and {limit:.3g} would be {times:g} times its norm, or "
-                "what it was moved by before",
+                f"{SPOILED} has moved the model by {move:.3g}, and {limit:.3g} would be {multiple:g} times its norm, "
+                "or what it was moved by before",
                 "other",
             )
-        if factor > 0:
-            progress.moves = [*progress.moves, move / factor][-MOVES:]
+        if rate_factor > 0:
+            progress.moves = [*progress.moves, move / rate_factor][-MAX_MOVES:]
 
-    def _keep_or_restore(self, record: RoundRecord, former: dict[str, Any]) -> None:
-        """Keep the states before a secure sum, and put them back where the new ones turn out to be spoiled.
+    def _keep_or_restore(self, record: RoundRecord, states_before: dict[str, Any]) -> None:
+        """Keep the states before a secure sum, and restore them if the new ones turn out to be spoiled.
 
         They are if most sites cannot train them. A sum that cannot be read may also be the doing of one site in this
-        round, so that the states are put back only after several such rounds in a row.
+        round, so that the states are restored only after several such rounds in a row.
         """
         progress = self.progress
         if not record.void:
-            self._former, progress.spoiled = former, 0
+            self._former = states_before
+            progress.spoiled = 0
             return
-        broken = sum(code == "broken" for code in record.failed.values())
-        most_broke = 2 * broken > len(record.asked)
-        progress.spoiled += most_broke or record.void.startswith(SPOILED)
-        if self._former and (most_broke or progress.spoiled >= SPOILED_ROUNDS):
+        num_broken = sum(code == "broken" for code in record.failed.values())
+        most_broke = 2 * num_broken > len(record.asked)
+        if most_broke or record.void.startswith(SPOILED):
+            progress.spoiled += 1
+        if self._former and (most_broke or progress.spoiled >= MAX_SPOILED_ROUNDS):
             self.server.load_state_dict(self._former)
-            self._former, progress.spoiled = {}, 0
+            self._former = {}
+            progress.spoiled = 0
             record.void += "; the model from before the last sum was put back"
             log.warning("round %d: the model from before the last secure sum was put back", record.round + 1)
 
-    def _check_honest(self) -> None:
-        """End the run before sites train for a sum that cannot be made, since too few are left that did not lie."""
+    def _check_honest_sites(self) -> None:
+        """Check that enough sites are left that did not lie, before sites train for a sum that cannot be made.
+
+        Raises:
+            TimeoutError: If there are too few.
+        """
         options = self.settings.secure_sums
-        liars = {member.name: member.lied for member in self.progress.roster if member.lied}
-        if options is None or not liars or len(self.progress.roster) - len(liars) >= options.min_sites:
+        lies = {member.name: member.lie for member in self.progress.roster if member.lie}
+        if options is None or not lies or len(self.progress.roster) - len(lies) >= options.min_sites:
             return
-        named = "; ".join(f"site {name}: {reason}" for name, reason in liars.items())
+        reasons = "; ".join(f"site {name}: {lie}" for name, lie in lies.items())
         raise TimeoutError(
             f"round {self.progress.done + 1}: a secure sum needs {options.min_sites} sites, and too few are left "
-            f"without those that lied in one ({named}). Find out why they did, and resume the run: they are asked "
+            f"without those that lied in one ({reasons}). Find out why they did, and resume the run: they are asked "
             "again then"
         )
 
-    def _note_told(self, name: str) -> None:
-        """Keep the digest of what sites are told in this round, as they say it of themselves in later ones."""
-        message = self._message(self.roster.numbers[name])
-        order = replace(Request.read(read_header(message)), client=0)
-        self.progress.told[str(order.round)] = digest(pack(order, load(message)))
-        for old in sorted(self.progress.told, key=int)[:-MAX_HEARD_ROUNDS]:
-            del self.progress.told[old]
+    def _note_sent(self, name: str) -> None:
+        """Keep the digest of what sites are sent in this round, as they state it in later ones."""
+        message = self._training_message(self.roster.numbers[name])
+        request = replace(Request.read(read_header(message)), client=0)
+        sent_digests = self.progress.sent_digests
+        sent_digests[str(request.round)] = digest(pack(request, load(message)))
+        for round in sorted(sent_digests, key=int)[:-MAX_HEARD_ROUNDS]:
+            del sent_digests[round]
 
     def _sum(
-        self, of: str, record: RoundRecord, trained: Mapping[str, tuple[Response, State]], contents: Contents
+        self, of: str, record: RoundRecord, answered: Mapping[str, tuple[Response, State]], contents: Contents
     ) -> tuple[list[str], SumResult]:
-        """Who of those that ``trained`` is in a secure sum, and what it says; the record gets the codes of the others.
+        """Make a secure sum over sites that have trained, or scored.
+
+        Args:
+            of: What is added up: ``update`` or ``scores``.
+            record: Record that gets the codes of sites that are not in the sum.
+            answered: Responses of the sites, with their keys.
+            contents: Layout of the vectors.
+
+        Returns:
+            The sites in the sum, and what it says.
 
         Raises:
-            Refused: If too few were there at a step.
+            RefusalError: If too few sites remain at a step.
         """
         from perada.deploy.server.summing import LIED, MASKED, SecureSum
         from perada.deploy.sums.keys import SumTerms
 
-        options, progress, numbers = contents.options, self.progress, self.roster.numbers
-        liars = {member.name for member in progress.roster if member.lied}
-        record.failed |= {name: LIED for name in trained if name in liars}
-        trained = {name: answer for name, answer in trained.items() if name not in liars}
+        progress = self.progress
+        numbers = self.roster.numbers
+        liars = {member.name for member in progress.roster if member.lie}
+        record.failed |= {name: LIED for name in answered if name in liars}
+        candidates = {name: answer for name, answer in answered.items() if name not in liars}
 
         def ask_step(
-            kind: RequestKind, attempt: int, said: Mapping[str, dict[str, Any]], size: int
+            kind: RequestKind, attempt: int, step_contents: Mapping[str, dict[str, Any]], vector_size: int
         ) -> dict[str, tuple[Response, State]]:
-            def message(name: str) -> bytes:
-                return pack(self._order(kind, numbers[name], attempt=attempt, of=of, sums=said[name]))
+            def message_for(name: str) -> bytes:
+                return pack(self._request(kind, numbers[name], attempt=attempt, of=of, sums=step_contents[name]))
 
-            expected = {MASKED: torch.zeros(size, dtype=torch.uint64)} if size else {}
-            own, end = RoundRecord(record.round), time.monotonic() + self.terms.deadline / len(SUM_KINDS)
-            found = self._ask(list(said), message, lambda _: expected, end, own)
+            expected = {MASKED: torch.zeros(vector_size, dtype=torch.uint64)} if vector_size else {}
+            step_record = RoundRecord(record.round)
+            end = time.monotonic() + self.terms.deadline / len(SUM_KINDS)
+            step_answers = self._ask(list(step_contents), message_for, lambda _: expected, end, step_record)
             if kind == "mask":
-                record.masked = sorted(found)
-            record.failed |= own.failed
-            record.up, record.down = record.up + own.up, record.down + own.down
-            return found
+                record.masked = sorted(step_answers)
+            record.failed |= step_record.failed
+            record.up += step_record.up
+            record.down += step_record.down
+            return step_answers
 
         def terms(attempt: int) -> SumTerms:
-            return SumTerms(progress.run, progress.done, progress.recipe, options, attempt, of=of)
+            return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=of)
 
-        state = read_sum(self.folder, progress.run, progress.done, of)
-        made = SecureSum(
+        secure_sum = SecureSum(
             ask_step,
             terms,
-            trained,
+            candidates,
             contents.size,
-            state=state,
+            state=read_sum(self.folder, progress.run, progress.done, of),
             save=lambda state: write_sum(self.folder, progress.run, state),
-            truth=progress.told,
+            sent_digests=progress.sent_digests,
         )
-        there: list[str] = []
+        survivors: list[str] = []
         try:
-            there, total = made.run()
+            survivors, total = secure_sum.run()
         finally:
-            for name in there:
+            for name in survivors:
                 record.failed.pop(name, None)
-            record.failed |= made.failed
+            record.failed |= secure_sum.failed
             for member in progress.roster:
-                member.lied = made.lied.get(member.name, member.lied)
-        return there, contents.opened(total, len(there))
+                member.lie = secure_sum.lies.get(member.name, member.lie)
+        return survivors, contents.decode(total, len(survivors))
 
-    def _message(self, client: int) -> bytes:
-        """What a site is sent in a round: a function of the states and of whom was asked first."""
-        progress, given = self.progress, self.server.global_state
-        factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
-        norm = self.roster.level.norm if self.roster.level is not None and self.recipe.noisy else 0.0
+    def _training_message(self, client: int) -> bytes:
+        """Return what a site is sent in a round. It only depends on the states, and on which sites are asked."""
+        progress = self.progress
+        shared = self.server.global_state
+        level = self.roster.client_level
         if self.settings.algorithm.compares:
-            order = self._order("train", client, factor=factor, norm=norm, strides=strides_of(given))
-            return pack(order, given)
-        received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
-        given = {key: value[0] for key, value in received.items()}
-        order = self._order("train", client, factor=factor, norm=norm, strides=strides_of(given))
-        return pack(order, self._narrowed(given, client))
+            state = shared
+            narrowed_state = shared
+        else:
+            received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
+            state = {key: value[0] for key, value in received.items()}
+            narrowed_state = self._narrow(state, client)
+        request = self._request(
+            "train",
+            client,
+            factor=self.recipe.module.rate_factor(progress.done, progress.rounds),
+            norm=level.norm if level is not None and self.recipe.noisy else 0.0,
+            strides=strides_of(state),
+        )
+        return pack(request, narrowed_state)
 
-    def _narrowed(self, state: State, client: int) -> State:
-        """What of a state travels to a site or from it, whose LoRA may have a rank of its own."""
+    def _narrow(self, state: State, client: int) -> State:
+        """Cut a state to the rank of a site's LoRA for the way to it or from it."""
         ranks = self.server.lora_ranks
         return narrowed(state, self.recipe.module.slot.factors, ranks[client]) if ranks else state
 
     def _evaluate(self) -> None:
-        """Have sites score the models on their own test images, and add up what they send."""
-        state, algorithm, models = self.server.global_state, self.settings.algorithm, 0
+        """Have sites score the models on their own test images, and average what they send."""
+        progress = self.progress
+        state = self.server.global_state
         tensors = {f"shared/{key}": value for key, value in state.items()}
-        members, plain = self.server.members(), algorithm.members(state, {})
-        equal = (members[key].shape == plain[key].shape and torch.equal(members[key], plain[key]) for key in members)
-        if algorithm.global_model and not all(equal):
+        members = self._ensemble_members(state)
+        num_models = 0
+        if members:
             tensors |= {f"members/{key}": value for key, value in members.items()}
-            models = len(next(iter(members.values())))
-        answers = self._everyone("evaluate", tensors, models=models, strides=strides_of(state))
+            num_models = len(next(iter(members.values())))
+        responses, _ = self._ask_everyone("evaluate", tensors, models=num_models, strides=strides_of(state))
+
         metrics = self.recipe.module.metrics
-        lately = participation_of(self.progress, self.sample).recent
-        recent = [lately[self.roster.numbers[name]] for name in answers]
-        scores = mean_scores(metrics, [answer.facts for answer in answers.values()], recent)
-        if self.settings.secure_sums is not None and not self.recipe.noisy:  # else sites tell no scores
+        recent_by_number = participation_of(progress, self.sample).recent
+        recent = [recent_by_number[self.roster.numbers[name]] for name in responses]
+        scores = mean_scores(metrics, [response.facts for response in responses.values()], recent)
+        if self.settings.secure_sums is not None and not self.recipe.noisy:  # sites that add noise send no scores
+            adding: dict[str, tuple[Response, State]] = {
+                name: (response, {}) for name, response in responses.items() if response.sums.get("adds")
+            }
             try:
                 contents = self.recipe.contents_of_scores()
-                adds = {
-                    name: (answer, dict[str, torch.Tensor]())
-                    for name, answer in answers.items()
-                    if answer.sums.get("adds")
-                }
-                summed = self._sum("scores", RoundRecord(self.progress.done), adds, contents)[1]
-                scores = summed_scores(metrics, summed.numbers)
+                _, result = self._sum("scores", RoundRecord(progress.done), adding, contents)
+                scores = scores_of_sums(metrics, result.metrics)
             except RefusalError as refusal:
-                log.warning("no scores after round %d: %s", self.progress.done, refusal)
-        self.progress.history[-1] |= scores
-        self.progress.scored = self.progress.done
+                log.warning("no scores after round %d: %s", progress.done, refusal)
+        progress.history[-1] |= scores
+        progress.scored = progress.done
         self._save()
-        log_round(self.loggers, scores | {"round": self.progress.history[-1]["round"]})
+        log_round(self.loggers, scores | {"round": progress.history[-1]["round"]})
+
+    def _ensemble_members(self, state: State) -> State:
+        """Return the global models (models, ...) to be scored; nothing if they follow from the global state."""
+        algorithm = self.settings.algorithm
+        if not algorithm.global_model:
+            return {}
+        members = self.server.members()
+        derived = algorithm.members(state, {})
+        are_derived = all(
+            members[key].shape == derived[key].shape and torch.equal(members[key], derived[key]) for key in members
+        )
+        return {} if are_derived else members
 
     def _save(self) -> None:
+        """Write the states and the progress."""
         states = self.server.state_dict()
         if self._former:
             states["former"] = self._former

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a deployed run for Prometheus. They are read from what the server keeps, when somebody asks.
+"""Metrics of a deployed run for Prometheus, read from the server's state whenever they are requested.
 
-Rounds, seconds, scores and ε go on after the server was started again. Replies and bytes are those since its start.
+Rounds, seconds, scores and ε continue after the server was restarted. Replies and bytes are those since its start.
 """
 
 import math
@@ -16,33 +16,42 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from perada.deploy.protocol import RefusalError, ResponseCode, read_header
-from perada.deploy.server.progress import RunProgress
+from perada.deploy.server.progress import RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Transport
 
-SCORES = ("personal/", "global/")
-"""Beginnings of the names of scores, among the metrics of a round."""
+SCORE_PREFIXES = ("personal/", "global/")
+"""How the names of scores begin among the metrics of a round."""
 
 
 class CountingTransport:
-    """A transport that counts what passes through it."""
+    """A transport that counts what passes through it.
+
+    Args:
+        transport: Transport that carries the messages.
+
+    Attributes:
+        replies: Number of replies by site and code.
+        bytes: Number of bytes by site and direction.
+        connected: Sites that were connected when the server looked last.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.replies: Counter[tuple[str, str]] = Counter()  # by site and code
-        self.bytes: Counter[tuple[str, str]] = Counter()  # by site and direction
-        self.connected: list[str] = []  # when the server looked last
+        self.replies: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.connected: list[str] = []
 
     @property
-    def most(self) -> int:
-        """Bytes that a reply may have."""
-        return self._transport.most
+    def max_bytes(self) -> int:
+        """Largest size of a reply."""
+        return self._transport.max_bytes
 
-    @most.setter
-    def most(self, most: int) -> None:
-        self._transport.most = most
+    @max_bytes.setter
+    def max_bytes(self, max_bytes: int) -> None:
+        self._transport.max_bytes = max_bytes
 
     def names(self) -> list[str]:
-        """Registered names of the sites that are connected now."""
+        """Return the registered names of the sites that are connected now."""
         self.connected = self._transport.names()
         return self.connected
 
@@ -50,15 +59,15 @@ class CountingTransport:
         """Send each site its message, as :class:`.Transport` says."""
         for name, message in messages.items():
             self.bytes[name, "down"] += len(message)
-        found = self._transport.exchange(messages, enough, deadline)
-        for name, reply in found.items():
-            self.replies[name, _code(reply)] += 1
+        replies = self._transport.exchange(messages, enough, deadline)
+        for name, reply in replies.items():
+            self.replies[name, _code_of(reply)] += 1
             self.bytes[name, "up"] += 0 if isinstance(reply, Failure) else len(reply)
-        return found
+        return replies
 
 
-def _code(reply: bytes | Failure) -> str:
-    """What a reply says; a site that says something else has no label of its own."""
+def _code_of(reply: bytes | Failure) -> str:
+    """Return the code of a reply. An unknown one becomes ``malformed``: a site must not make up labels."""
     if isinstance(reply, Failure):
         return reply.code
     try:
@@ -72,32 +81,36 @@ class RunMetrics(Collector):
     """The metrics of a run.
 
     Args:
-        progress: How far it is.
-        transport: What carries its messages.
-        expiry: Gives when the SuperLink's certificate expires, in seconds since 1970, or None where that is not known.
+        progress: Progress of the run.
+        transport: Transport of the run.
+        expiry: Returns when the SuperLink's certificate expires, in seconds since 1970; None where that is unknown.
     """
 
     def __init__(self, progress: RunProgress, transport: CountingTransport, expiry: Callable[[], float | None]) -> None:
-        self._progress, self._transport, self._expiry = progress, transport, expiry
+        self._progress = progress
+        self._transport = transport
+        self._expiry = expiry
 
     def collect(self) -> Iterator[Metric]:
-        """All of them as they are now. Another thread may be in a round: lists and dictionaries are copied first."""
-        progress, records = self._progress, list(self._progress.records)
+        """Yield all metrics as they are now."""
+        progress = self._progress
+        # Another thread may be in a round: lists and dictionaries are copied before they are iterated over.
+        records = list(progress.records)
         yield InfoMetricFamily("perada_run", "The run", {"run": progress.run, "recipe": progress.recipe})
         yield GaugeMetricFamily("perada_rounds_planned", "Rounds of the recipe", progress.rounds)
         yield GaugeMetricFamily("perada_rounds_done", "Rounds that are over", progress.done)
-        void = sum(bool(record.void) for record in records)
-        yield GaugeMetricFamily("perada_rounds_void", "Rounds that left the model as it was", void)
-        spent = math.fsum(record.seconds for record in records)
-        yield SummaryMetricFamily("perada_round_seconds", "Seconds of rounds", len(records), spent)
-        last = records[-1].seconds if records else math.nan
-        yield GaugeMetricFamily("perada_last_round_seconds", "Seconds of the last round", last)
+        num_void = sum(bool(record.void) for record in records)
+        yield GaugeMetricFamily("perada_rounds_void", "Rounds that left the model as it was", num_void)
+        seconds = math.fsum(record.seconds for record in records)
+        yield SummaryMetricFamily("perada_round_seconds", "Seconds of rounds", len(records), seconds)
+        last_seconds = records[-1].seconds if records else math.nan
+        yield GaugeMetricFamily("perada_last_round_seconds", "Seconds of the last round", last_seconds)
         expiry = self._expiry()
         if expiry is not None:
-            about = "When the certificate expires that the SuperLink presents, in seconds since 1970"
-            yield GaugeMetricFamily("perada_superlink_certificate_expiry_timestamp_seconds", about, expiry)
+            description = "When the certificate expires that the SuperLink presents, in seconds since 1970"
+            yield GaugeMetricFamily("perada_superlink_certificate_expiry_timestamp_seconds", description, expiry)
         yield from self._of_transport()
-        yield from self._of_sites()
+        yield from self._of_sites(records)
         yield from self._of_history()
 
     def _of_transport(self) -> Iterator[Metric]:
@@ -110,31 +123,36 @@ class RunMetrics(Collector):
             bytes_.add_metric(site_and_direction, count)
         yield bytes_
 
-    def _of_sites(self) -> Iterator[Metric]:
-        members, last = list(self._progress.roster), [*self._progress.records][-1:]
-        connected, counted = {*self._transport.connected}, {name for one in last for name in one.summed or one.answered}
-        there = GaugeMetricFamily("perada_site_connected", "1 if it is connected", labels=["site"])
+    def _of_sites(self, records: list[RoundRecord]) -> Iterator[Metric]:
+        members = list(self._progress.roster)
+        connected = set(self._transport.connected)
+        in_last_round: set[str] = set()
+        if records:
+            in_last_round = set(records[-1].summed or records[-1].answered)
+        is_connected = GaugeMetricFamily("perada_site_connected", "1 if it is connected", labels=["site"])
         for name in sorted({member.name for member in members} | connected):
-            there.add_metric([name], name in connected)
-        inside = GaugeMetricFamily("perada_site_in_last_round", "1 if its answer is in it", labels=["site"])
+            is_connected.add_metric([name], name in connected)
+        is_in_last_round = GaugeMetricFamily("perada_site_in_last_round", "1 if its answer is in it", labels=["site"])
         rounds = GaugeMetricFamily("perada_site_rounds", "Rounds with its answer", labels=["site"])
         epsilon = GaugeMetricFamily("perada_epsilon", "ε that a site says it spent", labels=["site", "ledger"])
         for member in members:
-            inside.add_metric([member.name], member.name in counted)
+            is_in_last_round.add_metric([member.name], member.name in in_last_round)
             rounds.add_metric([member.name], member.rounds)
             for ledger, value in dict(member.epsilon).items():
                 epsilon.add_metric([member.name, ledger], math.inf if value is None else value)
-        yield from (there, inside, rounds, epsilon)
+        yield from (is_connected, is_in_last_round, rounds, epsilon)
 
     def _of_history(self) -> Iterator[Metric]:
-        """The last score of each name, and the ε of the run."""
+        """Yield the last score of each name, and the ε of the run."""
         latest: dict[str, float] = {}
         for row in list(self._progress.history):
-            latest |= {name: value for name, value in row.copy().items() if not math.isnan(value)}
+            for name, value in row.copy().items():
+                if not math.isnan(value):
+                    latest[name] = value
         scores = GaugeMetricFamily("perada_score", "Scores, as the table of rounds names them", labels=["name"])
         epsilon = GaugeMetricFamily("perada_run_epsilon", "ε of the run, as metrics.csv names it", labels=["name"])
         for name, value in latest.items():
-            if name.startswith(SCORES):
+            if name.startswith(SCORE_PREFIXES):
                 scores.add_metric([name], value)
             elif name.startswith("privacy/") and "epsilon" in name:
                 epsilon.add_metric([name], value)
@@ -149,7 +167,18 @@ def serving(
     address: str,
     expiry: Callable[[], float | None] = lambda: None,
 ) -> Iterator[None]:
-    """Serve the metrics of a run at a port, in a thread, until the end; an OSError if the port cannot be had."""
+    """Serve the metrics of a run at a port, in a thread.
+
+    Args:
+        progress: Progress of the run.
+        transport: Transport of the run.
+        port: Port to listen at.
+        address: Address of the interface to listen at.
+        expiry: See :class:`RunMetrics`.
+
+    Raises:
+        OSError: If the port is not available.
+    """
     registry = CollectorRegistry()
     registry.register(RunMetrics(progress, transport, expiry))
     try:

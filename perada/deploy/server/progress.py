@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a deployed run is: the server's file, with its states, the sites that take part, and each round's record."""
+"""The server's file: how far a deployed run is, with its states, its sites, and a record of each round."""
 
 import csv
 import io
@@ -14,23 +14,38 @@ from perada.deploy.state import read_nested, write_nested
 from perada.deploy.sums.progress import SumState
 from perada.federation.participation import Participation
 
-SERVER_STATE, SERVER_FORMAT, METRICS = "server.safetensors", 3, "metrics.csv"
-SUM_STATE, SUM_FORMAT = "sum.safetensors", 1
+SERVER_STATE = "server.safetensors"
+SERVER_FORMAT = 4
+METRICS = "metrics.csv"
+SUM_STATE = "sum.safetensors"
+SUM_FORMAT = 2
 
 
 @dataclass
 class Member:
-    """A site of the roster; its place there is its number in the run."""
+    """A site of the run, whose number is its index in the roster.
 
-    name: str  # as the transport knows it
-    size: int | None  # training images; None where the site does not say
-    joined: int  # the first round that it could take part in
-    left: str = ""  # why it takes part no more; empty if it does
-    late: int = -1  # the last round in which it did not answer in time
-    lied: str = ""  # what it did in a secure sum that no honest site does; empty if nothing is proven
-    rounds: int = 0  # that it took part in
-    last_round: int = 0  # that it took part in last, counted from 1; 0 if it never did
-    epsilon: dict[str, float | None] = field(default_factory=dict)  # by ledger, as it last said
+    Attributes:
+        name: Name by which the transport knows it.
+        size: Number of training images; None if the site does not say.
+        joined: First round that it could take part in.
+        left: Why it takes part no more; empty if it does.
+        late: Last round in which it did not answer in time.
+        lie: What it did in a secure sum that no honest site does; empty if nothing is proven.
+        rounds: Number of rounds that it took part in.
+        last_round: Last round that it took part in, counted from 1; 0 if it never did.
+        epsilon: ε by ledger, as the site last said; None is infinite.
+    """
+
+    name: str
+    size: int | None
+    joined: int
+    left: str = ""
+    late: int = -1
+    lie: str = ""
+    rounds: int = 0
+    last_round: int = 0
+    epsilon: dict[str, float | None] = field(default_factory=dict)
 
     def spent(self, ledger: str) -> float:
         """Return the ε that the site last said; infinite if it does not say, and 0 if it took part in no round."""
@@ -42,60 +57,101 @@ class Member:
 
 @dataclass
 class RoundRecord:
-    """What happened in a round; sites go by their names."""
+    """What happened in a round; sites are named.
 
-    round: int  # counted from 0
+    Attributes:
+        round: Counted from 0.
+        asked: Sites that were asked.
+        answered: Sites whose answer counted.
+        summed: Sites in the secure sum.
+        masked: Sites whose masked vector came.
+        failed: Code of each other site.
+        outliers: Sites with an unusually large change, with its multiple of the median.
+        away: Sites of the run that were not connected.
+        outside: Why connected sites have not joined.
+        void: Why the global state did not change; empty if it did.
+        seconds: Time from the first message to the new state.
+        up: Megabytes of replies.
+        down: Megabytes of messages.
+    """
+
+    round: int
     asked: list[str] = field(default_factory=list)
-    answered: list[str] = field(default_factory=list)  # of whom the answer counted
-    summed: list[str] = field(default_factory=list)  # who is in the secure sum
-    masked: list[str] = field(default_factory=list)  # whose numbers came under masks
-    failed: dict[str, str] = field(default_factory=dict)  # code of each other site
-    far: dict[str, float] = field(default_factory=dict)  # whose change was so many times as long as the median
-    away: list[str] = field(default_factory=list)  # sites of the run that were not connected
-    outside: dict[str, str] = field(default_factory=dict)  # why sites that were connected have not joined
-    void: str = ""  # why the global state stayed as it was; empty if it moved
-    seconds: float = 0.0  # from the first message to the new state
-    up: float = 0.0  # megabytes of replies
-    down: float = 0.0  # and of messages
+    answered: list[str] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
+    masked: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    outliers: dict[str, float] = field(default_factory=dict)
+    away: list[str] = field(default_factory=list)
+    outside: dict[str, str] = field(default_factory=dict)
+    void: str = ""
+    seconds: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
 
 
 @dataclass
 class RunProgress:
-    """How far a run is."""
+    """How far a run is.
 
-    run: str  # its id
-    recipe: str  # its digest
+    Attributes:
+        run: Id of the run.
+        recipe: Digest of its recipe.
+        rounds: Number of rounds of the recipe.
+        done: Number of rounds that are over.
+        tuned: Whether the fine-tuning after them is over.
+        scored: Round after which models were last scored.
+        roster: All sites that ever joined, in the order of their numbers.
+        labels: Digest of the classes that all sites have.
+        records: What happened in each round.
+        history: Metrics of each round.
+        asked: Sites that are asked in the round under way, in their order.
+        strides: Strides of the states' tensors, by state and tensor.
+        client_level: State of the client-level privacy.
+        moves: How far recent secure sums moved the model, at the full learning rate.
+        spoiled: Number of consecutive rounds, since the last secure sum, that the model or a site has spoiled.
+        sent_digests: Digests of what sites were sent in each round, for secure sums.
+    """
+
+    run: str
+    recipe: str
     rounds: int
-    done: int = 0  # rounds that are over
-    tuned: bool = False  # whether the fine-tuning after them is
-    scored: int = -1  # the round after which models were last scored
-    roster: list[Member] = field(default_factory=list)  # all sites that ever joined, in the order of their numbers
-    labels: str = ""  # digest of the classes that all sites have
-    records: list[RoundRecord] = field(default_factory=list)  # of each round
-    history: list[dict[str, float]] = field(default_factory=list)  # metrics of each round
-    asked: list[str] = field(default_factory=list)  # sites asked in the round that is under way, in their order
-    strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # of the states' tensors, as of strides_of
-    level: dict[str, Any] | None = None  # state of the privacy of whole clients
-    moves: list[float] = field(default_factory=list)  # how far each secure sum moved the model, at the full rate
-    spoiled: int = 0  # rounds in a row that the model, or a site, has spoiled since the last secure sum
-    told: dict[str, str] = field(default_factory=dict)  # digests of what sites were told, by round; for secure sums
+    done: int = 0
+    tuned: bool = False
+    scored: int = -1
+    roster: list[Member] = field(default_factory=list)
+    labels: str = ""
+    records: list[RoundRecord] = field(default_factory=list)
+    history: list[dict[str, float]] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    client_level: dict[str, Any] | None = None
+    moves: list[float] = field(default_factory=list)
+    spoiled: int = 0
+    sent_digests: dict[str, str] = field(default_factory=dict)
 
 
 def participation_of(progress: RunProgress, sites_per_round: int | None) -> Participation:
-    """When the sites of a run took part last, of whom so many are asked in a round (None: all)."""
+    """Return when the sites of a run took part last.
+
+    Args:
+        progress: Progress of the run.
+        sites_per_round: Number of sites that are asked in a round; None for all.
+    """
     return Participation([member.last_round for member in progress.roster], progress.done, sites_per_round)
 
 
 def write_progress(folder: Path, progress: RunProgress, states: dict[str, Any]) -> None:
-    """Write the states of the server and how far it is, all at once, and the metrics beside them."""
-    if progress.history:  # first: a run that was killed in between writes them again
-        write_atomic(folder / METRICS, _csv(progress.history).encode(), private=True)
-    progress.strides = {name: strides_of(state) for name, state in _named(states).items()}
+    """Write the server's states and the progress in one step, and the metrics beside them."""
+    if progress.history:
+        # Before the state: a run that is killed in between writes the metrics again.
+        write_atomic(folder / METRICS, _format_csv(progress.history).encode(), private=True)
+    progress.strides = {name: strides_of(state) for name, state in _flatten(states).items()}
     write_nested(folder / SERVER_STATE, {"progress": progress, "states": states}, SERVER_FORMAT)
 
 
 def read_progress(folder: Path) -> tuple[RunProgress, dict[str, Any]]:
-    """What :func:`write_progress` wrote.
+    """Read what :func:`write_progress` wrote.
 
     Raises:
         FileNotFoundError: If there is nothing.
@@ -110,19 +166,19 @@ def read_progress(folder: Path) -> tuple[RunProgress, dict[str, Any]]:
     def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[RunProgress, dict[str, Any]]:
         progress["roster"] = [Member(**member) for member in progress["roster"]]
         progress["records"] = [RoundRecord(**record) for record in progress["records"]]
-        read = RunProgress(**progress)
-        return read, _placed(states, read.strides)
+        restored = RunProgress(**progress)
+        return restored, _lay_out(states, restored.strides)
 
     return read_nested(path, SERVER_FORMAT, build)
 
 
 def write_sum(folder: Path, run: str, state: SumState) -> None:
-    """Write how far the secure sum of the round under way is; the file is a small one beside the server's own."""
+    """Write the state of a secure sum, to a small file beside the server's own."""
     write_nested(folder / SUM_STATE, {"run": run, "state": state}, SUM_FORMAT)
 
 
 def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
-    """How far a secure sum was when the server was stopped; None if it was not begun.
+    """Return the state of a secure sum when the server was stopped; None if it was not begun.
 
     Raises:
         ValueError: If the file is damaged.
@@ -134,39 +190,47 @@ def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
     def build(run: str, state: dict[str, Any]) -> tuple[str, SumState]:
         return run, SumState(**state)
 
-    of_run, state = read_nested(path, SUM_FORMAT, build)
-    same = (of_run, state.round, state.of) == (run, round, of)
-    return state if same else None
+    saved_run, state = read_nested(path, SUM_FORMAT, build)
+    # The file stays when a sum is over, so it may be that of another one.
+    is_this_sum = (saved_run, state.round, state.of) == (run, round, of)
+    return state if is_this_sum else None
 
 
-def _named(states: dict[str, Any], group: str = "") -> dict[str, State]:
-    """All states of a server by one name each, those that a round began with too, if they are kept as ``former``."""
-    found = {f"{group}global": states["global"]}
+def _flatten(states: dict[str, Any], prefix: str = "") -> dict[str, State]:
+    """Return all states of a server by unique names, with those before the last secure sum (``former``)."""
+    flat = {f"{prefix}global": states["global"]}
     for name, state in states["server"].items():
-        found[f"{group}server/{name}"] = state
+        flat[f"{prefix}server/{name}"] = state
     if "former" in states:
-        found |= _named(states["former"], "former/")
-    return found
+        flat |= _flatten(states["former"], "former/")
+    return flat
 
 
-def _placed(states: dict[str, Any], strides: dict[str, dict[str, list[int]]], group: str = "") -> dict[str, Any]:
-    """The states as they lay in memory when they were written; ``strides`` are by the names of :func:`_named`."""
-    found = dict(states)
-    found["global"] = laid_out(states["global"], strides.get(f"{group}global", {}))
-    found["server"] = {
-        name: laid_out(state, strides.get(f"{group}server/{name}", {})) for name, state in states["server"].items()
+def _lay_out(states: dict[str, Any], strides: dict[str, dict[str, list[int]]], prefix: str = "") -> dict[str, Any]:
+    """Return states with the strides that they had when they were written.
+
+    Args:
+        states: The server's states.
+        strides: Strides by the names of :func:`_flatten`.
+        prefix: Prefix of these names.
+    """
+    restored = dict(states)
+    restored["global"] = laid_out(states["global"], strides.get(f"{prefix}global", {}))
+    restored["server"] = {
+        name: laid_out(state, strides.get(f"{prefix}server/{name}", {})) for name, state in states["server"].items()
     }
     if "former" in states:
-        found["former"] = _placed(states["former"], strides, "former/")
-    return found
+        restored["former"] = _lay_out(states["former"], strides, "former/")
+    return restored
 
 
-def _csv(history: list[dict[str, float]]) -> str:
-    """The rounds as a simulation's ``metrics.csv`` has them."""
-    text, names = io.StringIO(), sorted({name for row in history for name in row} - {"round", "step"})
-    writer = csv.DictWriter(text, ["epoch", "round", "step", *names], restval="", lineterminator="\n")
+def _format_csv(history: list[dict[str, float]]) -> str:
+    """Format the rounds as a simulation's ``metrics.csv``."""
+    names = {name for row in history for name in row} - {"round", "step"}
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["epoch", "round", "step", *sorted(names)], restval="", lineterminator="\n")
     writer.writeheader()
     for row in history:
-        shown = {name: value for name, value in row.items() if not math.isnan(value)}
-        writer.writerow({"epoch": int(row["round"]), **shown})
+        finite = {name: value for name, value in row.items() if not math.isnan(value)}
+        writer.writerow({"epoch": int(row["round"]), **finite})
     return text.getvalue()

@@ -4,7 +4,7 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from perada.core.states import State
@@ -27,44 +27,57 @@ from perada.deploy.sums.shares import SECRET_SIZE
 from perada.deploy.sums.site import DealtShares, RevealedShares
 from perada.deploy.sums.vector import Uint64Vector
 
-ATTEMPTS = 3
-"""How often a sum fails in a round without showing which site is to blame; after masks were sent, it is over."""
-LIED, DISPUTED = "lied", "disputed"
-"""Codes of sites that provably lied in a sum, and of those that others do not accept, or that do not accept them."""
+MAX_FAILURES = 3
+"""How often keys and shares are exchanged in vain without a site to blame; once masks were sent, a sum is over."""
+LIED = "lied"
+"""Code of a site that provably lied in a sum."""
+DISPUTED = "disputed"
+"""Code of a site that most others do not accept, or that does not accept sites that most others do."""
 MASKED = "masked"
-"""Name of the tensor of numbers under masks."""
-ReadT = TypeVar("ReadT")
+"""Name of the tensor with a masked vector."""
+_DIGEST = "[0-9a-f]{64}"
+ContentT = TypeVar("ContentT")
 
 log = logging.getLogger("perada.deploy")
 
 
 class AskStep(Protocol):
-    """Asks sites for a step; see :meth:`.Coordinator.step_of_sum`."""
+    """Asks sites for a step of a sum; see :meth:`.Coordinator._sum`."""
 
     def __call__(
-        self, kind: RequestKind, attempt: int, said: Mapping[str, dict[str, Any]], numbers: int, /
+        self, kind: RequestKind, attempt: int, contents: Mapping[str, dict[str, Any]], vector_size: int, /
     ) -> dict[str, tuple[Response, State]]:
-        """What came of the sites in ``said``; with ``numbers`` a tensor of so many is expected."""
+        """Send each site its content of a step.
+
+        Args:
+            kind: The step.
+            attempt: Attempt at the sum.
+            contents: Content of the request by the name of the site.
+            vector_size: Length of the masked vector that is expected; 0 for none.
+
+        Returns:
+            The responses, and the tensors that came with them, of the sites that answered.
+        """
 
 
 class SecureSum:
-    """One secure sum, as the server has sites make it.
+    """One secure sum on the server's side.
 
-    A site that voids it by what it says is found, where that can be proven, and the sum is begun again without it as
-    long as nothing was masked.
+    A site that voids the sum by what it sends is identified where that can be proven. As long as nothing was masked,
+    the sum is begun again without it.
 
     Args:
-        ask: Asks sites.
-        terms: Of an attempt.
-        trained: Answers of the sites that may take part, with their keys for the first attempt.
-        numbers: Of a vector.
-        state: How far the sum was before the server was stopped; None if it was not begun.
-        save: Writes how far it is.
-        truth: Digests of what the server told sites in former rounds, as they say it.
+        ask: Asks sites for a step.
+        terms: Returns the terms of an attempt.
+        trained: Responses of the sites that may take part, with their keys for the first attempt.
+        vector_size: Length of a vector.
+        state: How far the sum had come before the server was stopped; None if it was not begun.
+        save: Saves how far the sum has come.
+        sent_digests: Digests of what the server sent in former rounds, by round.
 
     Attributes:
         failed: Codes of sites that did not do what they were asked.
-        lied: What sites did that no honest one does, by name.
+        lies: Proven lies by the name of the site.
     """
 
     def __init__(
@@ -72,218 +85,292 @@ class SecureSum:
         ask: AskStep,
         terms: Callable[[int], SumTerms],
         trained: Mapping[str, tuple[Response, State]],
-        numbers: int,
+        vector_size: int,
         state: SumState | None = None,
         save: Callable[[SumState], None] = lambda _: None,
-        truth: Mapping[str, str] | None = None,
+        sent_digests: Mapping[str, str] | None = None,
     ) -> None:
-        self._ask, self._terms, self._trained, self._numbers = ask, terms, dict(trained), numbers
-        self._state, self._save = state, save
-        self._truth = parse_heard(SiteClaims(heard=truth or {}).texts()["heard"])  # as sites write it
-        self._out: set[str] = set()  # sites without which the next attempt is begun
+        self._ask = ask
+        self._terms = terms
+        self._trained = dict(trained)
+        self._vector_size = vector_size
+        self._state = state
+        self._save = save
+        # Through the text of an advert, which cuts the digests as those of the sites are cut.
+        self._sent_digests = parse_heard(SiteClaims(heard=sent_digests or {}).texts()["heard"])
+        self._excluded: set[str] = set()  # from the next attempt
         self.failed: dict[str, str] = {}
-        self.lied: dict[str, str] = {}
+        self.lies: dict[str, str] = {}
 
     def run(self) -> tuple[list[str], Uint64Vector]:
-        """Return who is in the sum of the sites' vectors, and the sum.
+        """Make the sum.
+
+        Returns:
+            The sites in the sum, and the sum of their vectors.
 
         Raises:
-            Refused: If too few are there at a step. Nothing can be read then.
+            RefusalError: If too few sites remain at a step. Nothing can be read then.
         """
-        server, state = self._resumed() if self._state and self._state.there else self._begun()
+        if self._state is not None and self._state.senders:
+            server, state = self._resume(self._state)
+        else:
+            server, state = self._exchange_shares()
         try:
             return self._finish(server, state)
         finally:
-            self._blame(server.lied)
+            self._blame(server.lies)
 
-    def _blame(self, lied: Mapping[str, str]) -> None:
-        for name, reason in lied.items():
-            if name not in self.lied:
-                log.warning("secure sum: site %s lied: %s", name, reason, extra={"site": name})
-            self.lied[name], self.failed[name] = reason, LIED
+    def _blame(self, lies: Mapping[str, str]) -> None:
+        """Note proven lies, and log those that are new."""
+        for name, lie in lies.items():
+            if name not in self.lies:
+                log.warning("secure sum: site %s lied: %s", name, lie, extra={"site": name})
+            self.lies[name] = lie
+            self.failed[name] = LIED
 
-    def _begun(self) -> tuple[ServerRound, SumState]:
-        """Have keys and shares exchanged, in as many attempts as sites are found that prevent it, and a few more."""
+    def _exchange_shares(self) -> tuple[ServerRound, SumState]:
+        """Have keys and shares exchanged, in a new attempt whenever sites that prevent it were identified."""
         attempt = 0 if self._state is None else self._state.attempt + 1
         failures = 0
         while True:
-            candidates = {name: one for name, one in self._trained.items() if name not in self._out}
+            candidates = {name: answer for name, answer in self._trained.items() if name not in self._excluded}
             self._check_candidates(candidates)
-            out = len(self._out)
+            num_excluded = len(self._excluded)
             try:
                 return self._attempt(attempt, candidates)
             except RefusalError as refusal:
                 log.warning("%s (attempt %d)", refusal, attempt + 1)
-                failures += len(self._out) == out
-                if failures == ATTEMPTS:
+                if len(self._excluded) == num_excluded:
+                    failures += 1
+                if failures == MAX_FAILURES:
                     raise
             attempt += 1
 
     def _check_candidates(self, candidates: Mapping[str, object]) -> None:
-        """Refuse to begin among too few."""
-        least = self._terms(0).options.min_sites
-        if len(candidates) < least:
-            without = f"; without {', '.join(sorted(self._out))}" if self._out else ""
-            raise RefusalError(f"secure sum: {len(candidates)} sites may take part, and {least} must{without}", "other")
+        """Refuse to begin with too few sites."""
+        min_sites = self._terms(0).options.min_sites
+        if len(candidates) < min_sites:
+            without = f"; without {', '.join(sorted(self._excluded))}" if self._excluded else ""
+            raise RefusalError(
+                f"secure sum: {len(candidates)} sites may take part, and {min_sites} must{without}", "other"
+            )
 
     def _attempt(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> tuple[ServerRound, SumState]:
-        """The round once all sites that are there hold shares of one another."""
+        """Exchange keys and shares once.
+
+        Returns:
+            The round, in which the remaining sites hold shares of one another, and its saved state.
+        """
+        adverts = self._collect_adverts(attempt, candidates)
         terms = self._terms(attempt)
-        found = self._ask("keys", attempt, {name: {} for name in candidates}, 0) if attempt else candidates
-        adverts = self._read(found, _advert)
-        # Where as many sites say one thing of a former round as another, those are right who come first here. Else a
-        # site could put out another one with which it was alone in a round.
-        truthful_first = sorted(adverts, key=lambda name: bool(conflicting_rounds(self._truth, adverts[name])))
-        adverts = consistent_adverts({name: adverts[name] for name in truthful_first})
         server = ServerRound(terms, [*adverts.values()])
-        listed = [vars(adverts[name]) for name in server.order]
-        state = SumState(terms.round, terms.of, attempt, listed)
+        advert_list = [vars(adverts[name]) for name in server.order]
+        state = SumState(terms.round, terms.of, attempt, advert_list)
+        # Before sites are sent the list, since a restarted server must send the same one.
         self._save(state)
-        shared = self._ask("shares", attempt, {name: {"adverts": listed} for name in adverts}, 0)
-        self._settle_objections(server, shared)
-        boxes = server.deliver(self._read(shared, lambda name, said: _dealt(name, said, server.order)))
-        holding = {
-            name: {
-                "sealed": to_hex(box),
-                "commitments": {dealer: server.commitments[dealer][name] for dealer in box},
-            }
-            for name, box in boxes.items()
-        }
-        held = self._ask("hold", attempt, holding, 0)
-        objections = self._read(held, lambda name, said: _objects(said, {*boxes} - {name}))
-        self._settle_disputes(server, attempt, objections)
-        state.there = server.begin(objections)
-        state.commitments = {
-            name: {other: list(pair) for other, pair in one.items()} for name, one in server.commitments.items()
-        }
+        boxes = self._collect_shares(server, attempt, advert_list)
+        state.senders = server.begin(self._deliver_shares(server, attempt, boxes))
+        state.commitments = {}
+        for dealer, commitments in server.commitments.items():
+            state.commitments[dealer] = {holder: list(pair) for holder, pair in commitments.items()}
         self._save(state)
         return server, state
 
-    def _settle_objections(self, server: ServerRound, shared: Mapping[str, tuple[Response, State]]) -> None:
-        """Leave out of the next attempt sites whose keys most others do not accept, and others that do not accept some.
+    def _collect_adverts(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> dict[str, Advert]:
+        """Return the adverts of the sites that may be in one list."""
+        if attempt:
+            answers = self._ask_same("keys", attempt, candidates, {})
+        else:
+            # The keys of the first attempt came with the responses to the training.
+            answers = dict(candidates)
+        adverts = self._read(answers, _read_advert)
+        # If as many sites state one digest of a former round as another, those that state the server's digest win,
+        # since they come first. Otherwise a site could have another one excluded with which it was alone in a round.
+        truthful_first = sorted(adverts, key=lambda name: bool(conflicting_rounds(self._sent_digests, adverts[name])))
+        return consistent_adverts({name: adverts[name] for name in truthful_first})
 
-        All sites see the same keys, so that all honest ones whose lists are complete say the same of them: a site
-        that alone does not accept another one's keys cannot put that one out.
+    def _collect_shares(
+        self, server: ServerRound, attempt: int, advert_list: list[dict[str, str]]
+    ) -> dict[str, dict[str, bytes]]:
+        """Send sites the list of keys.
+
+        Returns:
+            The shares that they have dealt, sorted by the site that is to receive them.
         """
-        objecting = {name: one for name, one in shared.items() if "objects" in one[0].sums}
-        objections = self._read(objecting, lambda name, said: _objects(said, {*server.order} - {name}))
+        dealt = self._ask_same("shares", attempt, server.adverts, {"adverts": advert_list})
+        self._settle_objections(server, dealt)
+        return server.deliver(self._read(dealt, lambda name, content: _read_dealt(name, content, server.order)))
+
+    def _deliver_shares(self, server: ServerRound, attempt: int, boxes: Mapping[str, Mapping[str, bytes]]) -> list[str]:
+        """Send sites the shares that were dealt to them.
+
+        Returns:
+            The sites that hold shares of one another.
+        """
+        contents = {}
+        for name, box in boxes.items():
+            commitments = {dealer: server.commitments[dealer][name] for dealer in box}
+            contents[name] = {"sealed": to_hex(box), "commitments": commitments}
+        answers = self._ask("hold", attempt, contents, 0)
+        objections = self._read(answers, lambda name, content: _read_objections(content, {*boxes} - {name}))
+        self._settle_disputes(server, attempt, objections)
+        return list(objections)
+
+    def _ask_same(
+        self, kind: RequestKind, attempt: int, names: Iterable[str], content: dict[str, Any], vector_size: int = 0
+    ) -> dict[str, tuple[Response, State]]:
+        """Ask sites for a step with the same content."""
+        return self._ask(kind, attempt, dict.fromkeys(names, content), vector_size)
+
+    def _settle_objections(self, server: ServerRound, dealt: Mapping[str, tuple[Response, State]]) -> None:
+        """Exclude sites whose keys most others reject, and sites that reject keys which most others accept.
+
+        All sites see the same keys, so that all honest sites with complete lists say the same of them: a single site
+        that rejects the keys of another one cannot have it excluded.
+
+        Raises:
+            RefusalError: If there are objections.
+        """
+        objecting = {name: answer for name, answer in dealt.items() if "objects" in answer[0].sums}
+        objections = self._read(objecting, lambda name, content: _read_objections(content, {*server.order} - {name}))
         if not any(objections.values()):
             return
-        out = {}
+        excluded = {}
         for name in server.order:
-            objectors = [other for other, names in objections.items() if name in names]
-            others = [other for other in shared if other != name]
+            objectors = [other for other, rejected in objections.items() if name in rejected]
+            others = [other for other in dealt if other != name]
             if 2 * len(objectors) > len(others):
-                out[name] = f"its keys are not accepted by {', '.join(objectors)}"
-        for name, names in objections.items():
-            rest = [other for other in names if other not in out]
-            if rest and name not in out:
-                out[name] = f"it does not accept the keys of {', '.join(rest)}, which most sites do"
-        for name, reason in out.items():
+                excluded[name] = f"its keys are not accepted by {', '.join(objectors)}"
+        for name, rejected in objections.items():
+            accepted_by_most = [other for other in rejected if other not in excluded]
+            if accepted_by_most and name not in excluded:
+                excluded[name] = f"it does not accept the keys of {', '.join(accepted_by_most)}, which most sites do"
+        for name, reason in excluded.items():
             log.warning("secure sum: without site %s: %s", name, reason, extra={"site": name})
             self.failed[name] = DISPUTED
-        self._out |= out.keys()
-        raise RefusalError(f"secure sum: sites do not accept one another: without {', '.join(sorted(out))}", "other")
+        self._excluded |= excluded.keys()
+        raise RefusalError(
+            f"secure sum: sites do not accept one another: without {', '.join(sorted(excluded))}", "other"
+        )
 
     def _settle_disputes(self, server: ServerRound, attempt: int, objections: Mapping[str, Collection[str]]) -> None:
-        """Find out who lies where a site says that what another one sealed for it does not open.
+        """Find out who lies where a site says that the shares sealed for it do not open.
 
-        The word of one site is not enough to leave another out. The accused ones open what they dealt, and the server
-        sees who is right.
+        The word of one site does not suffice to exclude another. The accused disclose the keys of what they dealt, and
+        the server sees who is right.
+
+        Raises:
+            RefusalError: If there are disputes.
         """
-        accused = sorted({dealer for names in objections.values() for dealer in names})
+        accused = sorted({dealer for dealers in objections.values() for dealer in dealers})
         if not accused:
             return
-        opened = self._read(self._ask("open", attempt, {name: {} for name in accused}, 0), _seals)
-        lied = dict[str, str]()
+        seeds = self._read(self._ask_same("open", attempt, accused, {}), _read_seed)
+        lies: dict[str, str] = {}
         for holder, dealers in objections.items():
             for dealer in dealers:
-                if dealer not in opened:
+                if dealer not in seeds:
                     continue
-                if server.dealt_honestly(dealer, opened[dealer], holder):
-                    lied.setdefault(holder, f"the shares of {dealer!r} open, of which it says that they do not")
+                if server.dealt_honestly(dealer, seeds[dealer], holder):
+                    lies.setdefault(holder, f"the shares of {dealer!r} open, of which it says that they do not")
                 else:
-                    lied.setdefault(dealer, f"the shares that it sealed for {holder!r} do not open")
-        self._blame(lied)
-        silent = [name for name in accused if name not in opened]
+                    lies.setdefault(dealer, f"the shares that it sealed for {holder!r} do not open")
+        self._blame(lies)
+        silent = [name for name in accused if name not in seeds]
         for name in silent:
             log.warning("secure sum: site %s did not open the shares that it is said to have spoiled", name)
             self.failed.setdefault(name, DISPUTED)
-        self._out |= {*lied, *silent}
-        raise RefusalError(f"secure sum: sealed shares do not open: without {', '.join(sorted(self._out))}", "other")
+        self._excluded |= {*lies, *silent}
+        raise RefusalError(
+            f"secure sum: sealed shares do not open: without {', '.join(sorted(self._excluded))}", "other"
+        )
 
-    def _resumed(self) -> tuple[ServerRound, SumState]:
-        """The round as it was when sites had been told to mask, before the server was stopped."""
-        state = self._state
-        assert state is not None
+    def _resume(self, state: SumState) -> tuple[ServerRound, SumState]:
+        """Restore the round of a server that was stopped after it had told sites to mask."""
         server = ServerRound(self._terms(state.attempt), [Advert(**entry) for entry in state.adverts])
         server.commitments = {
-            name: {other: (pair[0], pair[1]) for other, pair in one.items()} for name, one in state.commitments.items()
+            dealer: {holder: (pair[0], pair[1]) for holder, pair in commitments.items()}
+            for dealer, commitments in state.commitments.items()
         }
-        server.begin(state.there)
+        server.begin(state.senders)
         return server, state
 
     def _finish(self, server: ServerRound, state: SumState) -> tuple[list[str], Uint64Vector]:
-        """Take the masked vectors, and the masks away from their sum."""
-        attempt, there = state.attempt, state.there
-        taken = self._ask("mask", attempt, {name: {"there": there} for name in there}, self._numbers)
-        vectors = {name: tensors[MASKED].numpy() for name, (_, tensors) in taken.items()}
-        del taken  # as large as all sites' vectors
-        if state.alive:  # sites may have signed that these are in the sum, and sign no other list
-            lost = [name for name in state.alive if name not in vectors]
-            if lost:
-                came = len(state.alive) - len(lost)
+        """Collect the masked vectors, and remove the masks from their sum."""
+        attempt = state.attempt
+        senders = state.senders
+        masked = self._ask_same("mask", attempt, senders, {"there": senders}, self._vector_size)
+        vectors = {name: tensors[MASKED].numpy() for name, (_, tensors) in masked.items()}
+        del masked  # as large as the vectors of all sites
+        if state.survivors:
+            # Before the restart, sites may have signed that these are in the sum; they sign no other list.
+            missing = [name for name in state.survivors if name not in vectors]
+            if missing:
+                num_came = len(state.survivors) - len(missing)
                 raise RefusalError(
-                    f"secure sum: {came} of {len(state.alive)} sites sent their part again after the restart; without "
-                    f"{', '.join(lost)}",
+                    f"secure sum: {num_came} of {len(state.survivors)} sites sent their part again after the restart; "
+                    f"without {', '.join(missing)}",
                     "other",
                 )
-            vectors = {name: vectors[name] for name in state.alive}
-        state.alive = server.take(vectors)
+            vectors = {name: vectors[name] for name in state.survivors}
+        state.survivors = server.take(vectors)
         self._save(state)
         if not state.signatures:
-            confirmed = self._ask("confirm", attempt, {name: {"alive": state.alive} for name in state.alive}, 0)
-            state.signatures = server.signed(self._read(confirmed, _signature))
-            server.enough(state.signatures, "signed who is in the sum")
+            confirmed = self._ask_same("confirm", attempt, state.survivors, {"alive": state.survivors})
+            state.signatures = server.valid_signatures(self._read(confirmed, _read_signature))
+            server.check_enough(state.signatures, "signed who is in the sum")
             self._save(state)
-        signatures = {name: {"signatures": state.signatures} for name in state.signatures}
-        gone = {*there} - {*state.alive}
-        found = self._ask("reveal", attempt, signatures, 0)
-        revealed = self._read(found, lambda _, said: _revealed(said, {*state.alive}, gone))
-        return state.alive, server.total(revealed)
+        dropouts = {*senders} - {*state.survivors}
+        answers = self._ask_same("reveal", attempt, state.signatures, {"signatures": state.signatures})
+        revealed = self._read(answers, lambda _, content: _read_revealed(content, {*state.survivors}, dropouts))
+        return state.survivors, server.total(revealed)
 
     def _read(
-        self, found: Mapping[str, tuple[Response, State]], read: Callable[[str, dict[str, Any]], ReadT]
-    ) -> dict[str, ReadT]:
-        """What sites said, in the order of their names; without those who said something else."""
-        good = {}
-        for name in sorted(found):
+        self, answers: Mapping[str, tuple[Response, State]], read: Callable[[str, dict[str, Any]], ContentT]
+    ) -> dict[str, ContentT]:
+        """Read what sites sent, in the order of their names; malformed contents are left out.
+
+        Args:
+            answers: Responses and tensors by the name of the site.
+            read: Reads the content of a response, given the site's name.
+        """
+        contents = {}
+        for name in sorted(answers):
+            response, _ = answers[name]
             try:
-                good[name] = read(name, found[name][0].sums)
+                contents[name] = read(name, response.sums)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 log.warning("site %s: malformed in a secure sum: %s (%s)", name, error, type(error).__name__)
                 self.failed[name] = "malformed"
-        return good
+        return contents
 
 
 def consistent_adverts(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
-    """The keys of those that say of this sum, and of each round before, what most say; of as many, the first ones.
+    """Return the adverts that state of this sum, and of each former round, what most adverts state.
 
-    Sites refuse a list in which one says something else, as a site that lies does, or has other public images.
+    Sites refuse a list with an advert that states something else, such as that of a site that lies, or has other public
+    images. Of statements that are equally common the first one wins.
     """
-    said = {name: {"": advert.terms, **heard_digests(advert)} for name, advert in adverts.items()}
-    most = {
-        about: Counter(one[about] for one in said.values() if about in one).most_common(1)[0][0]
-        for about in {about for one in said.values() for about in one}
-    }
-    alone = [name for name, one in said.items() if any(most[about] != told for about, told in one.items())]
-    if alone:
-        log.warning("secure sum: without %s, who were told other things than most, or say so", ", ".join(sorted(alone)))
-    return {name: advert for name, advert in adverts.items() if name not in alone}
+    statements = {name: {"": advert.terms, **heard_digests(advert)} for name, advert in adverts.items()}
+    topics = {topic for stated in statements.values() for topic in stated}
+    majority = {}
+    for topic in topics:
+        counts = Counter(stated[topic] for stated in statements.values() if topic in stated)
+        majority[topic] = counts.most_common(1)[0][0]
+    deviating = [
+        name
+        for name, stated in statements.items()
+        if any(majority[topic] != statement for topic, statement in stated.items())
+    ]
+    if deviating:
+        names = ", ".join(sorted(deviating))
+        log.warning("secure sum: without %s, who were told other things than most, or say so", names)
+    return {name: advert for name, advert in adverts.items() if name not in deviating}
 
 
-def _advert(name: str, said: dict[str, Any]) -> Advert:
-    advert = Advert(**said["advert"])
+def _read_advert(name: str, content: dict[str, Any]) -> Advert:
+    """Read a site's keys; a ValueError if they are unusable, another site's or not signed."""
+    advert = Advert(**content["advert"])
     if advert.name != name:
         raise ValueError(f"it calls itself {advert.name[:80]!r}; its name must be that of its key at the SuperLink")
     check_usable(advert)
@@ -292,45 +379,53 @@ def _advert(name: str, said: dict[str, Any]) -> Advert:
     return advert
 
 
-def _objects(said: dict[str, Any], others: Collection[str]) -> list[str]:
-    """Names of the sites whose keys or shares a site does not accept."""
-    objects = said.get("objects", [])
-    if not isinstance(objects, list) or not {*objects} <= {*others}:
+def _read_objections(content: dict[str, Any], others: Collection[str]) -> list[str]:
+    """Read the names of the sites whose keys or shares a site does not accept."""
+    objections = content.get("objects", [])
+    if not isinstance(objections, list) or not {*objections} <= {*others}:
         raise ValueError("it objects to what is not another site")
-    return objects
+    return objections
 
 
-def _dealt(name: str, said: dict[str, Any], order: Sequence[str]) -> DealtShares:
-    sealed, commitments = from_hex(said["sealed"]), said["commitments"]
-    if {*sealed} != {*order} - {name} or any(len(text) != SEALED_SIZE for text in sealed.values()):
+def _read_dealt(name: str, content: dict[str, Any], order: Sequence[str]) -> DealtShares:
+    """Read the shares that a site dealt to the sites in ``order``."""
+    sealed = from_hex(content["sealed"])
+    others = {*order} - {name}
+    if {*sealed} != others or any(len(text) != SEALED_SIZE for text in sealed.values()):
         raise ValueError("it has not sealed its shares for all others; the masks of some would not cancel")
+    commitments = content["commitments"]
     if {*commitments} != {*order}:
         raise ValueError("it has not committed itself to the shares of all sites")
-    for pair in commitments.values():
-        if len(pair) != 2 or not all(re.fullmatch("[0-9a-f]{64}", one) for one in pair):
-            raise ValueError("a commitment of another form")
-    return DealtShares(sealed, {holder: (pair[0], pair[1]) for holder, pair in commitments.items()})
+    pairs = {}
+    for holder, (first, second) in commitments.items():
+        if not re.fullmatch(_DIGEST, first) or not re.fullmatch(_DIGEST, second):
+            raise ValueError("a commitment has the wrong form")
+        pairs[holder] = (first, second)
+    return DealtShares(sealed, pairs)
 
 
-def _seals(_: str, said: dict[str, Any]) -> bytes:
-    """The secret by which a site opens what it dealt."""
-    seals = bytes.fromhex(said["seals"])
-    if len(seals) != SECRET_SIZE:
-        raise ValueError("a secret of another length")
-    return seals
+def _read_seed(_: str, content: dict[str, Any]) -> bytes:
+    """Read the seed of the key with which a site sealed what it dealt."""
+    seed = bytes.fromhex(content["seals"])
+    if len(seed) != SECRET_SIZE:
+        raise ValueError("a secret has the wrong length")
+    return seed
 
 
-def _signature(_: str, said: dict[str, Any]) -> str:
-    signature = said["signature"]
+def _read_signature(_: str, content: dict[str, Any]) -> str:
+    """Read a site's signature of the sum's statement."""
+    signature = content["signature"]
     if not re.fullmatch("[0-9a-f]{128}", signature):
-        raise ValueError("a signature of another form")
+        raise ValueError("a signature has the wrong form")
     return str(signature)
 
 
-def _revealed(said: dict[str, Any], alive: Collection[str], gone: Collection[str]) -> RevealedShares:
-    revealed = {kind: from_hex(said[kind]) for kind in ("own", "gone")}
-    if {*revealed["own"]} != {*alive} or {*revealed["gone"]} != {*gone}:
+def _read_revealed(content: dict[str, Any], survivors: Collection[str], dropouts: Collection[str]) -> RevealedShares:
+    """Read the shares that a site reveals of the survivors and the dropouts."""
+    self_mask_shares = from_hex(content["own"])
+    pair_mask_shares = from_hex(content["gone"])
+    if {*self_mask_shares} != {*survivors} or {*pair_mask_shares} != {*dropouts}:
         raise ValueError("it has not revealed its shares of all sites")
-    if any(len(share) != SECRET_SIZE for shares in revealed.values() for share in shares.values()):
-        raise ValueError("a share of another length")
-    return revealed
+    if any(len(share) != SECRET_SIZE for share in [*self_mask_shares.values(), *pair_mask_shares.values()]):
+        raise ValueError("a share has the wrong length")
+    return {"own": self_mask_shares, "gone": pair_mask_shares}

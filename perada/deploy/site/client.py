@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client's side of a recipe at its site: it trains, fine-tunes and scores on its own images."""
+"""A client at its site: it trains, fine-tunes and scores the models of a recipe on its own images."""
 
 import math
 from collections import Counter
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from perada.deploy.protocol import RefusalError, Request
 from perada.deploy.recipe import Recipe, first_kept, labels_digest
 from perada.deploy.site.budget import SiteBudget
 from perada.deploy.site.file import Limits
-from perada.deploy.site.level import SiteLevel
-from perada.deploy.state import IMAGES_LEDGER, RunState
+from perada.deploy.site.level import SitePrivacy
+from perada.deploy.state import IMAGES_LEDGER, RunState, SummingState
 from perada.deploy.sums.vector import Uint64Vector
 from perada.engine.engine import compare, ensemble
 from perada.federation.cohort import Cohort, Site, Trained
@@ -32,7 +32,7 @@ from perada.federation.scores import Scores
 from perada.federation.settings import Settings
 from perada.lightning.parts import Parts
 from perada.lightning.setup import check_first, check_private, configure_rounds, protect
-from perada.privacy.account import Row
+from perada.privacy.account import Account, Row
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
@@ -41,28 +41,84 @@ from perada.server.aggregate import double
 SamplesT = TypeVar("SamplesT", bound=Samples)
 ValueT = TypeVar("ValueT")
 EMPTY: Dataset[Any] = TensorDataset(torch.empty(0))
-"""What stands for the data of clients that a site knows nothing of."""
+"""Stands for the data of other clients, of whom a site knows nothing."""
+
+
+class TrainingResult(NamedTuple):
+    """What came of a site's training.
+
+    Attributes:
+        trained: States of the client (the client axis has length 1).
+        losses: Finite losses by role; empty where training is private.
+        failure: Why a sample could not be read; "" if all could.
+    """
+
+    trained: Trained
+    losses: dict[str, float]
+    failure: str
 
 
 class Client:
     """A recipe with the data of one site.
 
     Args:
-        recipe: With the site's data alone.
-        limits: Of the site.
+        recipe: Recipe with the site's data only.
+        limits: Limits of the site.
 
     Attributes:
         planned: Noisy steps of one whole run, as {(σ, q): steps}: all rounds that the recipe's own limits leave room
             for, and the fine-tuning; empty without privacy.
-        budget: What the site allows of its images.
+        budget: What the site allows to be spent of its images.
+        site_privacy: The noise that the site adds to secure sums; None if the recipe adds none.
+        images: The public images.
 
     Raises:
         ValueError: If data, network and recipe do not fit one another, or the recipe's privacy cannot be kept.
     """
 
     def __init__(self, recipe: Recipe, limits: Limits) -> None:
-        self.recipe, self.module, self.data, self.limits = recipe, recipe.module, recipe.data, limits
+        self.recipe = recipe
+        self.module = recipe.module
+        self.data = recipe.data
+        self.limits = limits
         self.data.setup()
+        self._check_limits()
+        self._check_site_deltas()
+        recipe.build(self.data.num_classes, self.data.multilabel)
+        # What needs the server's images or other clients is done by the server.
+        self.settings: Settings = recipe.settings(
+            distillation=Distillation(steps=0),
+            clients_per_round=None,
+            client_privacy=None,
+            rule=Mean(),
+            weighting="uniform",
+        )
+        parts = Parts(self.data, self.module, self.settings)
+        with recipe.context():
+            self._protection = protect(parts, recipe.rounds)
+            account = self._protection.images
+            self._noise_multipliers = [] if account is None else list(account.noise_multipliers)
+            configure_rounds(parts, self._protection)
+            # These checks are those of a simulation of the recipe, with its rule, weighting and client-level privacy.
+            simulated = Parts(self.data, self.module, recipe.settings(clients_per_round=None))
+            check_private(simulated)
+            self._check_public_images()
+            check_first(simulated, self.data.trial_batch([0]), fits=True)
+        self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
+        self._site = Site(self.module.engine, self.module.slot, self.settings, self._protection)
+        self.images = recipe.public_images()
+        self._public_digests: dict[int, str] = {}  # of the public images of the last round, by the round
+        self.planned = self._plan_steps()
+        self.budget = SiteBudget(limits, limits.max_epsilon, self.planned)
+
+    def _check_limits(self) -> None:
+        """Check that the site's limits suit the recipe and the number of images.
+
+        Raises:
+            ValueError: If they do not.
+        """
+        recipe = self.recipe
+        limits = self.limits
         if self.data.num_clients != 1:
             raise ValueError(f"a site has the data of one client, and these are of {self.data.num_clients}; name one")
         if limits.max_epsilon is not None and recipe.loop.privacy is None:
@@ -72,305 +128,393 @@ class Client:
             )
         if recipe.loop.privacy is not None and limits.delta >= 1 / self.size:
             raise ValueError(
-                f"limits: delta={limits.delta} is not below 1 / {self.size}, the site's training images: it allows to "
-                "show one image in full; give less"
+                f"limits: delta={limits.delta} is not below 1 / {self.size}, the site's training images, so an image "
+                "could be revealed in full; choose a smaller delta"
             )
         if limits.max_site_epsilon is not None and not recipe.noisy:
             raise ValueError(
                 f"max_site_epsilon={limits.max_site_epsilon} of the site cannot be kept by a recipe without "
                 "client_privacy and secure_sums; approve one that has both, or leave the limit out"
             )
-        self._check_deltas_of_sites()
-        recipe.build(self.data.num_classes, self.data.multilabel)
-        # What needs the server's images or other clients is the server's.
-        alone = {"clients_per_round": None, "client_privacy": None, "rule": Mean(), "weighting": "uniform"}
-        self.settings: Settings = recipe.settings(distillation=Distillation(steps=0), **alone)
-        parts = Parts(self.data, self.module, self.settings)
-        with recipe.context():
-            self._protection = protection = protect(parts, recipe.rounds)
-            self._noise = [] if protection.images is None else list(protection.images.noise_multipliers)
-            configure_rounds(parts, protection)
-            # As a simulation of the recipe: with its own rule, weighting and privacy of whole clients.
-            simulated = Parts(self.data, self.module, recipe.settings(clients_per_round=None))
-            check_private(simulated)
-            self._check_public_images()
-            check_first(simulated, self.data.trial_batch([0]), fits=True)
-        self.level = SiteLevel(recipe, limits) if recipe.noisy else None
-        self._site = Site(self.module.engine, self.module.slot, self.settings, protection)
-        self.images, self._public = recipe.public_images(), (-1, "")
-        self.planned = self._planned()
-        self.budget = SiteBudget(limits, limits.max_epsilon, self.planned)
 
-    def _check_deltas_of_sites(self) -> None:
-        """Refuse, by a ValueError, a δ with which one of the sites of a sum could be shown in full.
+    def _check_site_deltas(self) -> None:
+        """Check that no δ allows one of the sites of a sum to be revealed in full.
 
         A site does not know how many sites there are. With secure sums it knows that there may be as few as
-        ``min_sites``, and does not leave this to the server, against which the noise is meant to hold.
+        ``min_sites``, and does not leave this to the server, against which the noise is meant to protect.
+
+        Raises:
+            ValueError: If one does.
         """
-        recipe = self.recipe
-        client_privacy = recipe.loop.client_privacy
-        sums = recipe.loop.secure_sums
-        if client_privacy is None or sums is None:
+        client_privacy = self.recipe.loop.client_privacy
+        secure_sums = self.recipe.loop.secure_sums
+        if client_privacy is None or secure_sums is None:
             return
         for section, delta in (("client_privacy", client_privacy.delta), ("limits", self.limits.delta)):
-            check_delta_covers(section, delta, sums.min_sites, "sites of a secure sum (min_sites)")
+            check_delta_covers(section, delta, secure_sums.min_sites, "sites of a secure sum (min_sites)")
 
     def _check_public_images(self) -> None:
-        """Refuse, by a ValueError, a private recipe whose public set holds images of the site.
+        """Check that the public set of a private recipe holds no images of the site, which nobody else can compare.
 
-        Only the site can compare them: nobody else has its images.
+        Raises:
+            ValueError: If it does.
         """
-        public, loop = self.recipe.public, self.recipe.loop
-        private = loop.privacy is not None or loop.client_privacy is not None
-        if private and public is not None:
+        loop = self.recipe.loop
+        public = self.recipe.public
+        is_private = loop.privacy is not None or loop.client_privacy is not None
+        if is_private and public is not None:
             store = make_store([public], labelled=False)
             replace(self.data.checked, public=store).check_overlap()
 
-    def _planned(self) -> Counter[tuple[float, float]]:
-        account, tuned = self.protection(None, 0).images, self.settings.algorithm.personalization() is not None
+    def _plan_steps(self) -> Counter[tuple[float, float]]:
+        """Return the noisy steps of one whole run, as far as the recipe's own limits leave room for them."""
+        account = self.protection(None, 0).images
         if account is None:
             return Counter()
-        for kind, times in (("train", self.recipe.rounds), ("tune", int(tuned))):
-            order = Request(kind, "0" * 32, "0" * 64)  # type: ignore[arg-type]  # one of two
-            costs = account.cost(self.plan(order), kind == "tune") if times else []
-            for _ in range(times):
-                if not account.affordable([0], tuning=kind == "tune"):
-                    break
-                account.spend(costs)
+        self._plan_phase(account, "train", self.recipe.rounds)
+        if self.settings.algorithm.personalization() is not None:
+            self._plan_phase(account, "tune", 1)
         return Counter(account.ledgers.release.history(0))
+
+    def _plan_phase(self, account: Account, kind: Literal["train", "tune"], times: int) -> None:
+        """Spend the cost of rounds of one kind, or of as many of them as are affordable."""
+        if not times:
+            return
+        tuning = kind == "tune"
+        costs = account.cost(self.plan(Request(kind, "0" * 32, "0" * 64)), tuning)
+        for _ in range(times):
+            if not account.affordable([0], tuning=tuning):
+                break
+            account.spend(costs)
 
     @property
     def size(self) -> int:
-        """Training images."""
+        """Number of training images."""
         return self.data.train_sizes[0]
 
     @property
-    def tests(self) -> int:
-        """Test images."""
+    def test_size(self) -> int:
+        """Number of test images."""
         store = self.data.checked.test
         return 0 if store is None else store.sizes[0]
 
     @property
     def labels(self) -> str:
-        """A digest of the classes, in their order: sites of one federation have the same."""
+        """Digest of the classes in their order: sites of one federation have the same."""
         return labels_digest(self.data.num_classes, self.data.multilabel, self.data.classes)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Hashes of the site's images and labels, which stay there: a run goes on with the same ones only."""
+        """Hashes of the site's images and labels, which stay at the site: a run only continues with the same ones."""
         return fingerprint_of(self.data.checked, None, self.data.evaluate_on)
 
     def protection(self, account: dict[str, Any] | None, rounds_done: int) -> Protection:
-        """The ledgers of a run that has trained so many rounds, of which ``account`` is the state; one run at a time.
+        """Return the noise and ledgers of a run. There is one object, so only one run can be at work at a time.
 
-        Every round is planned for: with fewer, the site spends less than its target.
+        Noise is planned for all rounds of the recipe: with fewer, the site spends less than its target.
+
+        Args:
+            account: State of the run's ledgers; None for a new run.
+            rounds_done: Number of rounds that the run has trained.
         """
-        made = self._protection
-        if made.images is not None:
-            ledgers, noise = Ledgers().state_dict(), self._noise
-            new = {"ledgers": ledgers, "lost": ledgers, "noise_multipliers": noise, "least_noise": noise}
-            own = made.images
-            own.load_state_dict(account or new | {"sampling": own.options.sampling}, rounds_done)
-        return made
+        images = self._protection.images
+        if images is not None:
+            empty_ledgers = Ledgers().state_dict()
+            new_account = {
+                "ledgers": empty_ledgers,
+                "lost": empty_ledgers,
+                "noise_multipliers": self._noise_multipliers,
+                "least_noise": self._noise_multipliers,
+                "sampling": images.options.sampling,
+            }
+            images.load_state_dict(account or new_account, rounds_done)
+        return self._protection
 
-    def plan(self, order: Request, phases: Sequence[Phase] = ()) -> RoundPlan:
-        """The site's steps, by default of all phases of the order.
+    def plan(self, request: Request, phases: Sequence[Phase] = ()) -> RoundPlan:
+        """Return the site's steps.
 
-        Ledgers know the site as client 0, and what is private does not follow from its number. All else does: batches,
-        augmentation and what datasets draw are those of a simulation.
+        Ledgers know the site as client 0, and private draws do not depend on its number. All other draws do: batches,
+        augmentation and random datasets are those of a simulation.
+
+        Args:
+            request: Request to train, or to fine-tune.
+            phases: Phases of the round; by default all those of the request.
         """
-        number = 0 if self.settings.privacy is not None else order.client
-        usual = [self._tuning()[1]] if order.kind == "tune" else self.settings.phases
-        sizes = numbered_list(self.size, number, filler=0)
-        return make_plan(order.round, [number], sizes, phases or usual, self.data.batch_size)
+        number = 0 if self.settings.privacy is not None else request.client
+        if phases:
+            planned_phases = phases
+        elif request.kind == "tune":
+            _, tuning_phase = self._tuning()
+            planned_phases = [tuning_phase]
+        else:
+            planned_phases = self.settings.phases
+        sizes = pad_to_index(self.size, number, filler=0)
+        return make_plan(request.round, [number], sizes, planned_phases, self.data.batch_size)
 
     def batches(self, plan: RoundPlan, private: PrivateSampling | None = None) -> Iterator[AnyBatch]:
-        """The prepared local steps of a plan."""
-        data, device = self.data, self.recipe.device
-        store = numbered(data.served(data.checked.train), plan.clients[0])
+        """Yield the prepared local steps of a plan."""
+        data = self.data
+        store = with_client_index(data.served(data.checked.train), plan.clients[0])
         batches = RoundBatches(store, plan, data.batch_size, data.prepare.seed, private)
         for batch in loader(batches, store, data.num_workers):
-            yield data.prepare(data.transfer_batch_to_device(batch, device, 0))
+            yield data.prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
 
     def test_batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The site's prepared test images with their labels, as a simulation gives them to the client of a number."""
-        data, device = self.data, self.recipe.device
+        """Yield the site's prepared test images and labels, as a simulation prepares them for client ``number``."""
+        data = self.data
         if data.checked.test is None:
             return
-        store = numbered(data.served(data.checked.test), number)
+        store = with_client_index(data.served(data.checked.test), number)
         batches = EvalBatches(store, data.eval_batch_size, data.prepare.seed)
         for batch in loader(batches, store, data.num_workers):
-            prepared = data.prepare(data.transfer_batch_to_device(batch, device, 0))
+            prepared = data.prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
             yield prepared.x, prepared.y
 
-    def costs(self, order: Request, protection: Protection, total: Ledger) -> list[Row] | None:
-        """What training will spend; None if the recipe's limits in this run, or the site's in all, leave no room."""
-        account, tuning = protection.images, order.kind == "tune"
-        if account is None:
-            return []
-        if not account.affordable([0], tuning=tuning):
-            return None
-        costs = account.cost(self.plan(order), tuning=tuning)
-        more = Counter[tuple[float, float]]()
-        for _, sigma, rate, steps, _ in costs:
-            more[sigma, rate] += steps
-        return costs if self.budget.affords(total.history(IMAGES_LEDGER), more) else None
+    def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[Row] | None:
+        """Return what training will spend.
 
-    def train(
-        self, order: Request, given: State, state: RunState, protection: Protection, only_step: AnyBatch | None = None
-    ) -> tuple[Trained, dict[str, float], str]:
-        """Train a round, or fine-tune, from what the server sent, or take one step; the ledgers are not touched.
+        Args:
+            request: Request to train, or to fine-tune.
+            protection: Noise and ledgers of the run.
+            ledger: What all runs have spent.
 
         Returns:
-            What came of it; losses by role, none where training is private; why a sample could not be read, or "".
+            The steps; None if the recipe's limits in this run, or the site's limits in all runs, leave no room.
         """
-        plan, tuning = self.plan(order), order.kind == "tune"
+        account = protection.images
+        if account is None:
+            return []
+        tuning = request.kind == "tune"
+        if not account.affordable([0], tuning=tuning):
+            return None
+        costs = account.cost(self.plan(request), tuning=tuning)
+        steps_by_noise = Counter[tuple[float, float]]()
+        for _, sigma, rate, steps, _ in costs:
+            steps_by_noise[sigma, rate] += steps
+        affordable = self.budget.affords(ledger.history(IMAGES_LEDGER), steps_by_noise)
+        return costs if affordable else None
+
+    def train(
+        self,
+        request: Request,
+        received: State,
+        state: RunState,
+        protection: Protection,
+        only_step: AnyBatch | None = None,
+    ) -> TrainingResult:
+        """Train a round, or fine-tune. The ledgers are not changed.
+
+        Args:
+            request: Request of the server.
+            received: What the server sent.
+            state: The site's state in the run.
+            protection: Noise and ledgers of the run.
+            only_step: A single step to take in place of the planned ones.
+        """
+        plan = self.plan(request)
+        tuning = request.kind == "tune"
         with self.recipe.context():
             if tuning:
-                start = to_device(given, self.recipe.device)
-                tuned = self._tuning()[0]
-                kept, received = first_kept(tuned.kept(start, self.module.slot)), self._sent(tuned, order, start)
+                algorithm, _ = self._tuning()
+                shared = to_device(received, self.recipe.device)
+                client_state = first_kept(algorithm.kept(shared, self.module.slot))
+                start = self._sent(algorithm, request, shared)
             else:
-                kept, received = self._kept(state), self._received(order, given)
-            cohort = Cohort(self._site, plan, kept, received, order.factor, tuning)
+                client_state = self._client_state(state)
+                start = self._received(request, received)
+            cohort = Cohort(self._site, plan, client_state, start, request.factor, tuning)
             sampling = None if protection.images is None else protection.images.sampling(tuning)
-            for batch in self.batches(plan, sampling) if only_step is None else [only_step]:
+            batches = self.batches(plan, sampling) if only_step is None else [only_step]
+            for batch in batches:
                 cohort.step(batch)
             trained = cohort.close()
-        shown = self.recipe.loop.privacy is None and self.recipe.loop.client_privacy is None
-        losses = {role: float(loss[0]) for role, loss in cohort.mean_losses().items()} if shown else {}
-        finite = {role: loss for role, loss in losses.items() if math.isfinite(loss)}
-        return trained, finite, next(iter(cohort.failed.values()), "")
+        losses: dict[str, float] = {}
+        is_private = self.recipe.loop.privacy is not None or self.recipe.loop.client_privacy is not None
+        if not is_private:
+            for role, loss in cohort.mean_losses().items():
+                if math.isfinite(float(loss[0])):
+                    losses[role] = float(loss[0])
+        return TrainingResult(trained, losses, failure=next(iter(cohort.failed.values()), ""))
 
-    def digest_of_public(self, round: int) -> str:
-        """A digest of the public images that the sum of a round has logits of; "" if it has none."""
-        recipe, images = self.recipe, self.images
-        if not recipe.distils(round):
-            return ""
-        if not images.public_size:
-            raise RefusalError("the recipe distils, and has no public images here", "other")
-        if self._public[0] != round:
-            self._public = round, images.digest(images.used(recipe.loop.distillation, round))
-        return self._public[1]
-
-    def part_of_sum(self, state: RunState, sites: int, told: Collection[str]) -> Uint64Vector:
-        """The site's vector for the sum of its round over so many sites, with those of its losses that are ``told``.
+    def public_images_digest(self, round: int) -> str:
+        """Return a digest of the public images whose logits are in the sum of a round; "" if there are none.
 
         Raises:
-            Refused: If a number is too large for the sum.
+            RefusalError: If the recipe distils, and the site has no public images.
         """
-        recipe, round, loop, logits = self.recipe, state.round, self.recipe.loop, None
-        if recipe.distils(round):
-            model = expand(to_device(recipe.template.initial | state.shown | state.update, recipe.device), 1)
-            batches = recipe.teacher_batches(round, self.images)
+        recipe = self.recipe
+        if not recipe.distils(round):
+            return ""
+        if not self.images.public_size:
+            raise RefusalError("the recipe distils, and has no public images here", "other")
+        if round not in self._public_digests:
+            used = self.images.used(recipe.loop.distillation, round)
+            self._public_digests = {round: self.images.digest(used)}
+        return self._public_digests[round]
 
-            def read(rows: Tensor) -> Tensor:
-                return self.images.public_images(rows, recipe.device)
+    def update_vector(self, state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
+        """Return the site's vector for the sum of its last round.
 
-            with recipe.context():
-                parts = batches.logits(self.module.engine, model, read)
-                logits = torch.cat([double(part)[0] for part in parts])
-        weight = 1.0 if loop.weighting == "uniform" else float(self.size)
+        Args:
+            state: The site's state in the run.
+            num_sites: Number of sites in the sum.
+            shared_metric_names: Names of the losses that may be added up.
+
+        Raises:
+            RefusalError: If a number is too large for the sum.
+        """
+        recipe = self.recipe
+        round = state.training.round
+        summing = state.summing
+        logits = self._public_logits(round, summing) if recipe.distils(round) else None
+        weight = 1.0 if recipe.loop.weighting == "uniform" else float(self.size)
+        losses = {role: loss for role, loss in summing.losses.items() if role in shared_metric_names}
         try:
-            losses = {role: loss for role, loss in state.losses.items() if role in told}
-            sent = state.update if self.level is None else self.level.part(state, sites)
-            return recipe.contents(round, self.images).vector(sent, weight, logits, losses, sites)
+            if self.site_privacy is None:
+                summand = summing.update
+            else:
+                summand = self.site_privacy.noisy_change(state, num_sites)
+            return recipe.contents(round, self.images).vector(summand, weight, logits, losses, num_sites)
         except ValueError as error:
             raise RefusalError(str(error), "broken") from None
 
-    def scores_of_sum(self, state: RunState, sites: int, told: Collection[str]) -> Uint64Vector:
-        """The site's vector for a sum of scores over so many sites, with those that are ``told``."""
-        numbers = {name: number for name, number in state.numbers.items() if name in told}
-        return self.recipe.contents_of_scores().vector({}, 1.0, None, numbers, sites)
+    def _public_logits(self, round: int, summing: SummingState) -> Tensor:
+        """Return the logits (images, classes) of the site's update on the public images of a round."""
+        recipe = self.recipe
+        state = recipe.template.initial | summing.received | summing.update
+        model = expand(to_device(state, recipe.device), 1)
+        batches = recipe.teacher_batches(round, self.images)
 
-    def score(self, order: Request, shared: State, members: State, state: RunState) -> dict[str, Scores]:
-        """The ``personal`` model, where there is one, and the ``global`` one on the site's test images."""
-        settings, module = self.settings, self.module
+        def read_images(indices: Tensor) -> Tensor:
+            return self.images.public_images(indices, recipe.device)
+
+        with recipe.context():
+            logits = [double(part)[0] for part in batches.logits(self.module.engine, model, read_images)]
+        return torch.cat(logits)
+
+    def scores_vector(self, state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
+        """Return the site's vector for a sum of scores, with those that may be added up."""
+        metrics = {name: value for name, value in state.scoring.metrics.items() if name in shared_metric_names}
+        return self.recipe.contents_of_scores().vector({}, 1.0, None, metrics, num_sites)
+
+    def score(self, request: Request, shared: State, members: State, state: RunState) -> dict[str, Scores]:
+        """Score the ``personal`` model, where there is one, and the ``global`` one on the site's test images.
+
+        Args:
+            request: Request of the server.
+            shared: The global state.
+            members: The global models of an ensemble (models, ...); empty for none.
+            state: The site's state in the run.
+        """
+        algorithm = self.settings.algorithm
+        module = self.module
         shared = to_device(shared, self.recipe.device)
         models = {}
         personal = self.personal(shared, state)
         if personal is not None:
             models["personal"] = personal
-        if settings.algorithm.global_model:
-            held = {"members": to_device(members, self.recipe.device)} if members else {}
-            models["global"] = settings.algorithm.members(shared, held)
-        found = {name: Scores(module.metrics, module.multilabel) for name in models}
-        average = settings.algorithm.average
+        if algorithm.global_model:
+            server_states = {"members": to_device(members, self.recipe.device)} if members else {}
+            models["global"] = algorithm.members(shared, server_states)
+        scores = {name: Scores(module.metrics, module.multilabel) for name in models}
         with torch.no_grad(), self.recipe.context():
-            for x, y in self.test_batches(order.client):
+            for x, y in self.test_batches(request.client):
                 for name, states in models.items():
-                    logits = ensemble(module.engine.shared_logits(states, x), average, module.multilabel)
-                    found[name].update(logits.unsqueeze(0), y)
-        return found
+                    member_logits = module.engine.shared_logits(states, x)
+                    logits = ensemble(member_logits, algorithm.average, module.multilabel)
+                    scores[name].update(logits.unsqueeze(0), y)
+        return scores
 
     def personal(self, shared: State, state: RunState) -> State | None:
-        """The state (1, ...) that the site predicts with; None where that is the global one."""
-        algorithm, device, rank = self.settings.algorithm, self.recipe.device, state.rank
-        if state.tuned is not None:
-            own = self._tuning()[0].personal(_to(state.tuned, device), shared)
+        """Return the state (1, ...) that the site predicts with; None where that is the global one."""
+        algorithm = self.settings.algorithm
+        if state.training.tuned_state is not None:
+            tuning, _ = self._tuning()
+            personal = tuning.personal(_to(state.training.tuned_state, self.recipe.device), shared)
         elif algorithm.inference == "personal":
-            own = algorithm.personal(self._kept(state), shared)
-        elif rank:
-            own = expand(shared, 1)
+            personal = algorithm.personal(self._client_state(state), shared)
+        elif state.rank:
+            personal = expand(shared, 1)
         else:
             return None
-        return cut_ranks(own, self.module.slot.factors, torch.tensor([rank])) if rank else own
+        if not state.rank:
+            return personal
+        return cut_ranks(personal, self.module.slot.factors, torch.tensor([state.rank]))
 
     def _tuning(self) -> tuple[Algorithm, Phase]:
+        """Return the algorithm and the phase of the fine-tuning after the last round."""
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
         return tuning
 
-    def _kept(self, state: RunState) -> Stacks:
-        if state.kept is not None:
-            return _to(state.kept, self.recipe.device)
+    def _client_state(self, state: RunState) -> Stacks:
+        """Return what the client has kept, (1, ...) by role."""
+        if state.training.client_state is not None:
+            return _to(state.training.client_state, self.recipe.device)
         return first_kept(self.settings.algorithm.kept(self.recipe.template.initial, self.module.slot))
 
-    def _received(self, order: Request, given: State) -> State:
-        """What the client received, (1, ...); of several global models it chooses its own."""
+    def _received(self, request: Request, received: State) -> State:
+        """Return what the client starts from, (1, ...); of several global models it chooses its own."""
         algorithm = self.settings.algorithm
+        shared = to_device(received, self.recipe.device)
         if not algorithm.compares:
-            return expand(to_device(given, self.recipe.device), 1)
-        shared = to_device(given, self.recipe.device)
+            return expand(shared, 1)
         batches = []
-        for batch in map(one_of, self.batches(self.plan(order, [Phase("compare", 1)]))):
-            left = self.size - batch.step * batch.counts[0]  # what fills the last batch was compared already
-            batches.append(batch._replace(counts=(min(batch.counts[0], left),)))
+        for batch in map(one_of, self.batches(self.plan(request, [Phase("compare", 1)]))):
+            # The last batch is filled with images that were compared already.
+            num_new = self.size - batch.step * batch.counts[0]
+            batches.append(batch._replace(counts=(min(batch.counts[0], num_new),)))
         losses = compare(self.module.engine, algorithm.members(shared, {}), batches, 1, self.module.multilabel)
-        return self._sent(algorithm, order, shared, losses)
+        return self._sent(algorithm, request, shared, losses)
 
-    def _sent(self, algorithm: Algorithm, order: Request, shared: State, losses: Tensor | None = None) -> State:
-        """What the server would send the site in an algorithm, (1, ...)."""
-        given = order.round, (order.client,), order.clients, self.settings.seed, losses
-        ranks = (order.rank,) if order.rank else ()
-        return algorithm.broadcast(Broadcast(shared, self.module.slot, *given, lora_ranks=ranks))
+    def _sent(self, algorithm: Algorithm, request: Request, shared: State, losses: Tensor | None = None) -> State:
+        """Return what the server would send the site in an algorithm, (1, ...)."""
+        return algorithm.broadcast(
+            Broadcast(
+                shared,
+                self.module.slot,
+                request.round,
+                (request.client,),
+                request.clients,
+                self.settings.seed,
+                losses,
+                lora_ranks=(request.rank,) if request.rank else (),
+            )
+        )
 
 
 def _to(stacks: Stacks, device: torch.device) -> Stacks:
+    """Return the states of all roles on a device."""
     return {role: to_device(state, device) for role, state in stacks.items()}
 
 
-def single_client_data(data: FederatedData, place: int) -> FederatedData:
-    """The data of the client at ``place`` alone, without what the server has."""
-    names = None if data.client_names is None else [data.client_names[place]]
-    test = [data.test[place]] if len(data.test) else []
-    return replace(data, train=[data.train[place]], test=test, public=None, server_validation=None, client_names=names)
+def single_client_data(data: FederatedData, index: int) -> FederatedData:
+    """Return the data of one client, without those of the server."""
+    return replace(
+        data,
+        train=[data.train[index]],
+        test=[data.test[index]] if len(data.test) else [],
+        public=None,
+        server_validation=None,
+        client_names=None if data.client_names is None else [data.client_names[index]],
+    )
 
 
-def numbered(store: SamplesT, number: int) -> SamplesT:
-    """A store of one client, in which it has the ``number`` that it has in the federation.
+def with_client_index(store: SamplesT, index: int) -> SamplesT:
+    """Return a store of one client in which it has the index that it has in the federation.
 
-    What is drawn for a client goes by its number. The clients before it are there without samples.
+    Random draws for a client depend on its index. The clients before it have no samples.
     """
-    made = copy(store)
-    made.sizes = tuple(numbered_list(store.sizes[0], number, filler=0))
-    made.starts = torch.zeros(number + 1, dtype=torch.int64)
-    made.class_counts = None if store.class_counts is None else store.class_counts.expand(number + 1, -1)
-    if isinstance(made, MapStore):
-        made.datasets = numbered_list(made.datasets[0], number, filler=EMPTY)
-    return made
+    indexed = copy(store)
+    indexed.sizes = tuple(pad_to_index(store.sizes[0], index, filler=0))
+    indexed.starts = torch.zeros(index + 1, dtype=torch.int64)
+    if store.class_counts is not None:
+        indexed.class_counts = store.class_counts.expand(index + 1, -1)
+    if isinstance(indexed, MapStore):
+        indexed.datasets = pad_to_index(indexed.datasets[0], index, filler=EMPTY)
+    return indexed
 
 
-def numbered_list(value: ValueT, number: int, filler: ValueT) -> list[ValueT]:
-    """A list with the ``value`` at the place ``number``, which is the last, and the ``filler`` before it."""
-    return [filler] * number + [value]
+def pad_to_index(value: ValueT, index: int, filler: ValueT) -> list[ValueT]:
+    """Return a list with ``value`` at ``index``, its last element, and ``filler`` before it."""
+    return [filler] * index + [value]

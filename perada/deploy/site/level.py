@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The privacy of a site as a whole: the noise that it adds to secure sums, and what it allows of them."""
+"""The privacy of a site as a whole: the noise that it adds to secure sums, and its budget for them."""
 
 from perada.core.states import State
 from perada.deploy.protocol import RefusalError
@@ -13,55 +13,76 @@ from perada.privacy.rehearsal import check_client_level
 from perada.server import Mean
 
 
-class SiteLevel:
-    """What a site adds in a recipe with ``client_privacy`` and ``secure_sums``, and its own account of it.
+class SitePrivacy:
+    """Noise of a site in a recipe with ``client_privacy`` and ``secure_sums``, and the site's own account of it.
 
-    The server is not trusted with the account: the site counts each vector that left under masks, in all runs together.
+    The server is not trusted with the account: the site counts each vector that it sent under masks, in all runs.
 
     Args:
-        recipe: Whose network is built.
-        limits: Of the site.
+        recipe: Recipe whose network is built.
+        limits: Limits of the site.
 
     Attributes:
-        cost: Noise multiplier and sample rate of one sum, as ledgers have them.
-        budget: What the site allows of itself as a whole.
+        client_level: Clipping and noise.
+        cost: Noise multiplier and sample rate of one sum, as ledgers count them.
+        budget: What the site allows to be spent of itself as a whole.
 
     Raises:
-        ValueError: If the recipe would show more than noisy sums, or its privacy cannot be kept.
+        ValueError: If the recipe would reveal more than noisy sums, or its privacy cannot be kept.
     """
 
     def __init__(self, recipe: Recipe, limits: Limits) -> None:
         loop = recipe.loop
         check_client_level(loop.algorithm, Mean(), loop.weighting, bool(loop.distillation.steps))
         assert loop.secure_sums is not None
-        self._least = loop.secure_sums.min_sites
-        level = recipe.level(self._least)
-        assert level is not None
-        self.level, self.cost = level, (level.noise_multiplier, 1.0)
+        self._min_sites = loop.secure_sums.min_sites
+        client_level = recipe.level(self._min_sites)
+        assert client_level is not None
+        self.client_level = client_level
+        self.cost = (client_level.noise_multiplier, 1.0)
         self.budget = SiteBudget(limits, limits.max_site_epsilon, {self.cost: recipe.rounds})
 
-    def affords(self, total: Ledger) -> bool:
-        """Whether one more sum stays within the limit, where the ``total`` of all runs was spent."""
-        return self.budget.affords(total.history(SITE_LEDGER), {self.cost: 1})
+    def affords(self, ledger: Ledger) -> bool:
+        """Return whether one more sum stays within the limit.
+
+        Args:
+            ledger: What all runs have spent.
+        """
+        return self.budget.affords(ledger.history(SITE_LEDGER), {self.cost: 1})
 
     def check_norm(self, norm: float) -> None:
-        """Refuse an S of the server's that the noise would be lost in, or that the sum has no room for."""
-        if self.level.options.clipping != "adaptive":
+        """Check a clipping norm that the server has sent.
+
+        Raises:
+            RefusalError: If the noise would be lost in it, or the sum has no room for it.
+        """
+        if self.client_level.options.clipping != "adaptive":
             return
-        before, self.level.norm = self.level.norm, norm
+        previous_norm = self.client_level.norm
+        self.client_level.norm = norm
         try:
             check_bound(norm)
-            self.level.deviations(self._least)
+            self.client_level.deviations(self._min_sites)
         except ValueError as error:
             raise RefusalError(str(error)) from None
         finally:
-            self.level.norm = before
+            self.client_level.norm = previous_norm
 
-    def part(self, state: RunState, sites: int) -> State:
-        """The site's clipped change with its part of the noise, in whole numbers, for a sum over so many sites.
+    def noisy_change(self, state: RunState, num_sites: int) -> State:
+        """Return the site's clipped change with its share of the noise, in integers.
 
-        The noise is drawn for this vector alone. A ValueError if the sum's grid is too coarse for it, or too small.
+        The noise is drawn for this vector only.
+
+        Args:
+            state: The site's state in the run.
+            num_sites: Number of sites in the sum.
+
+        Raises:
+            ValueError: If the sum's fixed point is too coarse for the noise, or has no room for it.
         """
-        if self.level.options.clipping == "adaptive":
-            self.level.norm = state.norm
-        return self.level.part(state.update, state.shown, sites, state.round, state.client or 0)
+        summing = state.summing
+        if self.client_level.options.clipping == "adaptive":
+            self.client_level.norm = summing.norm
+        return self.client_level.part(
+            summing.update, summing.received, num_sites, state.training.round, state.client or 0
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a site's images are divided into those trained on and tested on, and that it stays so when images come or go."""
+"""The split of a site's images into training and test images, which stays the same when images are added or removed."""
 
 import json
 from collections.abc import Mapping
@@ -17,71 +17,88 @@ SPLIT_FILE = "split.json"
 
 
 class ImageSplit(NamedTuple):
-    """How a site's images are divided."""
+    """How a site's images are split.
+
+    Attributes:
+        images: The images.
+        test: Whether an image or its group, by its identity, is a test image.
+        changed: What has changed since the last start, in words; "" if nothing has.
+    """
 
     images: OwnImages
-    test: dict[str, bool]  # whether an image or its group, by its identity, is a test image
-    changed: str  # what the site is told
+    test: dict[str, bool]
+    changed: str
 
 
 def image_split(served: FederatedDataModule) -> ImageSplit | None:
-    """How a client's images are divided; None if this is not perada's to say, or they are not images of one's own."""
+    """Return how a client's images are split; None if perada does not split them, or they are not own images."""
     data = served.data
     assert data is not None
     images = data.train[0].dataset if isinstance(data.train[0], Subset) else None
     if not isinstance(images, OwnImages) or images.manifest.identities is None:
         return None
     test: dict[str, bool] = {}
-    for side, part in [*((False, part) for part in data.train), *((True, part) for part in data.test)]:
-        identities = identities_of(part)
-        test |= dict.fromkeys([] if identities is None else identities.tolist(), side)
-    return ImageSplit(images, test, changes(images.known, test))
+    for datasets, is_test in ((data.train, False), (data.test, True)):
+        for dataset in datasets:
+            identities = identities_of(dataset)
+            if identities is not None:
+                test |= dict.fromkeys(identities.tolist(), is_test)
+    return ImageSplit(images, test, describe_changes(images.known, test))
 
 
-def remember(folder: Path, split: ImageSplit) -> None:
-    """Write the sides into a state folder, whose lock is held."""
-    sides = remembered(folder) | {divided_by(split.images): split.test}
-    parts = {
-        name: {side: [key for key, test in found.items() if test == (side == "test")] for side in ("train", "test")}
-        for name, found in sides.items()
-    }
-    write_atomic(folder / SPLIT_FILE, json.dumps(parts).encode(), private=True)
+def save_split(folder: Path, split: ImageSplit) -> None:
+    """Write a split to a state folder, which must be locked."""
+    splits = load_splits(folder) | {split_key(split.images): split.test}
+    content = {}
+    for key, test in splits.items():
+        content[key] = {
+            "train": [identity for identity, is_test in test.items() if not is_test],
+            "test": [identity for identity, is_test in test.items() if is_test],
+        }
+    write_atomic(folder / SPLIT_FILE, json.dumps(content).encode(), private=True)
 
 
-def changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> str:
-    """What a site is told of images, or groups, that came, went or changed sides; empty if none did.
+def describe_changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> str:
+    """Describe which images, or groups, were added, removed or moved; "" if none were.
 
-    >>> changes({"a": True, "b": False}, {"a": True, "b": False, "c": False})
+    Args:
+        before: Whether each one was a test image at the last start; empty if there was none.
+        now: Whether each one is a test image.
+
+    >>> describe_changes({"a": True, "b": False}, {"a": True, "b": False, "c": False})
     '1 new, 0 gone since the last start; 2 are trained on and 1 tested on (before 1 and 1)'
     """
     if not before or before == now:
         return ""
-    test, tested = sum(now.values()), sum(before.values())
-    moved = sum(before.get(key, side) != side for key, side in now.items())
-    others = f"; {moved} changed sides, so that neither is empty" if moved else ""
+    num_test = sum(now.values())
+    num_train = len(now) - num_test
+    num_test_before = sum(before.values())
+    num_train_before = len(before) - num_test_before
+    num_moved = sum(before.get(key, is_test) != is_test for key, is_test in now.items())
+    moved = f"; {num_moved} changed sides, so that neither is empty" if num_moved else ""
     return (
         f"{len(now.keys() - before.keys())} new, {len(before.keys() - now.keys())} gone since the last start; "
-        f"{len(now) - test} are trained on and {test} tested on (before {len(before) - tested} and {tested}){others}"
+        f"{num_train} are trained on and {num_test} tested on (before {num_train_before} and {num_test_before}){moved}"
     )
 
 
-def divided_by(images: OwnImages) -> str:
-    """By what the sides of images are remembered."""
+def split_key(images: OwnImages) -> str:
+    """Return the key under which the split of images is saved."""
     return f"test_share={images.test_share}, seed={images.seed}"
 
 
-def remembered(folder: Path) -> dict[str, dict[str, bool]]:
-    """The sides that were written, by share and seed; nothing if there are none, or this user may not read them.
+def load_splits(folder: Path) -> dict[str, dict[str, bool]]:
+    """Return the splits that were saved, by their keys; none if there are none, or this user may not read them.
 
     Raises:
-        ValueError: If the file is not what :func:`remember` wrote.
+        ValueError: If the file is not what :func:`save_split` wrote.
     """
     path = folder / SPLIT_FILE
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
         return {
-            name: dict.fromkeys(part["train"], False) | dict.fromkeys(part["test"], True)
-            for name, part in found.items()
+            key: dict.fromkeys(split["train"], False) | dict.fromkeys(split["test"], True)
+            for key, split in content.items()
         }
     except (FileNotFoundError, PermissionError):
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resident worker of a site: it answers the server's messages from its own data, and says no more than it may."""
+"""The resident worker of a site: it answers the server's requests from its own data, and sends only what it may."""
 
 import json
 import logging
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from perada.core.states import State, laid_out, narrowed, widened
 from perada.core.text import printable
 from perada.data.fingerprints import changed_content
 from perada.deploy.protocol import (
-    MODELS,
+    MAX_MODELS,
     SUM_KINDS,
     RefusalError,
     Request,
@@ -27,15 +28,14 @@ from perada.deploy.protocol import (
     max_message_size,
     pack,
     read_header,
-    refuse,
     spec_of,
     unpack,
 )
 from perada.deploy.scores import score_summands
-from perada.deploy.site.budget import WITHOUT_NOISE, explain_image_epsilon, explain_site_epsilon
+from perada.deploy.site.budget import add_step_without_noise, explain_image_epsilon, explain_site_epsilon
 from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
-from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore
+from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals
 from perada.federation.scores import Scores
 from perada.privacy.account import Account, Row
 from perada.privacy.accounting import Ledger
@@ -50,12 +50,15 @@ class SiteWorker:
     """Answers messages, one at a time.
 
     Args:
-        book: The site's state folder.
-        clients: The recipes that the site approves, by digest, with its data.
+        store: State folder of the site.
+        clients: The recipes that the site approves, with its data, by their digest.
         may_send: What of :data:`perada.deploy.protocol.MAY_SEND` may leave the site beside updates.
-        log: Where reasons go; they never leave the site.
+        log: Log for reasons, which never leave the site.
         party: The site among those that it hides among, for recipes with secure sums.
-        resume_allow: ``images`` lets a run without privacy go on with other images than it has trained on here.
+        resume_allow: ``images`` allows a run without privacy to continue with other images than it has trained on.
+
+    Attributes:
+        log_context: Run and round of the request that is being answered, for records of the log.
 
     Raises:
         ValueError: If a recipe has secure sums and there is no ``party``.
@@ -63,7 +66,7 @@ class SiteWorker:
 
     def __init__(
         self,
-        book: SiteStore,
+        store: SiteStore,
         clients: Mapping[str, Client],
         may_send: Sequence[str] = (),
         log: logging.Logger | None = None,
@@ -73,270 +76,225 @@ class SiteWorker:
         for client in clients.values():
             if client.settings.secure_sums is not None and party is None:
                 raise ValueError(
-                    "the recipe has secure_sums, and the site's file does not say among whom; give it a section "
-                    "secure_sums with identity and sites (docs/secure_sums.md)"
+                    "the recipe has secure_sums, and the site's file does not name the sites to hide among; add a "
+                    "section secure_sums with identity and sites to it (docs/secure_sums.md)"
                 )
+        self.store = store
+        self.clients = dict(clients)
+        self.may_send = set(may_send)
+        self.log = log or logging.getLogger("perada.site")
         self.party = party
         self.resume_allow = set(resume_allow)
-        self.book, self.clients, self.may_send = book, dict(clients), set(may_send)
-        self.log = log or logging.getLogger("perada.site")
-        self.about: dict[str, object] = {}  # the run and round of the order that is being answered
-        self._turn = threading.Lock()
+        self.log_context: dict[str, object] = {}
+        self._answering = threading.Lock()
         for client in self.clients.values():
-            _ = client.fingerprint  # files are read for it, which the first round's deadline should not wait for
+            # It reads all files, which the deadline of the first round should not wait for.
+            _ = client.fingerprint
             self._warn_of_infinite_epsilon(client)
 
     @property
-    def most(self) -> int:
-        """Bytes that a message may have. Some ensembles have as many models as there are sites."""
-        sizes = [max_message_size({})]
+    def max_bytes(self) -> int:
+        """Largest size of a message. Some ensembles have as many models as there are sites."""
+        empty_size = max_message_size({})
+        sizes = [empty_size]
         for client in self.clients.values():
             template = client.recipe.template
-            sizes += [max_message_size(state) for state in (template.initial, template.sending)]
+            initial_size = max_message_size(template.initial)
+            sizes += [initial_size, max_message_size(template.sending)]
             if client.settings.algorithm.is_ensemble:
-                sizes.append(sizes[-2] + MODELS * (max_message_size(template.initial) - max_message_size({})))
+                sizes.append(initial_size + MAX_MODELS * (initial_size - empty_size))
         return max(sizes)
 
-    def answer(self, message: bytes, run: str) -> bytes:
-        """The reply to a message, which is in the audit log. What goes wrong is a code, and its reason is in the log.
+    def answer(self, message: bytes, transport_run: str) -> bytes:
+        """Return the reply to a message, after it was written to the audit log.
+
+        What goes wrong becomes a code; its reason is in the log.
 
         Args:
-            message: As it came.
-            run: What the transport calls the run; it is written to the log alone.
+            message: Message as it came.
+            transport_run: What the transport calls the run, which is used in logs only.
 
         Raises:
             OSError: If the audit log cannot be written: nothing leaves then.
         """
-        answers, run = digest(message), printable(run)
-        with self._turn:
-            self.about = {}
+        message_digest = digest(message)
+        transport_run = printable(transport_run)
+        with self._answering:
+            self.log_context = {}
             try:
-                reply = self._answer(message, answers, run)
+                reply = self._answer(message, message_digest, transport_run)
             except RefusalError as refusal:
-                self.log.warning("run %s: refused (%s): %s", run, refusal.code, refusal)
-                reply = _reply(refusal.code, answers)
+                self.log.warning("run %s: refused (%s): %s", transport_run, refusal.code, refusal)
+                reply = _pack_response(refusal.code, message_digest)
             except Exception:
-                self.log.exception("run %s: failed", run)
-                reply = _reply("failed", answers)
-            self.book.note(message, reply, self._spent)
+                self.log.exception("run %s: failed", transport_run)
+                reply = _pack_response("failed", message_digest)
+            self.store.log(message, reply, self._spent)
         return reply
 
     def _warn_of_infinite_epsilon(self, client: Client) -> None:
-        """Say at the start which of a recipe's guarantees the site has lost before; its orders may be refused."""
-        total = self.book.total
-        if client.planned and (reason := explain_image_epsilon(total)):
-            self.log.warning("recipe %.8s: %s", client.recipe.digest, reason)
-        if client.level is not None and (reason := explain_site_epsilon(total)):
-            self.log.warning("recipe %.8s: %s", client.recipe.digest, reason)
+        """Warn at the start of a recipe's guarantees that the site has lost before; requests may be refused."""
+        ledger = self.store.totals.ledger
+        reasons = []
+        if client.planned:
+            reasons.append(explain_image_epsilon(ledger))
+        if client.site_privacy is not None:
+            reasons.append(explain_site_epsilon(ledger))
+        for reason in reasons:
+            if reason:
+                self.log.warning("recipe %.8s: %s", client.recipe.digest, reason)
 
-    def _spent(self, order: Request) -> dict[str, float | None] | None:
-        """The ε of all that was trained and masked here, in the site's measure (None is ∞); None without privacy."""
-        client, ledger = self.clients[order.recipe], self.book.total
-        owners = {"spent": IMAGES_LEDGER} if client.planned else {}
-        owners |= {} if client.level is None else {"site": SITE_LEDGER}
-        found = {name: _finite(client.budget.epsilon(ledger.history(owner))) for name, owner in owners.items()}
-        return found | {"delta": client.limits.delta} if found else None
+    def _spent(self, request: Request) -> dict[str, float | None] | None:
+        """Return the ε of all that the site has trained and masked, by its own δ; None without privacy.
 
-    def _answer(self, message: bytes, answers: str, run: str) -> bytes:
-        order = Request.read(read_header(message))
-        self.about = {"run": order.run, "round": order.round}
-        client = self.clients.get(order.recipe)
+        An ε of None is infinite.
+        """
+        client = self.clients[request.recipe]
+        ledger = self.store.totals.ledger
+        spent: dict[str, float | None] = {}
+        if client.planned:
+            spent["spent"] = _finite_or_none(client.budget.epsilon(ledger.history(IMAGES_LEDGER)))
+        if client.site_privacy is not None:
+            spent["site"] = _finite_or_none(client.budget.epsilon(ledger.history(SITE_LEDGER)))
+        if not spent:
+            return None
+        spent["delta"] = client.limits.delta
+        return spent
+
+    def _answer(self, message: bytes, message_digest: str, transport_run: str) -> bytes:
+        request = Request.read(read_header(message))
+        self.log_context = {"run": request.run, "round": request.round}
+        client = self.clients.get(request.recipe)
         if client is None:
             raise RefusalError(
-                f"the recipe with the digest {order.recipe} is not among the approved ones", "unapproved"
+                f"the recipe with the digest {request.recipe} is not among the approved ones", "unapproved"
             )
-        self.log.info("run %s (perada's %s): %s", run, order.run, order)
-        if order.kind == "join":
+        self.log.info("run %s (perada's %s): %s", transport_run, request.run, request)
+        if request.kind == "join":
             unpack(message, {})
-            sizes = self._allowed(sizes={"size": client.size, "tests": client.tests})
-            return _reply("ok", answers, sizes | {"labels": client.labels})
-        state, rounds, tune = self.book.load(order.run), client.recipe.rounds, order.kind == "tune"
-        other = state.client not in (None, order.client) or state.recipe not in ("", order.recipe)
-        refuse(other, f"in run {order.run} the site is client {state.client} of recipe {state.recipe}", "other")
-        late = order.round > rounds or (order.kind == "train" and order.round == rounds)
-        refuse(late, f"the recipe has {rounds} rounds, and round {order.display_round} was asked for", "future")
-        untuned = tune and (order.round < rounds or not client.settings.algorithm.personalization())
-        refuse(untuned, "the recipe has no fine-tuning then", "other")
-        refuse(order.round < state.round, f"round {order.display_round} after round {state.round + 1}", "past")
-        state.client, state.recipe, state.transport, state.rank = order.client, order.recipe, run, order.rank
-        if order.kind in SUM_KINDS:
-            return self._sum(client, order, answers, state)
-        if order.kind == "evaluate":  # not untrained: or a server makes runs of its own, to have any model scored
-            refuse(not state.trained, f"nothing was trained in run {order.run}, and models are to be scored", "other")
-            self._evaluate(client, message, order, answers, state)
-            return self._with_keys(client, replace(order, of="scores", attempt=0), state, state.scores)
-        if order.round == state.round:
-            refuse(answers != state.message, f"round {order.display_round} was trained for another message", "other")
-        else:
-            self._train(client, message, order, answers, state)
-        return self._with_keys(client, replace(order, of="update", attempt=0), state, state.reply)
+            sizes = self._allowed("sizes", {"size": client.size, "tests": client.test_size})
+            return _pack_response("ok", message_digest, sizes | {"labels": client.labels})
 
-    def _train(self, client: Client, message: bytes, order: Request, answers: str, state: RunState) -> None:
-        """Train, and commit what is kept, what it cost and the reply together."""
-        book, template, tune = self.book, client.recipe.template, order.kind == "tune"
+        stored = self.store.load(request.run)
+        _check_request(request, client, stored)
+        state = replace(
+            stored,
+            recipe=request.recipe,
+            client=request.client,
+            transport_run=transport_run,
+            rank=request.rank,
+        )
+        if request.kind in SUM_KINDS:
+            return self._take_sum_step(client, request, message_digest, state)
+        if request.kind == "evaluate":
+            state = self._evaluate(client, message, request, message_digest, state)
+            sum_request = replace(request, of="scores", attempt=0)
+            return self._offer_keys(client, sum_request, state, state.scoring.reply)
+        if request.round != state.training.round:
+            state = self._train(client, message, request, message_digest, state)
+        elif message_digest != state.training.request_digest:
+            raise RefusalError(f"round {request.display_round} was trained for another message", "other")
+        # A round that is requested again gets the reply that was committed: training twice would spend ε twice.
+        sum_request = replace(request, of="update", attempt=0)
+        return self._offer_keys(client, sum_request, state, state.training.reply)
+
+    # Training
+
+    def _train(
+        self, client: Client, message: bytes, request: Request, message_digest: str, state: RunState
+    ) -> RunState:
+        """Train a round, or fine-tune, and commit the client's state, what it has spent and the reply in one step."""
+        tuning = request.kind == "tune"
         self._check_images(client, state)
-        state.data = client.fingerprint
-        factors = client.module.slot.factors if order.rank else ()
-        whole = template.initial if tune else template.sending
-        _, given = unpack(message, spec_of(whole if tune else narrowed(whole, factors, order.rank)))
-        given = _laid_out({key: widened(value, whole[key].shape) for key, value in given.items()}, order)
-        protection, total = client.protection(state.account, state.trained), deepcopy(book.total)
+        received = _unpack_received(client, message, request)
+        protection = client.protection(state.training.account, state.training.num_rounds)
+        ledger = deepcopy(self.store.totals.ledger)
         sampling = self._check_limits(client.limits, state, protection)
-        costs = client.costs(order, protection, total)
+        costs = client.costs(request, protection, ledger)
         if costs is None:
-            reason = explain_image_epsilon(total)
-            if reason and client.budget.own is not None:
-                raise RefusalError(f"max_epsilon={client.budget.own:g} cannot be kept: {reason}", "exhausted")
-            limits = "the largest ε that the recipe allows in this run, or the site in all runs together"
-            raise RefusalError(
-                f"another round would pass {limits} (max_epsilon; by default a whole run's)", "exhausted"
-            )
-        if client.level is not None and not tune:
-            client.level.check_norm(order.norm)
-            self._check_sum(client)
-        trained, losses, failed = client.train(order, given, state, protection)
-        facts = self._count(protection.images, costs, total, state)
-        if client.level is None:  # the update leaves without the site's noise, or at least whether the training broke
-            total.add(SITE_LEDGER, *WITHOUT_NOISE, 1)
-        counts = bool(trained.counts[0]) or tune
-        if counts and losses:
-            facts |= self._allowed(losses={"losses": losses})
+            raise _exhausted_images(client, ledger)
+        if client.site_privacy is not None and not tuning:
+            client.site_privacy.check_norm(request.norm)
+            self._check_site_budget(client)
+
+        trained, losses, failure = client.train(request, received, state, protection)
+        training = replace(
+            state.training,
+            round=request.round,
+            num_rounds=state.training.num_rounds + 1,
+            request_digest=message_digest,
+            fingerprint=client.fingerprint,
+        )
+        facts = _count(protection.images, costs, ledger)
+        facts = self._allowed("epsilon", facts)
+        if protection.images is not None:
+            training = replace(training, account=protection.images.state_dict())
+        if client.site_privacy is None:
+            # The update leaves without the site's noise, or at least whether training broke.
+            add_step_without_noise(ledger, SITE_LEDGER)
+
+        problem = ""
         if bool(trained.finite[0]):
             kept = {role: {key: value.cpu() for key, value in part.items()} for role, part in trained.kept.items()}
-            setattr(state, "tuned" if tune else "kept", kept)
-            outcome = f"{failed}; it is in no batch" if failed else ""
+            if tuning:
+                training = replace(training, tuned_state=kept)
+            else:
+                training = replace(training, client_state=kept)
+            if failure:
+                problem = f"{failure}; it is in no batch"
         else:
-            outcome = f"{failed or 'the training became NaN or infinite'}; the personal state stays"
-        sent = {} if tune else {key: value[0] for key, value in trained.sent.items()}
-        sent = narrowed(sent, factors, order.rank)
+            problem = f"{failure or 'the training became NaN or infinite'}; the personal state stays"
+
+        is_usable = bool(trained.counts[0]) or tuning
+        if is_usable and losses:
+            facts |= self._allowed("losses", {"losses": losses})
+        sent: State = {}
+        if not tuning:
+            sent = {key: value[0] for key, value in trained.sent.items()}
+            sent = narrowed(sent, _lora_factors(client, request), request.rank)
+        summing = state.summing
         if client.settings.secure_sums is not None:
-            state.losses = facts.pop("losses", {})  # they, too, leave in the sum alone, and only if they may
-            if client.level is not None and not counts:  # nobody is to see that it broke: it adds noise alone
-                sent, counts = {key: given.get(key, value) for key, value in sent.items()}, True
-            state.update, state.shown, state.norm = sent, given, order.norm
-            state.received = digest(pack(replace(order, client=0), given))
-            state.heard[str(order.round)] = state.received
-            sent = {}  # it leaves under masks alone
-        reply = pack(Response("ok", answers, facts), sent)
+            # The update and the losses leave under masks only.
+            if client.site_privacy is not None and not is_usable:
+                # Nobody may see that training broke: the site sends what it received, so that it adds noise only.
+                sent = {key: received.get(key, value) for key, value in sent.items()}
+                is_usable = True
+            received_digest = _digest_for_all_sites(request, received)
+            summing = replace(
+                summing,
+                update=sent,
+                received=received,
+                norm=request.norm,
+                losses=facts.pop("losses", {}),
+                heard=summing.heard | {str(request.round): received_digest},
+            )
+            sent = {}
+
+        reply = pack(Response("ok", message_digest, facts), sent)
         try:
             unpack(reply, spec_of(sent))  # as the server will
         except RefusalError as error:
-            outcome, counts = f"what came of the training cannot be sent: {error}", False
-        if outcome:
-            self.log.warning("round %d: %s", order.display_round, outcome)
-        if not counts:  # nothing to add up: perhaps what the server sent, which it knows
-            reply, state.update = _reply("broken", answers), {}
-        state.round, state.trained, state.message, state.reply = order.round, state.trained + 1, answers, reply
-        book.commit(state, total, book.rounds + 1, sampling)
-
-    def _count(self, account: Account | None, costs: Sequence[Row], total: Ledger, state: RunState) -> dict[str, Any]:
-        """Count what a round cost, in the run and in ``total``, and return what of it may leave the site."""
-        if account is None:
-            total.add(IMAGES_LEDGER, *WITHOUT_NOISE, 1)
-            return {}
-        account.spend(costs)
-        for _, sigma, rate, steps, _ in costs:
-            total.add(IMAGES_LEDGER, sigma, rate, steps)
-        state.account = account.state_dict()
-        spent = {name: _finite(values[0]) for name, values in account.epsilons([0]).items()}
-        return self._allowed(epsilon={"epsilon": spent})
-
-    def _with_keys(self, client: Client, order: Request, state: RunState, reply: bytes) -> bytes:
-        """A reply with the keys for the first attempt at the sum of what was made; they are never on the disk."""
-        there, left = self._left(order, state)
-        if self.party is None or client.settings.secure_sums is None or not there:
-            return reply
-        answer = Response.read(read_header(reply))
-        if answer.code != "ok":
-            return reply
-        own = self._own(order, state)
-        offered = self.party.offered(self._terms(client, order, state), own, begin=left < order.round)
-        return pack(replace(answer, sums=answer.sums | offered))
-
-    def _left(self, order: Request, state: RunState) -> tuple[Mapping[str, Any], int]:
-        """What there is to add up of the last round, and the last round of which it left under masks."""
-        return (state.numbers, state.counted) if order.of == "scores" else (state.update, state.summed)
-
-    def _own(self, order: Request, state: RunState) -> "SiteClaims":
-        """What the site says of itself in a sum."""
-        from perada.deploy.sums.keys import SiteClaims
-
-        return SiteClaims([*(state.numbers if order.of == "scores" else state.losses)], state.heard)
-
-    def _terms(self, client: Client, order: Request, state: RunState) -> "SumTerms":
-        """Those of the sum that an order is about, as the site knows them."""
-        from perada.deploy.sums.keys import SumTerms
-
-        secure = client.settings.secure_sums
-        assert secure is not None
-        shown = [state.asked] if order.of == "scores" else [state.received, client.digest_of_public(order.round)]
-        given = digest(json.dumps(shown).encode())
-        return SumTerms(order.run, order.round, order.recipe, secure, order.attempt, given, order.of)
-
-    def _sum(self, client: Client, order: Request, answers: str, state: RunState) -> bytes:
-        """Take a step of the secure sum of the round that was trained last."""
-        party, scores = self.party, order.of == "scores"
-        if client.settings.secure_sums is None or party is None:
-            raise RefusalError("the recipe has no secure sums", "other")
-        there, left = self._left(order, state)
-        last = state.scored if order.of == "scores" else state.round
-        other = order.round != last or not there
-        shown_last = display_round("keys", last, order.of)
-        refuse(
-            other,
-            f"secure sum: nothing of round {order.display_round} may be added up; the last one was {shown_last}",
-            "other",
-        )
-        terms = self._terms(client, order, state)
-        if (reply := party.replied(terms, answers)) is not None:
-            return reply
-        # A vector leaves once: of two sums with other sites in them the difference would be a single site's.
-        gone = order.kind in ("keys", "mask") and left >= order.round
-        refuse(gone, f"secure sum: what round {order.display_round} made has left under masks before", "other")
-        if order.kind in ("keys", "mask") and not scores:
-            self._check_sum(client)
-        part = client.scores_of_sum if scores else client.part_of_sum
-        own = self._own(order, state)
-        from perada.deploy.sums.site import Objection
-
-        try:
-            said, masked = party.step(order, terms, own, lambda sites, told: part(state, sites, told))
-        except Objection as objection:  # the server is told to whom, not why
-            self.log.warning("run %s: %s", order.run, objection)
-            said, masked = {"objects": objection.names}, None
-        if masked is not None:
-            total = deepcopy(self.book.total)
-            if scores:
-                state.counted = order.round
-            else:
-                state.summed = order.round
-                if client.level is not None:
-                    total.add(SITE_LEDGER, *client.level.cost, 1)
-            self.book.commit(state, total, self.book.rounds, self.book.sampling)
-        tensors = {} if masked is None else {"masked": torch.from_numpy(masked)}
-        if order.kind == "reveal":
-            self.log.info("round %d: in the sum are %s", order.display_round, ", ".join(party.alive(terms)))
-        reply = pack(Response("ok", answers, sums=said), tensors)
-        party.keep(terms, answers, reply)
-        return reply
-
-    def _check_sum(self, client: Client) -> None:
-        """Refuse what the site as a whole has no budget for any more."""
-        level = client.level
-        if level is None or level.affords(self.book.total):
-            return
-        reason = explain_site_epsilon(self.book.total)
-        if reason and level.budget.own is not None:
-            raise RefusalError(f"max_site_epsilon={level.budget.own:g} cannot be kept: {reason}", "exhausted")
-        over = "another noisy sum would pass the largest ε of the site as a whole, in all runs together"
-        raise RefusalError(f"{over} (max_site_epsilon; by default a whole run's)", "exhausted")
+            problem = f"what came of the training cannot be sent: {error}"
+            is_usable = False
+        if problem:
+            self.log.warning("round %d: %s", request.display_round, problem)
+        if not is_usable:
+            reply = _pack_response("broken", message_digest)
+            summing = replace(summing, update={})
+        state = replace(state, training=replace(training, reply=reply), summing=summing)
+        self.store.commit(state, SiteTotals(ledger, self.store.totals.rounds + 1, sampling))
+        return state
 
     def _check_images(self, client: Client, state: RunState) -> None:
-        """Refuse to go on with a run on other images or labels than those that it has trained on here.
+        """Check that a run continues on the images and labels that it has trained on here.
 
-        The personal state is of the former ones, and so are the ledgers and the noise of a private run.
+        Its personal state depends on them, and so do the ledgers and the noise of a private run.
+
+        Raises:
+            RefusalError: If they have changed, and the run is private or the site does not allow it.
         """
-        changed = changed_content(state.data, client.fingerprint) if state.data else None
+        former = state.training.fingerprint
+        changed = changed_content(former, client.fingerprint) if former else None
         if changed is None:
             return
         loop = client.recipe.loop
@@ -352,78 +310,332 @@ class SiteWorker:
         self.log.warning("%s; the run goes on with them, as resume_allow says", difference)
 
     def _check_limits(self, limits: Limits, state: RunState, protection: Protection) -> str | None:
-        """Refuse what the site does not allow, or its budget not any more; else how private batches are drawn."""
-        rounds, runs, sampling = self.book.rounds, self.book.runs, self.book.sampling
-        spent = limits.max_rounds is not None and rounds >= limits.max_rounds
-        refuse(spent, f"{rounds} rounds of max_rounds={limits.max_rounds} are trained, all runs together", "exhausted")
-        full = not state.trained and len(runs) >= limits.max_runs
-        refuse(full, f"{len(runs)} runs of max_runs={limits.max_runs} are there; this is another", "exhausted")
-        if protection.images is not None:
-            drawn = protection.images.options.sampling
-            mixed = sampling not in (None, drawn)
-            refuse(mixed, f"batches were drawn with sampling={sampling!r} before, now with {drawn!r}", "exhausted")
-            sampling = drawn
+        """Check the site's limits of rounds and runs, and that private batches are drawn as before.
+
+        Returns:
+            How private batches of all runs are drawn; None if none was drawn.
+
+        Raises:
+            RefusalError: If a limit is reached.
+        """
+        totals = self.store.totals
+        num_runs = len(self.store.runs)
+        if limits.max_rounds is not None and totals.rounds >= limits.max_rounds:
+            raise RefusalError(
+                f"{totals.rounds} rounds of max_rounds={limits.max_rounds} are trained, all runs together", "exhausted"
+            )
+        if not state.training.num_rounds and num_runs >= limits.max_runs:
+            raise RefusalError(f"{num_runs} runs of max_runs={limits.max_runs} are there; this is another", "exhausted")
+        if protection.images is None:
+            return totals.sampling
+        sampling = protection.images.options.sampling
+        if totals.sampling not in (None, sampling):
+            # One ledger cannot account for two ways of drawing batches.
+            raise RefusalError(
+                f"batches were drawn with sampling={totals.sampling!r} before, now with {sampling!r}", "exhausted"
+            )
         return sampling
 
-    def _evaluate(self, client: Client, message: bytes, order: Request, answers: str, state: RunState) -> None:
-        """Score the models, once a round, and remember the global one that the last round made."""
-        last = state.scored
-        refuse(
-            order.round < last, f"scores after round {order.display_round}, and those after {last} were sent", "past"
-        )
-        if order.round == last:  # not others: or the server tries models of its own making on the site's images
-            refuse(answers != state.score, f"other models were scored after round {order.display_round}", "other")
-            return
+    # Scoring
+
+    def _evaluate(
+        self, client: Client, message: bytes, request: Request, message_digest: str, state: RunState
+    ) -> RunState:
+        """Score the models, once after each round, and keep the global one that the last round made."""
+        last_round = state.scoring.round
+        if request.round < last_round:
+            raise RefusalError(
+                f"scores after round {request.display_round}, and those after {last_round} were sent", "past"
+            )
+        if request.round == last_round:
+            # Otherwise the server could try models of its own making on the site's images.
+            if message_digest != state.scoring.request_digest:
+                raise RefusalError(f"other models were scored after round {request.display_round}", "other")
+            return state
         self._check_images(client, state)
-        template = client.recipe.template
-        expected = {f"shared/{key}": entry for key, entry in spec_of(template.initial).items()}
-        for key, (kind, shape) in spec_of(template.initial).items() if order.models else ():
-            expected[f"members/{key}"] = kind, (order.models, *shape)
-        _, given = unpack(message, expected)
-        shared = {key[7:]: value for key, value in given.items() if key.startswith("shared/")}
-        shared = _laid_out(shared, order)
-        members = {key[8:]: value for key, value in given.items() if key.startswith("members/")}
-        facts, state.numbers = dict[str, Any](), {}
-        if self.may_send & {"counts", "scores"} and client.level is None:  # no ledger counts them
-            scores = client.score(order, shared, members, state)
-            counts = {name: found.counts[:, 0, 0].tolist() for name, found in scores.items() if found.counts.any()}
-            values = {name: _values(found) for name, found in scores.items() if found}
-            facts = self._allowed(counts={"counts": counts}, scores={"scores": values})
+        shared, members, models_digest = _unpack_models(client, message, request)
+
+        facts: dict[str, Any] = {}
+        # No ledger counts scores, so a site whose privacy is protected as a whole sends none.
+        if self.may_send & {"counts", "scores"} and client.site_privacy is None:
+            scores = client.score(request, shared, members, state)
+            counts = {name: score.counts[:, 0, 0].tolist() for name, score in scores.items() if score.counts.any()}
+            values = {name: _mean_scores(score) for name, score in scores.items() if score}
+            facts = self._allowed("counts", {"counts": counts}) | self._allowed("scores", {"scores": values})
+        metrics: dict[str, float] = {}
         if client.settings.secure_sums is not None:
-            state.numbers, facts = score_summands(client.module.metrics, facts), {}
-            state.asked = digest(pack(replace(order, client=0), given))
-        total = self.book.total
-        if client.level is None and (facts or state.numbers):  # they leave without noise, now or in a sum
-            total = deepcopy(total)
-            total.add(SITE_LEDGER, *WITHOUT_NOISE, 1)
-        if order.round == client.recipe.rounds:
-            state.shared = shared
-        sums = {"adds": True} if state.numbers else {}
-        reply = pack(Response("ok", answers, facts, sums))
-        state.scored, state.score, state.scores = order.round, answers, reply
-        self.book.commit(state, total, self.book.rounds, self.book.sampling)
+            metrics = score_summands(client.module.metrics, facts)
+            facts = {}
+        ledger = self.store.totals.ledger
+        if client.site_privacy is None and (facts or metrics):
+            # They leave without noise, now or in a sum.
+            ledger = deepcopy(ledger)
+            add_step_without_noise(ledger, SITE_LEDGER)
+        is_last = request.round == client.recipe.rounds
+        reply = pack(Response("ok", message_digest, facts, {"adds": True} if metrics else {}))
+        scoring = replace(
+            state.scoring,
+            round=request.round,
+            request_digest=message_digest,
+            reply=reply,
+            models_digest=models_digest,
+            metrics=metrics,
+            global_state=shared if is_last else state.scoring.global_state,
+        )
+        state = replace(state, scoring=scoring)
+        self.store.commit(state, replace(self.store.totals, ledger=ledger))
+        return state
 
-    def _allowed(self, **facts: dict[str, Any]) -> dict[str, Any]:
-        """Those of the facts, by what they are, that may leave the site."""
-        return {key: value for name, part in facts.items() if name in self.may_send for key, value in part.items()}
+    def _allowed(self, kind: str, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return facts of a kind if they may leave the site."""
+        return facts if kind in self.may_send else {}
+
+    # Secure sums
+
+    def _offer_keys(self, client: Client, request: Request, state: RunState, reply: bytes) -> bytes:
+        """Add the keys for the first attempt at the sum to a reply. Keys are never on disk."""
+        if self.party is None or client.settings.secure_sums is None or not _has_summand(request, state):
+            return reply
+        response = Response.read(read_header(reply))
+        if response.code != "ok":
+            return reply
+        was_sent = _masked_round(request, state) >= request.round
+        keys = self.party.offer_keys(
+            self._sum_terms(client, request, state), self._claims(request, state), begin=not was_sent
+        )
+        return pack(replace(response, sums=response.sums | keys))
+
+    def _claims(self, request: Request, state: RunState) -> "SiteClaims":
+        """Return what the site states beside its keys."""
+        from perada.deploy.sums.keys import SiteClaims
+
+        metrics = state.scoring.metrics if request.of == "scores" else state.summing.losses
+        return SiteClaims([*metrics], state.summing.heard)
+
+    def _sum_terms(self, client: Client, request: Request, state: RunState) -> "SumTerms":
+        """Return the terms of the sum that a request is about, as the site knows them."""
+        from perada.deploy.sums.keys import SumTerms
+
+        options = client.settings.secure_sums
+        assert options is not None
+        if request.of == "scores":
+            sent_by_server = [state.scoring.models_digest]
+        else:
+            sent_by_server = [
+                state.summing.heard[str(state.training.round)],
+                client.public_images_digest(request.round),
+            ]
+        return SumTerms(
+            run=request.run,
+            round=request.round,
+            recipe=request.recipe,
+            options=options,
+            attempt=request.attempt,
+            given=digest(json.dumps(sent_by_server).encode()),
+            of=request.of,
+        )
+
+    def _take_sum_step(self, client: Client, request: Request, message_digest: str, state: RunState) -> bytes:
+        """Take a step of the secure sum of the last round's updates, or of the last scores."""
+        party = self.party
+        if client.settings.secure_sums is None or party is None:
+            raise RefusalError("the recipe has no secure sums", "other")
+        of_scores = request.of == "scores"
+        last_round = state.scoring.round if of_scores else state.training.round
+        if request.round != last_round or not _has_summand(request, state):
+            raise RefusalError(
+                f"secure sum: nothing of round {request.display_round} may be added up; the last one was "
+                f"{display_round('keys', last_round, request.of)}",
+                "other",
+            )
+        terms = self._sum_terms(client, request, state)
+        saved_reply = party.saved_reply(terms, message_digest)
+        if saved_reply is not None:
+            return saved_reply
+        if request.kind in ("keys", "mask"):
+            # A vector leaves once: the difference of two sums over other sites would be that of a single site.
+            if _masked_round(request, state) >= request.round:
+                raise RefusalError(
+                    f"secure sum: what round {request.display_round} made has left under masks before", "other"
+                )
+            if not of_scores:
+                self._check_site_budget(client)
+
+        make_vector = client.scores_vector if of_scores else client.update_vector
+        from perada.deploy.sums.site import Objection
+
+        content: dict[str, Any]
+        try:
+            content, masked = party.step(request, terms, self._claims(request, state), partial(make_vector, state))
+        except Objection as objection:
+            # The server is told which sites are objected to, and not why.
+            self.log.warning("run %s: %s", request.run, objection)
+            content = {"objects": objection.names}
+            masked = None
+        tensors: State = {}
+        if masked is not None:
+            # Before the vector leaves: after a crash it must not be masked a second time.
+            self._commit_masked(client, request, state)
+            tensors = {"masked": torch.from_numpy(masked)}
+        if request.kind == "reveal":
+            names = ", ".join(party.survivors(terms))
+            self.log.info("round %d: in the sum are %s", request.display_round, names)
+        reply = pack(Response("ok", message_digest, sums=content), tensors)
+        party.save_reply(terms, message_digest, reply)
+        return reply
+
+    def _commit_masked(self, client: Client, request: Request, state: RunState) -> None:
+        """Commit that the site's vector of a round is about to leave under masks, and what it costs."""
+        ledger = deepcopy(self.store.totals.ledger)
+        if request.of == "scores":
+            summing = replace(state.summing, scores_round=request.round)
+        else:
+            summing = replace(state.summing, update_round=request.round)
+            if client.site_privacy is not None:
+                noise_multiplier, sample_rate = client.site_privacy.cost
+                ledger.add(SITE_LEDGER, noise_multiplier, sample_rate, 1)
+        self.store.commit(replace(state, summing=summing), replace(self.store.totals, ledger=ledger))
+
+    def _check_site_budget(self, client: Client) -> None:
+        """Check that the site as a whole has budget left for another sum.
+
+        Raises:
+            RefusalError: If it has none.
+        """
+        privacy = client.site_privacy
+        ledger = self.store.totals.ledger
+        if privacy is None or privacy.affords(ledger):
+            return
+        reason = explain_site_epsilon(ledger)
+        if reason and privacy.budget.max_epsilon is not None:
+            raise RefusalError(f"max_site_epsilon={privacy.budget.max_epsilon:g} cannot be kept: {reason}", "exhausted")
+        raise RefusalError(
+            "another noisy sum would pass the largest ε of the site as a whole, in all runs together "
+            "(max_site_epsilon; by default a whole run's)",
+            "exhausted",
+        )
 
 
-def _values(scores: Scores) -> dict[str, float | None]:
-    """The scores of one model, by metric; those of each class as their mean."""
-    return {name: _finite(float(values[0, 0])) for name, values in scores.means().items()}
+def _check_request(request: Request, client: Client, state: RunState) -> None:
+    """Check that a request is possible where the site is in the run.
+
+    Raises:
+        RefusalError: If it is not.
+    """
+    rounds = client.recipe.rounds
+    trained_round = state.training.round
+    if state.client not in (None, request.client) or state.recipe not in ("", request.recipe):
+        raise RefusalError(f"in run {request.run} the site is client {state.client} of recipe {state.recipe}", "other")
+    if request.round > rounds or (request.kind == "train" and request.round == rounds):
+        raise RefusalError(f"the recipe has {rounds} rounds, and round {request.display_round} was asked for", "future")
+    has_tuning = client.settings.algorithm.personalization()
+    if request.kind == "tune" and (request.round < rounds or not has_tuning):
+        raise RefusalError("the recipe has no fine-tuning then", "other")
+    if request.round < trained_round:
+        raise RefusalError(f"round {request.display_round} after round {trained_round + 1}", "past")
+    if request.kind == "evaluate" and not state.training.num_rounds:
+        # Otherwise a server could invent runs to have any model scored.
+        raise RefusalError(f"nothing was trained in run {request.run}, and models are to be scored", "other")
 
 
-def _laid_out(state: State, order: Request) -> State:
-    """A state that came with an order, as it lies in the server's memory; Refused if it cannot."""
+def _lora_factors(client: Client, request: Request) -> tuple[Any, ...]:
+    """Return the LoRA factors that are cut to the site's rank; none if it has the adapter's."""
+    return tuple(client.module.slot.factors) if request.rank else ()
+
+
+def _unpack_received(client: Client, message: bytes, request: Request) -> State:
+    """Return the state that the server sent to be trained, as it lies in the server's memory."""
+    template = client.recipe.template
+    tuning = request.kind == "tune"
+    full = template.initial if tuning else template.sending
+    # After the last round the adapter comes in full, and before it cut to the site's rank.
+    expected = full if tuning else narrowed(full, _lora_factors(client, request), request.rank)
+    _, tensors = unpack(message, spec_of(expected))
+    widened_tensors = {key: widened(value, full[key].shape) for key, value in tensors.items()}
+    return _lay_out(widened_tensors, request)
+
+
+def _unpack_models(client: Client, message: bytes, request: Request) -> tuple[State, State, str]:
+    """Return the global state that is to be scored, the models of an ensemble (models, ...), and a digest of both."""
+    spec = spec_of(client.recipe.template.initial)
+    expected = {f"shared/{key}": entry for key, entry in spec.items()}
+    if request.models:
+        for key, (dtype, shape) in spec.items():
+            expected[f"members/{key}"] = dtype, (request.models, *shape)
+    _, tensors = unpack(message, expected)
+    shared: State = {}
+    members: State = {}
+    for name, value in tensors.items():
+        group, _, key = name.partition("/")
+        if group == "shared":
+            shared[key] = value
+        else:
+            members[key] = value
+    return _lay_out(shared, request), members, _digest_for_all_sites(request, tensors)
+
+
+def _digest_for_all_sites(request: Request, tensors: State) -> str:
+    """Return a digest of what the server sent, without the number that is the site's own."""
+    return digest(pack(replace(request, client=0), tensors))
+
+
+def _has_summand(request: Request, state: RunState) -> bool:
+    """Return whether the site has something to add to the sum that a request is about."""
+    return bool(state.scoring.metrics if request.of == "scores" else state.summing.update)
+
+
+def _masked_round(request: Request, state: RunState) -> int:
+    """Return the last round of which the site's vector left under masks."""
+    return state.summing.scores_round if request.of == "scores" else state.summing.update_round
+
+
+def _count(account: Account | None, costs: Sequence[Row], ledger: Ledger) -> dict[str, Any]:
+    """Count what a round has cost of the site's images, in the run and in the ledger of all runs.
+
+    Returns:
+        The run's ε as a fact of the response; nothing without privacy.
+    """
+    if account is None:
+        add_step_without_noise(ledger, IMAGES_LEDGER)
+        return {}
+    account.spend(costs)
+    for _, sigma, rate, steps, _ in costs:
+        ledger.add(IMAGES_LEDGER, sigma, rate, steps)
+    return {"epsilon": {name: _finite_or_none(values[0]) for name, values in account.epsilons([0]).items()}}
+
+
+def _exhausted_images(client: Client, ledger: Ledger) -> RefusalError:
+    """Return the refusal of a round for which the ε of the site's images leaves no room."""
+    reason = explain_image_epsilon(ledger)
+    if reason and client.budget.max_epsilon is not None:
+        return RefusalError(f"max_epsilon={client.budget.max_epsilon:g} cannot be kept: {reason}", "exhausted")
+    return RefusalError(
+        "another round would pass the largest ε that the recipe allows in this run, or the site in all runs together "
+        "(max_epsilon; by default a whole run's)",
+        "exhausted",
+    )
+
+
+def _mean_scores(scores: Scores) -> dict[str, float | None]:
+    """Return the scores of one model by metric; those of each class as their mean."""
+    return {name: _finite_or_none(float(values[0, 0])) for name, values in scores.means().items()}
+
+
+def _lay_out(state: State, request: Request) -> State:
+    """Return a state with the strides of the server's memory, on which rounding depends.
+
+    Raises:
+        RefusalError: If it cannot have them.
+    """
     try:
-        return laid_out(state, order.strides)
+        return laid_out(state, request.strides)
     except ValueError as error:
         raise RefusalError(str(error)) from None
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _reply(code: ResponseCode, answers: str, facts: dict[str, Any] | None = None) -> bytes:
-    return pack(Response(code, answers, facts or {}))
+def _pack_response(code: ResponseCode, message_digest: str, facts: dict[str, Any] | None = None) -> bytes:
+    return pack(Response(code, message_digest, facts or {}))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identities of sites towards one another: their keys, and the lists of sites to hide among.
+"""Identities of sites among one another: their keys, and the lists of sites to hide among.
 
-A public key is a line as OpenSSH writes it, ``ssh-ed25519 AAAA… NAME``; a list of sites is a file of such lines.
+A public key is a line in OpenSSH format, ``ssh-ed25519 AAAA… NAME``; a list of sites is a file of such lines.
 """
 
 import os
@@ -23,35 +23,43 @@ from cryptography.hazmat.primitives.serialization import (
 from perada.core.files import is_owner_only, write_atomic
 from perada.deploy.sums.keys import is_signed, sign
 
-SIGNATURE = ".sig"
-"""What is added to the name of a list for the file of its signature."""
+SIGNATURE_SUFFIX = ".sig"
+"""Suffix of the file with the signature of a list."""
 _LIST = "sites"
+"""Kind of the statement that an authority signs."""
 
 
 def write_identity(folder: Path, name: str) -> None:
-    """Write ``NAME.id``, an Ed25519 key that only its owner may read, and ``NAME.id.pub``.
+    """Write a new Ed25519 key pair: ``NAME.id``, which only its owner may read, and ``NAME.id.pub``.
 
-    A FileExistsError if there is one already.
+    Raises:
+        FileExistsError: If one of the files exists.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    key, file = Ed25519PrivateKey.generate(), folder / f"{name}.id"
-    for path in (file, folder / f"{name}.id.pub"):
+    private_file = folder / f"{name}.id"
+    public_file = folder / f"{name}.id.pub"
+    for path in (private_file, public_file):
         if path.exists():
             raise FileExistsError(f"{str(path)!r} is there already; give another folder, or move it away")
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        out.write(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    (folder / f"{name}.id.pub").write_text(f"{line_of(key.public_key())} {name}\n", encoding="utf-8")
+    key = Ed25519PrivateKey.generate()
+    # The mode is given when the file is created: it is never readable by others, not even for a moment.
+    descriptor = os.open(private_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    public_file.write_text(f"{format_public_key(key.public_key())} {name}\n", encoding="utf-8")
 
 
-def line_of(key: Ed25519PublicKey) -> str:
-    """A public key as text."""
+def format_public_key(key: Ed25519PublicKey) -> str:
+    """Return a public key as text in OpenSSH format."""
     return bytes(key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)).decode()
 
 
 def read_identity(file: Path) -> Ed25519PrivateKey:
-    """The key in a file; a FileNotFoundError if it is not there.
+    """Read a private key.
 
-    A ValueError if it holds none, or if other users may read it: an app that the server ships, say.
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it holds no Ed25519 key, or other users may read it, such as an app that the server ships.
     """
     if not is_owner_only(file.stat()):
         mode = stat.S_IMODE(file.stat().st_mode)
@@ -65,54 +73,69 @@ def read_identity(file: Path) -> Ed25519PrivateKey:
             f"{str(file)!r} holds no identity ({error}); give NAME.id of `perada deploy keys site`"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise ValueError(f"{str(file)!r} holds another sort of key; give NAME.id of `perada deploy keys site`")
+        raise ValueError(f"{str(file)!r} holds another kind of key; give NAME.id of `perada deploy keys site`")
     return key
 
 
-def public_key(text: str) -> Ed25519PublicKey:
-    """The key of a line; a ValueError if it has none."""
+def parse_public_key(text: str) -> Ed25519PublicKey:
+    """Read a public key from text in OpenSSH format.
+
+    Raises:
+        ValueError: If it is not an Ed25519 key.
+    """
     try:
         key = load_ssh_public_key(text.encode())
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PublicKey):
-        raise ValueError(f"{text[:80]!r} is no Ed25519 key; give a line of NAME.id.pub")
+        raise ValueError(f"{text[:80]!r} is not an Ed25519 key; give a line of NAME.id.pub")
     return key
 
 
 def read_sites(file: Path, authority: str | None = None) -> dict[str, Ed25519PublicKey]:
-    """The sites of a list, by name.
+    """Read the public keys of a list of sites, by name.
 
     Args:
-        file: Lines of keys; empty ones, and those that begin with ``#``, are left out.
-        authority: Line of the key that must have signed the file, with the signature beside it; None asks for none.
+        file: File with a key on each line; blank lines and lines that begin with ``#`` are skipped.
+        authority: Public key that must have signed the file, with the signature beside it; None requires no signature.
 
     Raises:
-        FileNotFoundError: If it, or its signature, is not there.
-        ValueError: If a line is no key with a name, a name or key stands there twice, or the signature is not the
+        FileNotFoundError: If the file, or its signature, is missing.
+        ValueError: If a line is not a key with a name, a name or key is listed twice, or the signature is not the
             authority's.
     """
     content = file.read_bytes()
     if authority is not None:
-        signature = file.with_name(file.name + SIGNATURE).read_text(encoding="ascii").strip()
-        if not is_signed(public_key(authority), signature, _LIST, content.hex()):
+        signature = _signature_file(file).read_text(encoding="ascii").strip()
+        if not is_signed(parse_public_key(authority), signature, _LIST, content.hex()):
             raise ValueError(f"{str(file)!r} is not signed by the authority that the site names; ask for its list")
-    found: dict[str, Ed25519PublicKey] = {}
-    for text in content.decode().split("\n"):  # no other end of a line, which an editor may not show
-        words = text.split()
-        if not words or text.lstrip().startswith("#"):
+    keys: dict[str, Ed25519PublicKey] = {}
+    # Only a newline ends a line: str.splitlines() would also split at characters that an editor does not show.
+    for line in content.decode().split("\n"):
+        words = line.split()
+        if not words or line.lstrip().startswith("#"):
             continue
-        if len(words) != 3 or words[2] in found or not re.fullmatch(r"[\w.-]{1,64}", words[2]):
-            raise ValueError(f"{str(file)!r}: {text[:120]!r} is no line of a key and a name of its own")
-        found[words[2]] = public_key(" ".join(words[:2]))
-    if len({line_of(key) for key in found.values()}) < len(found):
+        if len(words) != 3 or words[2] in keys or not re.fullmatch(r"[\w.-]{1,64}", words[2]):
+            raise ValueError(f"{str(file)!r}: {line[:120]!r} is not a line with a key and a unique name")
+        algorithm, encoded_key, name = words
+        keys[name] = parse_public_key(f"{algorithm} {encoded_key}")
+    if len({format_public_key(key) for key in keys.values()}) < len(keys):
         raise ValueError(f"{str(file)!r} has one key under two names; one site would count as two")
-    return found
+    return keys
 
 
 def sign_sites(file: Path, identity: Path) -> Path:
-    """Sign a list of sites as its authority; the file of the signature."""
+    """Sign a list of sites as its authority.
+
+    Returns:
+        The file with the signature.
+    """
     read_sites(file)
-    signature = file.with_name(file.name + SIGNATURE)
-    write_atomic(signature, sign(read_identity(identity), _LIST, file.read_bytes().hex()).encode() + b"\n")
-    return signature
+    signature_file = _signature_file(file)
+    signature = sign(read_identity(identity), _LIST, file.read_bytes().hex())
+    write_atomic(signature_file, signature.encode() + b"\n")
+    return signature_file
+
+
+def _signature_file(file: Path) -> Path:
+    return file.with_name(file.name + SIGNATURE_SUFFIX)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the masks are made of: the keys of one round, and the streams that follow from them.
+"""Keys, signatures and mask streams of one secure sum.
 
-All of it is put together from primitives of ``cryptography`` (X25519, Ed25519, HKDF, ChaCha20, Poly1305).
+Everything is composed of primitives of ``cryptography`` (X25519, Ed25519, HKDF, ChaCha20, Poly1305).
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import numpy as np
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -27,93 +27,119 @@ from perada.deploy.sums.vector import Uint64Vector
 from perada.server.sums import SecureSums
 
 SEALED_SIZE = 2 * SECRET_SIZE + 16
-"""Bytes of two shares that are sealed: ChaCha20-Poly1305 adds 16."""
+"""Bytes of two sealed shares: ChaCha20-Poly1305 appends a tag of 16 bytes."""
 _LABEL = b"perada sums 1 "
 _BLOCK = 2**14
-"""Numbers of a vector that get all their masks before the next ones, so that they stay in the processor's cache."""
+"""Entries of a vector that are masked at a time, so that they stay in the processor's cache."""
 _ZEROS = memoryview(bytes(8 * _BLOCK))
 
 
-def digest(content: Any) -> str:  # noqa: ANN401  # any JSON
-    """SHA-256 of a JSON value, in hexadecimal digits."""
+def digest(content: Any) -> str:  # noqa: ANN401  # any JSON value
+    """Return the SHA-256 of a JSON value in hexadecimal digits."""
     return hashlib.sha256(canonical(content)).hexdigest()
 
 
-def derive_key(secret: bytes, purpose: str, about: Any = None) -> bytes:  # noqa: ANN401  # any JSON
-    """A key of 32 bytes for one purpose (HKDF-SHA256)."""
-    key: bytes = HKDF(SHA256(), 32, None, _LABEL + canonical([purpose, about])).derive(secret)
+def derive_key(secret: bytes, purpose: str, context: Any = None) -> bytes:  # noqa: ANN401  # any JSON value
+    """Derive a key of 32 bytes for one purpose by HKDF-SHA256."""
+    info = _LABEL + canonical([purpose, context])
+    key: bytes = HKDF(SHA256(), 32, None, info).derive(secret)
     return key
 
 
 def add_streams(total: Uint64Vector, added: Sequence[bytes], subtracted: Sequence[bytes] = ()) -> None:
-    """Add to a vector, in place, uniform numbers modulo 2⁶⁴ for each key: the key streams of ChaCha20.
+    """Add and subtract the ChaCha20 key streams of several keys, in place and modulo 2⁶⁴.
 
-    A key must never mask two vectors.
+    The nonce is constant, so a key must never mask two vectors.
+
+    Args:
+        total: Vector to be masked.
+        added: Keys whose streams are added.
+        subtracted: Keys whose streams are subtracted.
     """
-    ways = [(key, np.add) for key in added] + [(key, np.subtract) for key in subtracted]
-    ciphers = [(Cipher(ChaCha20(key, bytes(16)), None).encryptor(), way) for key, way in ways]
+    added_streams = [_key_stream(key) for key in added]
+    subtracted_streams = [_key_stream(key) for key in subtracted]
     buffer = bytearray(_ZEROS.nbytes)
-    numbers = np.frombuffer(buffer, "<u8")
-    for part in (total[start : start + _BLOCK] for start in range(0, len(total), _BLOCK)):
-        for cipher, way in ciphers:
-            cipher.update_into(_ZEROS[: part.nbytes], buffer)
-            way(part, numbers[: len(part)], out=part)
+    mask = np.frombuffer(buffer, "<u8")
+    for start in range(0, len(total), _BLOCK):
+        block = total[start : start + _BLOCK]
+        zeros = _ZEROS[: block.nbytes]
+        for stream in added_streams:
+            stream.update_into(zeros, buffer)
+            np.add(block, mask[: len(block)], out=block)
+        for stream in subtracted_streams:
+            stream.update_into(zeros, buffer)
+            np.subtract(block, mask[: len(block)], out=block)
+
+
+def _key_stream(key: bytes) -> CipherContext:
+    """Return a cipher that turns zeros into the key stream."""
+    return Cipher(ChaCha20(key, bytes(16)), None).encryptor()
 
 
 def exchange_key(seed: bytes) -> X25519PrivateKey:
-    """The private key that follows from a secret, which is what is shared of it."""
+    """Derive an X25519 private key from a seed. The seed, which is shorter, is what sites share by Shamir's scheme."""
     return X25519PrivateKey.from_private_bytes(derive_key(seed, "mask key"))
 
 
-def shared_key(own: X25519PrivateKey, other: str, purpose: str, about: Any) -> bytes:  # noqa: ANN401  # any JSON
-    """The key that two sites have in common, for one purpose; a ValueError if the other's public key is none."""
+def shared_key(private: X25519PrivateKey, public: str, purpose: str, context: Any) -> bytes:  # noqa: ANN401  # any JSON
+    """Return the key that two sites have in common, for one purpose.
+
+    Raises:
+        ValueError: If ``public`` (hexadecimal digits) is not a usable X25519 key.
+    """
     try:
-        return derive_key(own.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(other))), purpose, about)
+        public_key = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
+        secret = private.exchange(public_key)
     except ValueError as error:
         raise ValueError(f"a public key cannot be used ({error})") from None
+    return derive_key(secret, purpose, context)
 
 
-def sign(key: Ed25519PrivateKey, what: str, content: Any) -> str:  # noqa: ANN401  # any JSON
-    """A signature of a statement of a certain sort."""
-    return str(key.sign(_LABEL + canonical([what, content])).hex())
+def sign(key: Ed25519PrivateKey, kind: str, content: Any) -> str:  # noqa: ANN401  # any JSON value
+    """Sign a statement of some kind; the kind keeps a signature from being valid for a statement of another one."""
+    return str(key.sign(_LABEL + canonical([kind, content])).hex())
 
 
-def is_signed(key: Ed25519PublicKey, signature: str, what: str, content: Any) -> bool:  # noqa: ANN401  # any JSON
-    """Whether a statement was signed with the private half of a key."""
+def is_signed(key: Ed25519PublicKey, signature: str, kind: str, content: Any) -> bool:  # noqa: ANN401  # any JSON value
+    """Return whether a statement was signed with the private half of a key."""
     try:
-        key.verify(bytes.fromhex(signature), _LABEL + canonical([what, content]))
+        key.verify(bytes.fromhex(signature), _LABEL + canonical([kind, content]))
     except (InvalidSignature, ValueError):
         return False
     return True
 
 
-def seal(key: bytes, text: bytes, about: Any) -> bytes:  # noqa: ANN401  # any JSON
-    """Encrypt one message with a key that is used for no other."""
-    return bytes(ChaCha20Poly1305(key).encrypt(bytes(12), text, canonical(about)))
+def seal(key: bytes, text: bytes, context: Any) -> bytes:  # noqa: ANN401  # any JSON value
+    """Encrypt and authenticate a message. The nonce is constant: a key must seal one message only."""
+    return bytes(ChaCha20Poly1305(key).encrypt(bytes(12), text, canonical(context)))
 
 
-def unseal(key: bytes, sealed: bytes, about: Any) -> bytes:  # noqa: ANN401  # any JSON
-    """The text of a sealed message; a ValueError if it is another's, or was changed."""
+def unseal(key: bytes, sealed: bytes, context: Any) -> bytes:  # noqa: ANN401  # any JSON value
+    """Decrypt a sealed message.
+
+    Raises:
+        ValueError: If it was changed, or was sealed with another key or for another context.
+    """
     try:
-        return bytes(ChaCha20Poly1305(key).decrypt(bytes(12), sealed, canonical(about)))
+        return bytes(ChaCha20Poly1305(key).decrypt(bytes(12), sealed, canonical(context)))
     except InvalidTag:
         raise ValueError("a sealed message was changed, or is for another round or site") from None
 
 
 @dataclass(frozen=True)
 class SumTerms:
-    """What all sites of a sum agree on; each has it from its approved recipe and the order.
+    """What all sites of a sum agree on. Each site takes it from its approved recipe and the request.
 
     Args:
         run: Id of the federation's run.
         round: Counted from 0.
         recipe: Digest of the recipe.
-        options: Those of the recipe.
+        options: Options of the recipe.
         attempt: Counted from 0, within the round.
-        given: Digest of what the server had to say for the round: the model to be trained, the rates, the public
-            images. Of two sites that were told different things, one might send back what the server knows, and the
-            sum would be the other's update. The server's own terms do not say it.
-        of: What is added up: updates, or scores.
+        given: Digest of what the server sent for the round: the model to be trained, the rates, the public images. If
+            two sites were sent different things, one of them might send back what the server knows already, and the
+            sum would show the other one's update. It is empty in the server's own terms.
+        of: What is added up: ``update`` or ``scores``.
     """
 
     run: str
@@ -130,21 +156,21 @@ class Advert:
     """A site's public keys of one round, signed with its identity.
 
     Attributes:
-        name: Of the site.
+        name: Name of the site.
         terms: Digest of the :class:`SumTerms`.
-        identity: Public half of its identity, in hexadecimal digits as all keys are. The server checks signatures with
-            it; the other sites check that it is the one on their lists.
-        seals: Public key of what it seals for others. It is another one than ``shares``, so that what a site dealt can
-            be opened to a server that judges a dispute, and what others dealt to it cannot.
-        shares: Public key by which shares are sealed for it.
-        masks: Public key of its masks towards other sites.
-        own: SHA-256 of the secret of its own mask, by which it is recognised when it is put together.
-        numbers: Names of what it adds beside the model, such as a training loss, with spaces between.
-        heard: The last rounds in which it trained and digests of what it was told, as :class:`SiteClaims` writes them.
-        signature: Of all of these.
+        identity: Public half of its identity, in hexadecimal digits like all keys. The server checks signatures with
+            it; the other sites check that it is the key on their lists.
+        seals: Public key of what the site seals for others. It differs from ``shares``, so that what a site dealt can
+            be opened to a server that settles a dispute without opening what others dealt to the site.
+        shares: Public key with which other sites seal shares for it.
+        masks: Public key of its pairwise masks.
+        own: SHA-256 of the secret of its self mask, by which the server recognises the recovered secret.
+        numbers: Names of what it adds beside the model, such as a training loss, separated by spaces.
+        heard: The last rounds in which it trained with digests of what it was sent, as :class:`SiteClaims` has them.
+        signature: Signature of all other fields.
 
     Raises:
-        ValueError: If one is not of its form, of which there is one for each value.
+        ValueError: If a field does not have its form. Each value has one form only.
     """
 
     name: str
@@ -159,102 +185,129 @@ class Advert:
     signature: str = ""
 
     def __post_init__(self) -> None:
-        digits, forms = "[0-9a-f]{64}", {"name": r"\S{1,64}", "numbers": ".{0,4096}", "signature": "([0-9a-f]{128})?"}
-        forms["heard"] = f"([0-9]{{1,7}}:[0-9a-f]{{64}} ){{0,{MAX_HEARD_ROUNDS}}}"
+        digits = "[0-9a-f]{64}"
+        patterns = {
+            "name": r"\S{1,64}",
+            "numbers": ".{0,4096}",
+            "heard": f"([0-9]{{1,7}}:{digits} ){{0,{MAX_HEARD_ROUNDS}}}",
+            "signature": "([0-9a-f]{128})?",
+        }
         for name, value in vars(self).items():
-            if not isinstance(value, str) or not re.fullmatch(forms.get(name, digits), value):
-                raise ValueError(f"{name}={str(value)[:80]!r} of a site's keys is not of its form")
+            pattern = patterns.get(name, digits)
+            if not isinstance(value, str) or not re.fullmatch(pattern, value):
+                raise ValueError(f"{name}={str(value)[:80]!r} of a site's keys has the wrong form")
 
     def statement(self) -> dict[str, str]:
-        """What is signed."""
+        """Return the fields that are signed."""
         return {name: value for name, value in vars(self).items() if name != "signature"}
 
 
-def is_signed_by_itself(advert: Advert, signature: str, what: str, content: Any) -> bool:  # noqa: ANN401  # any JSON
-    """Whether a statement was signed by the identity that a site's keys name."""
+def is_signed_by_itself(advert: Advert, signature: str, kind: str, content: Any) -> bool:  # noqa: ANN401  # any JSON
+    """Return whether a statement was signed by the identity that an advert names."""
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(advert.identity))
     except ValueError:
         return False
-    return is_signed(key, signature, what, content)
+    return is_signed(key, signature, kind, content)
 
 
 def check_usable(advert: Advert) -> None:
-    """Refuse, by a ValueError, public keys with which there is nothing in common: no other site could use the list."""
+    """Check that other sites could compute a shared key with each public key of an advert.
+
+    Raises:
+        ValueError: If one of them is unusable; no other site could go on with a list that has it.
+    """
     for public in (advert.seals, advert.shares, advert.masks):
         shared_key(X25519PrivateKey.generate(), public, "trial", None)
 
 
 class SiteClaims(NamedTuple):
-    """What a site says of itself beside its keys.
+    """What a site states in its advert beside its keys.
 
-    Two sites that were told different things in a round are in no later sum together either: by what it keeps of such
-    a round, such as statistics of its images, a site might send back what the server knows.
+    Two sites that were sent different things in a round are in no later sum together either: a site keeps statistics
+    of its images, for example, and might send back in a later round what the server had it keep.
+
+    Attributes:
+        numbers: Names of what the site adds beside the model.
+        heard: Digest of what the site was sent, by round.
     """
 
-    numbers: Collection[str] = ()  # names of what it adds beside the model
-    heard: Mapping[str, str] = {}  # digest of what it was told, by round
+    numbers: Collection[str] = ()
+    heard: Mapping[str, str] = {}
 
     def texts(self) -> dict[str, str]:
-        """As an advert has them."""
-        last = sorted(self.heard, key=int)[-MAX_HEARD_ROUNDS:]
+        """Return the fields ``numbers`` and ``heard`` of an advert."""
+        last_rounds = sorted(self.heard, key=int)[-MAX_HEARD_ROUNDS:]
         # All 256 bits: the server chooses both messages, and could find two that agree in 128 bits in 2⁶⁴ trials.
-        heard = "".join(f"{round}:{self.heard[round]} " for round in last)
+        heard = "".join(f"{round}:{self.heard[round]} " for round in last_rounds)
         return {"numbers": " ".join(sorted(self.numbers)), "heard": heard}
 
 
 def heard_digests(advert: Advert) -> dict[str, str]:
-    """What a site says that it was told, by round."""
+    """Return the digests of what a site says that it was sent, by round."""
     return parse_heard(advert.heard)
 
 
 def parse_heard(text: str) -> dict[str, str]:
-    """Digests of what a site was told, by round, from the text that :class:`SiteClaims` makes of them."""
-    return {round: told for round, _, told in (entry.partition(":") for entry in text.split())}
+    """Read the digests by round from the text that :meth:`SiteClaims.texts` writes."""
+    digests = {}
+    for entry in text.split():
+        round, _, heard = entry.partition(":")
+        digests[round] = heard
+    return digests
 
 
-def conflicting_rounds(told: Mapping[str, str], other: Advert) -> list[str]:
-    """The rounds in which another site was told something else than what was ``told``, by round."""
-    theirs = heard_digests(other)
-    return [round for round, one in told.items() if theirs.get(round, one) != one]
+def conflicting_rounds(heard: Mapping[str, str], other: Advert) -> list[str]:
+    """Return the rounds in which another site was sent something else than what was ``heard`` here."""
+    heard_by_other = heard_digests(other)
+    return [round for round, heard_here in heard.items() if heard_by_other.get(round, heard_here) != heard_here]
 
 
 def share_order(adverts: Sequence[Advert]) -> list[str]:
-    """The names of a round's sites, whose places are those of their shares."""
+    """Return the names of a round's sites in the order of their shares."""
     return sorted(advert.name for advert in adverts)
 
 
-def commitment(about: str, dealer: str, holder: str, purpose: str, share: bytes) -> str:
-    """Return what binds a site to the share of a secret that it deals to another one.
+def commitment(context: str, dealer: str, holder: str, purpose: str, share: bytes) -> str:
+    """Return the digest that commits a dealer to the share of a secret that it deals to a holder.
 
-    A share has 128 random bits, of which the digest says nothing that could be computed.
+    A share has 128 random bits, so that the digest does not reveal it.
     """
-    return digest(["share", about, dealer, holder, purpose, share.hex()])
+    return digest(["share", context, dealer, holder, purpose, share.hex()])
 
 
-def sum_statement(about: str, there: Sequence[str], numbers: int, alive: Sequence[str]) -> dict[str, object]:
-    """Return what a site signs of a sum: its keys, who began it, how long the vectors are, and who is in it."""
-    return {"about": about, "there": sorted(there), "numbers": numbers, "alive": sorted(alive)}
-
-
-def sealing_key(own: X25519PrivateKey, other: str, about: str, dealer: str, holder: str) -> bytes:
-    """Return the key of what one site seals for another, which both can compute; it seals one message.
+def sum_statement(
+    context: str, senders: Sequence[str], vector_size: int, survivors: Sequence[str]
+) -> dict[str, object]:
+    """Return the statement about a sum that its sites sign.
 
     Args:
-        own: Of the dealer its key ``seals``, or of the holder its key ``shares``.
-        other: The other one of the two public keys.
-        about: Digest of all sites' keys.
-        dealer: Name of the site whose secrets are shared.
-        holder: Name of the site that gets the shares.
+        context: Digest of all sites' keys.
+        senders: Sites whose pairwise masks are in the vectors.
+        vector_size: Length of the vectors.
+        survivors: Sites whose vectors are in the sum.
     """
-    return shared_key(own, other, "shares", [about, dealer, holder])
+    return {"about": context, "there": sorted(senders), "numbers": vector_size, "alive": sorted(survivors)}
+
+
+def sealing_key(private: X25519PrivateKey, public: str, context: str, dealer: str, holder: str) -> bytes:
+    """Return the key with which a dealer seals shares for a holder, which both can compute. It seals one message.
+
+    Args:
+        private: The dealer's key ``seals``, or the holder's key ``shares``.
+        public: The public key of the other one of these two.
+        context: Digest of all sites' keys.
+        dealer: Name of the site whose secrets are shared.
+        holder: Name of the site that receives the shares.
+    """
+    return shared_key(private, public, "shares", [context, dealer, holder])
 
 
 def self_mask_key(secret: bytes) -> bytes:
-    """The key of a site's own mask."""
+    """Return the key of a site's self mask."""
     return derive_key(secret, "own mask")
 
 
-def pair_mask_key(own: X25519PrivateKey, other: str, about: str, names: Sequence[str]) -> bytes:
-    """The key of the mask of two sites, which the first of them by name adds and the other subtracts."""
-    return shared_key(own, other, "pair mask", [about, *sorted(names)])
+def pair_mask_key(private: X25519PrivateKey, public: str, context: str, names: Sequence[str]) -> bytes:
+    """Return the key of the mask of a pair of sites, which the first by name adds and the other one subtracts."""
+    return shared_key(private, public, "pair mask", [context, *sorted(names)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a site's worker in secure sums: it answers the orders of a sum's steps."""
+"""A site's side of secure sums: it answers the requests of a sum's steps."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -7,18 +7,20 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from perada.deploy.protocol import RefusalError, Request, refuse
+from perada.deploy.protocol import RefusalError, Request
 from perada.deploy.sums.keys import Advert, SiteClaims, SumTerms
 from perada.deploy.sums.site import SiteRound
 from perada.deploy.sums.vector import Uint64Vector
 
-RUNS = 8
-"""Of how many runs at once a site is in a sum. It keeps the last replies of each, a masked vector among them."""
+MAX_RUNS = 8
+"""How many runs a site sums in at once. It keeps the last replies of each, a masked vector among them."""
+MakeVector = Callable[[int, Collection[str]], Uint64Vector]
+"""Makes a site's vector for a sum over so many sites, with the metrics of these names."""
 
 
 @dataclass
-class _Sum:
-    """A site's part in the sum that a run is at."""
+class _ActiveSum:
+    """A site's part in the last sum of a run."""
 
     terms: SumTerms
     round: SiteRound
@@ -28,140 +30,145 @@ class _Sum:
 class Party:
     """A site among those that it agrees to hide among.
 
-    It is in one sum of each run at a time, since several runs may be served at once. The keys are in memory alone.
+    It takes part in one sum of each run at a time, since it may serve several runs at once. Keys are in memory only.
 
     Args:
-        name: Of the site, by which the others know it.
-        identity: Its key.
+        name: Name by which the other sites know this one.
+        identity: Its private key.
         peers: The other sites' keys by name; the site itself may be among them.
 
     Raises:
-        ValueError: If the list has another key under the site's own name, or its key under another name.
+        ValueError: If the list has another key under this site's name, or its key under another name.
     """
 
     def __init__(self, name: str, identity: Ed25519PrivateKey, peers: Mapping[str, Ed25519PublicKey]) -> None:
-        own = identity.public_key()
-        listed = peers.get(name, own)
-        if listed.public_bytes_raw() != own.public_bytes_raw():
-            raise ValueError(f"the list of sites has another key under the name {name!r}, which is this site's own")
-        self.name, self._identity = name, identity
+        public_bytes = identity.public_key().public_bytes_raw()
+        if name in peers and peers[name].public_bytes_raw() != public_bytes:
+            raise ValueError(f"the list of sites has another key under the name {name!r}, which is this site's name")
+        self.name = name
+        self._identity = identity
         self.peers = {other: key for other, key in peers.items() if other != name}
-        same = [other for other, key in self.peers.items() if key.public_bytes_raw() == own.public_bytes_raw()]
-        if same:
-            raise ValueError(f"the list of sites has this site's key, of {name!r}, under the name {same[0]!r}")
-        self._sums: dict[str, _Sum] = {}  # the last sum of each run, the one that was begun last at the end
+        for other, key in self.peers.items():
+            if key.public_bytes_raw() == public_bytes:
+                raise ValueError(f"the list of sites has this site's key, of {name!r}, under the name {other!r}")
+        self._sums: dict[str, _ActiveSum] = {}  # by run; the sum that was begun last comes last
 
-    def alive(self, terms: SumTerms) -> list[str]:
-        """The sites of a sum, this one among them, once the server has said who; none if it is not known."""
-        current = self._current(terms)
-        return [] if current is None else current.round.alive
+    def survivors(self, terms: SumTerms) -> list[str]:
+        """Return the sites in a sum, this one among them; empty before the server has named them."""
+        current = self._find(terms)
+        return [] if current is None else current.round.survivors
 
-    def replied(self, terms: SumTerms, message: str) -> bytes | None:
-        """What was answered to a message of this sum before, if it was."""
-        current = self._current(terms)
-        return None if current is None else current.replies.get(message)
+    def saved_reply(self, terms: SumTerms, message_digest: str) -> bytes | None:
+        """Return the reply to an earlier message of this sum; None if it was not answered before."""
+        current = self._find(terms)
+        return None if current is None else current.replies.get(message_digest)
 
-    def keep(self, terms: SumTerms, message: str, reply: bytes) -> None:
-        """Remember what is answered to a message of a sum, by its digest."""
-        self._sums[terms.run].replies[message] = reply
+    def save_reply(self, terms: SumTerms, message_digest: str, reply: bytes) -> None:
+        """Keep the reply to a message of a sum, for a server that asks again."""
+        self._sums[terms.run].replies[message_digest] = reply
 
-    def offered(self, terms: SumTerms, own: SiteClaims, begin: bool) -> dict[str, Any]:
-        """The keys for the first attempt at a sum, the same whenever asked; ``own`` as of :meth:`step`.
+    def offer_keys(self, terms: SumTerms, claims: SiteClaims, begin: bool) -> dict[str, Any]:
+        """Return the keys for the first attempt at a sum, the same ones whenever asked.
 
-        Nothing if a later attempt was begun, or, unless it may ``begin``, if there are none yet.
+        Args:
+            terms: Terms of the sum.
+            claims: What the site states beside its keys.
+            begin: Whether keys may be made if there are none yet.
+
+        Returns:
+            The advert; nothing if a later attempt was begun, or there are no keys and none may be made.
         """
         last = self._sums.get(terms.run)
         if last is not None and replace(last.terms, attempt=terms.attempt) == terms:
             return {"advert": vars(last.round.advert)} if last.terms == terms else {}
-        return self._begun(terms, own) if begin else {}
+        return self._begin(terms, claims) if begin else {}
 
-    def _current(self, terms: SumTerms) -> "_Sum | None":
-        """The sum with these terms; None if its run has another one now, or none."""
+    def _find(self, terms: SumTerms) -> "_ActiveSum | None":
+        """Return the sum with these terms; None if its run is at another sum now, or at none."""
         last = self._sums.get(terms.run)
         return last if last is not None and last.terms == terms else None
 
-    def _begun(self, terms: SumTerms, own: SiteClaims) -> dict[str, Any]:
+    def _begin(self, terms: SumTerms, claims: SiteClaims) -> dict[str, Any]:
+        """Make the keys of a sum, which replaces the last one of its run."""
         self._sums.pop(terms.run, None)
-        while len(self._sums) >= RUNS:
-            del self._sums[next(iter(self._sums))]
-        made = _Sum(terms, SiteRound(self.name, self._identity, self.peers, terms, own))
-        self._sums[terms.run] = made
-        return {"advert": vars(made.round.advertise())}
+        while len(self._sums) >= MAX_RUNS:
+            oldest_run = next(iter(self._sums))
+            del self._sums[oldest_run]
+        round = SiteRound(self.name, self._identity, self.peers, terms, claims)
+        self._sums[terms.run] = _ActiveSum(terms, round)
+        return {"advert": vars(round.advertise())}
 
     def step(
-        self,
-        order: Request,
-        terms: SumTerms,
-        own: SiteClaims,
-        vector: Callable[[int, Collection[str]], Uint64Vector],
+        self, request: Request, terms: SumTerms, claims: SiteClaims, make_vector: MakeVector
     ) -> tuple[dict[str, Any], Uint64Vector | None]:
-        """Take the step of a sum that an order asks for.
+        """Take the step of a sum that the server requests.
 
         Args:
-            order: What is asked.
-            terms: Of the sum, as this site knows them.
-            own: What the site says of itself.
-            vector: Makes the vector for a sum over so many sites, with those of its numbers that may be in it.
+            request: Request of the server.
+            terms: Terms of the sum, as this site knows them.
+            claims: What the site states beside its keys.
+            make_vector: Makes the vector, once the sum's sites are known.
 
         Returns:
-            What the site says, and numbers under masks.
+            What the site answers, and its masked vector in the step ``mask``.
 
         Raises:
-            Refused: If it is not the step that comes next, or the server asks for what it must not be told.
+            RefusalError: If the step does not come next, or would tell the server what it must not know.
         """
-        if order.kind == "keys":
+        if request.kind == "keys":
             last = self._sums.get(terms.run)
-            before = None if last is None else last.terms
-            same = before is not None and replace(before, attempt=terms.attempt) == terms
-            refuse(
-                same and before is not None and terms.attempt <= before.attempt,
-                f"secure sum: keys for attempt {terms.attempt} again, or after a later one",
-                "other",
-            )
-            return self._begun(terms, own), None
-        current = self._current(terms)
+            same_sum = last is not None and replace(last.terms, attempt=terms.attempt) == terms
+            if last is not None and same_sum and terms.attempt <= last.terms.attempt:
+                raise RefusalError(
+                    f"secure sum: keys for attempt {terms.attempt} were requested again, or after a later attempt",
+                    "other",
+                )
+            return self._begin(terms, claims), None
+        current = self._find(terms)
         if current is None:
             raise RefusalError(
-                f"secure sum: this site has no keys for it: it was started again since, or has begun sums of {RUNS} "
+                f"secure sum: this site has no keys for it: it was restarted since, or has begun sums of {MAX_RUNS} "
                 "other runs",
                 "other",
             )
         try:
-            return self._later(current.round, order, vector)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, RefusalError):
-                raise
-            raise RefusalError(f"secure sum: {order.kind}: {type(error).__name__}: {error}") from None
+            return self._later_step(current.round, request, make_vector)
+        except RefusalError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # a request of another form
+            raise RefusalError(f"secure sum: {request.kind}: {type(error).__name__}: {error}") from None
 
     @staticmethod
-    def _later(
-        round: SiteRound, order: Request, vector: Callable[[int, Collection[str]], Uint64Vector]
+    def _later_step(
+        round: SiteRound, request: Request, make_vector: MakeVector
     ) -> tuple[dict[str, Any], Uint64Vector | None]:
-        given = order.sums
-        match order.kind:
+        content = request.sums
+        match request.kind:
             case "shares":
-                dealt = round.share([Advert(**entry) for entry in given["adverts"]])
+                dealt = round.share([Advert(**entry) for entry in content["adverts"]])
                 return {"sealed": to_hex(dealt.sealed), "commitments": dealt.commitments}, None
             case "hold":
-                round.hold(from_hex(given["sealed"]), given["commitments"])
+                round.hold(from_hex(content["sealed"]), content["commitments"])
                 return {}, None
             case "open":
                 return {"seals": round.open().hex()}, None
             case "mask":
+                # Before the vector is made, which takes passes over the public images.
                 round.check_step("mask")
-                return {}, round.mask(given["there"], vector(round.sites, round.told))
+                vector = make_vector(round.num_sites, round.shared_metric_names)
+                return {}, round.mask(content["there"], vector)
             case "confirm":
-                return {"signature": round.confirm(given["alive"])}, None
+                return {"signature": round.confirm(content["alive"])}, None
             case _:
-                revealed = round.reveal(given["signatures"])
+                revealed = round.reveal(content["signatures"])
                 return {kind: to_hex(shares) for kind, shares in revealed.items()}, None
 
 
-def to_hex(found: Mapping[str, bytes]) -> dict[str, str]:
-    """Bytes by name as hexadecimal digits."""
-    return {name: value.hex() for name, value in found.items()}
+def to_hex(contents: Mapping[str, bytes]) -> dict[str, str]:
+    """Encode bytes by name as hexadecimal digits."""
+    return {name: value.hex() for name, value in contents.items()}
 
 
-def from_hex(found: Mapping[str, str]) -> dict[str, bytes]:
-    """What :func:`to_hex` wrote; a ValueError, TypeError or AttributeError if it is something else."""
-    return {name: bytes.fromhex(value) for name, value in found.items()}
+def from_hex(texts: Mapping[str, str]) -> dict[str, bytes]:
+    """Decode what :func:`to_hex` wrote; anything else raises a ValueError, TypeError or AttributeError."""
+    return {name: bytes.fromhex(text) for name, text in texts.items()}

@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a secure sum is, and for how long sites remember: plain values, for which no cryptography is needed."""
+"""The state of a secure sum that the server saves. It needs no cryptography."""
 
 from dataclasses import dataclass, field
 
 MAX_HEARD_ROUNDS = 256
-"""Rounds of which a site says what it was told."""
+"""Number of past rounds of which a site states what it was sent."""
 
 
 @dataclass
 class SumState:
-    """How far a sum is, which is on the server's disk before a site is told of it.
+    """How far a secure sum has come; it is written to disk before sites are told of it.
 
-    What sites are told in a step must be the same after the server was stopped, whoever has come back meanwhile: they
-    answer another message of the same step with nothing.
+    A restarted server must repeat the same messages, whichever sites have come back meanwhile: a site does not answer
+    a second, different message of the same step.
+
+    Attributes:
+        round: Round of the sum, counted from 0.
+        of: What is added up: ``update`` or ``scores``.
+        attempt: Counted from 0, within the round.
+        adverts: Fields of the sites' adverts.
+        commitments: By dealer and holder, the digests of the two shares.
+        senders: Sites that are told to mask; empty before that step.
+        survivors: Sites whose vectors are in the sum.
+        signatures: Signatures of the survivors.
     """
 
     round: int
@@ -20,6 +30,6 @@ class SumState:
     attempt: int
     adverts: list[dict[str, str]] = field(default_factory=list)
     commitments: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    there: list[str] = field(default_factory=list)  # who is told to mask; empty before that
-    alive: list[str] = field(default_factory=list)  # who is in the sum
-    signatures: dict[str, str] = field(default_factory=dict)  # of those who are
+    senders: list[str] = field(default_factory=list)
+    survivors: list[str] = field(default_factory=list)
+    signatures: dict[str, str] = field(default_factory=dict)

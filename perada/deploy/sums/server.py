@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's part in a secure sum: it passes messages on, and takes away the masks of the sum alone."""
+"""The server's side of a secure sum: it relays messages between sites and removes the masks of the sum only."""
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,160 +26,187 @@ from perada.deploy.sums.shares import recover
 from perada.deploy.sums.site import PURPOSES, Commitments, DealtShares, RevealedShares, open_shares
 from perada.deploy.sums.vector import Uint64Vector
 
+_PURPOSE_OF_REVEALED = {"own": "own", "gone": "masks"}
+"""Which secret the shares are of that sites reveal: the self mask of a survivor, the pairwise masks of a dropout."""
+
 
 class ServerRound:
-    """What the server holds of one sum; each set of messages is of the sites that sent theirs in time.
+    """The server's state in one sum. Each step takes the messages of the sites that sent theirs in time.
 
     Args:
-        terms: Of the sum.
+        terms: Terms of the sum.
         adverts: The sites' keys.
 
     Attributes:
-        commitments: What each site said of the shares that it dealt, by its name.
-        there: The sites whose pair masks are in the vectors.
-        lied: What sites did that no honest one does, by name: each is proven by what they said themselves.
+        commitments: Each site's commitments to the shares that it dealt, by its name.
+        senders: The sites whose pairwise masks are in the vectors.
+        lies: Proven lies by the name of the site: each follows from what the site itself sent.
 
     Raises:
-        Refused: If too few are left at any step: the round is void, and nothing of it can be read.
+        RefusalError: If too few sites remain at any step: the sum is void, and nothing of it can be read.
     """
 
     def __init__(self, terms: SumTerms, adverts: Sequence[Advert]) -> None:
-        self.terms, self.adverts = terms, {advert.name: advert for advert in adverts}
+        self.terms = terms
+        self.adverts = {advert.name: advert for advert in adverts}
         self.order = share_order(adverts)
-        self.about = digest([self.adverts[name].statement() for name in self.order])
-        self.least = terms.options.least(len(self.order))
+        self._keys_digest = digest([self.adverts[name].statement() for name in self.order])
+        self._min_sites = terms.options.least(len(self.order))
         self.commitments: dict[str, Commitments] = {}
-        self.there: list[str] = []
-        self.lied: dict[str, str] = {}
+        self.senders: list[str] = []
+        self.lies: dict[str, str] = {}
         self._sealed: dict[str, Mapping[str, bytes]] = {}
-        self._names: list[str] = []
-        self._masked = np.zeros(0, np.uint64)
-        self.enough(self.order, "sent their keys")
+        self._survivors: list[str] = []
+        self._masked_sum = np.zeros(0, np.uint64)
+        self.check_enough(self.order, "sent their keys")
 
-    def enough(self, names: Collection[str], did: str) -> None:
-        """Refuse to continue without enough sites that ``did`` something."""
-        if len(names) < self.least:
+    def check_enough(self, names: Collection[str], action: str) -> None:
+        """Refuse to go on unless enough sites took an action, such as ``sent shares``."""
+        if len(names) < self._min_sites:
             raise RefusalError(
-                f"secure sum: {len(names)} of {len(self.order)} sites {did}, and {self.least} must", "other"
+                f"secure sum: {len(names)} of {len(self.order)} sites {action}, and {self._min_sites} must", "other"
             )
 
     def deliver(self, dealt: Mapping[str, DealtShares]) -> dict[str, dict[str, bytes]]:
-        """What each site is to be given of what all sites sealed, by sender."""
-        self.enough(dealt, "sent shares")
-        self._sealed = {name: parts.sealed for name, parts in dealt.items()}
-        self.commitments = {name: parts.commitments for name, parts in dealt.items()}
-        return {
-            name: {sender: texts[name] for sender, texts in self._sealed.items() if sender != name and name in texts}
-            for name in dealt
-        }
+        """Sort the sealed shares of all dealers by the site that is to receive them.
 
-    def dealt_honestly(self, dealer: str, seals: bytes, holder: str) -> bool:
-        """Decide whether shares open, given the secret of the key by which their dealer sealed them.
+        Returns:
+            For each site, the shares sealed for it by the name of their dealer.
+        """
+        self.check_enough(dealt, "sent shares")
+        self._sealed = {name: shares.sealed for name, shares in dealt.items()}
+        self.commitments = {name: shares.commitments for name, shares in dealt.items()}
+        boxes: dict[str, dict[str, bytes]] = {}
+        for holder in dealt:
+            boxes[holder] = {
+                dealer: sealed[holder]
+                for dealer, sealed in self._sealed.items()
+                if dealer != holder and holder in sealed
+            }
+        return boxes
+
+    def dealt_honestly(self, dealer: str, seed: bytes, holder: str) -> bool:
+        """Return whether shares open, and are those that their dealer committed to.
 
         Args:
-            dealer: Who sealed them.
-            seals: The secret, as the dealer opens it.
-            holder: For whom they were sealed, who says that they do not open, or are not those of the commitments.
+            dealer: Site that sealed them.
+            seed: Seed of the dealer's key ``seals``, which it has disclosed.
+            holder: Site that they were sealed for, which objects to them.
         """
-        key = exchange_key(seals)
-        if key.public_key().public_bytes_raw().hex() != self.adverts[dealer].seals:
+        private = exchange_key(seed)
+        if private.public_key().public_bytes_raw().hex() != self.adverts[dealer].seals:
             return False
-        shared = sealing_key(key, self.adverts[holder].shares, self.about, dealer, holder)
+        key = sealing_key(private, self.adverts[holder].shares, self._keys_digest, dealer, holder)
         try:
-            shares = open_shares(shared, self._sealed[dealer][holder], self.about)
+            shares = open_shares(key, self._sealed[dealer][holder], self._keys_digest)
         except ValueError:
             return False
         return all(
-            self._is_bound(dealer, holder, purpose, share) for purpose, share in zip(PURPOSES, shares, strict=True)
+            self._matches_commitment(dealer, holder, purpose, share)
+            for purpose, share in zip(PURPOSES, shares, strict=True)
         )
 
-    def _is_bound(self, dealer: str, holder: str, purpose: str, share: bytes) -> bool:
-        """Whether a share is the one that its dealer committed itself to."""
-        said = dict(zip(PURPOSES, self.commitments[dealer][holder], strict=True))
-        return commitment(self.about, dealer, holder, purpose, share) == said[purpose]
+    def _matches_commitment(self, dealer: str, holder: str, purpose: str, share: bytes) -> bool:
+        """Return whether a share is the one that its dealer committed to."""
+        committed = dict(zip(PURPOSES, self.commitments[dealer][holder], strict=True))
+        return commitment(self._keys_digest, dealer, holder, purpose, share) == committed[purpose]
 
-    def begin(self, there: Collection[str]) -> list[str]:
-        """Note the sites that hold shares of one another; their names are for the masks."""
-        self.enough(there, "hold shares")
-        self.there = sorted(there)
-        return self.there
+    def begin(self, senders: Collection[str]) -> list[str]:
+        """Set the sites that hold shares of one another, and will mask for one another.
+
+        Returns:
+            Their names in order, as they are told to the sites.
+        """
+        self.check_enough(senders, "hold shares")
+        self.senders = sorted(senders)
+        return self.senders
 
     def take(self, masked: Mapping[str, Uint64Vector]) -> list[str]:
-        """Take the masked vectors, of which their sum is kept; the sites that are in the sum."""
-        self.enough(masked, "sent their part")
-        self._names, (first, *others) = sorted(masked), masked.values()
-        self._masked = first.copy()
-        for vector in others:
-            self._masked += vector
-        return self._names
+        """Add up the masked vectors.
 
-    def signed(self, signatures: Mapping[str, str]) -> dict[str, str]:
-        """Those of the signatures of who is in the sum that are their sites' own."""
-        statement = sum_statement(self.about, self.there, len(self._masked), self._names)
+        Returns:
+            The names of the sites in the sum.
+        """
+        self.check_enough(masked, "sent their part")
+        self._survivors = sorted(masked)
+        first, *others = masked.values()
+        self._masked_sum = first.copy()
+        for vector in others:
+            self._masked_sum += vector
+        return self._survivors
+
+    def valid_signatures(self, signatures: Mapping[str, str]) -> dict[str, str]:
+        """Return the signatures of the sum's statement that are valid; a site with another one has lied."""
+        statement = sum_statement(self._keys_digest, self.senders, len(self._masked_sum), self._survivors)
         valid = {}
         for name, signature in signatures.items():
             if is_signed_by_itself(self.adverts[name], signature, "alive", statement):
                 valid[name] = signature
             else:
-                self.lied[name] = "its signature of who is in the sum is not its own"
+                self.lies[name] = "its signature of who is in the sum is not its own"
         return valid
 
     def total(self, revealed: Mapping[str, RevealedShares]) -> Uint64Vector:
-        """The sum of the vectors of the sites that are in it."""
-        self.enough(revealed, "revealed shares")
-        added, subtracted = list[bytes](), list[bytes]()
-        for name in self._names:
-            is_secret = partial(_is_own_secret, self.adverts[name])
-            subtracted.append(self_mask_key(self._secret(name, "own", revealed, is_secret)))
-        for name in sorted({*self.there} - {*self._names}):
-            is_secret = partial(_is_mask_secret, self.adverts[name])
-            key = exchange_key(self._secret(name, "gone", revealed, is_secret))
-            for other in self._names:
-                # The other one added its mask, if its name comes first, or subtracted it.
-                masks = subtracted if other < name else added
-                masks.append(pair_mask_key(key, self.adverts[other].masks, self.about, (name, other)))
-        found = self._masked.copy()
-        add_streams(found, added, subtracted)
-        return found
+        """Return the sum of the survivors' vectors, from the shares that sites have revealed."""
+        self.check_enough(revealed, "revealed shares")
+        added: list[bytes] = []
+        subtracted: list[bytes] = []
+        for name in self._survivors:
+            is_secret = partial(_is_self_mask_secret, self.adverts[name])
+            secret = self._recover(name, "own", revealed, is_secret)
+            subtracted.append(self_mask_key(secret))
+        for dropout in sorted({*self.senders} - {*self._survivors}):
+            is_secret = partial(_is_pair_mask_secret, self.adverts[dropout])
+            private = exchange_key(self._recover(dropout, "gone", revealed, is_secret))
+            for survivor in self._survivors:
+                key = pair_mask_key(private, self.adverts[survivor].masks, self._keys_digest, (dropout, survivor))
+                # The survivor added the mask of the pair if its name comes first, and subtracted it otherwise.
+                if survivor < dropout:
+                    subtracted.append(key)
+                else:
+                    added.append(key)
+        total = self._masked_sum.copy()
+        add_streams(total, added, subtracted)
+        return total
 
-    def _secret(
+    def _recover(
         self, dealer: str, kind: str, revealed: Mapping[str, RevealedShares], is_secret: Callable[[bytes], bool]
     ) -> bytes:
-        """Put a secret together from those shares that its dealer committed itself to.
+        """Recover a secret from the revealed shares that its dealer committed to.
 
-        Who reveals another share lies: it had the right one, or would have objected before anything was masked. If
-        the right shares do not give the secret that is public, who dealt them lies.
+        A site that reveals another share lies: it had the right one, or would have objected before anything was
+        masked. If the right shares do not yield the secret that the dealer advertised, the dealer lies.
         """
-        purpose = {"own": "own", "gone": "masks"}[kind]
+        purpose = _PURPOSE_OF_REVEALED[kind]
         shares = {}
-        for holder, parts in revealed.items():
-            share = parts[kind].get(dealer)
+        for holder, shares_by_kind in revealed.items():
+            share = shares_by_kind[kind].get(dealer)
             if share is None:
                 continue
-            if self._is_bound(dealer, holder, purpose, share):
+            if self._matches_commitment(dealer, holder, purpose, share):
                 shares[self.order.index(holder)] = share
             else:
-                self.lied.setdefault(holder, f"it revealed another share of {dealer!r} than it was dealt")
-        if len(shares) < self.least:
-            liars = f"; {', '.join(self.lied)} lied" if self.lied else ""
+                self.lies.setdefault(holder, f"it revealed another share of {dealer!r} than it was dealt")
+        if len(shares) < self._min_sites:
+            liars = f"; {', '.join(self.lies)} lied" if self.lies else ""
             raise RefusalError(
-                f"secure sum: {len(shares)} right shares of a secret of {dealer!r} are there, and {self.least} are "
-                f"needed{liars}",
+                f"secure sum: {len(shares)} right shares of a secret of {dealer!r} were revealed, and "
+                f"{self._min_sites} are needed{liars}",
                 "other",
             )
-        secret = recover(shares, self.least, is_secret)
+        secret = recover(shares, self._min_sites, is_secret)
         if secret is None:
-            self.lied[dealer] = "the shares that it dealt are not of its secret"
+            self.lies[dealer] = "the shares that it dealt are not of its secret"
             raise RefusalError(f"secure sum: the shares that {dealer!r} dealt are not of its secret", "other")
         return secret
 
 
-def _is_own_secret(advert: Advert, secret: bytes) -> bool:
-    """Whether this is the secret of a site's own mask."""
+def _is_self_mask_secret(advert: Advert, secret: bytes) -> bool:
+    """Return whether this is the secret of a site's self mask."""
     return hashlib.sha256(secret).hexdigest() == advert.own
 
 
-def _is_mask_secret(advert: Advert, secret: bytes) -> bool:
-    """Whether this is the secret of the key of a site's pair masks."""
+def _is_pair_mask_secret(advert: Advert, secret: bytes) -> bool:
+    """Return whether this is the seed of a site's pairwise masks."""
     public: bytes = exchange_key(secret).public_key().public_bytes_raw()
     return public.hex() == advert.masks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site's part in one secure sum, which trusts the server with nothing but to pass messages on."""
+"""A site's side of one secure sum. The server is trusted with nothing but relaying messages."""
 
 import hashlib
 import secrets
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from perada.deploy.protocol import RefusalError, refuse
+from perada.deploy.protocol import RefusalError
 from perada.deploy.sums.keys import (
     Advert,
     SiteClaims,
@@ -35,41 +35,58 @@ from perada.deploy.sums.shares import SECRET_SIZE, split
 from perada.deploy.sums.vector import Uint64Vector
 
 RevealedShares = dict[str, dict[str, bytes]]
-"""Shares by the name of the site: ``own`` of the own masks of those in the sum, ``gone`` of the keys of the others."""
-
+"""Shares by the name of the site: ``own`` of the survivors' self masks, ``gone`` of the dropouts' pairwise masks."""
 Commitments = dict[str, tuple[str, str]]
-"""Digests of two shares, of a site's own mask and of the key of its pair masks, by the name of the other site."""
+"""Digests of the two shares that a site dealt, in the order of `PURPOSES`, by the name of their holder."""
 PURPOSES = ("own", "masks")
-"""The two secrets of which a site deals shares."""
+"""The two secrets that each site shares: that of its self mask, and the seed of its pairwise masks."""
 
 
 class DealtShares(NamedTuple):
-    """The shares of a site's two secrets."""
+    """The shares of a site's two secrets.
 
-    sealed: dict[str, bytes]  # for each other site
-    commitments: Commitments  # to the shares of each site, the dealer among them
+    Attributes:
+        sealed: Both shares of each other site, encrypted for it.
+        commitments: Commitments to the shares of each site, the dealer among them.
+    """
+
+    sealed: dict[str, bytes]
+    commitments: Commitments
 
 
 class Objection(RefusalError):
-    """What a site does not accept is another site's, as far as it can tell; the server decides whose fault it is."""
+    """Raised if a site does not accept other sites' keys or shares; the server decides whose fault that is.
+
+    Attributes:
+        names: The sites that are objected to.
+    """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__("secure sum: " + "; ".join(reasons.values()), "other")
         self.names = sorted(reasons)
 
 
+def _require(condition: bool, violation: str) -> None:
+    """Raise a RefusalError unless a condition of the protocol holds."""
+    if not condition:
+        raise RefusalError(f"secure sum: {violation}", "other")
+
+
 class SiteRound:
     """The steps of a site in one sum (Bonawitz et al., CCS 2017, section 4 and figure 4), each once and in this order.
 
-    The keys are made for this round, here, and are in memory alone: a process that is killed is out of the round, and
-    no copy of a disk, however old, leads to a key being used for a second vector.
+    Keys are made here for this round and are in memory only: a process that is killed is out of the round, and no copy
+    of a disk, however old, makes a key mask a second vector.
 
     Args:
-        name: Of the site.
-        identity: Its key.
-        peers: The keys of the other sites that it agrees to hide among, by name.
-        terms: Of the sum.
-        own: What it says of itself.
+        name: Name of the site.
+        identity: Its private key.
+        peers: Public keys, by name, of the other sites that it agrees to hide among.
+        terms: Terms of the sum.
+        claims: What it states beside its keys.
+
+    Attributes:
+        survivors: The sites in the sum; empty before :meth:`confirm`.
     """
 
     def __init__(
@@ -78,131 +95,140 @@ class SiteRound:
         identity: Ed25519PrivateKey,
         peers: Mapping[str, Ed25519PublicKey],
         terms: SumTerms,
-        own: SiteClaims | None = None,
+        claims: SiteClaims | None = None,
     ) -> None:
-        self.name, self.terms, self._identity, self._own = name, terms, identity, own or SiteClaims()
-        self._known = {**peers, name: identity.public_key()}
-        self._steps = ["advertise", "share", "hold", "mask", "confirm", "reveal"]
+        self.name = name
+        self.terms = terms
+        self.survivors: list[str] = []
+        self._identity = identity
+        self._claims = claims or SiteClaims()
+        self._identities = {**peers, name: identity.public_key()}
+        self._remaining_steps = ["advertise", "share", "hold", "mask", "confirm", "reveal"]
         self._seeds = {purpose: secrets.token_bytes(SECRET_SIZE) for purpose in ("seals", "shares", "masks", "own")}
         self._keys = {purpose: exchange_key(self._seeds[purpose]) for purpose in ("seals", "shares", "masks")}
         self._adverts: dict[str, Advert] = {}
         self._order: list[str] = []
-        self._about = ""  # digest of all sites' keys
-        self._held: dict[str, tuple[bytes, bytes]] = {}  # shares of each site's own mask and of its key
-        self._there: list[str] = []  # sites whose pair masks are in the vectors
-        self._alive: list[str] = []  # those of them that are in the sum
-        self._numbers = 0  # of the vectors
+        self._keys_digest = ""  # of all sites' adverts
+        self._received: dict[str, tuple[bytes, bytes]] = {}  # the two shares that each dealer gave this site
+        self._senders: list[str] = []
+        self._vector_size = 0
         self._statement: dict[str, object] = {}
 
     def check_step(self, step: str) -> None:
-        """Refuse a step that is not the next one."""
-        refuse(not self._steps or self._steps[0] != step, f"secure sum: {step} is not what comes next", "other")
+        """Refuse a step that does not come next."""
+        _require(self._remaining_steps[:1] == [step], f"{step} is not what comes next")
 
-    def _turn(self, step: str) -> None:
-        """Begin a step; it is not begun again, whatever comes of it."""
+    def _begin_step(self, step: str) -> None:
+        """Begin a step. Whatever comes of it, it cannot be repeated."""
         self.check_step(step)
-        self._steps.pop(0)
+        self._remaining_steps.pop(0)
 
     @property
     def advert(self) -> Advert:
-        """The public keys that were advertised."""
+        """The public keys that this site advertised."""
         return self._adverts[self.name]
 
     @property
-    def alive(self) -> list[str]:
-        """Who is in the sum, once it was confirmed."""
-        return self._alive
-
-    @property
-    def sites(self) -> int:
-        """How many sites the round has keys of."""
+    def num_sites(self) -> int:
+        """Number of sites whose keys this site has accepted."""
         return len(self._order)
 
     @property
-    def told(self) -> set[str]:
-        """Names of the numbers that so many sites have that, whoever goes, ``min_sites`` of them are in the sum.
+    def shared_metric_names(self) -> set[str]:
+        """Names of the metrics that may be added up.
 
-        Of others the sum could be a single site's: the others may not say theirs, or have none.
+        They are those that so many sites have that ``min_sites`` of them are in the sum, whichever sites drop out. The
+        sum of another metric could be that of a single site.
         """
-        have = Counter(name for advert in self._adverts.values() for name in {*advert.numbers.split()})
-        gone = len(self._order) - self._least
-        return {name for name, sites in have.items() if sites - gone >= self.terms.options.min_sites}
+        num_owners = Counter(name for advert in self._adverts.values() for name in {*advert.numbers.split()})
+        max_dropouts = self.num_sites - self._min_survivors
+        min_sites = self.terms.options.min_sites
+        return {name for name, owners in num_owners.items() if owners - max_dropouts >= min_sites}
 
     @property
-    def _least(self) -> int:
-        return self.terms.options.least(len(self._order))
+    def _min_survivors(self) -> int:
+        """Number of sites that must remain until the end, which is also the threshold of the secret sharing."""
+        return self.terms.options.least(self.num_sites)
 
     def advertise(self) -> Advert:
-        """The public keys of this round."""
-        self._turn("advertise")
-        public = {purpose: key.public_key().public_bytes_raw().hex() for purpose, key in self._keys.items()}
-        public["identity"] = self._identity.public_key().public_bytes_raw().hex()
-        own = hashlib.sha256(self._seeds["own"]).hexdigest()
-        made = Advert(self.name, digest(asdict(self.terms)), **public, own=own, **self._own.texts())
-        made = replace(made, signature=sign(self._identity, "advert", made.statement()))
-        self._adverts = {self.name: made}
-        return made
+        """Return the signed public keys of this round."""
+        self._begin_step("advertise")
+        public_keys = {purpose: key.public_key().public_bytes_raw().hex() for purpose, key in self._keys.items()}
+        unsigned = Advert(
+            name=self.name,
+            terms=digest(asdict(self.terms)),
+            identity=self._identity.public_key().public_bytes_raw().hex(),
+            own=hashlib.sha256(self._seeds["own"]).hexdigest(),
+            **public_keys,
+            **self._claims.texts(),
+        )
+        advert = replace(unsigned, signature=sign(self._identity, "advert", unsigned.statement()))
+        self._adverts = {self.name: advert}
+        return advert
 
     def share(self, adverts: Sequence[Advert]) -> DealtShares:
         """Deal shares of the two secrets to all sites of the round.
 
-        Refused, since the server may have chosen them: sites that this one does not know, or whose signature is not
-        theirs, keys of another round, too few sites, one that stands there twice.
+        The server may have made up the list. Refused are unknown sites, wrong signatures, keys of another round, a site
+        that is listed twice, and too few sites.
 
         Raises:
+            RefusalError: If the list cannot be that of honest sites.
             Objection: If keys are not those of a site on this one's list.
         """
-        self._turn("share")
-        mine, order = self._adverts[self.name], share_order(adverts)
-        told = heard_digests(mine)
-        refuse(len({*order}) < len(order), "secure sum: a site stands in the list twice", "other")
-        refuse(
-            len(order) < self.terms.options.min_sites,
-            f"secure sum: {len(order)} sites are too few to hide among",
-            "other",
-        )
-        refuse(mine not in adverts, "secure sum: the list has other keys of this site, or none", "other")
+        self._begin_step("share")
+        own_advert = self.advert
+        order = share_order(adverts)
+        _require(len({*order}) == len(order), "a site stands in the list twice")
+        _require(len(order) >= self.terms.options.min_sites, f"{len(order)} sites are too few to hide among")
+        _require(own_advert in adverts, "the list has other keys of this site, or none")
         self._check_identities(adverts)
+        heard = heard_digests(own_advert)
         for advert in adverts:
-            refuse(advert.terms != mine.terms, f"secure sum: the keys of {advert.name!r} are for another sum", "other")
-            rounds = ", ".join(str(int(round) + 1) for round in conflicting_rounds(told, advert))
-            refuse(bool(rounds), f"secure sum: {advert.name!r} was told other things in round {rounds}", "other")
-        self._adverts, self._order = {advert.name: advert for advert in adverts}, order
-        self._about = digest([self._adverts[name].statement() for name in order])
+            _require(advert.terms == own_advert.terms, f"the keys of {advert.name!r} are for another sum")
+            rounds = ", ".join(str(int(round) + 1) for round in conflicting_rounds(heard, advert))
+            _require(not rounds, f"{advert.name!r} was told other things in round {rounds}")
+        self._adverts = {advert.name: advert for advert in adverts}
+        self._order = order
+        self._keys_digest = digest([self._adverts[name].statement() for name in order])
         return self._deal()
 
     def _check_identities(self, adverts: Sequence[Advert]) -> None:
-        """Raise an Objection to keys that a site on the list did not sign."""
+        """Raise an Objection to keys that were not signed by a site on this one's list."""
         objections = {}
         for advert in adverts:
-            key = self._known.get(advert.name)
+            key = self._identities.get(advert.name)
             if key is None:
                 objections[advert.name] = f"{advert.name!r} is not among the sites of site.yaml"
                 continue
-            same = key.public_bytes_raw().hex() == advert.identity
-            if not same or not is_signed(key, advert.signature, "advert", advert.statement()):
+            same_identity = key.public_bytes_raw().hex() == advert.identity
+            if not same_identity or not is_signed(key, advert.signature, "advert", advert.statement()):
                 objections[advert.name] = f"the keys of {advert.name!r} are not signed by it"
         if objections:
             raise Objection(objections)
 
     def _deal(self) -> DealtShares:
-        sealed, commitments = dict[str, bytes](), Commitments()
-        own_shares = split(self._seeds["own"], self._least, len(self._order))
-        key_shares = split(self._seeds["masks"], self._least, len(self._order))
-        for holder, own_share, key_share in zip(self._order, own_shares, key_shares, strict=True):
-            commitments[holder] = self._commitments(self.name, holder, own_share, key_share)
+        """Split both secrets among all sites, and seal each one's shares for it."""
+        sealed: dict[str, bytes] = {}
+        commitments: Commitments = {}
+        self_mask_shares = split(self._seeds["own"], self._min_survivors, self.num_sites)
+        pair_mask_shares = split(self._seeds["masks"], self._min_survivors, self.num_sites)
+        for holder, self_mask_share, pair_mask_share in zip(
+            self._order, self_mask_shares, pair_mask_shares, strict=True
+        ):
+            commitments[holder] = self._commitments(self.name, holder, self_mask_share, pair_mask_share)
             if holder == self.name:
-                self._held[holder] = own_share, key_share
+                self._received[holder] = (self_mask_share, pair_mask_share)
                 continue
-            public = self._adverts[holder].shares
-            key = sealing_key(self._keys["seals"], public, self._about, self.name, holder)
-            sealed[holder] = seal(key, own_share + key_share, self._about)
+            key = sealing_key(self._keys["seals"], self._adverts[holder].shares, self._keys_digest, self.name, holder)
+            sealed[holder] = seal(key, self_mask_share + pair_mask_share, self._keys_digest)
         return DealtShares(sealed, commitments)
 
-    def _commitments(self, dealer: str, holder: str, own_share: bytes, key_share: bytes) -> tuple[str, str]:
+    def _commitments(self, dealer: str, holder: str, self_mask_share: bytes, pair_mask_share: bytes) -> tuple[str, str]:
+        """Return the commitments of a dealer to the two shares of a holder."""
         return (
-            commitment(self._about, dealer, holder, "own", own_share),
-            commitment(self._about, dealer, holder, "masks", key_share),
+            commitment(self._keys_digest, dealer, holder, "own", self_mask_share),
+            commitment(self._keys_digest, dealer, holder, "masks", pair_mask_share),
         )
 
     def hold(self, sealed: Mapping[str, bytes], commitments: Mapping[str, Sequence[str]]) -> None:
@@ -210,104 +236,125 @@ class SiteRound:
 
         Args:
             sealed: Shares by the name of the dealer.
-            commitments: What each dealer said of these shares.
+            commitments: Each dealer's commitments to these shares.
 
         Raises:
-            Objection: If shares do not open, or are not those that their dealer is bound to.
+            RefusalError: If too few sites sent shares, or an unknown one.
+            Objection: If shares do not open, or are not those that their dealer committed to.
         """
-        self._turn("hold")
-        refuse(not {*sealed} <= {*self._order} - {self.name}, "secure sum: shares of an unknown site", "other")
-        few = len(sealed) + 1 < self._least
-        refuse(few, f"secure sum: {len(sealed) + 1} of {len(self._order)} sites sent shares, too few", "other")
+        self._begin_step("hold")
+        _require({*sealed} <= {*self._order} - {self.name}, "shares of an unknown site")
+        num_dealers = len(sealed) + 1  # with this site
+        _require(num_dealers >= self._min_survivors, f"{num_dealers} of {self.num_sites} sites sent shares, too few")
         objections = {}
         for dealer, text in sealed.items():
-            public = self._adverts[dealer].seals
-            key = sealing_key(self._keys["shares"], public, self._about, dealer, self.name)
+            key = sealing_key(self._keys["shares"], self._adverts[dealer].seals, self._keys_digest, dealer, self.name)
             try:
-                self._held[dealer] = open_shares(key, text, self._about)
+                self_mask_share, pair_mask_share = open_shares(key, text, self._keys_digest)
             except ValueError as error:
                 objections[dealer] = f"of {dealer!r}: {error}"
                 continue
-            if self._commitments(dealer, self.name, *self._held[dealer]) != tuple(commitments[dealer]):
-                del self._held[dealer]
-                objections[dealer] = f"the shares of {dealer!r} are not those that it is bound to"
+            expected = self._commitments(dealer, self.name, self_mask_share, pair_mask_share)
+            if tuple(commitments[dealer]) != expected:
+                objections[dealer] = f"the shares of {dealer!r} are not those that it committed to"
+                continue
+            self._received[dealer] = (self_mask_share, pair_mask_share)
         if objections:
             raise Objection(objections)
 
     def open(self) -> bytes:
-        """Return the secret by which the server opens what this site dealt; the site masks nothing in this attempt.
+        """Disclose the seed with which the server opens what this site dealt; nothing is masked in this attempt.
 
-        The shares of both its secrets are known then. That shows nothing, since no vector is ever masked with them:
-        the step of the masks cannot be taken any more, and this one not after it. Shares that others dealt to this
-        site are sealed with other keys. So a server that invents disputes learns what it learns of a site that goes
-        before the masks.
+        The server then knows the shares of both secrets. They reveal nothing, since no vector is ever masked with these
+        secrets: after this step the masks cannot be made any more, and after the masks this step cannot be taken.
+        Shares that others dealt to this site are sealed with other keys. So a server that invents a dispute learns no
+        more than it does of a site that drops out before the masks.
         """
-        refuse(self._steps[:1] not in (["hold"], ["mask"]), "secure sum: nothing is to be opened now", "other")
-        self._steps.clear()
+        _require(self._remaining_steps[:1] in (["hold"], ["mask"]), "nothing is to be opened now")
+        self._remaining_steps.clear()
         return self._seeds["seals"]
 
-    def mask(self, there: Sequence[str], vector: Uint64Vector) -> Uint64Vector:
-        """Return the vector under masks, which cancel in the sum of all sites that are there.
+    def mask(self, senders: Sequence[str], vector: Uint64Vector) -> Uint64Vector:
+        """Return the vector under masks, which cancel in the sum over all senders.
 
         Args:
-            there: The sites that are in the sum with this one, and itself, as the server says.
-            vector: Its numbers modulo 2⁶⁴.
+            senders: The sites in the sum according to the server, this one among them.
+            vector: The site's numbers modulo 2⁶⁴.
         """
-        self._turn("mask")
-        listed = sorted({*there})
-        refuse(len(listed) < len(there), "secure sum: a site stands in the list of the masks twice", "other")
-        refuse(not {*listed} <= {*self._held}, "secure sum: a site is to be masked with that dealt no shares", "other")
-        refuse(self.name not in listed, "secure sum: this site is said to have gone", "other")
-        few = len(listed) < self._least
-        refuse(few, f"secure sum: {len(listed)} of {len(self._order)} sites hold shares, too few", "other")
-        self._there = listed
-        added, subtracted = [self_mask_key(self._seeds["own"])], list[bytes]()
+        self._begin_step("mask")
+        listed = sorted({*senders})
+        _require(len(listed) == len(senders), "the list of senders names a site twice")
+        _require({*listed} <= {*self._received}, "the list of senders has a site that dealt no shares")
+        _require(self.name in listed, "this site is missing from the list of senders")
+        _require(len(listed) >= self._min_survivors, f"{len(listed)} of {self.num_sites} sites hold shares, too few")
+        self._senders = listed
+        added = [self_mask_key(self._seeds["own"])]
+        subtracted: list[bytes] = []
         for name in listed:
             if name == self.name:
                 continue
-            key = pair_mask_key(self._keys["masks"], self._adverts[name].masks, self._about, (self.name, name))
-            (added if self.name < name else subtracted).append(key)
-        found = vector.copy()
-        add_streams(found, added, subtracted)
-        self._numbers = len(vector)
-        return found
+            key = pair_mask_key(self._keys["masks"], self._adverts[name].masks, self._keys_digest, (self.name, name))
+            # Of each pair the first site by name adds the mask, and the other one subtracts it.
+            if self.name < name:
+                added.append(key)
+            else:
+                subtracted.append(key)
+        masked = vector.copy()
+        add_streams(masked, added, subtracted)
+        self._vector_size = len(vector)
+        return masked
 
-    def confirm(self, alive: Sequence[str]) -> str:
-        """Sign who is in the sum, as the server says; one list only."""
-        self._turn("confirm")
-        listed = sorted({*alive})
-        refuse(len(listed) < len(alive), "secure sum: a site stands in the list of the sum twice", "other")
-        refuse(not {*listed} <= {*self._there}, "secure sum: a site is to be in the sum that sent no shares", "other")
-        refuse(self.name not in listed, "secure sum: this site is said to have gone", "other")
-        few = len(listed) < self._least
-        refuse(few, f"secure sum: {len(listed)} of {len(self._order)} sites are too few for a sum", "other")
-        self._alive = listed
-        self._statement = sum_statement(self._about, self._there, self._numbers, listed)
+    def confirm(self, survivors: Sequence[str]) -> str:
+        """Sign which sites are in the sum, as the server says. A site signs one list only.
+
+        Args:
+            survivors: The sites whose vectors the server has received, this one among them.
+        """
+        self._begin_step("confirm")
+        listed = sorted({*survivors})
+        _require(len(listed) == len(survivors), "the list of survivors names a site twice")
+        _require({*listed} <= {*self._senders}, "the list of survivors has a site that was no sender")
+        _require(self.name in listed, "this site is missing from the list of survivors")
+        _require(len(listed) >= self._min_survivors, f"{len(listed)} of {self.num_sites} sites are too few for a sum")
+        self.survivors = listed
+        self._statement = sum_statement(self._keys_digest, self._senders, self._vector_size, listed)
         return sign(self._identity, "alive", self._statement)
 
     def reveal(self, signatures: Mapping[str, str]) -> RevealedShares:
-        """Shares by which the masks are taken away: of each site's own mask if it is in the sum, of its key if not.
+        """Return the shares that remove the masks: of a survivor's self mask, of a dropout's pairwise masks.
 
-        Never of both, whatever the server says: the two lists are one statement, which enough sites have signed. And
-        nothing of a site that is in neither list, whose masks are in no vector.
+        Never both of one site, whatever the server says: both lists follow from one statement, which enough sites have
+        signed. Nothing is revealed of a site that is in neither list, since its masks are in no vector.
+
+        Args:
+            signatures: Signatures of the sum's statement by the name of the site.
         """
-        self._turn("reveal")
-        alive = self._alive
-        signed = [name for name in signatures if name in alive and self._confirmed(name, signatures[name])]
-        few = len(signed) < self._least
-        refuse(few, f"secure sum: {len(signed)} sites signed the same list, and {self._least} must", "other")
-        return {
-            "own": {name: self._held[name][0] for name in alive},
-            "gone": {name: self._held[name][1] for name in sorted({*self._there} - {*alive})},
-        }
+        self._begin_step("reveal")
+        signers = [name for name in signatures if name in self.survivors and self._has_signed(name, signatures[name])]
+        _require(
+            len(signers) >= self._min_survivors,
+            f"{len(signers)} sites signed the same list, and {self._min_survivors} must",
+        )
+        dropouts = sorted({*self._senders} - {*self.survivors})
+        self_mask_shares = {}
+        pair_mask_shares = {}
+        for name in self.survivors:
+            self_mask_shares[name], _ = self._received[name]
+        for name in dropouts:
+            _, pair_mask_shares[name] = self._received[name]
+        return {"own": self_mask_shares, "gone": pair_mask_shares}
 
-    def _confirmed(self, name: str, signature: str) -> bool:
-        return is_signed(self._known[name], signature, "alive", self._statement)
+    def _has_signed(self, name: str, signature: str) -> bool:
+        return is_signed(self._identities[name], signature, "alive", self._statement)
 
 
-def open_shares(key: bytes, sealed: bytes, about: str) -> tuple[bytes, bytes]:
-    """The two shares of a sealed message; a ValueError if it cannot be opened, or does not hold two."""
-    text = unseal(key, sealed, about)
-    if len(text) != 2 * SECRET_SIZE:
-        raise ValueError(f"its shares have {len(text)} bytes, not {2 * SECRET_SIZE}")
-    return text[:SECRET_SIZE], text[SECRET_SIZE:]
+def open_shares(key: bytes, sealed: bytes, context: str) -> tuple[bytes, bytes]:
+    """Decrypt the two shares of a sealed message.
+
+    Raises:
+        ValueError: If it cannot be opened, or does not hold two shares.
+    """
+    shares = unseal(key, sealed, context)
+    if len(shares) != 2 * SECRET_SIZE:
+        raise ValueError(f"its shares have {len(shares)} bytes, not {2 * SECRET_SIZE}")
+    return shares[:SECRET_SIZE], shares[SECRET_SIZE:]

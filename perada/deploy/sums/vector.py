@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a site adds to a secure sum, as one vector of whole numbers, and what its server reads from the total."""
+"""The vector of integers that a site contributes to a secure sum, and what the server reads from the total."""
 
 import math
 from collections.abc import Mapping
@@ -13,116 +13,152 @@ from torch import Tensor
 
 from perada.core.checks import check_installed
 from perada.core.states import State
-from perada.deploy.protocol import COUNT, MAGNITUDE, refuse
+from perada.deploy.protocol import MAX_COUNT, MAX_MAGNITUDE, RefusalError
 from perada.server.aggregate import double
 from perada.server.sums import SecureSums
 
 Uint64Vector = NDArray[np.uint64]
 """A vector of numbers modulo 2⁶⁴."""
 _CHUNK = 2**14
-"""Numbers that are rounded at a time, so that what is in between stays in the processor's cache."""
+"""Numbers that are rounded at a time, so that intermediate results stay in the processor's cache."""
 SPOILED = "secure sum: a site spoiled it, or more:"
-"""Begin of the reason why a sum that was read is refused."""
+"""How the reason begins for which a sum that was read is refused."""
 
 
 def check_cryptography() -> None:
-    """Refuse to continue without what makes keys, masks and shares, by a ModuleNotFoundError."""
+    """Check that the libraries for keys, masks and shares are installed.
+
+    Raises:
+        ModuleNotFoundError: If one of them is not.
+    """
     check_installed("secure_sums", "flower", "cryptography", "Crypto")
 
 
 class SumResult(NamedTuple):
-    """What a sum over sites says: nothing of any of them."""
+    """What the total over sites says, none of it about a single site.
 
-    mean: State  # weighted mean of what they sent
-    logits: Tensor | None  # sum (images, classes) of their logits on the public images, in whole numbers
-    numbers: dict[str, float]  # means over the sites that have them
+    Attributes:
+        mean: Weighted mean of the states that they sent.
+        logits: Sum (images, classes) of their logits on the public images, in fixed point; None without distillation.
+        metrics: Mean of each metric over the sites that have it.
+    """
+
+    mean: State
+    logits: Tensor | None
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The parts of the vectors of a round, in their order: the same at all sites and at the server.
+    """The layout of the vectors of a round: the same at all sites and at the server.
+
+    A vector holds weight times state, the logits, the weight, the metrics, and for each metric a 1 if the site has it.
 
     Args:
-        options: Of the recipe.
-        example: What a site sends (no client axis).
-        logits: Public images and classes, (0, 0) in a round that is not distilled.
-        numbers: Names of others, such as training losses, each of which a site has or not.
-        equal: Whether each site's weight is one, and not a number of images.
-        noisy: Whether the example is of noisy changes, which sites give in whole numbers, and not of states.
+        options: Options of the recipe.
+        example: Example of what a site sends (no client axis).
+        logits: Number of public images and of classes; (0, 0) in a round that is not distilled.
+        metric_names: Names of other numbers, such as training losses, which a site may have or not.
+        equal: Whether each site's weight is one, and not its number of images.
+        noisy: Whether the example is of noisy changes, which sites give as integers, and not of states.
     """
 
     options: SecureSums
     example: State
     logits: tuple[int, int] = (0, 0)
-    numbers: tuple[str, ...] = ()
+    metric_names: tuple[str, ...] = ()
     equal: bool = True
     noisy: bool = False
 
     @property
     def size(self) -> int:
-        """How long a vector is: the state, logits, the weight, the other numbers, and which of them a site has."""
-        return (
-            sum(value.numel() for value in self.example.values()) + math.prod(self.logits) + 1 + 2 * len(self.numbers)
-        )
+        """Length of a vector."""
+        state_size = sum(value.numel() for value in self.example.values())
+        return state_size + math.prod(self.logits) + 1 + 2 * len(self.metric_names)
 
     def vector(
-        self, sent: State, weight: float, logits: Tensor | None, numbers: Mapping[str, float], sites: int
+        self, sent: State, weight: float, logits: Tensor | None, metrics: Mapping[str, float], num_sites: int
     ) -> Uint64Vector:
-        """A site's part: weight · state, or its noisy change, logits (images, classes), weight, other numbers.
+        """Encode what a site contributes.
+
+        Args:
+            sent: State of the site, or its noisy change in integers.
+            weight: Weight of the site.
+            logits: Logits (images, classes) on the public images; None in a round that is not distilled.
+            metrics: The site's metrics by name.
+            num_sites: Number of sites in the sum.
 
         Raises:
-            ValueError: If a number is not finite, or too large for the sum over so many ``sites``.
+            ValueError: If a number is not finite, or too large for the sum over so many sites.
         """
-        parts: list[tuple[Tensor, float | None]]
-        parts = [(sent[key], None if self.noisy else weight) for key in self.example]
-        parts += [] if logits is None else [(logits, 1.0)]
-        told = [numbers.get(name, 0.0) for name in self.numbers]
-        rest = [weight, *told, *(float(name in numbers) for name in self.numbers)]
-        parts.append((torch.tensor(rest, dtype=torch.float64), 1.0))
+        # Each part with its factor; None for integers, which are taken as they are.
+        parts: list[tuple[Tensor, float | None]] = []
+        for key in self.example:
+            parts.append((sent[key], None if self.noisy else weight))
+        if logits is not None:
+            parts.append((logits, 1.0))
+        values = [metrics.get(name, 0.0) for name in self.metric_names]
+        has_metric = [float(name in metrics) for name in self.metric_names]
+        parts.append((torch.tensor([weight, *values, *has_metric], dtype=torch.float64), 1.0))
+
         size = sum(part.numel() for part, _ in parts)
         if size != self.size:
             raise ValueError(f"a site's vector has {size} numbers, and {self.size} are to be added up")
-        chunks = ((chunk, factor) for part, factor in parts for chunk in part.detach().flatten().split(_CHUNK))
-        whole, end = torch.empty(size, dtype=torch.int64), 0
-        for chunk, factor in chunks:
-            begin, end = end, end + len(chunk)
-            whole[begin:end] = chunk if factor is None else self.options.whole(double(chunk) * factor, sites)
-        return whole.numpy().view(np.uint64)
+        integers = torch.empty(size, dtype=torch.int64)
+        begin = 0
+        for part, factor in parts:
+            for chunk in part.detach().flatten().split(_CHUNK):
+                end = begin + len(chunk)
+                if factor is None:
+                    integers[begin:end] = chunk
+                else:
+                    integers[begin:end] = self.options.whole(double(chunk) * factor, num_sites)
+                begin = end
+        return integers.numpy().view(np.uint64)
 
-    def opened(self, total: Uint64Vector, sites: int) -> SumResult:
-        """What a total over so many sites says; integer tensors are means that were rounded.
+    def decode(self, total: Uint64Vector, num_sites: int) -> SumResult:
+        """Read the total over so many sites. Integer tensors are means that were rounded.
 
         Raises:
-            Refused: If it cannot be: a site added other numbers than it should, or masks that did not cancel.
+            RefusalError: If a site added other numbers than it should, or masks that did not cancel.
         """
-        whole = torch.from_numpy(total.view(np.int64))
-        images = math.prod(self.logits)
-        sizes = [value.numel() for value in self.example.values()]
-        *states, logits, rest = whole.split([*sizes, images, 1 + 2 * len(self.numbers)])
-        weight, *told = self.options.real(rest).tolist()
-        refuse(weight != (sites if self.equal else max(sites, weight // 1)), f"{SPOILED} is {weight:g}", "other")
-        mean = {
-            key: self._mean(key, part, weight).view(example.shape)
-            for (key, example), part in zip(self.example.items(), states, strict=True)
-        }
-        totals, counts = told[: len(self.numbers)], told[len(self.numbers) :]
-        means = {
-            name: total / count
-            for name, total, count in zip(self.numbers, totals, counts, strict=True)
-            if count in range(1, sites + 1)
-        }
-        return SumResult(mean, logits.view(self.logits).clone() if images else None, means)
+        integers = torch.from_numpy(total.view(np.int64))
+        num_logits = math.prod(self.logits)
+        num_metrics = len(self.metric_names)
+        state_sizes = [value.numel() for value in self.example.values()]
+        *states, logits, scalars = integers.split([*state_sizes, num_logits, 1 + 2 * num_metrics])
+        weight, *values = self.options.real(scalars).tolist()
+        totals = values[:num_metrics]
+        counts = values[num_metrics:]
+
+        # The total weight is a sum of ones, or of numbers of images of which no site has none.
+        is_sum_of_weights = weight == num_sites if self.equal else weight >= num_sites and weight.is_integer()
+        if not is_sum_of_weights:
+            raise RefusalError(f"{SPOILED} is {weight:g}", "other")
+        mean = {}
+        for (key, example), part in zip(self.example.items(), states, strict=True):
+            mean[key] = self._mean(key, part, weight).view(example.shape)
+        metrics = {}
+        for name, total_value, count in zip(self.metric_names, totals, counts, strict=True):
+            if count in range(1, num_sites + 1):
+                metrics[name] = total_value / count
+        return SumResult(mean, logits.view(self.logits).clone() if num_logits else None, metrics)
 
     def _mean(self, key: str, total: Tensor, weight: float) -> Tensor:
-        """The mean of a flat tensor, of which the sum is given in whole numbers, in the format of the example's."""
-        real, low, high = self.example[key].is_floating_point(), 0.0, 0.0
-        found = torch.empty(len(total), dtype=self.example[key].dtype)
-        for chunk, place in zip(total.split(_CHUNK), found.split(_CHUNK), strict=True):
-            value = self.options.real(chunk).div_(weight)
+        """Return the mean of a flat tensor in the dtype of the example's, from its sum in fixed point."""
+        is_floating_point = self.example[key].is_floating_point()
+        mean = torch.empty(len(total), dtype=self.example[key].dtype)
+        smallest = 0.0
+        largest = 0.0
+        for sum_chunk, mean_chunk in zip(total.split(_CHUNK), mean.split(_CHUNK), strict=True):
+            value = self.options.real(sum_chunk).div_(weight)
             if len(value):
-                least, most = map(float, value.aminmax())
-                low, high = min(low, least), max(high, most)
-            place.copy_(value if real else value.round_())
-        least, most = (-MAGNITUDE, MAGNITUDE) if real else (0, COUNT)
-        refuse(not least <= low <= high <= most, f"{SPOILED} has {key!r} from {low:g} to {high:g}", "other")
-        return found
+                chunk_min, chunk_max = value.aminmax()
+                smallest = min(smallest, float(chunk_min))
+                largest = max(largest, float(chunk_max))
+            mean_chunk.copy_(value if is_floating_point else value.round_())
+        lower = -MAX_MAGNITUDE if is_floating_point else 0
+        upper = MAX_MAGNITUDE if is_floating_point else MAX_COUNT
+        if not lower <= smallest <= largest <= upper:
+            raise RefusalError(f"{SPOILED} has {key!r} from {smallest:g} to {largest:g}", "other")
+        return mean

@@ -126,7 +126,7 @@ def test_an_accused_site_that_opens_nothing_is_left_out_but_not_proven_to_lie(si
     lies = {("site0", "shares"): random_texts(["site1"]), ("site0", "open"): lambda _: silent}
     (record,), _, coordinator = run(made, lies)
     assert record.summed == made.names[1:] and "site0" in record.failed
-    assert not any(member.lied for member in coordinator.progress.roster)
+    assert not any(member.lie for member in coordinator.progress.roster)
 
 
 def test_an_honest_site_that_goes_while_it_is_accused_is_not_proven_to_lie(tiny, tmp_path):
@@ -144,7 +144,7 @@ def test_an_honest_site_that_goes_while_it_is_accused_is_not_proven_to_lie(tiny,
     coordinator = made.coordinator(transport)
     (record,) = coordinator.run().records
     assert record.summed == ["site2", "site3", "site4", "site5"]
-    assert {member.name for member in coordinator.progress.roster if member.lied} == {"site0"}
+    assert {member.name for member in coordinator.progress.roster if member.lie} == {"site0"}
 
 
 def test_random_shares_at_the_end_spoil_nothing_and_are_named(tiny, tmp_path, caplog):
@@ -265,8 +265,8 @@ def test_what_the_server_told_is_what_sites_say_of_it(tiny, tmp_path):
     made = parties(tiny, tmp_path, "perada", rounds=1)
     coordinator, workers = made.deployed()
     for worker in workers.values():
-        received = read_state(worker.book.folder / "state.safetensors")[0].heard
-        assert received == coordinator.progress.told
+        received = read_state(worker.store.folder / "state.safetensors").state.summing.heard
+        assert received == coordinator.progress.sent_digests
 
 
 @pytest.mark.parametrize("liar", ["site0", "site5"])
@@ -275,13 +275,13 @@ def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_roun
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=SIX)
     coordinator = made.coordinator(LocalTransport(made.workers(may_send=())))
     other, true, false = "site3", "a" * 64, "b" * 64
-    coordinator.progress.told["9"] = true  # a round of those two alone
+    coordinator.progress.sent_digests["9"] = true  # a round of those two alone
     transport = coordinator.transport
 
     for name, worker in transport.workers.items():
         if name in (liar, other):
             says = {"9": true if name == other else false}
-            worker._own = lambda order, state, says=says: SiteClaims((), says)
+            worker._claims = lambda request, state, says=says: SiteClaims((), says)
     (record,) = coordinator.run().records
     assert record.summed == [name for name in made.names if name != liar]
 

@@ -92,7 +92,10 @@ def asks(message, kind, attempt=None):
 
 def updates(workers):
     """What the sites trained last, from their disks."""
-    return {name: read_state(worker.book.folder / "state.safetensors")[0].update for name, worker in workers.items()}
+    return {
+        name: read_state(worker.store.folder / "state.safetensors").state.summing.update
+        for name, worker in workers.items()
+    }
 
 
 def mean_of(updates, names):
@@ -143,7 +146,7 @@ def test_a_sum_is_begun_again_where_nothing_was_masked(step, attempt, tiny, tmp_
 
     def restarted(name, message, _):
         if name == "site1" and (asks(message, "shares", attempt=0) or asks(message, step, attempt)):
-            workers[name].book.close()
+            workers[name].store.close()
             transport.workers[name] = workers[name] = made.worker(1)
 
     transport = Troubled(workers, restarted)
@@ -165,7 +168,7 @@ def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_su
             if not lost and any(asks(message, "train") for message in messages.values()):
                 lost.append(found["site1"])
                 found["site1"] = Failure("crashed")
-                workers["site1"].book.close()
+                workers["site1"].store.close()
                 self.workers["site1"] = workers["site1"] = made.worker(1)
             return found
 
@@ -173,7 +176,7 @@ def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_su
     coordinator = made.coordinator(transport)
     (record,) = coordinator.run().records
     assert record.summed == made.names and record.failed == {}
-    kept = read_state(workers["site1"].book.folder / "state.safetensors")[0].reply
+    kept = read_state(workers["site1"].store.folder / "state.safetensors").state.training.reply
     assert b"advert" in lost[0] and b"advert" not in kept
 
 
@@ -184,7 +187,7 @@ def dying(made, workers, step):
     def dies(name, message, _):
         if name == "site1" and not died and asks(message, step):
             died.append(name)
-            workers[name].book.close()
+            workers[name].store.close()
             transport.workers[name] = workers[name] = made.worker(1)
 
     transport = Troubled(workers, dies)
@@ -245,7 +248,7 @@ def test_a_server_that_was_stopped_with_all_workers_has_a_void_round(tiny, tmp_p
     with pytest.raises(Stopped):
         made.coordinator(Troubled(workers, stop)).run()
     for worker in workers.values():
-        worker.book.close()
+        worker.store.close()
     workers = made.workers()
     again = made.coordinator(LocalTransport(workers), resume=True)
     first, second = again.run().records
@@ -279,6 +282,9 @@ def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored
     assert ("global/global_test" in row) == scored
     assert ("no scores after round 1" in caplog.text) != scored
     if scored:
-        counts = [read_state(workers[name].book.folder / "state.safetensors")[0].numbers for name in made.names[1:]]
+        counts = [
+            read_state(workers[name].store.folder / "state.safetensors").state.scoring.metrics
+            for name in made.names[1:]
+        ]
         right, total = (sum(one[f"global/{what}"] for one in counts) for what in ("right", "all"))
         assert row["global/global_test"] == pytest.approx(right / total, abs=1e-6)

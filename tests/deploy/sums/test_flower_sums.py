@@ -128,12 +128,12 @@ class Killed(Watched, Demo):
         progress, states = records.read_progress(self.folder / "server")
         kept = {site: read_state(self.folder / f"state-{site}" / SITE_STATE)[0] for site in FOUR}
         record = progress.records[number]
-        assert progress.done == number + 1 and {state.round for state in kept.values()} == {number}
+        assert progress.done == number + 1 and {state.training.round for state in kept.values()} == {number}
         found = states["global"]
         if record.void:
             expected = self.before
         else:
-            expected = mean_of({site: state.update for site, state in kept.items()}, record.summed)
+            expected = mean_of({site: state.summing.update for site, state in kept.items()}, record.summed)
         assert found.keys() == expected.keys() != set()
         for key, value in expected.items():
             assert torch.equal(found[key], value), key

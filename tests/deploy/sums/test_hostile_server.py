@@ -158,7 +158,7 @@ def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
         coordinator.run()
     except InterruptedError:
         assert not revealed
-    workers["site0"].book.close()
+    workers["site0"].store.close()
     worker = made.worker(0)
     assert read_header(worker.answer(trained[0], "liar"))["sums"] == {}  # no keys for another
     order = Request("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 0, 4, attempt=1)
@@ -176,7 +176,7 @@ def test_scores_leave_under_masks_once(restarts, tiny, tmp_path, caplog):
     (row,) = coordinator.run().history
     assert "global/global_test" in row  # they left once
     if restarts:
-        workers["site0"].book.close()
+        workers["site0"].store.close()
         workers["site0"] = made.worker(0)
     evaluated = next(message for name, message in asked if name == "site0" and asks(message, "evaluate"))
     if restarts:
@@ -350,7 +350,7 @@ def test_no_reply_but_the_masked_one_holds_an_update_and_that_one_looks_random(t
     (client,) = workers["site0"].clients.values()
     size = client.recipe.contents(0, client.images).size
     for worker in workers.values():
-        update = read_state(worker.book.folder / "state.safetensors")[0].update
+        update = read_state(worker.store.folder / "state.safetensors").state.summing.update
         for value in update.values():
             for row in value.flatten().split(4):  # of 16 bytes
                 assert row.numpy().tobytes() not in others
@@ -381,7 +381,7 @@ def test_no_secret_of_a_round_is_in_a_file_a_log_or_a_reply(tiny, tmp_path, monk
 
     def killed(name, message):
         if name == "site3" and asks(message, "confirm") and transport.workers[name] is workers[name]:
-            workers[name].book.close()
+            workers[name].store.close()
             transport.workers[name] = made.worker(3)
         return message
 

@@ -6,10 +6,10 @@ import pytest
 pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from perada.deploy.sums.identity import line_of, read_identity, read_sites, sign_sites, write_identity
+from perada.deploy.sums.identity import format_public_key, read_identity, read_sites, sign_sites, write_identity
 from perada.deploy.sums.keys import sign
 
-KEYS = [line_of(Ed25519PrivateKey.generate().public_key()) for _ in range(3)]
+KEYS = [format_public_key(Ed25519PrivateKey.generate().public_key()) for _ in range(3)]
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def listed(tmp_path):
 
 def test_a_list_is_read(listed):
     found = read_sites(listed(f"# hospitals\n\n{KEYS[0]} st-marys\r\n  {KEYS[1]}\tköln-2\n"))
-    assert {name: line_of(key) for name, key in found.items()} == {"st-marys": KEYS[0], "köln-2": KEYS[1]}
+    assert {name: format_public_key(key) for name, key in found.items()} == {"st-marys": KEYS[0], "köln-2": KEYS[1]}
 
 
 HIDDEN = ["\r", "\x0b", "\x0c", "\x1c", "\x1e", "\x85", "\u2028", "\u2029"]
@@ -35,19 +35,19 @@ HIDDEN = ["\r", "\x0b", "\x0c", "\x1c", "\x1e", "\x85", "\u2028", "\u2029"]
 @pytest.mark.parametrize("end", HIDDEN, ids=ascii)
 def test_no_second_key_hides_in_a_line(end, listed):
     """A site that sends its line to who keeps the list could be two."""
-    with pytest.raises(ValueError, match="is no line of a key and a name"):
+    with pytest.raises(ValueError, match="is not a line with a key and a unique name"):
         read_sites(listed(f"{KEYS[0]} one{end}{KEYS[1]} two\n"))
     assert list(read_sites(listed(f"# sites{end}{KEYS[1]} two\n{KEYS[0]} one\n"))) == ["one"]
 
 
 @pytest.mark.parametrize("name", ["a\u200b", "a/b", "a" * 65, "#a", "a\x00"], ids=ascii)
 def test_names_are_those_that_a_site_may_have(name, listed):
-    with pytest.raises(ValueError, match="is no line of a key and a name"):
+    with pytest.raises(ValueError, match="is not a line with a key and a unique name"):
         read_sites(listed(f"{KEYS[0]} {name}\n"))
 
 
 def test_no_name_or_key_stands_there_twice(listed):
-    with pytest.raises(ValueError, match="is no line of a key and a name of its own"):
+    with pytest.raises(ValueError, match="is not a line with a key and a unique name"):
         read_sites(listed(f"{KEYS[0]} one\n{KEYS[1]} one\n"))
     with pytest.raises(ValueError, match="one key under two names"):
         read_sites(listed(f"{KEYS[0]} one\n{KEYS[0]} two\n"))
@@ -57,7 +57,7 @@ def test_a_list_of_an_authority_is_as_it_signed_it(listed, tmp_path):
     write_identity(tmp_path / "keys", "authority")
     identity = tmp_path / "keys" / "authority.id"
     key = read_identity(identity)
-    authority, text = line_of(key.public_key()), f"{KEYS[0]} one\n{KEYS[1]} two\n"
+    authority, text = format_public_key(key.public_key()), f"{KEYS[0]} one\n{KEYS[1]} two\n"
     file = listed(text)
     with pytest.raises(FileNotFoundError):
         read_sites(file, authority)

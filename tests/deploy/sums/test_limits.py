@@ -53,10 +53,11 @@ def sent_after(client, shift):
     """What a site sends in round 1, after a round 0 in which it was given a model that is off by ``shift``."""
     order, state = Request("train", "0" * 32, client.recipe.digest, 0, 0, 3), RunState("0" * 32)
     model = client.recipe.template.sending
-    kept = client.train(order, moved(model, shift), state, client.protection(None, 0))[0].kept
-    state.kept = {role: {key: value.clone() for key, value in part.items()} for role, part in kept.items()}
+    kept = client.train(order, moved(model, shift), state, client.protection(None, 0)).trained.kept
+    kept = {role: {key: value.clone() for key, value in part.items()} for role, part in kept.items()}
+    state = replace(state, training=replace(state.training, client_state=kept))
     again = replace(order, round=1)
-    return client.train(again, moved(model, 0.1), state, client.protection(None, 1))[0].sent
+    return client.train(again, moved(model, 0.1), state, client.protection(None, 1)).trained.sent
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,11 +90,11 @@ def test_a_model_that_is_sent_again_without_one_of_the_sites_shows_its_update(ti
     transport = LocalTransport(workers)
     coordinator = made.coordinator(transport, min_sites=3)
     server, start = coordinator.server, clone(coordinator.server.global_state)
-    coordinator._round()
+    coordinator._run_round()
     four, hidden = clone(server.global_state), updates(workers)["site3"]
     del transport.workers["site3"]
     server.global_state = start
-    coordinator._round()
+    coordinator._run_round()
     assert [len(record.summed) for record in coordinator.progress.records] == [4, 3]
     for key, value in hidden.items():
         assert float((value - start[key]).abs().max()) > 0.01
@@ -120,7 +121,7 @@ def test_a_model_can_be_made_by_which_a_site_breaks_or_not_as_its_images_are(tin
 
     transport = Liar(workers, lie)
     coordinator = made.coordinator(transport, min_sites=3)
-    coordinator._round()
+    coordinator._run_round()
     (record,) = coordinator.progress.records
     said = {name for name, _, reply in transport.seen if read_header(reply)["code"] == "broken"}
     assert record.void and said == {name for name, value in brightest.items() if value > cut}

@@ -34,11 +34,11 @@ class Lies(LocalTransport):
         return found
 
 
-def adds(worker, change, of="part_of_sum"):
+def adds(worker, change, of="update_vector"):
     """Have a site add what ``change`` makes of its vector and of what it is to hold, in its first sum."""
     (client,) = worker.clients.values()
     make, contents = getattr(client, of), client.recipe.contents_of_scores()
-    if of == "part_of_sum":
+    if of == "update_vector":
         contents = client.recipe.contents(0, client.images)
     honest = []
 
@@ -58,8 +58,8 @@ def number(value):
 
 def place_of(contents, name=""):
     """Where a vector has the count of a number, or the weight."""
-    start = contents.size - 1 - 2 * len(contents.numbers)
-    return start + (1 + len(contents.numbers) + contents.numbers.index(name) if name else 0)
+    start = contents.size - 1 - 2 * len(contents.metric_names)
+    return start + (1 + len(contents.metric_names) + contents.metric_names.index(name) if name else 0)
 
 
 def huge(vector, contents):
@@ -90,7 +90,7 @@ def test_a_sum_that_cannot_be_is_void_and_the_run_goes_on(change, weighting, tin
     coordinator = made.coordinator(LocalTransport(workers))
     first = coordinator.server.global_state
     before = {key: value.clone() for key, value in first.items()}
-    coordinator._round()
+    coordinator._run_round()
     for key, value in coordinator.server.global_state.items():
         assert torch.equal(value, before[key])
     one, two = coordinator.run().records
@@ -106,7 +106,7 @@ def test_counts_of_scores_that_add_up_to_none_stop_nothing(name, tiny, tmp_path)
     def none(vector, contents):
         vector[place_of(contents, name)] = number(-3)
 
-    adds(workers["site0"], none, "scores_of_sum")
+    adds(workers["site0"], none, "scores_vector")
     (row,) = made.coordinator(LocalTransport(workers)).run().history
     score = "global/global_test" if name == "global/right" else "personal/local_test"
     assert score not in row or "own/accuracy" not in name
@@ -170,7 +170,7 @@ def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
         return {"advert": sums["advert"] | {"masks": change(sums["advert"]["masks"])}}
 
     (record,) = made.coordinator(Lies(made.workers(), "train", lie)).run().records
-    assert record.summed == made.names[1:] and "is not of its form" in caplog.text
+    assert record.summed == made.names[1:] and "has the wrong form" in caplog.text
 
 
 @pytest.mark.parametrize(

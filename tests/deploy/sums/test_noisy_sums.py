@@ -10,7 +10,7 @@ import torch
 from opacus.accountants import RDPAccountant
 from scipy import stats
 
-from perada.cli.deploy_status import format_level, site_status
+from perada.cli.deploy_status import format_site_privacy, site_status
 from perada.core.seeding import generator
 from perada.deploy.protocol import Request, pack, read_header
 from perada.deploy.server import coordinator as module
@@ -54,7 +54,7 @@ def spent(workers):
     """Noisy sums that each site counted, by its noise multiplier, from the disks."""
     found = {}
     for name, worker in workers.items():
-        total = read_state(worker.book.folder / "state.safetensors")[1]["total"]
+        total = read_state(worker.store.folder / "state.safetensors").totals.ledger.state_dict()
         found[name] = {sigma: steps for client, sigma, _, steps in total["rows"] if client == SITE_LEDGER}
     return found
 
@@ -116,8 +116,8 @@ def masked_vectors(monkeypatch):
 def plain_vector(worker, bound):
     """The clipped change of what a site trained last, from its disk, without noise."""
     (client,) = worker.clients.values()
-    kept = read_state(worker.book.folder / "state.safetensors")[0]
-    whole, _ = clipped(change_of(kept.update, kept.shown), bound, SecureSums())
+    summing = read_state(worker.store.folder / "state.safetensors").state.summing
+    whole, _ = clipped(change_of(summing.update, summing.received), bound, SecureSums())
     return torch.cat([whole[key].flatten() for key in client.recipe.contents(0, client.images).example if key != VOTE])
 
 
@@ -198,7 +198,7 @@ def test_the_accounts_are_those_of_opacus_also_of_who_went_and_of_a_void_round(t
     assert [bool(record.void) for record in progress.records] == [False, True, False]
     assert [len(record.masked) for record in progress.records] == [3, 4, 4]
     rounds = {"site0": 3, "site1": 2, "site2": 3, "site3": 3}
-    level = coordinator.roster.level
+    level = coordinator.roster.client_level
     assert level.hidden and level.sums is not None
     assert spent(workers) == {name: {2.0: times} for name, times in rounds.items()}
     numbers = coordinator.roster.numbers
@@ -206,7 +206,7 @@ def test_the_accounts_are_those_of_opacus_also_of_who_went_and_of_a_void_round(t
     assert found == pytest.approx([by_opacus(times, 2.0) for times in rounds.values()], rel=1e-12)
     shown = [row["privacy/client_epsilon_max"] for row in progress.history]
     assert shown == pytest.approx([by_opacus(times, 2.0) for times in (1, 2, 3)], rel=1e-12)
-    assert progress.level == level.state_dict()
+    assert progress.client_level == level.state_dict()
 
 
 def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
@@ -222,7 +222,7 @@ def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
         coordinator.run()
     assert spent(workers) == {name: {1.0: 2} for name in made.names}
     for worker in workers.values():
-        worker.book.close()
+        worker.store.close()
     shown = site_status(SimpleNamespace(name="site0", state=made.folder / "site0", limits=Limits()))
     epsilon = f"{by_opacus(2, delta=1e-5):.2f}"
     assert f"as a whole, all runs together: ε {epsilon} (the limit is one whole run's) at δ = 1e-05" in shown
@@ -230,7 +230,7 @@ def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
     allowed = by_opacus(3, delta=1e-5)
     workers = made.workers(max_site_epsilon=allowed * 1.001)
     (client,) = workers["site0"].clients.values()
-    assert "2 rounds spend ε ≤" in format_level(client.level, client)
+    assert "2 rounds spend ε ≤" in format_site_privacy(client)
     third = noisy(tiny, tmp_path / "third", sizes=FOUR)
     with pytest.raises(TimeoutError, match="exhausted"):
         third.coordinator(LocalTransport(workers), deadline=20.0).run()
@@ -271,11 +271,11 @@ def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_pa
     """The disk fails as the vector is about to leave. Nothing left, and the next attempt's noise is new."""
     made, seen = noisy(tiny, tmp_path, rounds=1, sizes=FOUR), masked_vectors(monkeypatch)
     workers = made.workers()
-    book, failed = workers["site1"].book, []
+    book, failed = workers["site1"].store, []
     commit = book.commit
 
     def fails(*given):
-        if not failed and given[0].summed == 0:
+        if not failed and given[0].summing.update_round == 0:
             failed.append(True)
             raise OSError("no space")
         commit(*given)
@@ -305,7 +305,7 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_sum(tiny, tmp_pa
     assert record.summed == made.names and len(seen) == 4
     total = torch.stack([vector for _, vector in seen]).sum(0)
     contents = again.recipe.contents(0, again.images)
-    change = contents.opened(total.numpy().view(np.uint64), 4).mean
+    change = contents.decode(total.numpy().view(np.uint64), 4).mean
     start = again.recipe.template.initial
     expected = {key: (value.double() + change[key]).to(value.dtype) for key, value in start.items()}
     assert equal(state(again), expected)

@@ -81,4 +81,4 @@ def test_what_cannot_be_found_is_none_and_takes_a_bounded_time():
     assert shares.recover({place: made[place] for place in range(66)}, 67, lambda candidate: True) is None
     asked = []
     assert shares.recover(made, 67, lambda candidate: asked.append(candidate)) is None
-    assert len(asked) == shares.SUBSETS and set(asked) == {secret}
+    assert len(asked) == shares.MAX_SUBSETS and set(asked) == {secret}

@@ -4,11 +4,12 @@
 import logging
 import math
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from perada.cli.deploy_status import format_level, format_privacy, site_status
+from perada.cli.deploy_status import format_privacy, format_site_privacy, site_status
 from perada.deploy.audit import read_log
 from perada.deploy.protocol import Request, pack
 from perada.deploy.site.file import Limits
@@ -36,8 +37,8 @@ def trained_without(tiny, tmp_path, options):
     """A site that trained one round without noise of its own; its worker has ended."""
     site = Parties(tiny, tmp_path, loop=options).worker(0)
     assert code(site.answer(message := train(site), ""), message) == "ok"
-    site.book.close()
-    return site.book.folder
+    site.store.close()
+    return site.store.folder
 
 
 def ask(worker, run=OTHER_RUN, round=0):
@@ -51,7 +52,7 @@ def test_a_limit_of_the_site_is_not_kept_after_a_run_without_noise_of_its_own(ki
     folder = trained_without(tiny, tmp_path, WITHOUT[kind])
     caplog.set_level(logging.WARNING, "perada.site")
     site = noisy(tiny, tmp_path, sizes=FOUR).worker(0, max_site_epsilon=8.0)
-    assert site.book.folder == folder
+    assert site.store.folder == folder
     reason = "the site has trained or scored once by recipes without client_privacy and secure_sums"
     assert reason in caplog.text  # at the start, before anything is trained
     caplog.clear()
@@ -59,9 +60,9 @@ def test_a_limit_of_the_site_is_not_kept_after_a_run_without_noise_of_its_own(ki
     assert f"max_site_epsilon=8 cannot be kept: {reason}" in caplog.text
     assert spent({"site0": site}) == {"site0": {0.0: 1}}
     client = only_client(site)
-    assert client.level.budget.epsilon(site.book.total.history(SITE_LEDGER)) == math.inf
-    assert f"but {reason}" in format_level(client.level, client, site.book.total)
-    assert reason not in format_level(client.level, client)
+    assert client.site_privacy.budget.epsilon(site.store.totals.ledger.history(SITE_LEDGER)) == math.inf
+    assert f"but {reason}" in format_site_privacy(client, site.store.totals.ledger)
+    assert reason not in format_site_privacy(client)
 
 
 @pytest.mark.parametrize("kind", WITHOUT)
@@ -74,12 +75,12 @@ def test_a_site_without_a_limit_goes_on_and_every_report_says_infinity(kind, tin
     assert found == {"site0": {0.0: 1, 1.0: 2}} | {f"site{number}": {1.0: 2} for number in (1, 2, 3)}
     last = {}
     for name, worker in workers.items():
-        epsilons = [entry.get("epsilon", {}) for entry in read_log(worker.book.folder).entries]
+        epsilons = [entry.get("epsilon", {}) for entry in read_log(worker.store.folder).entries]
         last[name] = [found["site"] for found in epsilons if "site" in found][-1]
     epsilon = pytest.approx(by_opacus(2, delta=1e-5))
     assert last == {"site0": None, "site1": epsilon, "site2": epsilon, "site3": epsilon}  # None is ∞
     for worker in workers.values():
-        worker.book.close()
+        worker.store.close()
     shown = site_status(SimpleNamespace(name="site0", state=folder, limits=Limits()))
     assert "The site as a whole, all runs together: ε ∞ (the limit is one whole run's)" in shown
     assert "the site has trained or scored once by recipes without client_privacy and secure_sums" in shown
@@ -90,7 +91,7 @@ def test_a_site_without_a_limit_goes_on_and_every_report_says_infinity(kind, tin
 def test_a_run_without_noise_between_two_with_noise_is_counted(tiny, tmp_path):
     site = noisy(tiny, tmp_path, sizes=FOUR).worker(0, max_site_epsilon=8.0)
     assert ask(site) == "ok"
-    site.book.close()
+    site.store.close()
     trained_without(tiny, tmp_path, {})
     site = noisy(tiny, tmp_path, sizes=FOUR).worker(0, max_site_epsilon=8.0)
     assert ask(site, round=1) == "exhausted"
@@ -102,12 +103,12 @@ def test_a_budget_that_was_lost_after_the_training_lets_no_vector_out(tiny, tmp_
     workers = {name: made.worker(place, max_site_epsilon=8.0) for place, name in enumerate(made.names)}
 
     def other_run_first(name, message, _):
-        book = workers[name].book
+        book = workers[name].store
         if name == "site0" and asks(message, "mask"):
             state = book.current()
-            total = deepcopy(book.total)
+            total = deepcopy(book.totals.ledger)
             total.add(SITE_LEDGER, 0.0, 1.0, 1)
-            book.commit(state, total, book.rounds, book.sampling)
+            book.commit(state, replace(book.totals, ledger=total))
 
     (record,) = made.coordinator(Troubled(workers, other_run_first), min_sites=3).run().records
     assert record.summed == made.names[1:]
@@ -124,7 +125,7 @@ def test_scores_that_leave_without_noise_count_and_those_that_stay_do_not(tiny, 
         message = pack(Request("evaluate", "ab" * 16, client.recipe.digest, 1), shared)
         for _ in range(2):  # the second time the reply is the one before
             assert code(site.answer(message, ""), message) == "ok"
-        assert site.book.total.history(SITE_LEDGER) == {(0.0, 1.0): expected}
+        assert site.store.totals.ledger.history(SITE_LEDGER) == {(0.0, 1.0): expected}
 
 
 def test_a_limit_of_images_names_the_rounds_that_had_no_privacy(tiny, tmp_path, caplog):
@@ -136,7 +137,7 @@ def test_a_limit_of_images_names_the_rounds_that_had_no_privacy(tiny, tmp_path, 
     reason = "1 round was trained here without privacy, so the ε of the site's images is infinite"
     assert f"max_epsilon=8 cannot be kept: {reason}" in caplog.text
     client = only_client(site)
-    assert site.book.total.history(IMAGES_LEDGER) == {(0.0, 1.0): 1}
+    assert site.store.totals.ledger.history(IMAGES_LEDGER) == {(0.0, 1.0): 1}
     assert f"its limit over all runs is 8; but {reason}, and every round will be refused" in format_privacy(
-        client, site.book.total
+        client, site.store.totals.ledger
     )

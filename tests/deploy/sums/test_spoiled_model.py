@@ -14,15 +14,15 @@ from .test_lying_sites import number, place_of
 def adds_always(worker, change, rounds):
     """Have a site add what ``change`` makes of its vector in these rounds."""
     (client,) = worker.clients.values()
-    make = client.part_of_sum
+    make = client.update_vector
 
     def made(state, *given):
         vector = make(state, *given)
-        if state.round in rounds:
-            change(vector, client.recipe.contents(state.round, client.images))
+        if state.training.round in rounds:
+            change(vector, client.recipe.contents(state.training.round, client.images))
         return vector
 
-    client.part_of_sum = made
+    client.update_vector = made
 
 
 def all_numbers(value):
@@ -61,18 +61,18 @@ def test_a_model_that_most_sites_cannot_train_is_put_back(resumes, tiny, tmp_pat
     adds_always(workers["site0"], all_numbers(1e6), [1])
     coordinator = made.coordinator(LocalTransport(workers))
     monkeypatch.setattr(type(coordinator), "_check_move", lambda *_: None)
-    coordinator._round()
+    coordinator._run_round()
     before = {key: value.clone() for key, value in coordinator.server.global_state.items()}
-    coordinator._round()
+    coordinator._run_round()
     if resumes:
         coordinator.close()
         coordinator = made.coordinator(LocalTransport(workers), resume=True)
     spoiled = coordinator.server.global_state
     assert any(float((spoiled[key] - before[key]).abs().max()) > 1e5 for key in before)
-    coordinator._round()
+    coordinator._run_round()
     restored = coordinator.server.global_state
     assert all(torch.equal(restored[key], before[key]) for key in before)
-    coordinator._round()
+    coordinator._run_round()
     voids = [record.void for record in coordinator.progress.records]
     assert [bool(void) for void in voids] == [False, False, True, False]
     assert "the model from before the last sum was put back" in voids[2]
@@ -84,9 +84,9 @@ def test_one_site_that_spoils_a_round_does_not_take_the_model_back(tiny, tmp_pat
     workers = made.workers(may_send=())
     adds_always(workers["site0"], all_numbers(2.0**36), [1, 3])
     coordinator = made.coordinator(LocalTransport(workers))
-    coordinator._round()
+    coordinator._run_round()
     first = {key: value.clone() for key, value in coordinator.server.global_state.items()}
-    coordinator._round()
+    coordinator._run_round()
     assert coordinator.progress.records[1].void and coordinator._former
     assert all(torch.equal(value, first[key]) for key, value in coordinator.server.global_state.items())
 
@@ -102,7 +102,7 @@ def test_two_runs_over_the_same_sites_do_not_void_each_other(step, tiny, tmp_pat
     class Between(LocalTransport):
         def exchange(self, messages, enough, deadline):
             if any(asks(message, step) for message in messages.values()) and second.progress.done < 2:
-                second._round()
+                second._run_round()
             return super().exchange(messages, enough, deadline)
 
     first = made.coordinator(Between(workers))
@@ -160,12 +160,12 @@ def test_a_site_keeps_keys_of_a_bounded_number_of_runs(tiny, tmp_path):
 
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     workers = made.workers(may_send=())
-    for place in range(party.RUNS + 2):
+    for place in range(party.MAX_RUNS + 2):
         coordinator = parties(tiny, tmp_path / str(place), "fedavg", rounds=1, sizes=FOUR).coordinator(
             LocalTransport(workers)
         )
         coordinator.run()
-        assert len(workers["site0"].party._sums) == min(place + 1, party.RUNS)
+        assert len(workers["site0"].party._sums) == min(place + 1, party.MAX_RUNS)
 
 
 class Stopped(Exception):

@@ -192,7 +192,9 @@ def test_other_vectors_with_the_same_sum_look_the_same_to_the_server(monkeypatch
     first = parties[there[0]]
     shifts = {keys.self_mask_key(parties[late]._seeds["own"]): np.uint64(0) - moves[late]}
     for name in there[1:]:  # the first adds the mask that it has in common with each, who subtracts it
-        key = keys.pair_mask_key(first._keys["masks"], first._adverts[name].masks, first._about, (first.name, name))
+        key = keys.pair_mask_key(
+            first._keys["masks"], first._adverts[name].masks, first._keys_digest, (first.name, name)
+        )
         shifts[key] = moves[name]
     other, same, _ = view({name: vector + moves[name] for name, vector in given.items()}, monkeypatch, shifts, [late])
     assert np.array_equal(total, same) and np.array_equal(total, plain(given, late))
@@ -291,7 +293,7 @@ def test_what_a_site_seals_does_not_open_what_is_sealed_for_it():
         for public in (parties[dealer].advert.seals, parties[dealer].advert.shares):
             for pair in (("site0", dealer), (dealer, "site0")):
                 with pytest.raises(ValueError, match="was changed"):
-                    keys.unseal(keys.sealing_key(opened, public, parties["site0"]._about, *pair), text, "")
+                    keys.unseal(keys.sealing_key(opened, public, parties["site0"]._keys_digest, *pair), text, "")
     assert len({*vars(parties["site0"].advert).values()}) == len(vars(parties["site0"].advert)) - 1  # "" twice
 
 
@@ -312,9 +314,9 @@ def test_a_dealer_cannot_show_that_it_was_honest_with_another_key():
 @pytest.mark.parametrize(
     ("there", "message"),
     [
-        ([*NAMES, "site1"], "stands in the list of the masks twice"),
+        ([*NAMES, "site1"], "the list of senders names a site twice"),
         ([*NAMES, "stranger"], "that dealt no shares"),
-        (NAMES[1:], "this site is said to have gone"),
+        (NAMES[1:], "this site is missing from the list"),
         (NAMES[:4], "4 of 7 sites hold shares, too few"),
     ],
 )
@@ -345,7 +347,7 @@ def test_signatures_are_of_all_that_the_sites_agree_on(other):
         there = NAMES[:6] if other == "there" and odd and name != "site6" else NAMES
         party.mask(there, vectors(count=51 if other == "numbers" and odd else 50)[name])
         if other == "keys" and odd:
-            party._about = "0" * 64
+            party._keys_digest = "0" * 64
         signatures[name] = party.confirm(NAMES[:6]) if name != "site6" else "00" * 64
     with pytest.raises(RefusalError, match="4 sites signed the same list, and 5 must"):
         parties["site0"].reveal(signatures)
@@ -362,9 +364,9 @@ def masked():
 @pytest.mark.parametrize(
     ("alive", "message"),
     [
-        ([*NAMES, "site1"], "stands in the list of the sum twice"),
-        ([*NAMES, "stranger"], "that sent no shares"),
-        (NAMES[1:], "this site is said to have gone"),
+        ([*NAMES, "site1"], "the list of survivors names a site twice"),
+        ([*NAMES, "stranger"], "a site that was no sender"),
+        (NAMES[1:], "this site is missing from the list"),
         (NAMES[:4], "4 of 7 sites are too few for a sum"),
     ],
 )
@@ -425,14 +427,14 @@ def test_shares_that_somebody_changed_are_seen():
     for kind, name in (("own", "site3"), ("gone", "site6")):
         wrong = {**revealed, "site0": {**revealed["site0"], kind: {**revealed["site0"][kind], name: bytes(16)}}}
         assert np.array_equal(one.server.total(wrong), plain(one.given, "site6"))
-        assert one.server.lied == {"site0": f"it revealed another share of {name!r} than it was dealt"}
-        one.server.lied.clear()
+        assert one.server.lies == {"site0": f"it revealed another share of {name!r} than it was dealt"}
+        one.server.lies.clear()
         few = {holder: wrong[holder] for holder in NAMES[:5]}  # as many as are needed, one of which is wrong
         with pytest.raises(RefusalError, match=f"4 right shares of a secret of {name!r} .*5 are needed; site0 lied"):
             one.server.total(few)
-        one.server.lied.clear()
+        one.server.lies.clear()
     total = one.server.total(revealed)
-    assert np.array_equal(total, plain(one.given, "site6")) and not one.server.lied
+    assert np.array_equal(total, plain(one.given, "site6")) and not one.server.lies
 
 
 def test_fewer_shares_than_the_threshold_say_nothing():
@@ -442,7 +444,7 @@ def test_fewer_shares_than_the_threshold_say_nothing():
     for name, party in parties.items():
         party.mask(NAMES, vectors()[name])
     secret = parties["site3"]._seeds["own"]
-    held = {place: parties[name]._held["site3"][0] for place, name in enumerate(NAMES)}
+    held = {place: parties[name]._received["site3"][0] for place, name in enumerate(NAMES)}
     for size in range(2, 8):
         some = dict([*held.items()][:size])
         assert (shares.combine(some) == secret) == (size >= 5)

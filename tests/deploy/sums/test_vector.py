@@ -40,7 +40,7 @@ def test_vectors_and_their_sum_are_numpys():
         expected.append(np.concatenate([*parts, np.rint(np.array(rest) * 2.0**24).astype(np.int64)]))
         assert np.array_equal(found.view(np.int64), expected[-1])
         total += found
-    summed, whole = contents.opened(total, 3), sum(expected)
+    summed, whole = contents.decode(total, 3), sum(expected)
     mean = whole[: -6 - 5] / 2.0**24 / (whole[-5] / 2.0**24)
     assert {key: (value.dtype, value.shape) for key, value in summed.mean.items()} == {
         key: (value.dtype, value.shape) for key, value in state(0).items()
@@ -51,7 +51,7 @@ def test_vectors_and_their_sum_are_numpys():
         kind = value.numpy().dtype
         assert np.array_equal(value.numpy().ravel(), (np.rint(part) if kind == np.int64 else part).astype(kind)), key
     assert np.array_equal(summed.logits.numpy().ravel(), whole[-11:-5])
-    assert summed.numbers == {"loss": 2.0}
+    assert summed.metrics == {"loss": 2.0}
 
 
 @pytest.mark.parametrize("place", [0, _CHUNK, SIZE - 1])
@@ -70,7 +70,7 @@ def test_a_sum_out_of_all_range_is_refused_wherever_it_is(place, value):
     total = np.zeros(contents.size, np.int64)
     total[place], total[-1] = int(3 * value) << 24, 3 << 24
     with pytest.raises(RefusalError, match=r"spoiled it, or more: has 'w' from"):
-        contents.opened(total.view(np.uint64), 3)
+        contents.decode(total.view(np.uint64), 3)
 
 
 @pytest.mark.parametrize("key", ["w", "c", "n", "d"])

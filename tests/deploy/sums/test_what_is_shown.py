@@ -73,11 +73,11 @@ def test_status_shows_a_site_that_is_away(sums, tiny, tmp_path, capsys):
     workers = made.workers()
     transport = LocalTransport(dict(workers))
     coordinator = made.coordinator(transport, min_sites=3)
-    coordinator._round()
+    coordinator._run_round()
     del transport.workers["site2"]
-    coordinator._round()
+    coordinator._run_round()
     transport.workers["site2"] = workers["site2"]
-    coordinator._round()
+    coordinator._run_round()
     main(["deploy", "status", str(tmp_path / "server")])
     shown = cells(capsys.readouterr().out)
     place = shown["round"].index("missing")
