@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import FedAvg, Slot, Stacks
+from perada.algorithms import FedAvg, Stacks, TensorNames
 from perada.algorithms.base import Broadcast
 from perada.core.seeding import generator
 from perada.core.states import State
@@ -58,13 +58,15 @@ class Attacked(FedAvg):
         self._clients, self._round = given.clients, given.round
         return super().broadcast(given)
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Change what the hostile ones send."""
-        kept, update = super().close(trained, kept, received, slot)
+        kept, update = super().end_round(trained, kept, received, tensor_names)
         update = {key: value.clone() for key, value in update.items()}
         for place, client in enumerate(self._clients):
             if client < self.hostile:
-                for key in slot.parameters:
+                for key in tensor_names.parameters:
                     start, change = received[key][place], update[key][place] - received[key][place]
                     update[key][place] = start + self._instead(change, client, key)
         return kept, update

@@ -270,7 +270,7 @@ def _distillation(
         raise ValueError(f"distillation is given, and {name}={value!r} beside it: set it in distillation")
     fields = {DISTILLATION[name]: value for name, value in shorthands.items()}
     if given is None and "steps" not in fields and not public:
-        if algorithm.distills:
+        if algorithm.uses_distillation:
             rank_zero_info(f"{type(algorithm).__name__} runs without distillation: the data has no public set")
         fields["steps"] = 0
     options = options_of(Distillation, "distillation", given)

@@ -61,7 +61,7 @@ def traced(monkeypatch):
     begin, close = FederatedLoop.on_train_epoch_start, FederatedLoop.on_train_batch_end
 
     def beginning(loop, trainer, module):
-        walks.key, walks.closing = module.slot.keys[0], False
+        walks.key, walks.closing = module.tensor_names.keys[0], False
         sys.setprofile(walks.note)
         begin(loop, trainer, module)
 

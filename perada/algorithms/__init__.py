@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Stacks, TensorNames
 from perada.algorithms.branches import FedDPA, FedDPAF, RestOfWorld
 from perada.algorithms.ensembles import FedBE, FedEnsemble
 from perada.algorithms.fedavg import FedAvg, FedAvgFT, FedBABU, FedDF, FedDyn, FedProx, Standalone
@@ -59,9 +59,9 @@ __all__ = [
     "RoLoRA",
     "Scaffold",
     "ServerStep",
-    "Slot",
     "Stacks",
     "Standalone",
+    "TensorNames",
     "make_algorithm",
 ]
 

@@ -29,7 +29,7 @@ RULE = "rule/"
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorNames:
     """The names of a state's tensors, by what they are.
 
     Attributes:
@@ -41,7 +41,8 @@ class Slot:
         adapter: All names that the adapter adds to the backbone.
         factors: The pairs of LoRA's factors, in the model's order.
         shared, private: All names of either branch of the adapter ``dual_lora``. A gate belongs to the private one.
-        merged: Weights into which the server merges, and which no client trains; see :attr:`Algorithm.merges`.
+        merged: Weights into which the server merges, and which no client trains; see
+            :attr:`Algorithm.merges_into_backbone`.
     """
 
     keys: tuple[str, ...]
@@ -56,10 +57,15 @@ class Slot:
     merged: frozenset[str] = frozenset()
 
     @property
+    def parameter_range(self) -> str:
+        """How many parameters are trained, with the first and the last name, for messages."""
+        return f"{len(self.parameters)} tensors from {self.parameters[0]!r} to {self.parameters[-1]!r}"
+
+    @property
     def head_module(self) -> str:
         """Name of the module that the head's parameters are in; empty if none is trained.
 
-        >>> Slot((), (), head=frozenset({"fc.lora_A.default.weight", "fc.lora_B.default.weight"})).head_module
+        >>> TensorNames((), (), head=frozenset({"fc.lora_A.default.weight", "fc.lora_B.default.weight"})).head_module
         'fc'
         """
         levels = zip(*(name.split(".")[:-1] for name in self.head), strict=False)
@@ -73,13 +79,13 @@ class ClientStep(Protocol):
     the others take the step in several parts.
 
     Attributes:
-        states: What is being trained, by role, (C, ...): the roles of :meth:`Algorithm.open`. Parameters that the phase
-            trains are leaves that require gradients. Other tensors may be changed in place.
+        states: What is being trained, by role, (C, ...): the roles of :meth:`Algorithm.begin_round`. Parameters that
+            the phase trains are leaves that require gradients. Other tensors may be changed in place.
         received: What the server sent, (C, ...). Read only.
         kept: What the clients kept before the round, by role, (C, ...). Read only.
         round: The round, counted from 0.
         phase: Name of the phase, as :meth:`Algorithm.phases` gives it.
-        slot: The names of the model's tensors.
+        tensor_names: The names of the model's tensors.
     """
 
     states: Stacks
@@ -87,7 +93,7 @@ class ClientStep(Protocol):
     kept: Stacks
     round: int
     phase: str
-    slot: Slot
+    tensor_names: TensorNames
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         """Training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
@@ -108,7 +114,10 @@ class ClientStep(Protocol):
         """
 
     def class_counts(self, classes: int) -> Tensor:
-        """How many training images of each of K ``classes`` a client has, (C, K); see :attr:`Algorithm.counts`."""
+        """How many training images of each of K ``classes`` a client has, (C, K).
+
+        Only for algorithms that set :attr:`Algorithm.needs_class_counts`.
+        """
 
     @property
     def labels(self) -> Tensor:
@@ -155,7 +164,7 @@ class Broadcast:
     """
 
     global_state: State
-    slot: Slot
+    tensor_names: TensorNames
     round: int
     clients: tuple[int, ...]
     num_clients: int
@@ -170,7 +179,7 @@ class ServerStep:
     """The server's side of a round.
 
     Attributes:
-        round, num_clients, slot, seed: As of :class:`Broadcast`.
+        round, num_clients, tensor_names, seed: As of :class:`Broadcast`.
         clients: Who sent the updates, in their order.
         previous: Global state before the round.
         updates: What the clients sent, (C, ...), each on the device that trained it. :meth:`mean` and :attr:`distill`
@@ -188,7 +197,7 @@ class ServerStep:
     round: int
     clients: tuple[int, ...]
     num_clients: int
-    slot: Slot
+    tensor_names: TensorNames
     seed: int
     previous: State
     updates: Updates
@@ -206,9 +215,9 @@ class ServerStep:
         except ValueError as error:  # fewer than planned, since some broke or were given other models
             warnings.warn(f"round {self.round + 1}: the server rule cannot do what it is for: {error}", stacklevel=2)
         own = {name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)}
-        parameters = frozenset(self.slot.parameters)
+        parameters = frozenset(self.tensor_names.parameters)
         predict = None if self.predict is None else partial(self.predict, self.previous)
-        known = self.previous, parameters, self.round, own, predict, self.slot.factors, self.metrics
+        known = self.previous, parameters, self.round, own, predict, self.tensor_names.factors, self.metrics
         given = Aggregation(updates, weights, *known)
         result = self.rule(given)
         self.state.update({RULE + name: state for name, state in given.state.items()})
@@ -223,31 +232,31 @@ class Algorithm(Options):
     Attributes:
         inference: Which state a client predicts with: its ``personal`` one, or the ``global`` one.
         roles: What a client trains: ``personal`` begins with what it kept, ``local`` with what it received.
-        sends: Whether clients send anything.
+        sends_updates: Whether clients send anything.
         global_model: Whether the server holds a whole model, which can be evaluated.
-        distills: Whether the server distils, which takes a public set.
+        uses_distillation: Whether the server distils, which takes a public set.
         own_teachers: Whether it distils from models of its own making, and not from those of the clients.
         unsent: Streams of batches that nothing a client sends depends on, in this round or later. Default: none, so
             all of a client's training counts as sent.
         modes: Models that a round's clients are divided among.
-        compares: Whether clients compare the models on their own training images before each round.
-        counts: Whether a step asks for the clients' numbers of images of each class.
-        merges: Whether the server merges what clients trained into the weights that LoRA adapts. They are then a part
-            of all states.
+        compares_models: Whether clients compare the models on their own training images before each round.
+        needs_class_counts: Whether a step asks for the clients' numbers of images of each class.
+        merges_into_backbone: Whether the server merges what clients trained into the weights that LoRA adapts. They are
+            then a part of all states.
         average: What of several global models is averaged to predict: ``logits`` or ``probabilities``.
     """
 
     inference: Inference = "global"
     roles: tuple[str, ...] = ("local",)
-    sends: bool = True
+    sends_updates: bool = True
     global_model: bool = True
-    distills: bool = False
+    uses_distillation: bool = False
     own_teachers: bool = False
     unsent: frozenset[str] = frozenset()
     modes: int = 1
-    compares: bool = False
-    counts: bool = False
-    merges: bool = False
+    compares_models: bool = False
+    needs_class_counts: bool = False
+    merges_into_backbone: bool = False
     average: Average = "logits"
 
     @property
@@ -260,7 +269,7 @@ class Algorithm(Options):
         """Whether several global models predict together."""
         return type(self).members is not Algorithm.members
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse, by a ValueError at set-up, trained tensors or a number of clients that it cannot work with."""
 
     def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int | None:
@@ -278,7 +287,7 @@ class Algorithm(Options):
         """The first global state; ``make(k)`` gives the k-th random initialisation, ``make(0)`` the model's own."""
         return make(0)
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """What one client stores before the first round, by role and without a client axis."""
         return {"personal": initial} if self.inference == "personal" else {}
 
@@ -286,32 +295,37 @@ class Algorithm(Options):
         """What the server sends to each of C clients, (C, ...)."""
         return expand(sending.global_state, len(sending.clients))
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The stacks (C, ...) to train in this round, made from what the clients kept and received, (C, ...)."""
         return {role: kept["personal"] if role == "personal" else received for role in self.roles}
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """Parameters that ``phase`` trains in ``role`` in a round; those that the role lacks are ignored."""
-        return slot.parameters
+        return tensor_names.parameters
 
     def client_step(self, step: ClientStep) -> None:
         """One local step of every client."""
         step.descend("local", step.loss("local"))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
-        """What the clients keep, with the roles and names of :meth:`kept`, and what they send; all are (C, ...)."""
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
+        """What the clients keep, and what they send, (C, ...) each.
+
+        What is kept has the roles and names of :meth:`initial_client_state`.
+        """
         keeps = {"personal": trained["personal"]} if self.inference == "personal" else {}
-        return keeps, trained["local"] if self.sends else {}
+        return keeps, trained["local"] if self.sends_updates else {}
 
     def server_step(self, server: ServerStep) -> State:
-        """The new global state, without a client axis: the mean, distilled if the algorithm ``distills``.
+        """The new global state, without a client axis: the mean, distilled if the algorithm ``uses_distillation``.
 
         Names that are left out stay as they were: all, where clients send nothing.
         """
-        if not self.sends:
+        if not self.sends_updates:
             return {}
         average = server.mean(server.updates, server.weights)
-        return server.distill(server.previous | average, server.updates) if self.distills else average
+        return server.distill(server.previous | average, server.updates) if self.uses_distillation else average
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """The global models (K, ...) whose averaged outputs predict; usually one."""
@@ -335,9 +349,9 @@ class Around(Algorithm):
 
     base: Algorithm
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """The names that the other one trains."""
-        return self.base.trained(role, phase, slot, round)
+        return self.base.trainable_keys(role, phase, tensor_names, round)
 
     def client_step(self, step: ClientStep) -> None:
         """The other one's step."""

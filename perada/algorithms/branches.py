@@ -9,44 +9,46 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Stacks, TensorNames
 from perada.algorithms.fedavg import FedAvg
 from perada.core.checks import check_number
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, expand, partition
 
 
-def check_branches(name: str, slot: Slot) -> None:
+def check_branches(name: str, tensor_names: TensorNames) -> None:
     """Refuse, by a ValueError with the algorithm's ``name``, a model without the factors of two branches."""
-    if not slot.factors and slot.private:
+    if not tensor_names.factors and tensor_names.private:
         raise ValueError(f"algorithm {name} needs both factors of its branches; leave out what freezes one (FFALoRA)")
-    if not slot.private:
+    if not tensor_names.private:
         raise ValueError(
             f"algorithm {name} is about the shared and the private branch of LoRA, and there are none in what is "
-            f"trained, {len(slot.parameters)} tensors from {slot.parameters[0]!r} to {slot.parameters[-1]!r}; choose "
-            "adapter='dual_lora'"
+            f"trained, {tensor_names.parameter_range}; choose adapter='dual_lora'"
         )
 
 
-def check_weighted(name: str, slot: Slot) -> None:
+def check_weighted(name: str, tensor_names: TensorNames) -> None:
     """The same, and refuse a gate, which would weight the branches a second time."""
-    check_branches(name, slot)
-    if slot.private - twins(slot).keys():
+    check_branches(name, tensor_names)
+    if tensor_names.private - twins(tensor_names).keys():
         raise ValueError(
             f"algorithm {name} weights the branches itself, and the adapter has a gate that does; choose gate=False "
             "(adapter_options)"
         )
 
 
-def pairs(slot: Slot) -> list[tuple[Factors, Factors]]:
+def pairs(tensor_names: TensorNames) -> list[tuple[Factors, Factors]]:
     """The factors of the shared and of the private branch of each layer."""
-    shared, private = ([pair for pair in slot.factors if pair.up in names] for names in (slot.shared, slot.private))
+    shared, private = (
+        [pair for pair in tensor_names.factors if pair.up in names]
+        for names in (tensor_names.shared, tensor_names.private)
+    )
     return list(zip(shared, private, strict=True))
 
 
-def twins(slot: Slot) -> dict[str, str]:
+def twins(tensor_names: TensorNames) -> dict[str, str]:
     """Names of the shared branch by those of the private one, but for a gate."""
-    return {own: name for g, p in pairs(slot) for own, name in ((p.down, g.down), (p.up, g.up))}
+    return {own: name for g, p in pairs(tensor_names) for own, name in ((p.down, g.down), (p.up, g.up))}
 
 
 WEIGHT, OF = "weight", "/weight"
@@ -67,13 +69,15 @@ class _Weighted(Algorithm):
         check_number("weight", weight, least=0, most=1, hint="0 is the global branch, 1 the client's own")
         self.weight = weight
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse an adapter without branches, and one whose gate would weight them a second time."""
-        check_weighted(type(self).__name__, slot)
+        check_weighted(type(self).__name__, tensor_names)
 
-    def weights(self, initial: State, slot: Slot) -> State:
+    def weights(self, initial: State, tensor_names: TensorNames) -> State:
         """1 − α for each B of the shared branch, α for each of the private one."""
-        shares = [(pair.up, alpha) for g, p in pairs(slot) for pair, alpha in ((g, 1 - self.weight), (p, self.weight))]
+        shares = [
+            (pair.up, alpha) for g, p in pairs(tensor_names) for pair, alpha in ((g, 1 - self.weight), (p, self.weight))
+        ]
         return {key + OF: initial[key].new_tensor(share) for key, share in shares}
 
     def personal(self, kept: Stacks, global_state: State) -> State:
@@ -112,22 +116,25 @@ class FedDPA(_Weighted):
         weight: α.
     """
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """The own branch and head, and the weights."""
-        return {"personal": partition(initial, slot.shared)[1], WEIGHT: self.weights(initial, slot)}
+        return {"personal": partition(initial, tensor_names.shared)[1], WEIGHT: self.weights(initial, tensor_names)}
 
     def broadcast(self, sending: Broadcast) -> State:
         """The global branch and head."""
-        return expand(partition(sending.global_state, sending.slot.private)[1], len(sending.clients))
+        return expand(partition(sending.global_state, sending.tensor_names.private)[1], len(sending.clients))
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Both models, the weights, the global branch as it was received, and zeros in place of the own one."""
-        beside = {"shared": partition(received, slot.shared)[0], "absent": _zeros(kept["personal"], slot.private)}
+        beside = {
+            "shared": partition(received, tensor_names.shared)[0],
+            "absent": _zeros(kept["personal"], tensor_names.private),
+        }
         return kept | {"local": received} | beside
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """Both models."""
-        return slot.parameters if role in ("personal", "local") else ()
+        return tensor_names.parameters if role in ("personal", "local") else ()
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the own branch beside the received one, and one on the global branch alone."""
@@ -135,7 +142,9 @@ class FedDPA(_Weighted):
         step.descend("personal", step.loss(both, stream="personal"))
         step.descend("local", step.loss(step.states["local"] | step.states["absent"], stream="local"))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep the own branch, send the global one."""
         return {"personal": trained["personal"], WEIGHT: trained[WEIGHT]}, trained["local"]
 
@@ -157,25 +166,29 @@ class FedDPAF(FedAvg):
         self.weight, self.finetune_epochs = weight, finetune_epochs
         self._own = OwnBranch(weight)
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse an adapter without branches, or with a gate."""
-        check_weighted(type(self).__name__, slot)
+        check_weighted(type(self).__name__, tensor_names)
 
     def broadcast(self, sending: Broadcast) -> State:
         """The global branch and head."""
-        return expand(partition(sending.global_state, sending.slot.private)[1], len(sending.clients))
+        return expand(partition(sending.global_state, sending.tensor_names.private)[1], len(sending.clients))
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """What was received, with zeros in place of the own branch."""
-        return {"local": received | {own: torch.zeros_like(received[name]) for own, name in twins(slot).items()}}
+        return {
+            "local": received | {own: torch.zeros_like(received[name]) for own, name in twins(tensor_names).items()}
+        }
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """All but the private branch, which is zero."""
-        return tuple(key for key in slot.parameters if key not in slot.private)
+        return tuple(key for key in tensor_names.parameters if key not in tensor_names.private)
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Send what was trained."""
-        return {}, partition(trained["local"], slot.private)[1]
+        return {}, partition(trained["local"], tensor_names.private)[1]
 
     def personalization(self) -> tuple[Algorithm, Phase]:
         """The own branch, from the global one."""
@@ -190,28 +203,30 @@ class OwnBranch(_Weighted):
     """
 
     roles = ("personal",)
-    sends = False
+    sends_updates = False
     global_model = False
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """The whole model, in which the private branch is a copy of the shared one, and the weights."""
-        copied = {own: initial[name] for own, name in twins(slot).items()}
-        return {"personal": initial | copied, WEIGHT: self.weights(initial, slot)}
+        copied = {own: initial[name] for own, name in twins(tensor_names).items()}
+        return {"personal": initial | copied, WEIGHT: self.weights(initial, tensor_names)}
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The own branch, and zeros in place of the global one."""
-        own = partition(kept["personal"], slot.shared)[1]
-        return {"personal": own, "absent": _zeros(kept["personal"], slot.shared)}
+        own = partition(kept["personal"], tensor_names.shared)[1]
+        return {"personal": own, "absent": _zeros(kept["personal"], tensor_names.shared)}
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """The own branch and head."""
-        return slot.parameters if role == "personal" else ()
+        return tensor_names.parameters if role == "personal" else ()
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the own branch alone."""
         step.descend("personal", step.loss(step.states["personal"] | step.states["absent"], stream="personal"))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep the own branch beside the global one."""
         return {"personal": kept["personal"] | trained["personal"], WEIGHT: kept[WEIGHT]}, {}
 
@@ -241,47 +256,49 @@ class RestOfWorld(Algorithm):
     roles = ("personal",)
     global_model = False
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse an adapter without branches, and a client without others."""
-        check_branches(type(self).__name__, slot)
+        check_branches(type(self).__name__, tensor_names)
         if num_clients < 2:
             raise ValueError(
                 "algorithm RestOfWorld needs the branches of other clients, and there is one client; give the data of "
                 "more, or choose algorithm='standalone'"
             )
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """The individual branch, gate and head, and the RoW branch."""
-        others, own = partition(initial, slot.shared)
+        others, own = partition(initial, tensor_names.shared)
         return {"personal": own, "others": others}
 
     def broadcast(self, sending: Broadcast) -> State:
         """v̄, and what a client's own part in it is."""
-        mean = {key: sending.global_state[key] for key in twins(sending.slot)}
+        mean = {key: sending.global_state[key] for key in twins(sending.tensor_names)}
         some, others = next(iter(mean.values())), sending.num_clients - 1
         return expand(mean | {SHARE: some.new_tensor(1 / others if others > 0 else 0.0)}, len(sending.clients))
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The individual branch and all else, and the RoW branch."""
         own, others = kept["personal"], {}
-        for key, name in twins(slot).items():
+        for key, name in twins(tensor_names).items():
             mean, share = received[key], _rows(received[SHARE], received[key])
             others[name] = mean + share * (mean - own[key])
         return {"personal": own, "others": others}
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """All but the RoW branch."""
-        return slot.parameters if role == "personal" else ()
+        return tensor_names.parameters if role == "personal" else ()
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the individual branch and all else."""
         both = step.states["others"] | step.states["personal"]
         step.descend("personal", step.loss(both, stream="personal"))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep all; send v̄ moved by the change of the individual branch."""
         before, after = kept["personal"], trained["personal"]
-        return trained, {key: received[key] + (after[key] - before[key]) for key in twins(slot)}
+        return trained, {key: received[key] + (after[key] - before[key]) for key in twins(tensor_names)}
 
     def server_step(self, server: ServerStep) -> State:
         """Move v̄ by the mean change, times the clients' share of the federation."""

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Around, Average, Broadcast, ServerStep, Slot, Stacks, check_base
+from perada.algorithms.base import Algorithm, Around, Average, Broadcast, ServerStep, Stacks, TensorNames, check_base
 from perada.algorithms.fedavg import FedAvg, FedDyn
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL
@@ -61,14 +61,16 @@ class FedBE(Algorithm):
             )
         self.moments = self.own_teachers = moments
         self.sampler, self.samples, self.distill, self.average_from = sampler, samples, distill, average_from
-        self.distills = distill
+        self.uses_distillation = distill
         self.average = "logits" if distill else "probabilities"
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Send the trained state, and with ``moments`` the scaled squares of its changes."""
-        keeps, sent = super().close(trained, kept, received, slot)
+        keeps, sent = super().end_round(trained, kept, received, tensor_names)
         if self.moments:
-            drawn = [key for key in slot.keys if sent[key].is_floating_point() and not key.endswith(UNDRAWN)]
+            drawn = [key for key in tensor_names.keys if sent[key].is_floating_point() and not key.endswith(UNDRAWN)]
             sent = sent | {SQUARE + key: (sent[key] - received[key]).square() * SCALE for key in drawn}
         return keeps, sent
 
@@ -90,7 +92,7 @@ class FedBE(Algorithm):
         average = server.mean(states, server.weights)
         parts = [drawn, *singles, expand(average, 1)]
         teachers = {key: torch.cat([part[key] for part in parts]) for key in states}
-        if self.distills:
+        if self.uses_distillation:
             return server.distill(server.previous | average, teachers, self.average_from)
         server.state["members"] = teachers
         return average
@@ -198,7 +200,7 @@ class FedEnsemble(Around):
         check_choice("average", average, ("logits", "probabilities"))
         check_choice("keeps", keeps, ("ensemble", "best"))
         kind = type(self.base).__name__
-        one_model = self.base.sends and self.base.global_model and not self.base.is_ensemble
+        one_model = self.base.sends_updates and self.base.global_model and not self.base.is_ensemble
         if not one_model or isinstance(self.base, UNREPEATABLE) or self.base.personalization():
             raise OptionError(
                 f"base={kind} cannot be repeated in modes: its server does not hold exactly one whole model, or its "
@@ -216,8 +218,12 @@ class FedEnsemble(Around):
         self.modes, self.strata, self.assignment = modes, strata, assignment
         self.average, self.keeps = average, keeps
         self.inference = "personal" if keeps == "best" else self.base.inference
-        self.distills, self.unsent, self.merges = self.base.distills, self.base.unsent, self.base.merges
-        self.compares = modes > 1 and (assignment == "loss" or keeps == "best")
+        self.uses_distillation, self.unsent, self.merges_into_backbone = (
+            self.base.uses_distillation,
+            self.base.unsent,
+            self.base.merges_into_backbone,
+        )
+        self.compares_models = modes > 1 and (assignment == "loss" or keeps == "best")
 
     @property
     def kind(self) -> str:
@@ -228,7 +234,7 @@ class FedEnsemble(Around):
             f"{self.assignment}, keeping the {self.keeps}"
         )
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse more strata than clients, and what the base cannot work with."""
         if (self.strata or 0) > num_clients:
             raise OptionError(
@@ -236,7 +242,7 @@ class FedEnsemble(Around):
                 name="strata",
                 value=self.strata,
             )
-        self.base.check(slot, num_clients)
+        self.base.check(tensor_names, num_clients)
 
     def initial(self, make: Callable[[int], State]) -> State:
         """The modes (K, ...)."""
@@ -246,13 +252,13 @@ class FedEnsemble(Around):
         """Those of the base."""
         return self.base.phases(epochs, steps)
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """What the base keeps of the first mode, and the number of the best mode where clients predict with it."""
         first = unstack(initial)[0]
         if self.keeps == "ensemble":
-            return self.base.kept(first, slot)
+            return self.base.initial_client_state(first, tensor_names)
         best = next(iter(first.values())).new_zeros((), dtype=torch.long)
-        return self.base.kept(first, slot) | {BEST: {BEST: best}}
+        return self.base.initial_client_state(first, tensor_names) | {BEST: {BEST: best}}
 
     def broadcast(self, sending: Broadcast) -> State:
         """To each client its mode."""
@@ -272,14 +278,16 @@ class FedEnsemble(Around):
             received = {key: torch.stack([sent[mode][key][row] for row, mode in rows]) for key in sent[0]}
         return received | {MODE: modes.to(device)} | ({BEST: best.to(device)} if self.keeps == "best" else {})
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """As the base."""
         states = {key: value for key, value in received.items() if key not in (MODE, BEST)}
-        return self.base.open(kept, states, slot)
+        return self.base.begin_round(kept, states, tensor_names)
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """As the base. The number of the mode goes back too."""
-        keeps, update = self.base.close(trained, kept, received, slot)
+        keeps, update = self.base.end_round(trained, kept, received, tensor_names)
         best = {BEST: {BEST: received[BEST]}} if self.keeps == "best" else {}
         return keeps | best, update | {MODE: received[MODE]}
 

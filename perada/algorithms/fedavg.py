@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Stacks, TensorNames
 from perada.core.checks import check_choice, check_number
 from perada.core.rounds import Phase
 from perada.core.states import State, partition
@@ -20,7 +20,7 @@ class Standalone(Algorithm):
 
     inference = "personal"
     roles = ("personal",)
-    sends = False
+    sends_updates = False
     global_model = False
     unsent = frozenset({"personal"})
 
@@ -48,9 +48,9 @@ class FedAvgFT(Algorithm):
 class HeadAlone(Standalone):
     """Standalone training of the head; the rest stays, but for running statistics, which follow the passes."""
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """The head."""
-        return tuple(key for key in slot.parameters if key in slot.head)
+        return tuple(key for key in tensor_names.parameters if key in tensor_names.head)
 
 
 class FedBABU(FedAvgFT):
@@ -69,22 +69,24 @@ class FedBABU(FedAvgFT):
         check_choice("tunes", tunes, ("head", "all"))
         self.tunes = tunes
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse a model of which no head, or nothing but the head, is trained."""
-        if not slot.head or slot.head == set(slot.parameters):
-            lacking = "nothing but the head is" if slot.head else "no head is"
+        if not tensor_names.head or tensor_names.head == set(tensor_names.parameters):
+            lacking = "nothing but the head is" if tensor_names.head else "no head is"
             raise ValueError(
                 f"algorithm FedBABU trains the body in its rounds and the head after them, and {lacking} trained; "
                 "choose an adapter that trains both, such as adapter='full', or another algorithm"
             )
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """All but the head."""
-        return tuple(key for key in slot.parameters if key not in slot.head)
+        return tuple(key for key in tensor_names.parameters if key not in tensor_names.head)
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Send all but the head."""
-        return {}, partition(trained["local"], slot.head)[1]
+        return {}, partition(trained["local"], tensor_names.head)[1]
 
     def personalization(self) -> tuple[Algorithm, Phase]:
         """Training alone, of the head or of all, that starts from the global state."""
@@ -114,7 +116,7 @@ class FedDF(Algorithm):
     clients' logits. Without distillation steps this is FedAvg.
     """
 
-    distills = True
+    uses_distillation = True
 
 
 class FedDyn(Algorithm):
@@ -132,16 +134,18 @@ class FedDyn(Algorithm):
         check_number("alpha", alpha, above=0, hint="the server divides by it")
         self.alpha = alpha
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """h_m, zero at first."""
-        return {"gradient": {key: torch.zeros_like(initial[key]) for key in slot.parameters}}
+        return {"gradient": {key: torch.zeros_like(initial[key]) for key in tensor_names.parameters}}
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the regularised loss."""
         slope = {key: -value for key, value in step.kept["gradient"].items()}
         step.descend("local", step.loss("local"), pull=(self.alpha, step.received), slope=slope)
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Update h_m, send w_m."""
         local = trained["local"]
         gradient = {key: h - self.alpha * (local[key] - received[key]) for key, h in kept["gradient"].items()}
@@ -152,7 +156,7 @@ class FedDyn(Algorithm):
         average, alpha = server.mean(server.updates, server.weights), self.alpha
         before = server.state.get("gradient", {})
         gradient = {}
-        for key in server.slot.parameters:
+        for key in server.tensor_names.parameters:
             moved = (server.updates[key] - server.previous[key]).sum(0)
             gradient[key] = before.get(key, torch.zeros_like(moved)) - alpha / server.num_clients * moved
         server.state["gradient"] = gradient

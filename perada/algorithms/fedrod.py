@@ -3,7 +3,7 @@
 
 import torch
 
-from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, ClientStep, Stacks, TensorNames
 from perada.core.checks import check_number
 from perada.core.states import State, expand
 from perada.server.aggregate import double
@@ -28,24 +28,24 @@ class FedROD(Algorithm):
 
     inference = "personal"
     roles = ("personal", "local")
-    counts = True
+    needs_class_counts = True
 
     def __init__(self, gamma: float = 1.0) -> None:
         check_number("gamma", gamma, least=0, hint="0 does not balance")
         self.gamma = gamma
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse a head that is not trained as a linear layer."""
-        if f"{slot.head_module}.weight" not in slot.head or len(slot.head) > 2:
+        if f"{tensor_names.head_module}.weight" not in tensor_names.head or len(tensor_names.head) > 2:
             raise ValueError(
                 "algorithm FedROD has a second linear head beside the trained one, and of the head are trained "
-                f"{sorted(slot.head) or 'no tensors'}; choose an adapter that trains its weight, such as "
+                f"{sorted(tensor_names.head) or 'no tensors'}; choose an adapter that trains its weight, such as "
                 "adapter='full', or another algorithm"
             )
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """φ_m, zero at first."""
-        return {"personal": {key: torch.zeros_like(initial[key]) for key in sorted(slot.head)}}
+        return {"personal": {key: torch.zeros_like(initial[key]) for key in sorted(tensor_names.head)}}
 
     def client_step(self, step: ClientStep) -> None:
         """A step of θ_m, and one of φ_m."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, ServerStep, Slot, Stacks, check_base
+from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, ServerStep, Stacks, TensorNames, check_base
 from perada.algorithms.branches import RestOfWorld
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
@@ -104,38 +104,42 @@ class HetLoRA(Around):
             )
         return found
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse an adapter without factors, and what the base cannot work with."""
-        check_factors(type(self).__name__, slot)
-        self.base.check(slot, num_clients)
+        check_factors(type(self).__name__, tensor_names)
+        self.base.check(tensor_names, num_clients)
 
     def broadcast(self, sending: Broadcast) -> State:
         """As the base, cut to each client's rank, and the rank."""
-        some = sending.global_state[sending.slot.factors[0].down]
+        some = sending.global_state[sending.tensor_names.factors[0].down]
         ranks = sending.lora_ranks or (some.shape[0],) * len(sending.clients)
         given = torch.tensor(ranks, device=some.device)
-        return cut_ranks(self.base.broadcast(sending), sending.slot.factors, given) | {RANK: given}
+        return cut_ranks(self.base.broadcast(sending), sending.tensor_names.factors, given) | {RANK: given}
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """As the base, with what a client keeps cut, too: at first it keeps factors of rank r."""
         ranks, received = received[RANK], partition(received, {RANK})[1]
-        return self.base.open(_cut(kept, slot, ranks), received, slot)
+        return self.base.begin_round(_cut(kept, tensor_names, ranks), received, tensor_names)
 
     def client_step(self, step: ClientStep) -> None:
         """The base's step, which noise and pulls do not leave with more than the rank."""
         self.base.client_step(cast(ClientStep, _CutStep(step)))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """As the base."""
         ranks, received = received[RANK], partition(received, {RANK})[1]
-        keeps, update = self.base.close(trained, _cut(kept, slot, ranks), received, slot)
-        return _cut(keeps, slot, ranks), cut_ranks(update, slot.factors, ranks)
+        keeps, update = self.base.end_round(trained, _cut(kept, tensor_names, ranks), received, tensor_names)
+        return _cut(keeps, tensor_names, ranks), cut_ranks(update, tensor_names.factors, ranks)
 
     def server_step(self, server: ServerStep) -> State:
         """As the base, with means of factors weighted by the norms of their products."""
         if server.rule.function_of_mean:
             given = self.ranks.values() if isinstance(self.ranks, Mapping) else self.ranks
-            server = replace(server, rule=_ByNorm(server.rule, server.slot.factors, max(given) if given else None))
+            server = replace(
+                server, rule=_ByNorm(server.rule, server.tensor_names.factors, max(given) if given else None)
+            )
         return self.base.server_step(server)
 
     def personalization(self) -> tuple[Algorithm, Phase] | None:
@@ -173,12 +177,12 @@ def _check_ranks(ranks: object, sizes: object) -> None:
         )
 
 
-_OF_BASE = ("phases", "initial", "kept", "members", "personal")
+_OF_BASE = ("phases", "initial", "initial_client_state", "members", "personal")
 """Methods that are the base's."""
 
 
-def _cut(stacks: Stacks, slot: Slot, ranks: Tensor) -> Stacks:
-    return {role: cut_ranks(state, slot.factors, ranks) for role, state in stacks.items()}
+def _cut(stacks: Stacks, tensor_names: TensorNames, ranks: Tensor) -> Stacks:
+    return {role: cut_ranks(state, tensor_names.factors, ranks) for role, state in stacks.items()}
 
 
 class _CutStep:
@@ -193,7 +197,7 @@ class _CutStep:
     @property
     def kept(self) -> Stacks:
         """What the clients kept, cut."""
-        return _cut(self._step.kept, self._step.slot, self._step.received[RANK])
+        return _cut(self._step.kept, self._step.tensor_names, self._step.received[RANK])
 
     def descend(self, role: str | tuple[str, ...], *given: Any, **named: Any) -> None:
         """A step of the optimiser, after which what is beyond the ranks is zero again."""
@@ -202,7 +206,7 @@ class _CutStep:
         with torch.no_grad():
             for one in (role,) if isinstance(role, str) else role:
                 state = step.states[one]
-                for key, value in cut_ranks(state, step.slot.factors, step.received[RANK]).items():
+                for key, value in cut_ranks(state, step.tensor_names.factors, step.received[RANK]).items():
                     if value is not state[key]:
                         state[key].copy_(value)
 

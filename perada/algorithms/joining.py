@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import perada.algorithms as known
-from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, Stacks, TensorNames
 from perada.algorithms.branches import RestOfWorld, pairs
 from perada.algorithms.fedavg import Standalone
 from perada.algorithms.het_lora import HetLoRA
@@ -28,43 +28,47 @@ class Joining(Around):
     """
 
     inference = "personal"
-    sends = False
+    sends_updates = False
     global_model = False
     unsent = frozenset({"personal", "local", "own"})
-    theirs: tuple[str, ...] = ("check", "kept", "broadcast", "open", "personal")
+    theirs: tuple[str, ...] = ("check", "initial_client_state", "broadcast", "begin_round", "personal")
     """Methods that are the base's."""
 
     def __init__(self, base: Algorithm) -> None:
         self.base = base
         vars(self).update({name: getattr(base, name) for name in self.theirs})
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep what the algorithm keeps, send nothing."""
-        return self.base.close(trained, kept, received, slot)[0], {}
+        return self.base.end_round(trained, kept, received, tensor_names)[0], {}
 
 
 class OwnPart(Joining):
     """Of an algorithm whose clients share a part: the private part, at its rate, on the shared part as it is."""
 
-    theirs = ("check", "kept", "broadcast", "personal")
+    theirs = ("check", "initial_client_state", "broadcast", "personal")
 
     def __init__(self, base: PartialSharing) -> None:
         super().__init__(base)
         self._role = "personal" if isinstance(base, FedSim) else "own"  # a role without a rate has the local one
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The private part; the shared one beside it, since running statistics change as images pass."""
         return {self._role: kept["personal"], "local": received}
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """The private part alone."""
-        return slot.parameters if role == self._role else ()
+        return tensor_names.parameters if role == self._role else ()
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the private part."""
         step.descend(self._role, step.loss(step.states[self._role] | step.states["local"], stream=self._role))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep the private part."""
         return {"personal": trained[self._role]}, {}
 
@@ -72,11 +76,13 @@ class OwnPart(Joining):
 class Newcomer(Joining):
     """Of FedALT: an individual branch with B = 0, beside the mean of all clients' of the run."""
 
-    theirs = ("open", "personal")
+    theirs = ("begin_round", "personal")
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """As the base, from the others' mean A."""
-        return self.base.kept(initial | {own.up: torch.zeros_like(initial[own.up]) for _, own in pairs(slot)}, slot)
+        return self.base.initial_client_state(
+            initial | {own.up: torch.zeros_like(initial[own.up]) for _, own in pairs(tensor_names)}, tensor_names
+        )
 
     def broadcast(self, sending: Broadcast) -> State:
         """As the base, to one who has no part in the mean."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from perada.algorithms.base import Algorithm, Around, Broadcast, ServerStep, Slot, Stacks, check_base
+from perada.algorithms.base import Algorithm, Around, Broadcast, ServerStep, Stacks, TensorNames, check_base
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.sharing import PartialSharing
 from perada.core.checks import OptionError
@@ -17,25 +17,24 @@ from perada.core.rounds import Phase
 from perada.core.states import State, expand, partition
 
 
-def check_factors(name: str, slot: Slot) -> None:
+def check_factors(name: str, tensor_names: TensorNames) -> None:
     """Refuse, by a ValueError with the algorithm's ``name``, a model without LoRA's factors."""
-    if not slot.factors:
+    if not tensor_names.factors:
         raise ValueError(
             f"algorithm {name} is about LoRA's factors A and B, and there are none in what is trained, "
-            f"{len(slot.parameters)} tensors from {slot.parameters[0]!r} to {slot.parameters[-1]!r}; choose "
-            "adapter='lora', without DoRA, on linear layers and convolutions"
+            f"{tensor_names.parameter_range}; choose adapter='lora', without DoRA, on linear layers and convolutions"
         )
 
 
-def downs(slot: Slot) -> frozenset[str]:
+def downs(tensor_names: TensorNames) -> frozenset[str]:
     """Names of all A."""
-    return frozenset(pair.down for pair in slot.factors)
+    return frozenset(pair.down for pair in tensor_names.factors)
 
 
-def ups(slot: Slot) -> frozenset[str]:
+def ups(tensor_names: TensorNames) -> frozenset[str]:
     """Names of all B, and of biases beside them."""
-    modules = {pair.up.rpartition(".")[0] for pair in slot.factors}
-    return frozenset(key for key in slot.keys if key.rpartition(".")[0] in modules)
+    modules = {pair.up.rpartition(".")[0] for pair in tensor_names.factors}
+    return frozenset(key for key in tensor_names.keys if key.rpartition(".")[0] in modules)
 
 
 class FFALoRA(Around):
@@ -54,7 +53,7 @@ class FFALoRA(Around):
     def __init__(self, base: Algorithm | None = None) -> None:
         self.base = base or FedAvg()
         check_base(self, self.base)
-        if isinstance(self.base, FFALoRA | FedSALoRA | RoLoRA) or self.base.merges:
+        if isinstance(self.base, FFALoRA | FedSALoRA | RoLoRA) or self.base.merges_into_backbone:
             raise OptionError(
                 f"base={type(self.base).__name__} says itself what becomes of A; choose another one, such as FedAvg",
                 name="base",
@@ -72,10 +71,10 @@ class FFALoRA(Around):
         """As the base."""
         return self.base.is_ensemble
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse an adapter without factors, and what the base cannot work with."""
-        check_factors(type(self).__name__, slot)
-        self.base.check(_without_a(slot), num_clients)
+        check_factors(type(self).__name__, tensor_names)
+        self.base.check(_without_a(tensor_names), num_clients)
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """Those of the base."""
@@ -85,30 +84,32 @@ class FFALoRA(Around):
         """That of the base."""
         return self.base.initial(make)
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """As the base. A whole personal model has its A."""
-        return self.base.kept(initial, _without_a(slot))
+        return self.base.initial_client_state(initial, _without_a(tensor_names))
 
     def broadcast(self, sending: Broadcast) -> State:
         """As the base, with A."""
-        return self.base.broadcast(replace(sending, slot=_without_a(sending.slot)))
+        return self.base.broadcast(replace(sending, tensor_names=_without_a(sending.tensor_names)))
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """As the base."""
-        return self.base.open(kept, received, _without_a(slot))
+        return self.base.begin_round(kept, received, _without_a(tensor_names))
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """As the base, but for A."""
-        return self.base.trained(role, phase, _without_a(slot), round)
+        return self.base.trainable_keys(role, phase, _without_a(tensor_names), round)
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """As the base. A is not sent."""
-        keeps, update = self.base.close(trained, kept, received, _without_a(slot))
-        return keeps, partition(update, downs(slot))[1]
+        keeps, update = self.base.end_round(trained, kept, received, _without_a(tensor_names))
+        return keeps, partition(update, downs(tensor_names))[1]
 
     def server_step(self, server: ServerStep) -> State:
         """As the base. A stays as it is."""
-        return self.base.server_step(replace(server, slot=_without_a(server.slot)))
+        return self.base.server_step(replace(server, tensor_names=_without_a(server.tensor_names)))
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """Those of the base, with A."""
@@ -126,12 +127,14 @@ class FFALoRA(Around):
         return None if tuning is None else (FFALoRA(tuning[0]), tuning[1])
 
 
-def _without_a(slot: Slot) -> Slot:
-    """A slot in which A is not among what is trained."""
-    frozen = downs(slot)
-    keys, parameters = (tuple(key for key in names if key not in frozen) for names in (slot.keys, slot.parameters))
-    sets = {name: getattr(slot, name) - frozen for name in ("input", "adapter", "shared", "private")}
-    return replace(slot, keys=keys, parameters=parameters, factors=(), **sets)
+def _without_a(tensor_names: TensorNames) -> TensorNames:
+    """The tensor names without A among those that are trained."""
+    frozen = downs(tensor_names)
+    keys, parameters = (
+        tuple(key for key in names if key not in frozen) for names in (tensor_names.keys, tensor_names.parameters)
+    )
+    sets = {name: getattr(tensor_names, name) - frozen for name in ("input", "adapter", "shared", "private")}
+    return replace(tensor_names, keys=keys, parameters=parameters, factors=(), **sets)
 
 
 class FedSALoRA(PartialSharing):
@@ -144,14 +147,14 @@ class FedSALoRA(PartialSharing):
 
     what = "LoRA's B and the classification head"
 
-    def private(self, slot: Slot) -> frozenset[str]:
+    def private(self, tensor_names: TensorNames) -> frozenset[str]:
         """All B, and the head."""
-        return ups(slot) | slot.head
+        return ups(tensor_names) | tensor_names.head
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse an adapter without factors."""
-        check_factors(type(self).__name__, slot)
-        super().check(slot, num_clients)
+        check_factors(type(self).__name__, tensor_names)
+        super().check(tensor_names, num_clients)
 
 
 TURN = "lora/turn"
@@ -167,9 +170,9 @@ class RoLoRA(Algorithm):
     Clients receive both factors, since one may not have been there when the other factor was trained.
     """
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse an adapter without factors."""
-        check_factors(type(self).__name__, slot)
+        check_factors(type(self).__name__, tensor_names)
 
     def broadcast(self, sending: Broadcast) -> State:
         """The global state, and whose turn it is."""
@@ -177,18 +180,20 @@ class RoLoRA(Algorithm):
         turn = torch.tensor(_is_turn_of_a(sending.round), device=device)
         return expand(sending.global_state | {TURN: turn}, len(sending.clients))
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The global state."""
         return {"local": partition(received, {TURN})[1]}
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """All but the factor whose turn it is not."""
-        idle = ups(slot) if _is_turn_of_a(round) else downs(slot)
-        return tuple(key for key in slot.parameters if key not in idle)
+        idle = ups(tensor_names) if _is_turn_of_a(round) else downs(tensor_names)
+        return tuple(key for key in tensor_names.parameters if key not in idle)
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Send what was trained."""
-        idle = ups(slot) if bool(received[TURN][0]) else downs(slot)
+        idle = ups(tensor_names) if bool(received[TURN][0]) else downs(tensor_names)
         return {}, partition(trained["local"], idle)[1]
 
 

@@ -3,16 +3,16 @@
 
 Of s·B·A, B (``up``) and A (``down``) are named in :class:`perada.core.states.Factors`, and s is the scale. Both methods
 are exact: after a round of clients m with weights p_m, the global model has W + Σ p_m s·B_m·A_m. W is a part of the
-state (:attr:`Algorithm.merges`): the server sends it whole, since a client may take part for the first time in any
-round, and the rank of all that was merged grows by that of C clients a round; after out·in / ((out + in)·C·r) rounds
-its factors would be larger than W. Clients neither train W nor send it. Running statistics, the head and whatever else
-is trained is averaged.
+state (:attr:`Algorithm.merges_into_backbone`): the server sends it whole, since a client may take part for the first
+time in any round, and the rank of all that was merged grows by that of C clients a round; after out·in / ((out +
+in)·C·r) rounds its factors would be larger than W. Clients neither train W nor send it. Running statistics, the head
+and whatever else is trained is averaged.
 """
 
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, ServerStep, Stacks, TensorNames
 from perada.algorithms.lora import check_factors
 from perada.core.seeding import generator
 from perada.core.states import Factors, State, partition
@@ -22,23 +22,25 @@ from perada.server.aggregate import double
 class _Merging(Algorithm):
     """FedAvg, but for the server's step."""
 
-    merges = True
+    merges_into_backbone = True
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse an adapter without factors, and weights into which a product cannot be merged."""
         name = type(self).__name__
-        check_factors(name, slot)
-        for pair in slot.factors:
-            if pair.base not in slot.merged:
+        check_factors(name, tensor_names)
+        for pair in tensor_names.factors:
+            if pair.base not in tensor_names.merged:
                 raise ValueError(
                     f"algorithm {name} cannot merge {pair.up!r} into the weight under it, which must be that of a "
                     "linear layer or of a convolution without groups, and not trained itself; choose adapter='lora' "
                     "without train_backbone, and name other layers in target_modules"
                 )
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Send all but W."""
-        return {}, partition(trained["local"], slot.merged)[1]
+        return {}, partition(trained["local"], tensor_names.merged)[1]
 
 
 class FedExLoRA(_Merging):
@@ -51,7 +53,7 @@ class FedExLoRA(_Merging):
     def server_step(self, server: ServerStep) -> State:
         """Average, and merge the residual."""
         state = server.mean(server.updates, server.weights)
-        for pair in server.slot.factors:
+        for pair in server.tensor_names.factors:
             up, down = (double(state[key]).flatten(1) for key in (pair.up, pair.down))
             residual = _mean_product(server, pair) - pair.scale * up @ down
             state[pair.base] = _plus(server.previous[pair.base], residual)
@@ -68,10 +70,10 @@ class FLoRA(_Merging):
 
     def server_step(self, server: ServerStep) -> State:
         """Merge, begin anew, and average the rest."""
-        names = {key for pair in server.slot.factors for key in (pair.up, pair.down)}
+        names = {key for pair in server.tensor_names.factors for key in (pair.up, pair.down)}
         rest = server.updates.part(range(len(server.clients)), without=names)
         state = server.mean(rest, server.weights) if rest else {}
-        for place, pair in enumerate(server.slot.factors):
+        for place, pair in enumerate(server.tensor_names.factors):
             state[pair.base] = _plus(server.previous[pair.base], _mean_product(server, pair))
             state[pair.up], down = torch.zeros_like(server.previous[pair.up]), server.previous[pair.down]
             random = generator(server.seed, "flora", server.round, place)

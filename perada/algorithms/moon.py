@@ -4,7 +4,7 @@
 import torch
 import torch.nn.functional as F
 
-from perada.algorithms.base import Algorithm, ClientStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, ClientStep, Stacks, TensorNames
 from perada.core.checks import check_number
 from perada.core.states import State
 
@@ -30,15 +30,15 @@ class Moon(Algorithm):
         check_number("tau", tau, above=0, hint="similarities are divided by it")
         self.mu, self.tau = mu, tau
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse a model whose head is not trained, so that it is not known where."""
-        if not slot.head:
+        if not tensor_names.head:
             raise ValueError(
                 "algorithm Moon contrasts what the classification head is given, and no head is trained; choose an "
                 "adapter that trains it, such as adapter='full', or another algorithm"
             )
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """The previous model."""
         return {"previous": initial}
 
@@ -52,6 +52,8 @@ class Moon(Algorithm):
         apart = F.cosine_similarity(z, z_prev, dim=-1) - F.cosine_similarity(z, z_glob, dim=-1)
         step.descend("local", step.loss(logits) + self.mu * step.mean(F.softplus(apart / self.tau)))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep the model, and send it."""
         return {"previous": trained["local"]}, trained["local"]

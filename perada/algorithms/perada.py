@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Stacks, TensorNames
 from perada.core.checks import check_choice, check_number, check_whole
 from perada.core.states import State
 from perada.server.aggregate import double_dtype
@@ -34,7 +34,7 @@ class PerAda(Algorithm):
         check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
         self.prox_strength = prox_strength
         check_choice("distill", distill, (True, False))
-        self.distill = self.distills = distill
+        self.distill = self.uses_distillation = distill
 
     def client_step(self, step: ClientStep) -> None:
         """Lines 10 and 15, on one minibatch."""
@@ -75,7 +75,9 @@ class MTL(Algorithm):
         """A step on the client's own loss and the pull towards the mean."""
         step.descend("personal", step.loss("personal"), pull=(self.prox_strength, step.received))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep v_m, send v̄ moved by its change."""
         before, after = kept["personal"], trained["personal"]
         moved = {
@@ -125,7 +127,7 @@ class PFedMe(Algorithm):
         check_choice("restart", restart, (True, False))
         self.prox_strength, self.inner_steps, self.beta, self.restart = prox_strength, inner_steps, beta, restart
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Both start from what was received."""
         return {"personal": received, "local": received}
 
@@ -138,9 +140,11 @@ class PFedMe(Algorithm):
             step.descend("personal", step.loss("personal"), pull=(self.prox_strength, local))
         step.descend("local", pull=(self.prox_strength, theta))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep θ, send w_m."""
-        parameters = {key: trained["local"][key] for key in slot.parameters}
+        parameters = {key: trained["local"][key] for key in tensor_names.parameters}
         return {"personal": trained["personal"]}, trained["personal"] | parameters
 
     def server_step(self, server: ServerStep) -> State:
@@ -175,13 +179,13 @@ class APFL(Algorithm):
         check_number("lr_alpha", lr_alpha, least=0, hint="0 keeps alpha fixed")
         self.alpha, self.lr_alpha = alpha, lr_alpha
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """v_m, the mixture, and α."""
         some = next(iter(initial.values()))
         alpha = torch.full((), self.alpha, dtype=double_dtype(some.device), device=some.device)
         return {"personal": initial, "mixed": initial, "share": {"alpha": alpha}}
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Train v_m and w_m. α goes with them."""
         return {"personal": kept["personal"], "local": received, "share": kept["share"]}
 
@@ -196,9 +200,11 @@ class APFL(Algorithm):
             alpha.sub_(self.lr_alpha * gradient).clamp_(0, 1)
         step.descend("local", step.loss("local"))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep v_m, α and the mixture; send w_m."""
-        mixed = _mixture(trained["personal"], trained["local"], trained["share"]["alpha"], slot.parameters)
+        mixed = _mixture(trained["personal"], trained["local"], trained["share"]["alpha"], tensor_names.parameters)
         return {"personal": trained["personal"], "mixed": mixed, "share": trained["share"]}, trained["local"]
 
     def personal(self, kept: Stacks, global_state: State) -> State:

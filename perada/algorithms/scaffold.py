@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Stacks, TensorNames
 from perada.core.checks import check_number
 from perada.core.states import State, expand, partition
 
@@ -34,25 +34,25 @@ class Scaffold(Algorithm):
         check_number("server_lr", server_lr, above=0, hint="1 takes the mean")
         self.server_lr = server_lr
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """c_i, zero at first."""
-        return {"control": {key: torch.zeros_like(initial[key]) for key in slot.parameters}}
+        return {"control": {key: torch.zeros_like(initial[key]) for key in tensor_names.parameters}}
 
     def broadcast(self, sending: Broadcast) -> State:
         """The model x, and c."""
-        control = _control(sending.state, sending.global_state, sending.slot)
+        control = _control(sending.state, sending.global_state, sending.tensor_names)
         return expand(sending.global_state | control, len(sending.clients))
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """y, the sum of the gradients, and how many they are."""
         gradients = {key: torch.zeros_like(value) for key, value in kept["control"].items()}
         some = next(iter(gradients.values()))
-        local = partition(received, _names(slot))[1]
+        local = partition(received, _names(tensor_names))[1]
         return {"local": local, "gradients": gradients, "steps": {"taken": some.new_zeros(len(some))}}
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """The model y alone."""
-        return slot.parameters if role == "local" else ()
+        return tensor_names.parameters if role == "local" else ()
 
     def client_step(self, step: ClientStep) -> None:
         """A corrected step, whose gradient is added to the sum."""
@@ -66,7 +66,9 @@ class Scaffold(Algorithm):
             sums[key] += value.where(_rows(taken, value), 0)
         step.states["steps"]["taken"] += taken
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Update c_i; send y, and c moved by the change of c_i."""
         steps, controls, moved = trained["steps"]["taken"], {}, {}
         for key, before in kept["control"].items():
@@ -77,22 +79,24 @@ class Scaffold(Algorithm):
 
     def server_step(self, server: ServerStep) -> State:
         """Move x along the mean change, and c by the mean change times the clients' share of the federation."""
-        names, clients, old = _names(server.slot), range(len(server.clients)), server.previous
+        names, clients, old = _names(server.tensor_names), range(len(server.clients)), server.previous
         average = server.mean(server.updates.part(clients, without=names), server.weights)
         uniform = torch.full_like(server.weights, 1 / len(clients))
         after = server.updates.part(clients, without=average.keys()).mean(uniform)
-        before, share = _control(server.state, old, server.slot), len(clients) / server.num_clients
+        before, share = _control(server.state, old, server.tensor_names), len(clients) / server.num_clients
         server.state["control"] = {key: value + share * (after[key] - value) for key, value in before.items()}
-        return average | {key: old[key] + self.server_lr * (average[key] - old[key]) for key in server.slot.parameters}
+        return average | {
+            key: old[key] + self.server_lr * (average[key] - old[key]) for key in server.tensor_names.parameters
+        }
 
 
-def _names(slot: Slot) -> list[str]:
-    return [CONTROL + key for key in slot.parameters]
+def _names(tensor_names: TensorNames) -> list[str]:
+    return [CONTROL + key for key in tensor_names.parameters]
 
 
-def _control(server_state: Mapping[str, State], global_state: State, slot: Slot) -> State:
+def _control(server_state: Mapping[str, State], global_state: State, tensor_names: TensorNames) -> State:
     """c, under the names that it travels by."""
-    zeros = {CONTROL + key: torch.zeros_like(global_state[key]) for key in slot.parameters}
+    zeros = {CONTROL + key: torch.zeros_like(global_state[key]) for key in tensor_names.parameters}
     return server_state.get("control", zeros)
 
 

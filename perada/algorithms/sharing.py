@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Stacks, TensorNames
 from perada.core.checks import check_choice, check_number
 from perada.core.rounds import Phase
 from perada.core.states import State, expand, partition
@@ -30,35 +30,36 @@ class PartialSharing(Algorithm, ABC):
     remedy: str = "train more (adapter='full'), or choose another algorithm"
 
     @abstractmethod
-    def private(self, slot: Slot) -> frozenset[str]:
+    def private(self, tensor_names: TensorNames) -> frozenset[str]:
         """Names of what stays on the client."""
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse a split that leaves nothing to keep or nothing to share."""
-        private = self.private(slot)
-        for verb, part in (("keep", private), ("send", set(slot.parameters) - private)):
+        private = self.private(tensor_names)
+        for verb, part in (("keep", private), ("send", set(tensor_names.parameters) - private)):
             if not part:
                 raise ValueError(
                     f"algorithm {type(self).__name__} has nothing to {verb}: clients keep {self.what} and share all "
-                    f"else, but what is trained are {len(slot.parameters)} tensors from {slot.parameters[0]!r} to "
-                    f"{slot.parameters[-1]!r}; {self.remedy}"
+                    f"else, but what is trained are {tensor_names.parameter_range}; {self.remedy}"
                 )
 
-    def kept(self, initial: State, slot: Slot) -> Stacks:
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """The private part of the initial state."""
-        return {"personal": partition(initial, self.private(slot))[0]}
+        return {"personal": partition(initial, self.private(tensor_names))[0]}
 
     def broadcast(self, sending: Broadcast) -> State:
         """The shared part."""
-        return expand(partition(sending.global_state, self.private(sending.slot))[1], len(sending.clients))
+        return expand(partition(sending.global_state, self.private(sending.tensor_names))[1], len(sending.clients))
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The whole model, made of both parts."""
         return {"local": received | kept["personal"]}
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep one part, send the other."""
-        private, shared = partition(trained["local"], self.private(slot))
+        private, shared = partition(trained["local"], self.private(tensor_names))
         return {"personal": private}, shared
 
     def personal(self, kept: Stacks, global_state: State) -> State:
@@ -73,9 +74,9 @@ class FedBN(PartialSharing):
     what = "normalisation layers"
     remedy = "train layers with normalisation (adapter='full' or 'bias_norm', on a backbone that has any)"
 
-    def private(self, slot: Slot) -> frozenset[str]:
+    def private(self, tensor_names: TensorNames) -> frozenset[str]:
         """The norms."""
-        return slot.norms
+        return tensor_names.norms
 
 
 class LGFedAvg(PartialSharing):
@@ -83,9 +84,9 @@ class LGFedAvg(PartialSharing):
 
     what = "all layers but the classification head"
 
-    def private(self, slot: Slot) -> frozenset[str]:
+    def private(self, tensor_names: TensorNames) -> frozenset[str]:
         """All but the head."""
-        return frozenset(slot.keys) - slot.head
+        return frozenset(tensor_names.keys) - tensor_names.head
 
 
 class FedSim(PartialSharing):
@@ -118,21 +119,26 @@ class FedSim(PartialSharing):
         """The class and the split."""
         return f"{type(self).__name__} with the {self.split} split"
 
-    def private(self, slot: Slot) -> frozenset[str]:
+    def private(self, tensor_names: TensorNames) -> frozenset[str]:
         """The chosen part."""
-        return {"input": slot.input, "output": slot.head, "adapter": slot.adapter, "branch": slot.private}[self.split]
+        return {
+            "input": tensor_names.input,
+            "output": tensor_names.head,
+            "adapter": tensor_names.adapter,
+            "branch": tensor_names.private,
+        }[self.split]
 
-    def check(self, slot: Slot, num_clients: int) -> None:
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse to share a backbone that is frozen."""
-        backbone = set(slot.parameters) - slot.adapter - slot.head - slot.norms
-        if self.split == "adapter" and slot.adapter and not backbone:
+        backbone = set(tensor_names.parameters) - tensor_names.adapter - tensor_names.head - tensor_names.norms
+        if self.split == "adapter" and tensor_names.adapter and not backbone:
             raise ValueError(
                 f"{type(self).__name__}(split='adapter') shares the backbone, which is frozen; set "
                 "train_backbone=True (model.train_backbone), or choose another split"
             )
-        super().check(slot, num_clients)
+        super().check(tensor_names, num_clients)
 
-    def open(self, kept: Stacks, received: State, slot: Slot) -> Stacks:
+    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Both parts, apart."""
         return {"personal": kept["personal"], "local": received}
 
@@ -140,7 +146,9 @@ class FedSim(PartialSharing):
         """One gradient, one step on each part."""
         step.descend(("personal", "local"), whole_loss(step))
 
-    def close(self, trained: Stacks, kept: Stacks, received: State, slot: Slot) -> tuple[Stacks, State]:
+    def end_round(
+        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
         """Keep v, send u."""
         return {"personal": trained["personal"]}, trained["local"]
 
@@ -183,9 +191,9 @@ class FedAlt(FedSim):
             return (second,)
         return (Phase("personal", epochs, steps) if own is None else Phase("personal", own), second)
 
-    def trained(self, role: str, phase: str, slot: Slot, round: int) -> tuple[str, ...]:
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """Each phase trains the role it is named after."""
-        return slot.parameters if role == phase else ()
+        return tensor_names.parameters if role == phase else ()
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the part whose turn it is."""

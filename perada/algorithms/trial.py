@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Broadcast, ServerStep, Slot, Stacks
+from perada.algorithms.base import Algorithm, Broadcast, ServerStep, Stacks, TensorNames
 from perada.core.checks import Options, check_choice
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
@@ -32,7 +32,7 @@ def is_own(made: Options) -> bool:
 def try_rounds(
     algorithm: Algorithm,
     rule: ServerRule,
-    slot: Slot,
+    tensor_names: TensorNames,
     initial: State,
     phases: Sequence[Phase],
     num_clients: int,
@@ -58,10 +58,10 @@ def try_rounds(
     def ask(method: str, call: Callable[..., Any], *given: Any) -> Any:  # noqa: ANN401  # whatever it gives
         who = f"{name}.{method}"
         made = _tried(who, call, *given)
-        if method == "kept":
+        if method == "initial_client_state":
             _check_stacks(who, made, made)
             first.update(made)
-        elif method == "close":
+        elif method == "end_round":
             if not isinstance(made, tuple) or len(made) != 2:
                 raise _Refused(f"{who} gives {type(made).__name__}; give what clients keep, and what they send")
             kept, update = made
@@ -83,7 +83,7 @@ def try_rounds(
         rule.check(len(some))
     except ValueError:
         rule = Mean()
-    given = slot, initial, phases, num_clients, some, range(2), ask, num_classes
+    given = tensor_names, initial, phases, num_clients, some, range(2), ask, num_classes
     turns = rounds_of(algorithm, _TriedRule(rule), *given, multilabel=multilabel)
     _, kept, global_state = list(turns)[-1]
     if algorithm.inference == "personal":
@@ -93,7 +93,7 @@ def try_rounds(
 def rounds_of(
     algorithm: Algorithm,
     rule: ServerRule,
-    slot: Slot,
+    tensor_names: TensorNames,
     initial: State,
     phases: Sequence[Phase],
     num_clients: int,
@@ -108,23 +108,26 @@ def rounds_of(
 
     ``ask`` calls the algorithm's methods. See :class:`Rehearsal` for what follows it.
     """
-    head = initial.get(f"{slot.head_module}.weight")
+    head = initial.get(f"{tensor_names.head_module}.weight")
     width = None if head is None else head.shape[1]
     global_state, server_state = initial, dict[str, State]()
-    kept = {role: expand(state, len(clients)) for role, state in ask("kept", algorithm.kept, initial, slot).items()}
+    kept = {
+        role: expand(state, len(clients))
+        for role, state in ask("initial_client_state", algorithm.initial_client_state, initial, tensor_names).items()
+    }
     for round in rounds:
-        given = Broadcast(global_state, slot, round, clients, num_clients, 0, state=server_state)
+        given = Broadcast(global_state, tensor_names, round, clients, num_clients, 0, state=server_state)
         received = ask("broadcast", algorithm.broadcast, given)
-        opened = ask("open", algorithm.open, kept, received, slot)
+        opened = ask("begin_round", algorithm.begin_round, kept, received, tensor_names)
         step = Rehearsal(algorithm, opened, kept, received, round, changed, classes, width, multilabel)
         for phase in phases:
-            ask("trained", step.begin, phase.name, slot)
+            ask("trainable_keys", step.begin, phase.name, tensor_names)
             ask("client_step", algorithm.client_step, step)
             ask("client_step", algorithm.client_step, step)
-        kept, update = ask("close", algorithm.close, step.finished(), kept, received, slot)
+        kept, update = ask("end_round", algorithm.end_round, step.finished(), kept, received, tensor_names)
         if update:
             updates, weights = Updates(clone(update)), client_weights("uniform", clients)  # a step may change them
-            turn = round, clients, num_clients, slot, 0, global_state, updates, weights, server_state, rule
+            turn = round, clients, num_clients, tensor_names, 0, global_state, updates, weights, server_state, rule
             server = ServerStep(*turn, lambda student, *_, **__: student, partial(_predicted, classes or 2))
             global_state = global_state | ask("server_step", algorithm.server_step, server)
             server_state = server.state
@@ -139,12 +142,12 @@ def _predicted(
     return found, torch.ones(1, num_classes) if labelled else None
 
 
-def example_sent(algorithm: Algorithm, slot: Slot, initial: State) -> State:
+def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
     """What a client sends in the first round, (1, ...), if it trains nothing."""
-    kept = {role: expand(state, 1) for role, state in algorithm.kept(initial, slot).items()}
-    losses = torch.zeros(1, algorithm.modes) if algorithm.compares else None
-    received = algorithm.broadcast(Broadcast(initial, slot, 0, (0,), 1, 0, losses))
-    return algorithm.close(algorithm.open(kept, received, slot), kept, received, slot)[1]
+    kept = {role: expand(state, 1) for role, state in algorithm.initial_client_state(initial, tensor_names).items()}
+    losses = torch.zeros(1, algorithm.modes) if algorithm.compares_models else None
+    received = algorithm.broadcast(Broadcast(initial, tensor_names, 0, (0,), 1, 0, losses))
+    return algorithm.end_round(algorithm.begin_round(kept, received, tensor_names), kept, received, tensor_names)[1]
 
 
 class _Refused(ValueError):
@@ -226,15 +229,15 @@ class Rehearsal:
     ) -> None:
         self._width, self._multilabel = width, multilabel
         self.algorithm, self.kept, self.received, self.round = algorithm, kept, received, round
-        self._changed, self._classes, self.phase, self.slot = changed, classes, "", Slot((), ())
+        self._changed, self._classes, self.phase, self.tensor_names = changed, classes, "", TensorNames((), ())
         self.states: Stacks = {role: clone(state) for role, state in opened.items()}
         self.queries: Counter[str] = Counter()
 
-    def begin(self, phase: str, slot: Slot) -> None:
+    def begin(self, phase: str, tensor_names: TensorNames) -> None:
         """Turn to a phase, and what it trains."""
-        self.phase, self.slot, self.states = phase, slot, self.finished()
+        self.phase, self.tensor_names, self.states = phase, tensor_names, self.finished()
         for role, state in self.states.items():
-            for key in self.algorithm.trained(role, phase, slot, self.round):
+            for key in self.algorithm.trainable_keys(role, phase, tensor_names, self.round):
                 if key in state:
                     state[key].requires_grad_()
 
@@ -316,7 +319,8 @@ class Rehearsal:
             if not loss.requires_grad:
                 raise ValueError(
                     f"the loss of step.descend({role!r}) depends on nothing that phase {self.phase!r} trains "
-                    f"({type(self.algorithm).__name__}.trained); choose an adapter that trains it, or skip the step"
+                    f"({type(self.algorithm).__name__}.trainable_keys); choose an adapter that trains it, "
+                    "or skip the step"
                 )
             loss.sum().backward()
         with torch.no_grad():

@@ -286,7 +286,7 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
     """
     from perada.algorithms import make_algorithm, with_server_rule
 
-    distils = make_algorithm(with_server_rule(algorithm, None)[0]).distills
+    distils = make_algorithm(with_server_rule(algorithm, None)[0]).uses_distillation
     check_whole("rounds", yaml.safe_load(rounds))
     if epsilon:
         check_target("epsilon", yaml.safe_load(epsilon))

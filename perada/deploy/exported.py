@@ -102,7 +102,7 @@ def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mappi
     if algorithm.inference == "personal" or algorithm.personalization() is not None:
         info["elsewhere"] = list(range(len(members)))
     known_sizes = [None if settings.private else member.size for member in members]
-    ranks = lora_ranks(algorithm, recipe.module.slot, recipe.template.initial, names, known_sizes)
+    ranks = lora_ranks(algorithm, recipe.module.tensor_names, recipe.template.initial, names, known_sizes)
     if ranks:
         info["lora_ranks"] = list(ranks)
     rounds = []

@@ -102,7 +102,7 @@ class Recipe:
     def build(self, num_classes: int, multilabel: bool) -> None:
         """Build the network. Features are not cached, so that both parties see images and get the same bits."""
         self.module.cache_features = False
-        self.module.build(num_classes, multilabel, self.loop.seed, self.loop.algorithm.merges)
+        self.module.build(num_classes, multilabel, self.loop.seed, self.loop.algorithm.merges_into_backbone)
         self.module.to(self.device)
 
     @cached_property
@@ -130,7 +130,7 @@ class Recipe:
         """Examples of the states that are sent."""
         initial = self.loop.algorithm.initial(self.module.initial_state)
         received, opened, sent = self._round(initial, 0)
-        sending = initial if self.loop.algorithm.compares else received
+        sending = initial if self.loop.algorithm.compares_models else received
         return Template(initial, sending, opened, sent)
 
     def public_images(self) -> "PublicImages":
@@ -202,7 +202,7 @@ class Recipe:
     def distils(self, round: int) -> bool:
         """Return whether the server distils after a round, for which sites in secure sums add up logits."""
         loop = self.loop
-        has_ensemble = loop.algorithm.distills and not loop.algorithm.own_teachers
+        has_ensemble = loop.algorithm.uses_distillation and not loop.algorithm.own_teachers
         return has_ensemble and loop.client_privacy is None and loop.distillation.active(round)
 
     def teacher_batches(self, round: int, images: "PublicImages") -> TeacherBatches:
@@ -219,14 +219,14 @@ class Recipe:
     def _round(self, state: State, round: int) -> tuple[State, Stacks, State]:
         """Return what a client receives, what it trains, (1, ...) by role, and what it sends."""
         algorithm = self.loop.algorithm
-        slot = self.module.slot
+        tensor_names = self.module.tensor_names
         losses = None
-        if algorithm.compares:
+        if algorithm.compares_models:
             losses = torch.zeros(1, algorithm.modes, device=next(iter(state.values())).device)
-        received = algorithm.broadcast(Broadcast(state, slot, round, (0,), 1, self.loop.seed, losses))
-        kept = first_kept(algorithm.kept(state, slot))
-        opened = algorithm.open(kept, received, slot)
-        sent = algorithm.close(opened, kept, received, slot)[1]
+        received = algorithm.broadcast(Broadcast(state, tensor_names, round, (0,), 1, self.loop.seed, losses))
+        kept = first_kept(algorithm.initial_client_state(state, tensor_names))
+        opened = algorithm.begin_round(kept, received, tensor_names)
+        sent = algorithm.end_round(opened, kept, received, tensor_names)[1]
         return _first_row(received), opened, _first_row(sent)
 
 

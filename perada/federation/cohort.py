@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.algorithms.base import Slot, Stacks
+from perada.algorithms.base import Stacks, TensorNames
 from perada.algorithms.trial import no_counts, no_logits
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, RoundPlan, Shares, one_of
@@ -36,8 +36,15 @@ class Site:
     scales, in float16.
     """
 
-    def __init__(self, engine: Engine, slot: Slot, settings: Settings, protection: Protection | None = None) -> None:
-        self.engine, self.slot, self.settings, self.protection = engine, slot, settings, protection or Protection()
+    def __init__(
+        self, engine: Engine, tensor_names: TensorNames, settings: Settings, protection: Protection | None = None
+    ) -> None:
+        self.engine, self.tensor_names, self.settings, self.protection = (
+            engine,
+            tensor_names,
+            settings,
+            protection or Protection(),
+        )
         self.scales = KeptScales(settings.loss_scaling)
 
     @cached_property
@@ -56,8 +63,10 @@ class _Chunk:
 
     def __init__(self, cohort: "Cohort", opened: Stacks, start: int, stop: int) -> None:
         self._cohort, self.start, self.stop, self.round = cohort, start, stop, cohort.plan.round
-        self.slot = cohort.slot
-        parts = {role: partition(_rows(state, start, stop), cohort.slot.merged) for role, state in opened.items()}
+        self.tensor_names = cohort.tensor_names
+        parts = {
+            role: partition(_rows(state, start, stop), cohort.tensor_names.merged) for role, state in opened.items()
+        }
         self.full = {role: merged | clone(rest) for role, (merged, rest) in parts.items()}
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -67,7 +76,7 @@ class _Chunk:
         cohort = self._cohort
         self.phase, self.active, self._optimizers = phase, self.stop - self.start, {}
         for role, state in self.full.items():
-            trained = cohort.algorithm.trained(role, phase, cohort.slot, self.round)
+            trained = cohort.algorithm.trainable_keys(role, phase, cohort.tensor_names, self.round)
             leaves = {key: state[key].detach().requires_grad_() for key in trained if key in state}
             self.states[role] = {**state, **leaves}
             if leaves:
@@ -103,7 +112,7 @@ class _Chunk:
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
         cohort, (states, streams) = self._cohort, self._entered(states, stream)
         logits, found = cohort.engine.outputs(
-            states, self._x, cohort.slot.head_module, training=training, counts=self._counts, streams=streams
+            states, self._x, cohort.tensor_names.head_module, training=training, counts=self._counts, streams=streams
         )
         if cohort.scales is None:
             return logits, found
@@ -262,7 +271,7 @@ class Cohort:
         engine, settings, clients = site.engine, site.settings, len(plan.clients)
         tuned = settings.algorithm.personalization() if tuning else None
         self.algorithm, self.phases = (settings.algorithm, settings.phases) if tuned is None else (tuned[0], tuned[1:])
-        self.engine, self.slot, self.training = engine, site.slot, settings.training
+        self.engine, self.tensor_names, self.training = engine, site.tensor_names, settings.training
         self.plan, self.kept, self.received, self.factor = plan, kept, received, factor
         self.private: PrivateRound | None = None
         if site.protection.images is not None:
@@ -270,8 +279,8 @@ class Cohort:
         device = next(iter(received.values())).device
         self.scales = site.scales.open("clients", clients, device)
         size = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
-        opened = self.algorithm.open(kept, received, site.slot)
-        self._merged = {role: partition(state, site.slot.merged)[0] for role, state in opened.items()}
+        opened = self.algorithm.begin_round(kept, received, site.tensor_names)
+        self._merged = {role: partition(state, site.tensor_names.merged)[0] for role, state in opened.items()}
         bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
         self.chunks = [_Chunk(self, opened, start, stop) for start, stop in bounds]
         own = secrets.randbits(256) if self.private is not None and self.private.secure else settings.seed
@@ -307,7 +316,7 @@ class Cohort:
 
     def close(self) -> Trained:
         """Finish the round."""
-        merged = self.slot.merged
+        merged = self.tensor_names.merged
         trained = {
             role: {
                 key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state if key not in merged
@@ -317,7 +326,7 @@ class Cohort:
         self.chunks = []
         finite = _all_finite(~self.broken, *trained.values())
         trained = {role: state | self._merged[role] for role, state in trained.items()}
-        kept, update = self.algorithm.close(trained, self.kept, self.received, self.slot)
+        kept, update = self.algorithm.end_round(trained, self.kept, self.received, self.tensor_names)
         sent = _all_finite(torch.ones_like(finite), update)  # an algorithm may make what is not finite of what is
         if self.private is not None:
             return Trained(kept, update, finite, sent)

@@ -55,10 +55,14 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
     """
     algorithm, name = settings.algorithm, type(settings.algorithm).__name__
     lack: dict[Diagnostic, str] = {"lora_residual": factors} if factors else {}
-    if not (algorithm.sends and algorithm.global_model) or algorithm.is_ensemble:
+    if not (algorithm.sends_updates and algorithm.global_model) or algorithm.is_ensemble:
         reason = f"{name} does not average what clients send into exactly one whole model; choose PerAda, FedAvg, Ditto"
         found: dict[Diagnostic, str] = dict.fromkeys(ALL, reason)
-        if algorithm.sends and not algorithm.is_ensemble and not (settings.client_privacy or settings.secure_sums):
+        if (
+            algorithm.sends_updates
+            and not algorithm.is_ensemble
+            and not (settings.client_privacy or settings.secure_sums)
+        ):
             del found["lora_residual"]  # needs no whole model
         return found | lack
     if settings.secure_sums is not None:
@@ -206,10 +210,12 @@ def full_gradients(
     The numbers of images (C,) come with them. The model is in evaluation mode: L_m is then a function of the parameters
     alone. In each batch, the active clients are a prefix of the C; rows beyond a client's count are not looked at.
     """
-    engine, slot, clients = cohort.engine, cohort.slot, len(next(iter(roles[0].values())))
+    engine, tensor_names, clients = cohort.engine, cohort.tensor_names, len(next(iter(roles[0].values())))
     given = [(role, phase.name) for role in cohort.chunks[0].full for phase in cohort.phases]
-    names = {name for asked in given for name in cohort.algorithm.trained(*asked, slot, cohort.plan.round)}
-    whole = [{key: state[key] for key in slot.keys} for state in roles]
+    names = {
+        name for asked in given for name in cohort.algorithm.trainable_keys(*asked, tensor_names, cohort.plan.round)
+    }
+    whole = [{key: state[key] for key in tensor_names.keys} for state in roles]
     stacks = [{k: v.detach().clone().requires_grad_(k in names) for k, v in state.items()} for state in whole]
     together = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
     rows = torch.zeros(clients, dtype=torch.float64)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from perada.algorithms import Algorithm, Slot, Stacks
+from perada.algorithms import Algorithm, Stacks, TensorNames
 from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares, one_of
 from perada.core.states import State, cut_ranks, expand, prefix, stack
@@ -32,14 +32,14 @@ class Federation(Site):
     def __init__(
         self,
         engine: Engine,
-        slot: Slot,
+        tensor_names: TensorNames,
         initial: Callable[[int], State],
         settings: Settings,
         num_clients: int,
         ranks: Ranks | None = None,
         protection: Protection | None = None,
     ) -> None:
-        super().__init__(engine, slot, settings, protection)
+        super().__init__(engine, tensor_names, settings, protection)
         self.ranks, self.num_clients = ranks or Ranks(), num_clients
         self.server = Server(self, initial, self.ranks)
         self.store = self._store(settings.algorithm)
@@ -59,7 +59,9 @@ class Federation(Site):
         """Room for what an algorithm's clients keep: those drawn, or all where they are tuned."""
         storage = replace(self.settings.storage, clients=self.num_clients) if tuned else self.settings.storage
         name = "tuned" if tuned else ""
-        return SharedStore(storage.open(algorithm.kept(self.global_state, self.slot), name), self.ranks)
+        return SharedStore(
+            storage.open(algorithm.initial_client_state(self.global_state, self.tensor_names), name), self.ranks
+        )
 
     def open(self, shares: Shares, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
         """Start a round: gather what its clients kept, and send them the global state.
@@ -71,7 +73,7 @@ class Federation(Site):
         self._shares, self.tuned = shares, None  # what was tuned from an earlier global state is outdated
         self.store.bring(shares.parts)
         settings, own, losses = self.settings, shares.trained, None
-        if loader and settings.algorithm.compares:
+        if loader and settings.algorithm.compares_models:
             multilabel = settings.training.multilabel
             losses = compare(self.engine, self.server.members(), map(one_of, loader(own)), len(own.clients), multilabel)
         self.protection.spend(shares.plan, self.ranks)
@@ -120,14 +122,16 @@ class Federation(Site):
         """Training losses, and what a client trains and all send; the states are of some of them."""
         settings, clients = self.settings, len(outcomes.finite)
         # Every client is sent all models where it compares them, and takes one.
-        many = settings.algorithm.compares
+        many = settings.algorithm.compares_models
         received = self.global_state if many else {key: value[0] for key, value in received.items()}
         sent = {key: value[0] for key, value in sent.items()}
-        plan, known = self._shares.plan, (settings.algorithm, settings.phases, self.slot)
+        plan, known = self._shares.plan, (settings.algorithm, settings.phases, self.tensor_names)
         ranks = self.server.ranks_of(plan.clients)
         metrics = parameter_counts(*known, plan.round, opened, sent, ranks) | {
-            "comm/up_mb": megabytes_held(sent, self.slot, ranks, clients),
-            "comm/down_mb": megabytes_held(received, self.slot, ranks, clients) if settings.algorithm.sends else 0.0,
+            "comm/up_mb": megabytes_held(sent, self.tensor_names, ranks, clients),
+            "comm/down_mb": megabytes_held(received, self.tensor_names, ranks, clients)
+            if settings.algorithm.sends_updates
+            else 0.0,
         }
         if outcomes.skipped is not None:
             metrics["train/skipped_steps"] = float(outcomes.skipped.sum())
@@ -180,7 +184,7 @@ class Federation(Site):
             states = expand(self.global_state, len(clients))
         else:
             states = self.settings.algorithm.personal(self.store.gather(clients), self.global_state)
-        return cut_ranks(states, self.slot.factors, torch.tensor(ranks)) if ranks else states
+        return cut_ranks(states, self.tensor_names.factors, torch.tensor(ranks)) if ranks else states
 
     def owned(self) -> list[int]:
         """The clients whose personal states this process holds, in order; each client has one owner."""
@@ -232,7 +236,7 @@ class Federation(Site):
             self.store.load_state_dict(saved["clients"])
         else:
             others = sorted({*range(self.num_clients)} - {*numbers})
-            kept = self.settings.algorithm.kept(self.global_state, self.slot)
+            kept = self.settings.algorithm.initial_client_state(self.global_state, self.tensor_names)
             self.store.grow(saved["clients"], numbers, others, kept)
         self.tuned = None
         if saved["tuned"] is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from perada.algorithms import Algorithm, ServerStep, Slot
+from perada.algorithms import Algorithm, ServerStep, TensorNames
 from perada.algorithms.trial import example_sent
 from perada.core.states import State, clone
 from perada.federation.settings import Settings
@@ -17,7 +17,7 @@ from perada.server.aggregate import ServerRule
 TRIED = 4
 
 
-def check_secure_sums(settings: Settings, slot: Slot, initial: State, clients: int) -> None:
+def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: State, clients: int) -> None:
     """Refuse, by a ValueError, what needs more of the clients than sums over the round's.
 
     ``initial`` is the algorithm's initial state, ``clients`` the number of all.
@@ -28,9 +28,9 @@ def check_secure_sums(settings: Settings, slot: Slot, initial: State, clients: i
     name, drawn = type(algorithm).__name__, min(clients, settings.clients_per_round or clients)
     instead = "or leave secure_sums out"
     reasons = {
-        f"{name}: its clients send nothing; leave it out": not algorithm.sends,
+        f"{name}: its clients send nothing; leave it out": not algorithm.sends_updates,
         f"{name}: it compares models on the clients' images, and their losses are no sums; choose PerAda, {instead}": (
-            algorithm.compares
+            algorithm.compares_models
         ),
         f"refuse_far=True: it compares single updates; leave it out, {instead}": settings.refuse_far,
         f"clients_per_round={drawn}: more than {secure.threshold:g} of them, and at least {secure.min_sites}, must be "
@@ -42,16 +42,16 @@ def check_secure_sums(settings: Settings, slot: Slot, initial: State, clients: i
     for reason, holds in reasons.items():
         if holds:
             raise ValueError(f"secure_sums cannot be used with {reason}")
-    if not only_the_mean_counts(algorithm, rule, slot, initial):
+    if not only_the_mean_counts(algorithm, rule, tensor_names, initial):
         raise ValueError(
             f"secure_sums cannot be used with {name}: what its server makes of the clients' updates does not follow "
             f"from their mean, as a trial at set-up shows; choose PerAda, FedAvg or Ditto, {instead}"
         )
 
 
-def only_the_mean_counts(algorithm: Algorithm, rule: ServerRule, slot: Slot, initial: State) -> bool:
+def only_the_mean_counts(algorithm: Algorithm, rule: ServerRule, tensor_names: TensorNames, initial: State) -> bool:
     """Try three rounds of a server on updates, and on their mean in every row: whether the results are the same."""
-    example, random = example_sent(algorithm, slot, initial), torch.Generator().manual_seed(0)
+    example, random = example_sent(algorithm, tensor_names, initial), torch.Generator().manual_seed(0)
     sent = [
         {
             key: 1.0 + 0.5 * torch.randn(TRIED, *value.shape[1:], generator=random, dtype=torch.float64)
@@ -70,7 +70,7 @@ def only_the_mean_counts(algorithm: Algorithm, rule: ServerRule, slot: Slot, ini
                 round,
                 tuple(range(TRIED)),
                 TRIED + 1,
-                slot,
+                tensor_names,
                 0,
                 clone(previous),
                 Updates(given),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.algorithms import Algorithm, Broadcast, ServerStep, Slot, Stacks
+from perada.algorithms import Algorithm, Broadcast, ServerStep, Stacks, TensorNames
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import State, clone, expand, is_finite, partition, rank_axes, send, to_device
@@ -60,7 +60,12 @@ class Server:
     """
 
     def __init__(self, site: Site, initial: Callable[[int], State], ranks: Ranks | None = None) -> None:
-        self.engine, self.slot, self.settings, self.scales = site.engine, site.slot, site.settings, site.scales
+        self.engine, self.tensor_names, self.settings, self.scales = (
+            site.engine,
+            site.tensor_names,
+            site.settings,
+            site.scales,
+        )
         self.ranks, self.global_state = ranks or Ranks(), self.settings.algorithm.initial(initial)
         self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
         self.server_state: dict[str, State] = {}
@@ -80,7 +85,7 @@ class Server:
         """
         settings, algorithm = self.settings, algorithm or self.settings.algorithm
         known = plan.round, plan.clients, num_clients, settings.seed, losses, self.server_state
-        return algorithm.broadcast(Broadcast(self.global_state, self.slot, *known, self.ranks_of(plan.clients)))
+        return algorithm.broadcast(Broadcast(self.global_state, self.tensor_names, *known, self.ranks_of(plan.clients)))
 
     def ranks_of(self, clients: Sequence[int]) -> tuple[int, ...]:
         """The clients' ranks of LoRA; empty where they have the adapter's."""
@@ -153,14 +158,22 @@ class Server:
         hidden = None if secure is None or own else (secure, updates)
         if secure is not None and level is None and summed is None:  # nothing after this gets to see a row
             updates = secure.rows(updates, [shares[place] for place in good])
-        known = self.slot.parameters, data, round, settings.seed, settings.training.multilabel, self.ranks, self.scales
+        known = (
+            self.tensor_names.parameters,
+            data,
+            round,
+            settings.seed,
+            settings.training.multilabel,
+            self.ranks,
+            self.scales,
+        )
         total = None if own else summed
         distiller = Distiller(self.engine, settings.distillation, *known, progress, hidden, total)
         step = ServerStep(
             round,
             clients,
             len(sizes),
-            self.slot,
+            self.tensor_names,
             settings.seed,
             self.global_state,
             updates,
@@ -175,12 +188,14 @@ class Server:
         report.metrics |= distiller.metrics | step.metrics
         if "lora_residual" in settings.diagnostics:
             whole = updates.whole(step.previous) if settings.algorithm.global_model else updates
-            report.metrics["updates/lora_residual"] = lora_residual(self.slot.factors, whole, step.weights)
+            report.metrics["updates/lora_residual"] = lora_residual(self.tensor_names.factors, whole, step.weights)
         report.diverged, report.broken_server = distiller.diverged, not is_finite(state)
         if not report.broken_server:
             self.global_state, self.server_state = self.global_state | state, step.state
-        if self.slot.merged:  # whoever looks at the clients' models takes the weights that these were trained with
-            updates = updates.whole(partition(step.previous, self.slot.merged)[0])
+        if (
+            self.tensor_names.merged
+        ):  # whoever looks at the clients' models takes the weights that these were trained with
+            updates = updates.whole(partition(step.previous, self.tensor_names.merged)[0])
         return updates, distiller.student
 
     def _near(
@@ -188,7 +203,7 @@ class Server:
     ) -> Sequence[int]:
         """Those of the clients at the places ``good`` that count, after the far ones are named in the report."""
         if good:
-            given = self.slot.parameters, updates.part(good), received.part(good).own, plan, good
+            given = self.tensor_names.parameters, updates.part(good), received.part(good).own, plan, good
             report.far, found = look_at(*given, "update_norms" in self.settings.diagnostics)
             report.metrics |= found
         return [place for place in good if not self.settings.refuse_far or plan.clients[place] not in report.far]
@@ -243,12 +258,12 @@ class Server:
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
 
 
-def held(state: State, slot: Slot, ranks: Sequence[int]) -> dict[str, float]:
+def held(state: State, tensor_names: TensorNames, ranks: Sequence[int]) -> dict[str, float]:
     """How many numbers a client has of each tensor of a state: the mean over clients whose LoRA has ``ranks``, if any.
 
     A tensor that is named after a factor, behind a prefix that ends in "/", has as many as that.
     """
-    axes, found = rank_axes(slot.factors) if ranks else {}, {}
+    axes, found = rank_axes(tensor_names.factors) if ranks else {}, {}
     for key, value in state.items():
         found[key] = float(value.numel())
         if (axis := axes.get(key.rpartition("/")[2])) is not None:
@@ -257,15 +272,19 @@ def held(state: State, slot: Slot, ranks: Sequence[int]) -> dict[str, float]:
     return found
 
 
-def megabytes_held(state: State, slot: Slot, ranks: Sequence[int], clients: int) -> float:
+def megabytes_held(state: State, tensor_names: TensorNames, ranks: Sequence[int], clients: int) -> float:
     """Megabytes (10**6 bytes) of a state (no client axis) at so many clients, who have of it what :func:`held` says."""
-    return clients * fsum(number * state[key].element_size() for key, number in held(state, slot, ranks).items()) / 1e6
+    return (
+        clients
+        * fsum(number * state[key].element_size() for key, number in held(state, tensor_names, ranks).items())
+        / 1e6
+    )
 
 
 def parameter_counts(
     algorithm: Algorithm,
     phases: Sequence[Phase],
-    slot: Slot,
+    tensor_names: TensorNames,
     round: int,
     opened: Stacks,
     sent: State,
@@ -277,19 +296,22 @@ def parameter_counts(
     the round's clients, these are means over them. Sums are exact: in the order of a set, whatever hashes its names,
     they would differ between processes.
     """
-    statistics = set(slot.keys) - set(slot.parameters)
+    statistics = set(tensor_names.keys) - set(tensor_names.parameters)
     floating = {key: value for key, value in sent.items() if value.is_floating_point()}
-    own = {role: held({key: value[0] for key, value in state.items()}, slot, ranks) for role, state in opened.items()}
+    own = {
+        role: held({key: value[0] for key, value in state.items()}, tensor_names, ranks)
+        for role, state in opened.items()
+    }
     trained = {
         (role, name)
         for role, state in opened.items()
         for phase in phases
-        for name in algorithm.trained(role, phase.name, slot, round)
+        for name in algorithm.trainable_keys(role, phase.name, tensor_names, round)
         if name in state
     }
     return {
         "params/trained": fsum(own[role][name] for role, name in trained),
-        "params/sent": fsum(size for key, size in held(floating, slot, ranks).items() if key not in statistics),
+        "params/sent": fsum(size for key, size in held(floating, tensor_names, ranks).items() if key not in statistics),
     }
 
 

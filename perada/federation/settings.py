@@ -10,7 +10,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from perada.algorithms import Algorithm, Slot
+from perada.algorithms import Algorithm, TensorNames
 from perada.algorithms.base import Stacks
 from perada.algorithms.branches import RestOfWorld
 from perada.core.checks import OptionError, check_choice
@@ -138,26 +138,25 @@ class Settings:
         return test_mode(self.privacy, self.client_privacy)
 
 
-def check_factors(settings: Settings, slot: Slot, sent: Collection[str]) -> None:
+def check_factors(settings: Settings, tensor_names: TensorNames, sent: Collection[str]) -> None:
     """Refuse, by a ValueError, a rule on LoRA's factors where clients do not send both of a layer.
 
     ``sent`` are the names that a client sends in the first round.
     """
-    if settings.rule.needs_factors and (lack := without_factors(settings.algorithm, slot, sent)):
+    if settings.rule.needs_factors and (lack := without_factors(settings.algorithm, tensor_names, sent)):
         raise OptionError(
             f"server_rule={settings.rule.kind}: {lack}, or another rule", name="server_rule", value=settings.rule.kind
         )
 
 
-def without_factors(algorithm: Algorithm, slot: Slot, sent: Collection[str]) -> str:
+def without_factors(algorithm: Algorithm, tensor_names: TensorNames, sent: Collection[str]) -> str:
     """Why there are no two factors of LoRA that clients send, and what to do; empty if there are."""
-    if not slot.factors:
+    if not tensor_names.factors:
         return (
-            f"the adapter has none of LoRA's factors A and B: what is trained are {len(slot.parameters)} tensors from "
-            f"{slot.parameters[0]!r} to {slot.parameters[-1]!r}; choose adapter='lora', without DoRA, on linear layers "
-            "and convolutions"
+            f"the adapter has none of LoRA's factors A and B: what is trained are {tensor_names.parameter_range}; "
+            "choose adapter='lora', without DoRA, on linear layers and convolutions"
         )
-    both = any(pair.down in sent and pair.up in sent for pair in slot.factors)
+    both = any(pair.down in sent and pair.up in sent for pair in tensor_names.factors)
     name, base = algorithm.kind, getattr(algorithm, "base", algorithm)
     if isinstance(base, RestOfWorld):
         return f"clients of {name} send means of factors that they moved, not factors; choose another algorithm"
@@ -165,17 +164,17 @@ def without_factors(algorithm: Algorithm, slot: Slot, sent: Collection[str]) -> 
 
 
 def lora_ranks(
-    algorithm: Algorithm, slot: Slot, initial: State, names: Iterable[str], sizes: Iterable[int | None]
+    algorithm: Algorithm, tensor_names: TensorNames, initial: State, names: Iterable[str], sizes: Iterable[int | None]
 ) -> tuple[int, ...]:
     """What the algorithm says of clients' ranks of LoRA, by their numbers; nothing where all have the adapter's.
 
     The ``initial`` state is a model's. A ValueError if the algorithm cannot tell one, or what it says does not fit.
     """
-    most = max((initial[pair.down].shape[0] for pair in slot.factors), default=0)
+    most = max((initial[pair.down].shape[0] for pair in tensor_names.factors), default=0)
     clients = enumerate(zip(names, sizes, strict=True))
     found = [algorithm.lora_rank(number, name, size, most) for number, (name, size) in clients if most]
     ranks = tuple(rank for rank in found if rank is not None)
-    grouped = [pair.down for pair in slot.factors if initial[pair.down].shape[0] != initial[pair.up].shape[1]]
+    grouped = [pair.down for pair in tensor_names.factors if initial[pair.down].shape[0] != initial[pair.up].shape[1]]
     if ranks and grouped:
         raise ValueError(
             f"{type(algorithm).__name__} cuts LoRA to clients' ranks, and {grouped[0]!r} is of a grouped convolution, "
@@ -189,7 +188,7 @@ def check_rule(settings: Settings) -> None:
     algorithm, rule = settings.algorithm, type(settings.rule)
     reasons = {
         "merges the exact mean of the clients' products B·A and would undo the rule; leave server_rule out, or choose "
-        "algorithm='fedavg'": algorithm.merges,
+        "algorithm='fedavg'": algorithm.merges_into_backbone,
         "takes a client's own part out of the mean of all branches, and the rule leaves no mean; leave server_rule "
         "out, or choose algorithm='feddpa'": isinstance(algorithm, RestOfWorld),
     }
@@ -219,17 +218,17 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
             name="server_rule",
             value=type(rule).__name__,
         )
-    if algorithm.distills and distillation.steps and not public:
+    if algorithm.uses_distillation and distillation.steps and not public:
         raise ValueError(
             f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no "
             "public set; give one (public=...) or set the number of distillation steps to 0"
         )
-    if algorithm.distills and distillation.guard is not None and settings.training.multilabel:
+    if algorithm.uses_distillation and distillation.guard is not None and settings.training.multilabel:
         raise ValueError(
             f"distillation: guard={distillation.guard!r} counts predicted classes, and images here have several "
             "labels; leave the guard out, or set validate_every where the server has labelled images"
         )
-    if algorithm.distills and distillation.validate_every and not labelled:
+    if algorithm.uses_distillation and distillation.validate_every and not labelled:
         raise OptionError(
             f"distillation: validate_every={distillation.validate_every} needs labelled images on the server, "
             "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0",
@@ -238,16 +237,16 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
         )
 
 
-def check_distilled_batch_norm(settings: Settings, slot: Slot, public: int) -> None:
+def check_distilled_batch_norm(settings: Settings, tensor_names: TensorNames, public: int) -> None:
     """Refuse, by a ValueError, steps of distillation on one image where a BatchNorm takes its statistics.
 
     ``public`` is the number of public images.
     """
     distillation = settings.distillation
     uses_statistics = "train" in (distillation.student_mode, distillation.teacher_mode)
-    if not (settings.algorithm.distills and distillation.steps and uses_statistics):
+    if not (settings.algorithm.uses_distillation and distillation.steps and uses_statistics):
         return
-    if not any(key.endswith("running_var") for key in slot.keys):
+    if not any(key.endswith("running_var") for key in tensor_names.keys):
         return
     if public == 1:
         cause = "the public set has 1 image"

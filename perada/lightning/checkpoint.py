@@ -225,7 +225,7 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
         "number of clients": data.num_clients,
         "clients' numbers of images": list(data.train_sizes),
         "partition of the data": partition,
-        "trained tensors": {key: list(model[key].shape) for key in module.slot.keys},
+        "trained tensors": {key: list(model[key].shape) for key in module.tensor_names.keys},
         "frozen weights": module.frozen_digest,
     }
     options = {

@@ -153,7 +153,7 @@ def _runs_without_adapter(parts: Parts, x: Tensor) -> bool:
 
 def check_batch_norm(parts: Parts) -> None:
     """Refuse, by a ValueError, batches of one image for a BatchNorm that is trained: statistics need at least two."""
-    if not any(key.endswith("running_var") for key in parts.module.slot.keys):
+    if not any(key.endswith("running_var") for key in parts.module.tensor_names.keys):
         return
     data = parts.data
     smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
@@ -166,7 +166,7 @@ def check_batch_norm(parts: Parts) -> None:
             f"{cause}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
             "choose an adapter without them (head, lora) or a backbone with LayerNorm"
         )
-    check_distilled_batch_norm(parts.settings, parts.module.slot, data.public_size)
+    check_distilled_batch_norm(parts.settings, parts.module.tensor_names, data.public_size)
 
 
 def with_diagnostics(
@@ -175,14 +175,16 @@ def with_diagnostics(
     """The settings, with the diagnostics to be measured; a ValueError for one that is named and cannot be."""
     if not asked:
         return settings
-    algorithm, slot = settings.algorithm, module.slot
-    sent = slot.keys if algorithm.global_model else names_sent(module, algorithm)
-    lack = without_factors(algorithm, slot, sent)
+    algorithm, tensor_names = settings.algorithm, module.tensor_names
+    sent = tensor_names.keys if algorithm.global_model else names_sent(module, algorithm)
+    lack = without_factors(algorithm, tensor_names, sent)
     found = obstacles(settings, bool(data.public_size), bool(data.val_dataloader()), lack)
     chosen = choose(asked, found)
     if asked is True:
         for reason in dict.fromkeys(found.values()):
-            names = [name for name in found if found[name] == reason and (slot.factors or name != "lora_residual")]
+            names = [
+                name for name in found if found[name] == reason and (tensor_names.factors or name != "lora_residual")
+            ]
             if names:
                 rank_zero_info(f"diagnostics: without {', '.join(names)}: {reason}")
     return replace(settings, diagnostics=chosen)
@@ -190,9 +192,9 @@ def with_diagnostics(
 
 def names_sent(module: FederatedClassifier, algorithm: Algorithm) -> Collection[str]:
     """What a client sends in the first round; nothing is looked up where there are no factors of LoRA."""
-    if not module.slot.factors:
+    if not module.tensor_names.factors:
         return ()
-    return example_sent(algorithm, module.slot, algorithm.initial(module.initial_state)).keys()
+    return example_sent(algorithm, module.tensor_names, algorithm.initial(module.initial_state)).keys()
 
 
 def try_own(parts: Parts) -> None:
@@ -203,7 +205,7 @@ def try_own(parts: Parts) -> None:
         tried = Algorithm() if algorithm.is_ensemble else algorithm
         clients = settings.clients_per_round or data.num_clients
         sizes = settings.phases, data.num_clients, clients, data.num_classes, settings.training.multilabel
-        try_rounds(tried, rule, module.slot, module.initial_state(0), *sizes)
+        try_rounds(tried, rule, module.tensor_names, module.initial_state(0), *sizes)
 
 
 def use_features(parts: Parts, image: Tensor) -> Prefix | None:

@@ -197,13 +197,13 @@ class FederatedLoop(pl.Callback):
         assert isinstance(module, FederatedClassifier)
         self._check_own(data, module, stage)
         set_up_trainer(trainer, FederatedLoop)
-        module.build(data.num_classes, data.multilabel, self.seed, self.algorithm.merges)
-        self.algorithm.check(module.slot, data.num_clients)  # before anything else that asks the algorithm
+        module.build(data.num_classes, data.multilabel, self.seed, self.algorithm.merges_into_backbone)
+        self.algorithm.check(module.tensor_names, data.num_clients)  # before anything else that asks the algorithm
         storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
         settings = self.settings_of(module, storage=storage, loss_scaling=scaling_of(trainer))
         sizes = [None] * data.num_clients if settings.private else data.train_sizes
         names = data.client_names or map(str, range(data.num_clients))
-        ranks = lora_ranks(self.algorithm, module.slot, get_state(module.model), names, sizes)
+        ranks = lora_ranks(self.algorithm, module.tensor_names, get_state(module.model), names, sizes)
         settings = replace(settings, lora_ranks=ranks)
         parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data, module))
         self.protection = set_up_rounds(parts, stage, self.protection)
@@ -257,7 +257,7 @@ class FederatedLoop(pl.Callback):
                 parts.data.fingerprint
             )  # takes a while for large data, and one process has nothing to compare
         checkpoints.check_alike(ranks, mine)
-        given = parts.module.engine, parts.module.slot, parts.module.initial_state
+        given = parts.module.engine, parts.module.tensor_names, parts.module.initial_state
         return Federation(*given, parts.settings, self.num_clients, ranks, self.protection)
 
     def _restore(self, saved: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
 from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.lightning.foreign_callbacks import check_callbacks
-from perada.models.adapted import AdaptedModel, AdapterChoice, make_slot
+from perada.models.adapted import AdaptedModel, AdapterChoice, find_tensor_names
 from perada.models.merging import Trained
 from perada.models.spec import ModelSpec, frozen_digest
 
@@ -150,9 +150,9 @@ class FederatedClassifier(pl.LightningModule):
     def build(self, num_classes: int, multilabel: bool, seed: int, merges: bool = False) -> None:
         """Build backbone, adapter and engine for the data's classes; a second call for the same task does nothing.
 
-        What is random in head and adapter is drawn from the ``seed``. Where the algorithm ``merges``, the weights that
-        LoRA adapts are a part of states. A ValueError if the data's number of classes is not the one that was asked
-        for, or it was built otherwise.
+        What is random in head and adapter is drawn from the ``seed``. Where the algorithm ``merges_into_backbone``, the
+        weights that LoRA adapts are a part of states. A ValueError if the data's number of classes is not the one that
+        was asked for, or it was built otherwise.
         """
         task = num_classes, multilabel, seed
         if self._task not in (None, task):
@@ -176,7 +176,7 @@ class FederatedClassifier(pl.LightningModule):
         compiled = {} if self.torch_compile is True else self.torch_compile or None
         self.make_engine = partial(Engine, self.model, channels_last=channels_last, compile=compiled)
         self.engine = self.make_engine(self.engine_name)
-        self.slot = make_slot(self.model, self.adapted.backbone.head)
+        self.tensor_names = find_tensor_names(self.model, self.adapted.backbone.head)
         self.training_options = LocalTraining(
             self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
         )

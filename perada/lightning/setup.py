@@ -52,9 +52,11 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     settings, trainer, data, clients = parts.settings, parts.trainer, parts.data, parts.data.num_clients
     settings.rule.check(max(1, (settings.clients_per_round or clients) // settings.algorithm.modes))
     if settings.rule.needs_factors:
-        check_factors(settings, parts.module.slot, names_sent(parts.module, settings.algorithm))
+        check_factors(settings, parts.module.tensor_names, names_sent(parts.module, settings.algorithm))
     check_rule(settings)
-    check_secure_sums(settings, parts.module.slot, settings.algorithm.initial(parts.module.initial_state), clients)
+    check_secure_sums(
+        settings, parts.module.tensor_names, settings.algorithm.initial(parts.module.initial_state), clients
+    )
     try_own(parts)
     fresh = protection is None or stage == "fit"  # an evaluation before may have planned other rounds
     if fresh or protection is None:
@@ -69,7 +71,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
         cohort = sample_cohort(settings.seed, 0, clients, settings.clients_per_round)
         tried = cohort[: settings.clients_per_chunk or clients]
     batch = data.trial_batch(tried)
-    if settings.algorithm.counts and batch.classes is None and stage == "fit":
+    if settings.algorithm.needs_class_counts and batch.classes is None and stage == "fit":
         raise no_counts(settings.algorithm)
     check_first(parts, batch, stage == "fit")
     prefix = use_features(parts, batch.x[0, 0])
@@ -150,7 +152,7 @@ def check_private(parts: Parts) -> None:
         "precision='16-mixed' cannot be used: loss scales, and which steps are skipped, depend on clients' images, "
         "which no ledger counts; give precision='bf16-mixed'": scaler is not None,
         f"{name} compares models on the clients' training images, which no ledger counts; choose "
-        "assignment='permutation' and keeps='ensemble'": settings.algorithm.compares,
+        "assignment='permutation' and keeps='ensemble'": settings.algorithm.compares_models,
         "evaluate_on='validation' scores models on images held out of the clients' private ones, to choose by, which "
         "no ledger counts; set evaluate_on='test', and choose settings on public data": held_out,
         "weighting='samples' shows the clients' numbers of images without noise; choose 'uniform'": samples,
@@ -242,7 +244,7 @@ def _sources(dataset: Dataset[Any]) -> Iterator[object]:
 
 def check_trained_norms(module: FederatedClassifier) -> None:
     """Refuse, by a ValueError, BatchNorm in what is privately trained."""
-    trained = [key.removesuffix(".running_var") for key in module.slot.keys if key.endswith("running_var")]
+    trained = [key.removesuffix(".running_var") for key in module.tensor_names.keys if key.endswith("running_var")]
     if trained:
         raise OptionError(
             f"privacy: {trained[0]!r} and {len(trained) - 1} more are BatchNorm layers in what is trained: an image's "
@@ -266,7 +268,7 @@ def _near(module: FederatedClassifier, clients: int) -> State:
     """States (C, ...) near the initial one, all of whose parameters take part."""
     source = generator(0, "probe")
     states = {key: value.clone() for key, value in expand(get_state(module.model), clients).items()}
-    for key in module.slot.parameters:
+    for key in module.tensor_names.parameters:
         noise = torch.randn(states[key].shape, generator=source, dtype=states[key].dtype)
         states[key] = (states[key] + 0.02 * noise.to(states[key].device)).requires_grad_()
     return states
@@ -288,7 +290,7 @@ def protect(parts: Parts, rounds: int | None) -> Protection:
         initial = algorithm.initial(module.initial_state)
 
         def training(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
-            return rehearse(algorithm, module.slot, initial, phases, clients, rounds)
+            return rehearse(algorithm, module.tensor_names, initial, phases, clients, rounds)
 
         tuning = algorithm.personalization()
         images = Account(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, PromptConfig, ResidualConfig, SelectiveConfig
 from perada.adapters.added import check_last_blocks, is_norm, plain_name, reached
 from perada.adapters.residual import block_convolutions
-from perada.algorithms.base import Slot
+from perada.algorithms.base import TensorNames
 from perada.core.checks import OptionError
 from perada.core.rounds import ImageConfig
 from perada.core.states import Merged, parameter_keys, trained_keys
@@ -486,7 +486,7 @@ def reset_parameters(model: nn.Module, within: str) -> None:
             reset()
 
 
-def make_slot(model: nn.Module, head: str) -> Slot:
+def find_tensor_names(model: nn.Module, head: str) -> TensorNames:
     """Sort the names of a model's trained tensors."""
     keys = trained_keys(model)
     norms = tuple(
@@ -501,7 +501,7 @@ def make_slot(model: nn.Module, head: str) -> Slot:
         if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
     )
     shared, private = branches(model)
-    return Slot(
+    return TensorNames(
         keys,
         parameters,
         head=frozenset(key for key in parameters if key.startswith(f"{head}.")),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from perada.algorithms import Algorithm, Broadcast, FedBE, Slot
+from perada.algorithms import Algorithm, Broadcast, FedBE, TensorNames
 from perada.algorithms.base import Around
 from perada.algorithms.trial import Rehearsal, rounds_of
 from perada.core.checks import OptionError
@@ -40,7 +40,7 @@ class Training:
 
 def rehearse(
     algorithm: Algorithm,
-    slot: Slot,
+    tensor_names: TensorNames,
     initial: State,
     phases: tuple[Phase, ...],
     num_clients: int,
@@ -52,12 +52,12 @@ def rehearse(
     other gradients from it. Such made-up gradients depend on the states at which they are asked for, as real ones do.
     A ValueError if a step asks for what private training cannot give, or what is sent depends on such a stream.
     """
-    kept = {role: expand(state, 1) for role, state in algorithm.kept(initial, slot).items()}
-    received = algorithm.broadcast(Broadcast(initial, slot, 0, (0,), num_clients, 0))
+    kept = {role: expand(state, 1) for role, state in algorithm.initial_client_state(initial, tensor_names).items()}
+    received = algorithm.broadcast(Broadcast(initial, tensor_names, 0, (0,), num_clients, 0))
     counts = []
     for phase in phases:
-        step = Rehearsal(algorithm, algorithm.open(kept, received, slot), kept, received)
-        step.begin(phase.name, slot)
+        step = Rehearsal(algorithm, algorithm.begin_round(kept, received, tensor_names), kept, received)
+        step.begin(phase.name, tensor_names)
         algorithm.client_step(step)
         counts.append(dict(step.queries))
     named = sorted(algorithm.unsent & {stream for asked in counts for stream in asked})
@@ -65,7 +65,7 @@ def rehearse(
     two = tuple(range(min(2, num_clients)))
 
     def sent(changed: str = "") -> Iterator[State]:
-        turn = copy.deepcopy(algorithm), Mean(), slot, initial, phases, num_clients, two, numbers
+        turn = copy.deepcopy(algorithm), Mean(), tensor_names, initial, phases, num_clients, two, numbers
         return (update for update, *_ in rounds_of(*turn, changed=changed))
 
     for stream in named:
@@ -92,7 +92,7 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
         inner = inner.base
     sample_level = "or protect single images instead (the section privacy)"
     reasons = {
-        f"{name}: its clients send nothing; leave it out": not algorithm.sends,
+        f"{name}: its clients send nothing; leave it out": not algorithm.sends_updates,
         f"{weighting=}: a client's number of images is private; choose weighting='uniform'": weighting != "uniform",
         f"the server rule {rule.kind}: it is not a function of the clients' mean, which alone has the noise; choose a "
         "rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is one": (
@@ -103,9 +103,10 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
         "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "
         f"{sample_level}": isinstance(inner, FedBE) and not inner.distill,
         f"{name} with distillation: the teachers are single clients' updates, which have only a share of the noise; "
-        f"choose PerAda(distill=False), or set distillation.steps=0, {sample_level}": algorithm.distills and distils,
+        f"choose PerAda(distill=False), or set distillation.steps=0, {sample_level}": algorithm.uses_distillation
+        and distils,
         f"{name}: it merges the products B·A of the clients' factors, and sees the noisy mean of each factor alone; "
-        f"choose FedAvg, or FFALoRA, {sample_level}": algorithm.merges,
+        f"choose FedAvg, or FFALoRA, {sample_level}": algorithm.merges_into_backbone,
         f"{name}({modes=}): a mode's mean is over a part of the clients, with a part of the noise; set modes=1, "
         f"{sample_level}": modes > 1,
     }

@@ -19,7 +19,7 @@ from torch import Tensor
 from perada.core.digests import check_sums
 from perada.core.files import Scratch
 from perada.core.states import Factors, State, get_state, narrowed, set_state, trained_keys, widened
-from perada.models.adapted import AdaptedModel, is_adapter_key, make_slot, plain_names, saved_tensors
+from perada.models.adapted import AdaptedModel, find_tensor_names, is_adapter_key, plain_names, saved_tensors
 from perada.models.weight_files import LITE0, SHIPPED
 from perada.results.cards import of_nobody, of_one
 from perada.results.run_file import RunFile, published
@@ -61,7 +61,7 @@ class PeftFolders:
 
     @cached_property
     def _factors(self) -> tuple[Factors, ...]:
-        return make_slot(self._adapted.model, self._adapted.backbone.head).factors
+        return find_tensor_names(self._adapted.model, self._adapted.backbone.head).factors
 
     def _cut(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         """Tensors without what is beyond a rank."""

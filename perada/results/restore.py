@@ -25,7 +25,7 @@ from perada.engine.engine import Engine
 from perada.federation.federation import Federation
 from perada.federation.settings import LocalTraining, Settings, Storage
 from perada.federation.store import locate
-from perada.models.adapted import AdaptedModel, insert_adapter, make_slot
+from perada.models.adapted import AdaptedModel, find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.models.spec import ModelSpec, frozen_digest
 from perada.results.export import BACKBONE_FILE, CONFIG_FILE, own_weights, read_backbone
@@ -204,7 +204,7 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
         )
     with plain_data(str(path)) if backbone is None else nullcontext():
         adapted = spec.build()
-    trained = make_slot(adapted.model, adapted.backbone.head).keys
+    trained = find_tensor_names(adapted.model, adapted.backbone.head).keys
     weights = "put the run's weights where it names them"
     if info["seed"] is None:
         weights = (
@@ -275,7 +275,7 @@ def _federation(
     )
     federation = Federation(
         Engine(adapted.model, "loop"),
-        make_slot(adapted.model, adapted.backbone.head),
+        find_tensor_names(adapted.model, adapted.backbone.head),
         lambda index: spec.initial_state(adapted, index),
         settings,
         clients,

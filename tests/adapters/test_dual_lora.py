@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from perada.adapters import DualLoraConfig
-from perada.models.adapted import insert_adapter, make_slot
+from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.models.unwrapping import unwrapped
 
@@ -57,7 +57,7 @@ def test_targets_are_those_of_lora_and_the_slot_tells_the_branches_apart(make_ba
     lora = insert_adapter(make_backbone(backbone), "lora", r=2)
     dual = insert_adapter(make_backbone(backbone), "dual_lora", r=2, lora_alpha=6, gate=gate)
     assert dual.config.target_modules == lora.config.target_modules
-    one, two = (make_slot(each.model, each.backbone.head) for each in (lora, dual))
+    one, two = (find_tensor_names(each.model, each.backbone.head) for each in (lora, dual))
     assert len(two.factors) == 2 * len(one.factors)
     assert {scale for *_, scale in two.factors} == {3.0}
     factors = {key for down, up, _ in two.factors for key in (down, up)}
@@ -73,8 +73,8 @@ def test_factors_give_what_is_added(make_backbone):
     """Without a gate: s·B·A of both branches, added to the weights of the plain network."""
     model = insert_adapter(make_backbone("vit"), "dual_lora", r=2, lora_alpha=6).model.double()
     plain, state = make_backbone("vit").model.double(), model.state_dict()
-    slot, x = make_slot(model, "head"), torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    for down, up, scale in slot.factors:
+    tensor_names, x = find_tensor_names(model, "head"), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for down, up, scale in tensor_names.factors:
         state[up].normal_(std=0.1)
         path = down.split(".perada_")[0]
         plain.get_submodule(path).weight.data += scale * state[up] @ state[down]

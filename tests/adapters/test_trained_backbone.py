@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.models.adapted import insert_adapter, make_slot
+from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
@@ -20,9 +20,9 @@ def test_everything_is_trained_but_peft_s_copies(backbone, adapter):
     plain = build_backbone(backbone, 4, pretrained=False).model
     own = sum(p.numel() for p in plain.parameters())
     adapted = insert_adapter(build_backbone(backbone, 4, pretrained=False), adapter, train_backbone=True)
-    slot = make_slot(adapted.model, adapted.backbone.head)
+    tensor_names = find_tensor_names(adapted.model, adapted.backbone.head)
     sizes = {name: p.numel() for name, p in adapted.model.named_parameters() if p.requires_grad}
-    added = sum(size for name, size in sizes.items() if name in slot.adapter)
+    added = sum(size for name, size in sizes.items() if name in tensor_names.adapter)
     frozen = insert_adapter(build_backbone(backbone, 4, pretrained=False), adapter)
     names = {name for name, p in frozen.model.named_parameters() if p.requires_grad}
     assert added == sum(size for name, size in sizes.items() if name in names and "modules_to_save" not in name)

@@ -22,8 +22,8 @@ from perada.algorithms import (
     FFALoRA,
     PerAda,
     PFedMe,
-    Slot,
     Standalone,
+    TensorNames,
     make_algorithm,
 )
 from perada.core.states import Factors
@@ -141,7 +141,7 @@ def test_only_personalised_algorithms_keep_states():
     shared = Factors("shared_A.weight", "shared_B.weight", 1.0)
     private = Factors("private_A.weight", "private_B.weight", 1.0)
     names = ("in", "bn", *shared[:2], *private[:2], "fc")
-    slot = Slot(
+    tensor_names = TensorNames(
         keys=names,
         parameters=names,
         head=frozenset({"fc"}),
@@ -153,12 +153,17 @@ def test_only_personalised_algorithms_keep_states():
         private=frozenset(private[:2]),
     )
     all_down, all_up = {shared.down, private.down}, {shared.up, private.up}
-    state = {key: torch.zeros(1) for key in slot.keys}
+    state = {key: torch.zeros(1) for key in tensor_names.keys}
     everything, kept = set(state), {}
     for name in ALGORITHMS:
         algorithm = make_algorithm(name)
         if name != "fed_ensemble":  # keeps what its base does
-            kept[name] = {key for own in algorithm.kept(state, slot).values() for key in own if key in state}
+            kept[name] = {
+                key
+                for own in algorithm.initial_client_state(state, tensor_names).values()
+                for key in own
+                if key in state
+            }
     assert kept == {
         "perada": everything,
         "perada_no_kd": everything,
@@ -201,8 +206,8 @@ def test_only_personalised_algorithms_keep_states():
 
 
 def test_who_distils_and_who_sends():
-    assert {name for name in ALGORITHMS if make_algorithm(name).distills} == {"perada", "feddf", "fedbe"}
-    assert [name for name in ALGORITHMS if not make_algorithm(name).sends] == ["standalone"]
+    assert {name for name in ALGORITHMS if make_algorithm(name).uses_distillation} == {"perada", "feddf", "fedbe"}
+    assert [name for name in ALGORITHMS if not make_algorithm(name).sends_updates] == ["standalone"]
     assert PerAda().personalization() is None
     assert FedAvgFT(3).personalization()[1].epochs == 3
 

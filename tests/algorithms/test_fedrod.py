@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import perada
-from perada.algorithms import FedROD, Slot
+from perada.algorithms import FedROD, TensorNames
 from perada.core.rounds import PrivateSampling
 
 from .problems import CLASSES, CLIENTS, QUIET, assert_same, finetune, network, task
@@ -60,9 +60,9 @@ def test_refusals():
     with pytest.raises(ValueError, match="gamma"):
         FedROD(gamma=-1)
     with pytest.raises(ValueError, match=r"of the head are trained \['fc.bias'\]; choose an adapter"):
-        FedROD().check(Slot(("fc.bias",), ("fc.bias",), frozenset({"fc.bias"})), 3)
+        FedROD().check(TensorNames(("fc.bias",), ("fc.bias",), frozenset({"fc.bias"})), 3)
     with pytest.raises(ValueError, match="of the head are trained no tensors"):
-        FedROD().check(Slot(("a.weight",), ("a.weight",)), 3)
+        FedROD().check(TensorNames(("a.weight",), ("a.weight",)), 3)
     labels = torch.eye(CLASSES).double()
     labels[:, 0] = 1  # of which an image has several
     several = [TensorDataset(one[:][0], labels[one[:][1]]) for one in task().train]

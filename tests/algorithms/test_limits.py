@@ -47,11 +47,11 @@ class FedAvgBesidePulledModels(FedAvg):
 
     inference = "personal"
 
-    def kept(self, initial, slot):
+    def initial_client_state(self, initial, tensor_names):
         return {"personal": initial}
 
-    def open(self, kept, received, slot):
-        return super().open(kept, received, slot) | kept
+    def begin_round(self, kept, received, tensor_names):
+        return super().begin_round(kept, received, tensor_names) | kept
 
     def client_step(self, step):
         v = step.states["personal"]
@@ -60,8 +60,8 @@ class FedAvgBesidePulledModels(FedAvg):
         step.descend("personal", step.loss("personal") + PROX / 2 * apart)
         super().client_step(step)
 
-    def close(self, trained, kept, received, slot):
-        return {"personal": trained["personal"]}, super().close(trained, kept, received, slot)[1]
+    def end_round(self, trained, kept, received, tensor_names):
+        return {"personal": trained["personal"]}, super().end_round(trained, kept, received, tensor_names)[1]
 
 
 @WAYS
@@ -133,8 +133,8 @@ def test_one_mode_of_perada_is_perada(engine, problem):
 class FedAvgOfBody(FedAvg):
     """FedAvg with a frozen head, which the server does not average either: a third thrice is not quite the whole."""
 
-    def trained(self, role, phase, slot, round):
-        return tuple(name for name in slot.parameters if not is_head(name))
+    def trainable_keys(self, role, phase, tensor_names, round):
+        return tuple(name for name in tensor_names.parameters if not is_head(name))
 
     def server_step(self, server):
         return {key: value for key, value in super().server_step(server).items() if not is_head(key)}

@@ -17,7 +17,7 @@ import perada
 from perada.algorithms import FedEnsemble, FedExLoRA, FFALoRA, FLoRA, HetLoRA, ServerStep, make_algorithm
 from perada.core.states import Merged, get_state
 from perada.data import Phase
-from perada.models.adapted import Backbone, insert_adapter, make_slot
+from perada.models.adapted import Backbone, find_tensor_names, insert_adapter
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import Mean, Updates
 
@@ -158,15 +158,15 @@ def test_one_round_by_hand():
         LoraConfig(r=1, lora_alpha=2, target_modules=["layer"]),
         train_backbone="merged",
     )
-    slot, previous = make_slot(adapted.model, "fc"), get_state(adapted.model)
-    (pair,) = slot.factors
+    tensor_names, previous = find_tensor_names(adapted.model, "fc"), get_state(adapted.model)
+    (pair,) = tensor_names.factors
     up, down = torch.tensor([[[1.0], [2.0]], [[3.0], [-2.0]]]), torch.tensor([[[1.0, 0.0]], [[5.0, 4.0]]])
     updates = Updates({pair.up: up, pair.down: down})
     weights = torch.tensor([0.25, 0.75], dtype=torch.float64)
 
     def after(algorithm):
         known = previous, updates, weights, {}, Mean(), None
-        step = ServerStep(0, (0, 1), 2, slot, 0, *known)
+        step = ServerStep(0, (0, 1), 2, tensor_names, 0, *known)
         return algorithm.server_step(step)
 
     state = after(FedExLoRA())
@@ -332,9 +332,9 @@ def test_what_cannot_be_merged_is_refused(method):
 
 def test_merged_weights_are_in_states_and_not_trained():
     adapted = insert_adapter(Backbone(network().float(), "net", "fc", None), LORA, train_backbone="merged")
-    slot = make_slot(adapted.model, "fc")
-    assert slot.merged == {base(layer) for layer in LAYERS} == set(adapted.beside)
-    assert slot.merged < set(slot.keys)
-    assert not slot.merged & set(slot.parameters)
+    tensor_names = find_tensor_names(adapted.model, "fc")
+    assert tensor_names.merged == {base(layer) for layer in LAYERS} == set(adapted.beside)
+    assert tensor_names.merged < set(tensor_names.keys)
+    assert not tensor_names.merged & set(tensor_names.parameters)
     copied = copy.deepcopy(adapted.model).to(memory_format=torch.channels_last)
     assert isinstance(copied.conv.base_layer.weight, Merged)

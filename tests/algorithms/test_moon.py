@@ -89,4 +89,4 @@ def test_refusals():
     with pytest.raises(ValueError, match="Moon"):
         FedEnsemble(base=Moon())
     with pytest.raises(ValueError, match="no head is trained; choose an adapter"):
-        Moon().check(perada.algorithms.Slot(("a.weight",), ("a.weight",)), 3)
+        Moon().check(perada.algorithms.TensorNames(("a.weight",), ("a.weight",)), 3)

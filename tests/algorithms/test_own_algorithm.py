@@ -71,15 +71,15 @@ class Prototypes(FedAvg):
     def phases(self, epochs, steps):
         return (*super().phases(epochs, steps), Phase("sums", epochs=1))
 
-    def trained(self, role, phase, slot, round):
-        return () if phase == "sums" else slot.parameters
+    def trainable_keys(self, role, phase, tensor_names, round):
+        return () if phase == "sums" else tensor_names.parameters
 
     def broadcast(self, sending):
         own = [sending.state[f"{client}/sent"]["means"] for client in sending.clients] if sending.state else None
         zeros = torch.zeros(len(sending.clients), CLASSES, CLASSES, dtype=torch.float64)
         return super().broadcast(sending) | {"mine/last": torch.stack(own) if own else zeros}
 
-    def open(self, kept, received, slot):
+    def begin_round(self, kept, received, tensor_names):
         last = received["mine/last"]
         local = {name: value for name, value in received.items() if name != "mine/last"}
         return {"local": local, "sums": {"last": last, "means": torch.zeros_like(last)}}
@@ -90,7 +90,7 @@ class Prototypes(FedAvg):
         hot = F.one_hot(step.labels, CLASSES).double()
         step.states["sums"]["means"] += step.mean(hot.unsqueeze(-1) * step.logits("local").detach().unsqueeze(-2))
 
-    def close(self, trained, kept, received, slot):
+    def end_round(self, trained, kept, received, tensor_names):
         return {}, trained["local"] | {f"mine/{name}": value for name, value in trained["sums"].items()}
 
     def server_step(self, server):

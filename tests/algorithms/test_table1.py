@@ -18,7 +18,7 @@ from perada.core.states import get_state
 from perada.engine import Engine
 from perada.federation import Federation
 from perada.federation.settings import LocalTraining, Settings
-from perada.models.adapted import insert_adapter, make_slot
+from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.server import Distillation
 
@@ -99,15 +99,15 @@ def test_parameters_trained_and_sent(name):
     own = name.endswith("adapter")
     adapter = "residual" if name.startswith("perada") or own else "lora" if name in OF_LORA else "full"
     adapter = "dual_lora" if name in OF_BRANCHES else adapter
-    adapted = model(adapter, "merged" if algorithm.merges else own)
-    slot = make_slot(adapted.model, adapted.backbone.head)
-    algorithm.check(slot, 5)
+    adapted = model(adapter, "merged" if algorithm.merges_into_backbone else own)
+    tensor_names = find_tensor_names(adapted.model, adapted.backbone.head)
+    algorithm.check(tensor_names, 5)
     phases = algorithm.phases(1, None)
     settings = Settings(
         algorithm, LocalTraining("sgd", {"personal": 0.1, "local": 0.1}), Distillation(0), "uniform", phases, seed=0
     )
     engine = Engine(adapted.model, "loop")
-    federation = Federation(engine, slot, lambda index: get_state(adapted.model), settings, 5)
+    federation = Federation(engine, tensor_names, lambda index: get_state(adapted.model), settings, 5)
     federation.open(Shares.of(RoundPlan(0, (0,), ((1,),) * len(phases))))
     counted = federation.close(Sizes()).metrics
     trained, sent, *paper = TABLE[name]

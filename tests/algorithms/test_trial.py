@@ -19,18 +19,21 @@ class Own(Algorithm):
 
     inference = "personal"
 
-    def kept(self, initial, slot):
-        return {"personal": initial, "drift": {name: torch.zeros_like(initial[name]) for name in slot.parameters}}
+    def initial_client_state(self, initial, tensor_names):
+        return {
+            "personal": initial,
+            "drift": {name: torch.zeros_like(initial[name]) for name in tensor_names.parameters},
+        }
 
-    def open(self, kept, received, slot):
+    def begin_round(self, kept, received, tensor_names):
         return {"local": received, "personal": kept["personal"]}
 
     def client_step(self, step):
         step.descend("local", step.loss("local"), slope=step.kept["drift"])
         step.descend("personal", step.loss("personal"), pull=(0.1, step.received))
 
-    def close(self, trained, kept, received, slot):
-        drift = {name: trained["local"][name] - received[name] for name in slot.parameters}
+    def end_round(self, trained, kept, received, tensor_names):
+        drift = {name: trained["local"][name] - received[name] for name in tensor_names.parameters}
         return {"personal": trained["personal"], "drift": drift}, trained["local"]
 
     def server_step(self, server):
@@ -92,11 +95,11 @@ def test_only_classes_from_elsewhere_are_tried():
 class Prototypes(Algorithm):
     """Sends each class's sum of representations, made with labels; its loss is made by hand."""
 
-    def open(self, kept, received, slot):
+    def begin_round(self, kept, received, tensor_names):
         return {"local": received, "sums": {"seen": torch.zeros_like(received["fc.weight"])}}  # (C, K, F)
 
-    def trained(self, role, phase, slot, round):
-        return slot.parameters if role == "local" else ()
+    def trainable_keys(self, role, phase, tensor_names, round):
+        return tensor_names.parameters if role == "local" else ()
 
     def client_step(self, step):
         logits, z = step.outputs("local")
@@ -104,7 +107,7 @@ class Prototypes(Algorithm):
         step.states["sums"]["seen"] += step.mean(hot.unsqueeze(-1) * z.detach().unsqueeze(-2))
         step.descend("local", step.mean(-(logits.log_softmax(-1) * hot).sum(-1)))
 
-    def close(self, trained, kept, received, slot):
+    def end_round(self, trained, kept, received, tensor_names):
         return {}, trained["local"] | {"own/seen": trained["sums"]["seen"]}
 
     def server_step(self, server):
@@ -137,19 +140,19 @@ def changed(**methods):
 def send(change):
     """An algorithm that sends something else."""
 
-    def close(self, trained, kept, received, slot):
-        kept, sent = Own.close(self, trained, kept, received, slot)
+    def end_round(self, trained, kept, received, tensor_names):
+        kept, sent = Own.end_round(self, trained, kept, received, tensor_names)
         return kept, change(sent)
 
-    return changed(close=close)
+    return changed(end_round=end_round)
 
 
 def keep(change):
-    def close(self, trained, kept, received, slot):
-        kept, sent = Own.close(self, trained, kept, received, slot)
+    def end_round(self, trained, kept, received, tensor_names):
+        kept, sent = Own.end_round(self, trained, kept, received, tensor_names)
         return change(kept), sent
 
-    return changed(close=close)
+    return changed(end_round=end_round)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +160,15 @@ def keep(change):
     [
         (changed(inference="personel"), "Changed.inference='personel' is unknown; choose one of 'personal', 'global'"),
         (
-            changed(kept=lambda self, initial, slot: {"drift": torch.zeros(3)}),
+            changed(initial_client_state=lambda self, initial, tensor_names: {"drift": torch.zeros(3)}),
             "which gives Tensor; give tensors by name",
         ),
-        (changed(kept=lambda self, initial, slot: {"drift": initial}), "Changed.open fails .* (KeyError: 'personal')"),
         (
-            changed(open=lambda self, kept, received, slot: {"locl": received}),
+            changed(initial_client_state=lambda self, initial, tensor_names: {"drift": initial}),
+            "Changed.begin_round fails .* (KeyError: 'personal')",
+        ),
+        (
+            changed(begin_round=lambda self, kept, received, tensor_names: {"locl": received}),
             "Changed.client_step fails .* (KeyError: 'local')",
         ),
         (
@@ -174,8 +180,8 @@ def keep(change):
             "Changed.client_step fails in a round that is tried at set-up (KeyError: 'conv.weight')",
         ),
         (
-            changed(close=lambda self, trained, *rest: trained["local"]),
-            "Changed.close gives dict; give what clients keep",
+            changed(end_round=lambda self, trained, *rest: trained["local"]),
+            "Changed.end_round gives dict; give what clients keep",
         ),
         (
             send(lambda sent: sent | {"tau": torch.ones(2)}),
@@ -206,7 +212,7 @@ def keep(change):
         ),
         (
             changed(client_step=lambda self, step: step.descend("local", step.mean(step.labels.double()))),
-            "depends on nothing that phase 'train' trains (Changed.trained)",
+            "depends on nothing that phase 'train' trains (Changed.trainable_keys)",
         ),
     ],
 )

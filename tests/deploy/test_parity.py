@@ -124,7 +124,7 @@ def test_every_algorithm_equals_its_simulation(algorithm, tiny, tmp_path):
 
 def test_names_that_sites_send_may_change_from_round_to_round(tiny, tmp_path):
     recipe = Parties(tiny, tmp_path, "rolora", module={"adapter": "lora"}).coordinator(LocalTransport({})).recipe
-    factors = recipe.module.slot.factors
+    factors = recipe.module.tensor_names.factors
     for round in range(4):
         sent = recipe.sent(round)
         for pair in factors:

@@ -50,14 +50,16 @@ def test_ranks_go_by_the_names_of_sites_and_only_they_travel(tiny, tmp_path):
         state = read_state(workers[name].store.folder / "state.safetensors")[0]
         assert state.rank == rank
         own, shared = client.personal(coordinator.server.global_state, state), coordinator.server.global_state
-        for pair in client.module.slot.factors:
+        for pair in client.module.tensor_names.factors:
             assert torch.equal(own[pair.down][0, :rank], shared[pair.down][:rank])
             assert not own[pair.down][0, rank:].any()
             assert not own[pair.up][0, :, rank:].any()
-    row, slot = progress.history[-1], coordinator.recipe.module.slot
+    row, tensor_names = progress.history[-1], coordinator.recipe.module.tensor_names
     state = coordinator.server.global_state
-    ranked = {name: state[name].shape[axis] for pair in slot.factors for axis, name in enumerate((pair.down, pair.up))}
+    ranked = {
+        name: state[name].shape[axis] for pair in tensor_names.factors for axis, name in enumerate((pair.down, pair.up))
+    }
     expected = sum(
-        state[key].numel() * 2 / ranked[key] if key in ranked else state[key].numel() for key in slot.parameters
+        state[key].numel() * 2 / ranked[key] if key in ranked else state[key].numel() for key in tensor_names.parameters
     )
     assert row["params/sent"] == row["params/trained"] == expected  # ranks 3 and 1 are 2 on average

@@ -28,10 +28,10 @@ class Hostile(FedAvg):
         ORDER[:] = given.clients
         return super().broadcast(given)
 
-    def close(self, trained, kept, received, slot):
-        kept, update = super().close(trained, kept, received, slot)
+    def end_round(self, trained, kept, received, tensor_names):
+        kept, update = super().end_round(trained, kept, received, tensor_names)
         update, place = {key: value.clone() for key, value in update.items()}, ORDER.index(self.client)
-        for key in slot.parameters:
+        for key in tensor_names.parameters:
             start = received[key][place]
             update[key][place] = start + self.factor * (update[key][place] - start)
         return kept, update

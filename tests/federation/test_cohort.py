@@ -16,7 +16,7 @@ from perada.engine import Engine
 from perada.engine.engine import client_losses, client_means
 from perada.federation.cohort import Cohort, Site
 from perada.federation.settings import LocalTraining, Settings
-from perada.models.adapted import make_slot
+from perada.models.adapted import find_tensor_names
 from perada.server import Distillation
 
 STEPS, COUNTS, CLASSES = (5, 3, 3, 1), (6, 4, 6, 5), 3
@@ -54,13 +54,16 @@ def batches(multilabel=False):
 
 def site(model, training, algorithm, engine="folded", phases=PHASES, seed=0, **options):
     settings = Settings(algorithm, training, Distillation(0), "uniform", phases, seed, **options)
-    return Site(Engine(model, engine), make_slot(model, "fc"), settings)
+    return Site(Engine(model, engine), find_tensor_names(model, "fc"), settings)
 
 
 def cohort(model, training, algorithm=None, engine="folded", factor=1.0, **options):
     algorithm = algorithm or FedAvg()
     initial = get_state(model)
-    kept = {role: expand(state, 4) for role, state in algorithm.kept(initial, make_slot(model, "fc")).items()}
+    kept = {
+        role: expand(state, 4)
+        for role, state in algorithm.initial_client_state(initial, find_tensor_names(model, "fc")).items()
+    }
     plan = RoundPlan(3, CLIENTS, (STEPS,))
     return Cohort(site(model, training, algorithm, engine, **options), plan, kept, expand(initial, 4), factor)
 
@@ -142,7 +145,7 @@ def test_a_client_whose_loss_was_infinite_once_is_broken_though_its_state_is_fin
         if batch.step == 0:
             batch.x[2, 0] = float("inf")
         running.step(batch)
-    running.chunks[0].full["local"] = {key: torch.zeros(4, 1) for key in running.slot.keys}
+    running.chunks[0].full["local"] = {key: torch.zeros(4, 1) for key in running.tensor_names.keys}
     assert running.close()[2].tolist() == [True, True, False, True]
 
 
@@ -183,8 +186,8 @@ def test_every_phase_starts_its_optimisers_and_all_clients_anew():
     class TwoPhases(FedAvg):
         """First the head, then the rest."""
 
-        def trained(self, role, phase, slot, round):
-            return tuple(key for key in slot.parameters if (key in slot.head) == (phase == "head"))
+        def trainable_keys(self, role, phase, tensor_names, round):
+            return tuple(key for key in tensor_names.parameters if (key in tensor_names.head) == (phase == "head"))
 
     model = network()
     phases = (Phase("head"), Phase("body"))

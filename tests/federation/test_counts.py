@@ -6,7 +6,7 @@ from zlib import crc32
 
 import torch
 
-from perada.algorithms import FedAvg, Slot
+from perada.algorithms import FedAvg, TensorNames
 from perada.core.states import Factors
 from perada.data import Phase
 from perada.federation.server import megabytes_held, parameter_counts
@@ -18,7 +18,7 @@ class Ordered(FedAvg):
     def __init__(self, order):
         self.order = order
 
-    def trained(self, role, phase, slot, round):
+    def trainable_keys(self, role, phase, tensor_names, round):
         return self.order
 
 
@@ -26,14 +26,16 @@ def test_counts_do_not_depend_on_the_order_of_names():
     """Means over ranks are fractions, whose sum in the order of a set would differ from process to process."""
     shapes = {f"{n}.{factor}": (8, n) if factor == "A" else (n, 8) for n in SIZES for factor in "AB"}
     state = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    slot = Slot(tuple(state), tuple(state), factors=tuple(Factors(f"{n}.A", f"{n}.B", 1.0) for n in SIZES))
+    tensor_names = TensorNames(
+        tuple(state), tuple(state), factors=tuple(Factors(f"{n}.A", f"{n}.B", 1.0) for n in SIZES)
+    )
     opened, phases = {"local": {name: value[None] for name, value in state.items()}}, [Phase("train", 1, None)]
 
     def counted(seed):
         order = sorted(state, key=lambda name: crc32(f"{seed}{name}".encode()))
         sent = {name: state[name] for name in order}
-        counts = parameter_counts(Ordered(order), phases, slot, 0, opened, sent, RANKS)
-        return counts["params/trained"], counts["params/sent"], megabytes_held(sent, slot, RANKS, 3)
+        counts = parameter_counts(Ordered(order), phases, tensor_names, 0, opened, sent, RANKS)
+        return counts["params/trained"], counts["params/sent"], megabytes_held(sent, tensor_names, RANKS, 3)
 
     (found,) = {counted(seed) for seed in range(50)}
     numbers = 2 * sum(SIZES) * Fraction(sum(RANKS), 3)

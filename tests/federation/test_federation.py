@@ -20,7 +20,7 @@ from perada.engine import Engine
 from perada.federation import Federation
 from perada.federation.settings import LocalTraining, Settings
 from perada.lightning import FederatedLoop
-from perada.models.adapted import make_slot
+from perada.models.adapted import find_tensor_names
 from perada.server import Distillation
 
 
@@ -126,7 +126,9 @@ def federation(algorithm, data, **options):
         (Phase(),),
         seed=0,
     )
-    return Federation(Engine(model), make_slot(model, "fc"), lambda index: get_state(model), settings, 4), served
+    return Federation(
+        Engine(model), find_tensor_names(model, "fc"), lambda index: get_state(model), settings, 4
+    ), served
 
 
 def run_round(federated, served, round):
@@ -235,7 +237,7 @@ def test_no_distillation_after_its_last_round():
     two = finetune(task(), rounds=2, distill_until_round=1, lr_server=0.1)
     federated, served = federation("perada", task(), distillation=Distillation(2, 128, lr=0.1))
     run_round(federated, served, 0)
-    federated.settings.algorithm.distills = False
+    federated.settings.algorithm.uses_distillation = False
     run_round(federated, served, 1)
     assert equal(federated.global_state, two.state("global"))
     assert not equal(federated.global_state, finetune(task(), rounds=2, lr_server=0.1).state("global"))

@@ -54,7 +54,7 @@ def test_evaluation(multilabel):
 
 def test_apfl():
     with NoDouble():
-        kept = APFL(alpha=0.3).kept({"w": there(2)}, None)
+        kept = APFL(alpha=0.3).initial_client_state({"w": there(2)}, None)
     assert kept["share"]["alpha"].dtype == torch.float32
 
 

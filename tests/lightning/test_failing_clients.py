@@ -229,10 +229,10 @@ class Scaled(FedAvg):
         self.clients = given.clients
         return super().broadcast(given)
 
-    def close(self, trained, kept, received, slot):
-        kept, sent = super().close(trained, kept, received, slot)
+    def end_round(self, trained, kept, received, tensor_names):
+        kept, sent = super().end_round(trained, kept, received, tensor_names)
         place = self.clients.index(3)
-        for key in slot.parameters:
+        for key in tensor_names.parameters:
             sent[key] = sent[key].clone()
             sent[key][place] = received[key][place] + 1e4 * (sent[key][place] - received[key][place])
         return kept, sent

@@ -18,7 +18,7 @@ from perada.core.rounds import EvalBatch
 from perada.core.states import get_state
 from perada.lightning import FederatedLoop
 from perada.lightning import module as lightning_module
-from perada.models.adapted import make_slot
+from perada.models.adapted import find_tensor_names
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_slot_sorts_names():
     model = timm.create_model("test_resnet", num_classes=3).requires_grad_(False)
     model.bn1.requires_grad_(True)
     model.fc.requires_grad_(True)
-    slot = make_slot(model, "fc")
+    tensor_names = find_tensor_names(model, "fc")
     norm = {f"bn1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
-    assert set(slot.keys) == norm | {"fc.weight", "fc.bias"}
-    assert set(slot.parameters) == {"bn1.weight", "bn1.bias", "fc.weight", "fc.bias"}
-    assert slot.head == {"fc.weight", "fc.bias"}
-    assert slot.norms == norm
+    assert set(tensor_names.keys) == norm | {"fc.weight", "fc.bias"}
+    assert set(tensor_names.parameters) == {"bn1.weight", "bn1.bias", "fc.weight", "fc.bias"}
+    assert tensor_names.head == {"fc.weight", "fc.bias"}
+    assert tensor_names.norms == norm
 
 
 @pytest.mark.parametrize("what", ["fit", "validate"])

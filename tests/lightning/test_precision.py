@@ -24,7 +24,7 @@ from perada.engine.loss_scaling import LossScales
 from perada.federation.cohort import Cohort, Site
 from perada.federation.settings import LocalTraining, Settings
 from perada.lightning import setup
-from perada.models.adapted import insert_adapter, make_slot
+from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.server import Distillation, Distiller
 
@@ -78,12 +78,15 @@ def half():
 
 
 def cohort(model, training, algorithm="fedavg", engine="folded", options=None, clients=CLIENTS, **more):
-    algorithm, slot, initial = make_algorithm(algorithm), make_slot(model, "fc"), get_state(model)
-    kept = {role: expand(state, len(clients)) for role, state in algorithm.kept(initial, slot).items()}
+    algorithm, tensor_names, initial = make_algorithm(algorithm), find_tensor_names(model, "fc"), get_state(model)
+    kept = {
+        role: expand(state, len(clients))
+        for role, state in algorithm.initial_client_state(initial, tensor_names).items()
+    }
     plan, phases = RoundPlan(3, clients, (STEPS[: len(clients)],)), (Phase("local"),)
     settings = Settings(algorithm, training, Distillation(0), "uniform", phases, 0, loss_scaling=options, **more)
-    received = algorithm.broadcast(Broadcast(initial, slot, 3, clients, len(CLIENTS), 0))
-    return Cohort(Site(Engine(model, engine), slot, settings), plan, kept, received)
+    received = algorithm.broadcast(Broadcast(initial, tensor_names, 3, clients, len(CLIENTS), 0))
+    return Cohort(Site(Engine(model, engine), tensor_names, settings), plan, kept, received)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slot knows LoRA's factors."""
+"""The names of tensors know LoRA's factors."""
 
 import pytest
 import torch
@@ -18,9 +18,9 @@ def slot_of(backbone, adapter="lora", **options):
 def test_factors_and_their_scale_are_what_peft_merges(backbone):
     module = slot_of(backbone, r=2, lora_alpha=6)
     state = module.model.state_dict()
-    assert module.slot.factors
-    for down, up, scale in module.slot.factors:
-        assert {down, up} <= set(module.slot.parameters)
+    assert module.tensor_names.factors
+    for down, up, scale in module.tensor_names.factors:
+        assert {down, up} <= set(module.tensor_names.parameters)
         layer = module.model.get_submodule(down.split(".lora_A.")[0])
         torch.nn.init.normal_(layer.lora_B["default"].weight)
         merged = layer.get_delta_weight("default")
@@ -51,7 +51,7 @@ class Texts(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:engine='auto' takes the loop:UserWarning")
 def test_what_is_not_a_product_alone_has_no_factors(backbone, options):
     """Also where other layers have plain ones: a method about factors would then treat some of them otherwise."""
-    assert slot_of(backbone, LoraConfig(r=2, **options)).slot.factors == ()
+    assert slot_of(backbone, LoraConfig(r=2, **options)).tensor_names.factors == ()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from perada.algorithms import (
     PerAda,
     Scaffold,
     ServerStep,
-    Slot,
+    TensorNames,
     make_algorithm,
 )
 from perada.core.rounds import RoundPlan
@@ -401,7 +401,9 @@ def test_noise_leaves_no_negative_variance_in_a_model():
 
 # Every algorithm and every rule: it passes the check if and only if the server's step is a function of the mean.
 
-SLOT = Slot(("a", "b", "mean"), ("a", "b"), frozenset({"b"}), frozenset({"mean"}), frozenset({"a"}), frozenset({"a"}))
+TENSOR_NAMES = TensorNames(
+    ("a", "b", "mean"), ("a", "b"), frozenset({"b"}), frozenset({"mean"}), frozenset({"a"}), frozenset({"a"})
+)
 
 
 def server_step(algorithm, rule, updates, distils):
@@ -411,14 +413,14 @@ def server_step(algorithm, rule, updates, distils):
         bent = {key: value + teachers[key].tanh().mean(0) for key, value in student.items()}
         return bent if distils else student
 
-    previous = {key: torch.full((3,), 0.3, dtype=torch.float64) for key in SLOT.keys}
+    previous = {key: torch.full((3,), 0.3, dtype=torch.float64) for key in TENSOR_NAMES.keys}
     updates = dict(updates)
     if isinstance(algorithm, FedEnsemble):
         previous, updates["mode"] = expand(previous, 1), torch.zeros(6, dtype=torch.long)
     if isinstance(algorithm, Scaffold):
-        updates |= {f"control/{key}": updates[key].flip(1) for key in SLOT.parameters}
+        updates |= {f"control/{key}": updates[key].flip(1) for key in TENSOR_NAMES.parameters}
     weights = client_weights("uniform", [1] * 6)
-    turn = 0, tuple(range(6)), 9, SLOT, 0, previous, Updates(updates), weights, {}
+    turn = 0, tuple(range(6)), 9, TENSOR_NAMES, 0, previous, Updates(updates), weights, {}
     step = ServerStep(*turn, rule, distill, lambda *given: (given[1]["a"][:, None].softmax(-1), torch.eye(3)[:1]))
     state = algorithm.server_step(step)
     members = algorithm.members(previous | state, step.state)
@@ -428,7 +430,9 @@ def server_step(algorithm, rule, updates, distils):
 
 def only_the_mean_counts(algorithm, rule, distils):
     """Whether two sets of updates with the same mean lead to the same, in everything that the server has afterwards."""
-    a, b = ({key: torch.randn(6, 3, generator=random(s), dtype=torch.float64) for key in SLOT.keys} for s in (1, 2))
+    a, b = (
+        {key: torch.randn(6, 3, generator=random(s), dtype=torch.float64) for key in TENSOR_NAMES.keys} for s in (1, 2)
+    )
     b = {key: value - value.mean(0) + a[key].mean(0) for key, value in b.items()}
     results = [server_step(algorithm, rule, updates, distils) for updates in (a, b)]
     same_shapes = len(results[0]) == len(results[1])

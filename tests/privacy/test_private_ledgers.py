@@ -133,20 +133,20 @@ def test_what_is_unsent_never_reaches_the_server(name, monkeypatch):
 class SendsPersonal(PerAda):
     """Its parent's `unsent` does not hold of it any more."""
 
-    def close(self, trained, kept, received, slot):
+    def end_round(self, trained, kept, received, tensor_names):
         return {"personal": trained["personal"]}, trained["personal"]
 
 
 class SendsALittle(PerAda):
-    def close(self, trained, kept, received, slot):
-        keeps, sent = super().close(trained, kept, received, slot)
+    def end_round(self, trained, kept, received, tensor_names):
+        keeps, sent = super().end_round(trained, kept, received, tensor_names)
         return keeps, {key: value + 1e-3 * trained["personal"][key] for key, value in sent.items()}
 
 
 class StartsFromPersonal(PerAda):
     """In the second round what the first one left."""
 
-    def open(self, kept, received, slot):
+    def begin_round(self, kept, received, tensor_names):
         return {"personal": kept["personal"], "local": kept["personal"]}
 
 
@@ -164,17 +164,17 @@ class RestartsFromPersonal(PerAda):
 
 
 class SendsInTheNextRound(PerAda):
-    def kept(self, initial, slot):
+    def initial_client_state(self, initial, tensor_names):
         return {"personal": initial, "before": initial}
 
-    def close(self, trained, kept, received, slot):
+    def end_round(self, trained, kept, received, tensor_names):
         return {"personal": trained["personal"], "before": trained["personal"]}, kept["before"]
 
 
 class Remembers(PerAda):
     memory = None
 
-    def close(self, trained, kept, received, slot):
+    def end_round(self, trained, kept, received, tensor_names):
         before, self.memory = self.memory, trained["personal"]
         return {"personal": trained["personal"]}, before or trained["local"]
 
@@ -183,8 +183,8 @@ class SendsItsShare(APFL):
     def __init__(self):
         super().__init__(lr_alpha=0.5)
 
-    def close(self, trained, kept, received, slot):
-        keeps, sent = super().close(trained, kept, received, slot)
+    def end_round(self, trained, kept, received, tensor_names):
+        keeps, sent = super().end_round(trained, kept, received, tensor_names)
         return keeps, sent | {"alpha": trained["share"]["alpha"]}
 
     def server_step(self, server):

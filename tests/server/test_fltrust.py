@@ -17,10 +17,10 @@ CLIENTS, CLASSES, SENT = 5, 3, {}
 class Noted(FedAvg):
     """Notes what the clients send; the first sends the reverse of its change, ten times as long."""
 
-    def close(self, trained, kept, received, slot):
-        kept, update = super().close(trained, kept, received, slot)
+    def end_round(self, trained, kept, received, tensor_names):
+        kept, update = super().end_round(trained, kept, received, tensor_names)
         update = {key: value.clone() for key, value in update.items()}
-        for key in slot.parameters:
+        for key in tensor_names.parameters:
             update[key][0] -= 11 * (update[key][0] - received[key][0])
         SENT.update({key: value.detach().clone() for key, value in update.items()} | {"before": received})
         return kept, update

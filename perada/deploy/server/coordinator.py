@@ -104,7 +104,7 @@ class Coordinator:
         self.sample = terms.sample or self.settings.clients_per_round
         self.images = recipe.public_images()
         self._check_recipe()
-        self.server = Server(Site(module.engine, module.slot, self.settings), module.initial_state)
+        self.server = Server(Site(module.engine, module.tensor_names, self.settings), module.initial_state)
         if not terms.resume and (folder / SERVER_STATE).exists():
             raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
         self._lock = FolderLock(folder, "server")
@@ -154,8 +154,8 @@ class Coordinator:
         algorithm = settings.algorithm
         terms = self.terms
         check_server_images(settings, self.images.public_size, 0)
-        check_distilled_batch_norm(settings, self.recipe.module.slot, self.images.public_size)
-        check_factors(settings, self.recipe.module.slot, self.recipe.template.sent)
+        check_distilled_batch_norm(settings, self.recipe.module.tensor_names, self.images.public_size)
+        check_factors(settings, self.recipe.module.tensor_names, self.recipe.template.sent)
         check_rule(settings)
         if self.sample is not None and self.sample < terms.min_sites:
             raise ValueError(
@@ -184,7 +184,7 @@ class Coordinator:
         if self.terms.late == "skip":
             raise ValueError("late='skip' cannot be used with secure_sums, whose steps wait for all; give 'wait'")
         num_sites = self.sample or max(self.terms.min_sites, options.min_sites)
-        check_secure_sums(self.settings, self.recipe.module.slot, self.recipe.template.initial, num_sites)
+        check_secure_sums(self.settings, self.recipe.module.tensor_names, self.recipe.template.initial, num_sites)
 
     def close(self) -> None:
         """Finalize the loggers and unlock the folder."""
@@ -307,7 +307,7 @@ class Coordinator:
         num_modes = self.settings.algorithm.modes
         for key, value in state.items():
             is_masked = value.dtype == torch.uint64  # any number is possible under masks
-            if key in self.recipe.module.slot.keys or value.is_floating_point() or is_masked:
+            if key in self.recipe.module.tensor_names.keys or value.is_floating_point() or is_masked:
                 continue
             if int(value.max()) >= num_modes:
                 return False
@@ -546,7 +546,7 @@ class Coordinator:
         if self.recipe.noisy:
             return
         received: State = {}
-        if not self.settings.algorithm.compares:  # otherwise what a site receives depends on its images
+        if not self.settings.algorithm.compares_models:  # otherwise what a site receives depends on its images
             plan = RoundPlan(progress.done, (0,), ((0,),))
             received = self.server.sending(plan, max(1, len(progress.roster)))
         squared_move = 0.0
@@ -695,7 +695,7 @@ class Coordinator:
         progress = self.progress
         shared = self.server.global_state
         level = self.roster.client_level
-        if self.settings.algorithm.compares:
+        if self.settings.algorithm.compares_models:
             state = shared
             narrowed_state = shared
         else:
@@ -714,7 +714,7 @@ class Coordinator:
     def _narrow(self, state: State, client: int) -> State:
         """Cut a state to the rank of a site's LoRA for the way to it or from it."""
         ranks = self.server.lora_ranks
-        return narrowed(state, self.recipe.module.slot.factors, ranks[client]) if ranks else state
+        return narrowed(state, self.recipe.module.tensor_names.factors, ranks[client]) if ranks else state
 
     def _evaluate(self) -> None:
         """Have sites score the models on their own test images, and average what they send."""

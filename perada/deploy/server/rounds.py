@@ -60,7 +60,7 @@ class Roster:
         if self.client_level is not None and progress.client_level is not None:
             self.client_level.load_state_dict(progress.client_level)
         self.outside: dict[str, str] = {}
-        self._slot = recipe.module.slot
+        self._slot = recipe.module.tensor_names
         self._initial = recipe.template.initial
 
     @property
@@ -354,7 +354,7 @@ def round_metrics(
     loop = recipe.loop
     opened = recipe.template.opened
     metrics = parameter_counts(
-        loop.algorithm, loop.phases, recipe.module.slot, record.round, opened, recipe.sent(record.round), ranks
+        loop.algorithm, loop.phases, recipe.module.tensor_names, record.round, opened, recipe.sent(record.round), ranks
     )
     metrics["comm/up_mb"] = record.up
     metrics["comm/down_mb"] = record.down

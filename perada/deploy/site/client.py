@@ -317,7 +317,7 @@ class Client:
             if tuning:
                 algorithm, _ = self._tuning()
                 shared = to_device(received, self.recipe.device)
-                client_state = first_kept(algorithm.kept(shared, self.module.slot))
+                client_state = first_kept(algorithm.initial_client_state(shared, self.module.tensor_names))
                 start = self._sent(algorithm, request, shared)
             else:
                 client_state = self._client_state(state)
@@ -439,7 +439,7 @@ class Client:
             return None
         if not state.rank:
             return personal
-        return cut_ranks(personal, self.module.slot.factors, torch.tensor([state.rank]))
+        return cut_ranks(personal, self.module.tensor_names.factors, torch.tensor([state.rank]))
 
     def _tuning(self) -> tuple[Algorithm, Phase]:
         """Return the algorithm and the phase of the fine-tuning after the last round."""
@@ -451,13 +451,13 @@ class Client:
         """Return what the client has kept, (1, ...) by role."""
         if state.training.client_state is not None:
             return _to(state.training.client_state, self.recipe.device)
-        return first_kept(self.settings.algorithm.kept(self.recipe.template.initial, self.module.slot))
+        return first_kept(self.settings.algorithm.initial_client_state(self.recipe.template.initial, self.module.tensor_names))
 
     def _received(self, request: Request, received: State) -> State:
         """Return what the client starts from, (1, ...); of several global models it chooses its own."""
         algorithm = self.settings.algorithm
         shared = to_device(received, self.recipe.device)
-        if not algorithm.compares:
+        if not algorithm.compares_models:
             return expand(shared, 1)
         batches = []
         for batch in map(one_of, self.batches(self.plan(request, [Phase("compare", 1)]))):
@@ -472,7 +472,7 @@ class Client:
         return algorithm.broadcast(
             Broadcast(
                 shared,
-                self.module.slot,
+                self.module.tensor_names,
                 request.round,
                 (request.client,),
                 request.clients,

@@ -455,9 +455,9 @@ def test_entries_are_the_named_algorithms(recipe):
         options = signature(type(made)).parameters.keys() - {"base"}
         plain = [{k: v for k, v in vars(one).items() if k in options} for one in (made, expected)]
         assert plain[0] == plain[1], name
-    assert algorithm(*given, *ENTRIES["perada"].words(cli)).distills
+    assert algorithm(*given, *ENTRIES["perada"].words(cli)).uses_distillation
     whole = algorithm(*given, *ENTRIES["fed_ensemble_perada"].words(cli))
-    assert (type(whole.base), whole.base.distills) == (mine, True)
+    assert (type(whole.base), whole.base.uses_distillation) == (mine, True)
 
 
 def test_what_papers_train(recipe):
