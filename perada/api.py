@@ -14,7 +14,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from perada.algorithms import Algorithm, make_algorithm, with_server_rule
-from perada.core.checks import OptionError, check_options, check_whole
+from perada.core.checks import OptionError, check_integer, check_options
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
 from perada.data import FederatedData, FederatedDataModule
@@ -101,7 +101,7 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     trainer: pl.Trainer | None = None,
     resume_allow: list[str] | None = None,
     max_failures: int | None = None,
-    refuse_far: bool = False,
+    drop_outliers: bool = False,
     ckpt_path: str | None = None,
     **trainer_kwargs: Any,
 ) -> Run:
@@ -142,8 +142,8 @@ def finetune(  # noqa: D417  # `_explain` adds what the classes say of their own
     """
     arguments = dict(locals())
     watch_signals()
-    check_whole("rounds", rounds, 0, hint="0 returns the initial states")
-    check_whole("eval_every", eval_every, optional=True, hint="give test=[] in the data for no evaluation")
+    check_integer("rounds", rounds, 0, hint="0 returns the initial states")
+    check_integer("eval_every", eval_every, optional=True, hint="give test=[] in the data for no evaluation")
     given = data
     data = _datamodule(data, backbone, batch_size, image_size, num_classes)
     arguments["image_size"] = data.image_size

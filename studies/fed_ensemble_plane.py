@@ -84,7 +84,7 @@ class PlaneSettings(Counts):
             raise ValueError(f"modes must be an integer >= {IN_PLANE}, which span the plane, got {self.modes}")
         if min(self.grid, self.line) < 2:
             raise ValueError(f"grid and line must be integers >= 2, got {self.grid} and {self.line}")
-        check_number("margin", self.margin, least=0)
+        check_number("margin", self.margin, ge=0)
 
 
 QUICK = PlaneSettings("digits", train_images=400, clients=6, modes=3, rounds=20, grid=5, line=5)

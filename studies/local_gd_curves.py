@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import check_integer, check_number
 from perada.server import ModifiedLocalGD, ServerRule
 from perada.studies import local_gd_linear as linear
 
@@ -28,7 +28,7 @@ class Counts:
         for name, value in vars(self).items():
             for count in (value or (0,)) if isinstance(value, tuple) else (value,):
                 if type(count) is int:
-                    check_whole(f"{type(self).__name__}: {name}", count)
+                    check_integer(f"{type(self).__name__}: {name}", count)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class DirichletSettings(Counts):
     def __post_init__(self) -> None:
         super().__post_init__()
         for alpha in self.alphas:
-            check_number("DirichletSettings: alphas", alpha, above=0)
+            check_number("DirichletSettings: alphas", alpha, gt=0)
 
 
 @dataclass(frozen=True)

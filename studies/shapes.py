@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_whole
+from perada.core.checks import check_integer
 from perada.core.seeding import generator
 from perada.data.sets.base import ImageSet
 
@@ -43,9 +43,9 @@ class Shapes(ImageSet):
         self, count: int = 60_000, classes: int = 200, size: int = 28, seed: int = 0, train: bool = True
     ) -> None:
         super().__init__(train)
-        check_whole("count", count, 10, hint="the test split has a tenth as many")
-        check_whole("classes", classes)
-        check_whole("size", size)
+        check_integer("count", count, 10, hint="the test split has a tenth as many")
+        check_integer("classes", classes)
+        check_integer("size", size)
         self.count, self.size, self.seed = count, size, seed
         self.classes = classes  # type: ignore[assignment]  # the argument; shapes have no names
         self.num_classes = self._kinds = classes

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from perada.algorithms.ensembles import mode_schedule
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import check_integer, check_number
 from perada.core.seeding import derive_seed, generator
 
 CLIENTS, POINTS, FUNCTIONS = 50, 2, 100
@@ -69,14 +69,14 @@ class Settings:
     init_std: float = 2.0
 
     def __post_init__(self) -> None:
-        check_whole("reruns", self.reruns, 2, hint="one has no variance")
-        check_whole("rounds", self.rounds)
-        check_whole("ages", self.ages, optional=True)
-        check_whole("strata", self.strata, most=CLIENTS, hint="the number of clients")
-        check_whole("clients_per_round", self.clients_per_round, most=CLIENTS, hint="the number of clients")
-        check_whole("local_steps", self.local_steps)
-        check_number("lr_decay", self.lr_decay, above=0, most=1)
-        check_number("init_std", self.init_std, least=0)
+        check_integer("reruns", self.reruns, 2, hint="one has no variance")
+        check_integer("rounds", self.rounds)
+        check_integer("ages", self.ages, optional=True)
+        check_integer("strata", self.strata, le=CLIENTS, hint="the number of clients")
+        check_integer("clients_per_round", self.clients_per_round, le=CLIENTS, hint="the number of clients")
+        check_integer("local_steps", self.local_steps)
+        check_number("lr_decay", self.lr_decay, gt=0, le=1)
+        check_number("init_std", self.init_std, ge=0)
 
     def length(self, modes: int) -> int:
         """Rounds of a training with K modes."""

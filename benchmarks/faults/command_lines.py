@@ -25,7 +25,7 @@ OPTIONS = (
     "model.engine", "model.metric", "model.clip_norm", "model.clients_per_chunk", "federated.algorithm",
     "federated.clients_per_round", "federated.local_epochs", "federated.weighting", "federated.server_rule",
     "federated.distillation.temperature", "federated.distillation.lr", "federated.privacy.noise_multiplier",
-    "federated.client_store", "federated.diagnostics", "federated.max_failures", "federated.refuse_far",
+    "federated.client_store", "federated.diagnostics", "federated.max_failures", "federated.drop_outliers",
     "federated.resume_allow", "trainer.precision", "seed_everything", "ckpt_path", "no.such.option",
 )  # fmt: skip
 VALUES = ("", "abc", "-1", "0", "0.5", "2", "nan", "inf", "null", "true", "{}", "[]", "[1]", "1e12", "last", "median")

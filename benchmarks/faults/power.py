@@ -22,7 +22,7 @@ from benchmarks.faults.outcomes import Campaign
 from perada.core.digests import digest_of
 from perada.federation.store import locate
 from perada.lightning.checkpoint import WholeCheckpointIO
-from perada.results.restore import newest_whole
+from perada.results.restore import newest_intact
 
 CALLS = ("fsync", "rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir")
 Tree = dict[str, tuple[int, bytes] | None]
@@ -156,7 +156,7 @@ def _values(run: perada.Run) -> list[list[float]]:
 def _resumable(folder: Path) -> bool:
     """Whether the newest checkpoint, if there is one, is whole and has its clients' files."""
     found = sorted(folder.rglob("last*.ckpt"))
-    path = newest_whole(found)
+    path = newest_intact(found)
     if path is None or path.name != "last.ckpt":  # a newer one is there, and not whole
         return not found
     content = torch.load(path, weights_only=True)

@@ -25,7 +25,7 @@ Average = Literal["logits", "probabilities"]
 Stacks = dict[str, State]
 """Stacked states by role."""
 RULE = "rule/"
-"""Prefix of the server rule's tensors among the server's."""
+"""FrozenTrunk of the server rule's tensors among the server's."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Algorithm(Options):
         return None
 
 
-class Around(Algorithm):
+class AlgorithmWrapper(Algorithm):
     """An algorithm that changes what another one keeps or sends, and trains as that one does.
 
     Attributes:

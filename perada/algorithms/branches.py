@@ -66,7 +66,7 @@ class _Weighted(Algorithm):
     unsent = frozenset({"personal"})
 
     def __init__(self, weight: float = 0.5) -> None:
-        check_number("weight", weight, least=0, most=1, hint="0 is the global branch, 1 the client's own")
+        check_number("weight", weight, ge=0, le=1, hint="0 is the global branch, 1 the client's own")
         self.weight = weight
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
@@ -162,7 +162,7 @@ class FedDPAF(FedAvg):
     """
 
     def __init__(self, weight: float = 0.5, finetune_epochs: float = 1) -> None:
-        check_number("finetune_epochs", finetune_epochs, above=0, hint="FedAvg does without")
+        check_number("finetune_epochs", finetune_epochs, gt=0, hint="FedAvg does without")
         self.weight, self.finetune_epochs = weight, finetune_epochs
         self._own = OwnBranch(weight)
 
@@ -248,8 +248,8 @@ class RestOfWorld(Algorithm):
     server sends the same to all. It predicts with the RoW branch of the last round that it took part in, for which its
     mixer was trained. A client that was not drawn counts as it last was. The paper has all clients in every round.
     Server rules other than the mean are refused: they would leave no mean to take one's own part out of. Where
-    ``client_privacy`` clipped a change, or ``refuse_far`` left it out, v̄ lacks it, and the client takes it out all the
-    same.
+    ``client_privacy`` clipped a change, or ``drop_outliers`` left it out, v̄ lacks it, and the client takes it out all
+    the same.
     """
 
     inference = "personal"

@@ -8,12 +8,21 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Around, Average, Broadcast, ServerStep, Stacks, TensorNames, check_base
+from perada.algorithms.base import (
+    Algorithm,
+    AlgorithmWrapper,
+    Average,
+    Broadcast,
+    ServerStep,
+    Stacks,
+    TensorNames,
+    check_base,
+)
 from perada.algorithms.fedavg import FedAvg, FedDyn
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL
 from perada.algorithms.scaffold import Scaffold
-from perada.core.checks import OptionError, check_choice, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_integer, check_number
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
 from perada.core.states import State, clone, expand, gather, partition, stack, unstack
@@ -49,9 +58,9 @@ class FedBE(Algorithm):
         moments: bool = False,
     ) -> None:
         check_choice("sampler", sampler, get_args(Sampler))
-        check_whole("samples", samples, 0)
+        check_integer("samples", samples, 0)
         check_choice("distill", distill, (True, False))
-        check_number("average_from", average_from, least=0, most=1, hint="the share of the steps that are left out")
+        check_number("average_from", average_from, ge=0, le=1, hint="the share of the steps that are left out")
         check_choice("moments", moments, (True, False))
         if moments and sampler != "gaussian":
             raise OptionError(
@@ -162,7 +171,7 @@ UNREPEATABLE = (APFL, FedDyn, MTL, Moon, Scaffold)
 """Algorithms whose clients keep what belongs to the only global model."""
 
 
-class FedEnsemble(Around):
+class FedEnsemble(AlgorithmWrapper):
     """K global models (modes) in one federation: a layer over another algorithm's local updates and server step.
 
     Each mode starts from its own random initialisation. Clients are split once into Q strata. In an age of K rounds,
@@ -194,8 +203,8 @@ class FedEnsemble(Around):
     ) -> None:
         self.base = base or FedAvg()
         check_base(self, self.base)
-        check_whole("modes", modes)
-        check_whole("strata", strata, optional=True)
+        check_integer("modes", modes)
+        check_integer("strata", strata, optional=True)
         check_choice("assignment", assignment, ("permutation", "loss"))
         check_choice("average", average, ("logits", "probabilities"))
         check_choice("keeps", keeps, ("ensemble", "best"))

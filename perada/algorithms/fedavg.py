@@ -37,7 +37,7 @@ class FedAvgFT(Algorithm):
     """
 
     def __init__(self, finetune_epochs: float = 1) -> None:
-        check_number("finetune_epochs", finetune_epochs, above=0, hint="FedAvg does without")
+        check_number("finetune_epochs", finetune_epochs, gt=0, hint="FedAvg does without")
         self.finetune_epochs = finetune_epochs
 
     def personalization(self) -> tuple[Algorithm, Phase]:
@@ -101,7 +101,7 @@ class FedProx(Algorithm):
     """
 
     def __init__(self, prox_strength: float = 0.1) -> None:
-        check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
+        check_number("prox_strength", prox_strength, ge=0, hint="0 does not pull")
         self.prox_strength = prox_strength
 
     def client_step(self, step: ClientStep) -> None:
@@ -131,7 +131,7 @@ class FedDyn(Algorithm):
     """
 
     def __init__(self, alpha: float = 0.1) -> None:
-        check_number("alpha", alpha, above=0, hint="the server divides by it")
+        check_number("alpha", alpha, gt=0, hint="the server divides by it")
         self.alpha = alpha
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:

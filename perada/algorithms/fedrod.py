@@ -31,7 +31,7 @@ class FedROD(Algorithm):
     needs_class_counts = True
 
     def __init__(self, gamma: float = 1.0) -> None:
-        check_number("gamma", gamma, least=0, hint="0 does not balance")
+        check_number("gamma", gamma, ge=0, hint="0 does not balance")
         self.gamma = gamma
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:

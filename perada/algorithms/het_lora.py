@@ -10,11 +10,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, ServerStep, Stacks, TensorNames, check_base
+from perada.algorithms.base import (
+    Algorithm,
+    AlgorithmWrapper,
+    Broadcast,
+    ClientStep,
+    ServerStep,
+    Stacks,
+    TensorNames,
+    check_base,
+)
 from perada.algorithms.branches import RestOfWorld
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
-from perada.core.checks import OptionError, check_whole
+from perada.core.checks import OptionError, check_integer
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, cut_ranks, expand, partition
 from perada.server.aggregate import Aggregation, ServerRule, Updates
@@ -24,7 +33,7 @@ RANK = "lora/rank"
 """A client's rank, which travels with what it receives."""
 
 
-class HetLoRA(Around):
+class HetLoRA(AlgorithmWrapper):
     """Any algorithm, whose clients m have LoRA of rank r_m (HetLoRA: Cho et al., EMNLP 2024).
 
     The server's B and A have the adapter's rank r. A client receives the first r_m columns of B and rows of A
@@ -157,7 +166,7 @@ def _check_ranks(ranks: object, sizes: object) -> None:
             value=ranks,
         )
     for rank in (ranks.values() if isinstance(ranks, Mapping) else ranks) or ():
-        check_whole("ranks", rank, hint="of LoRA, of each client")
+        check_integer("ranks", rank, hint="of LoRA, of each client")
     if sizes is None:
         return
     if not isinstance(sizes, list | tuple) or not sizes:
@@ -167,7 +176,7 @@ def _check_ranks(ranks: object, sizes: object) -> None:
             value=sizes,
         )
     for size in sizes:
-        check_whole("sizes", size, hint="numbers of images")
+        check_integer("sizes", size, hint="numbers of images")
     if sorted(set(sizes)) != [*sizes] or not isinstance(ranks, list | tuple) or len(ranks) != len(sizes) + 1:
         raise OptionError(
             f"sizes={sizes!r} with ranks={ranks!r} cannot be used; give rising numbers of images, and a list of "

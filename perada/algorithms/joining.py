@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import perada.algorithms as known
-from perada.algorithms.base import Algorithm, Around, Broadcast, ClientStep, Stacks, TensorNames
+from perada.algorithms.base import Algorithm, AlgorithmWrapper, Broadcast, ClientStep, Stacks, TensorNames
 from perada.algorithms.branches import RestOfWorld, pairs
 from perada.algorithms.fedavg import Standalone
 from perada.algorithms.het_lora import HetLoRA
@@ -20,7 +20,7 @@ from perada.core.rounds import Phase
 from perada.core.states import State
 
 
-class Joining(Around):
+class Joining(AlgorithmWrapper):
     """One client's side of an algorithm: it sends nothing, and the server's state stays as it is.
 
     Args:

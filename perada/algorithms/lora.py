@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from perada.algorithms.base import Algorithm, Around, Broadcast, ServerStep, Stacks, TensorNames, check_base
+from perada.algorithms.base import Algorithm, AlgorithmWrapper, Broadcast, ServerStep, Stacks, TensorNames, check_base
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.sharing import PartialSharing
 from perada.core.checks import OptionError
@@ -37,7 +37,7 @@ def ups(tensor_names: TensorNames) -> frozenset[str]:
     return frozenset(key for key in tensor_names.keys if key.rpartition(".")[0] in modules)
 
 
-class FFALoRA(Around):
+class FFALoRA(AlgorithmWrapper):
     """Any algorithm, with every A of LoRA frozen as it was drawn (FFA-LoRA: Sun et al., ICLR 2024, arXiv 2403.12313).
 
     A is the same for all, so that mean(B_m)·A is the mean of the B_m·A, and half of LoRA's numbers are sent. Noise of

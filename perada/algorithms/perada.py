@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Stacks, TensorNames
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_integer, check_number
 from perada.core.states import State
 from perada.server.aggregate import double_dtype
 
@@ -31,7 +31,7 @@ class PerAda(Algorithm):
     unsent = frozenset({"personal"})
 
     def __init__(self, prox_strength: float = 1.0, distill: bool = True) -> None:
-        check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
+        check_number("prox_strength", prox_strength, ge=0, hint="0 does not pull")
         self.prox_strength = prox_strength
         check_choice("distill", distill, (True, False))
         self.distill = self.uses_distillation = distill
@@ -68,7 +68,7 @@ class MTL(Algorithm):
     roles = ("personal",)
 
     def __init__(self, prox_strength: float = 1.0) -> None:
-        check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
+        check_number("prox_strength", prox_strength, ge=0, hint="0 does not pull")
         self.prox_strength = prox_strength
 
     def client_step(self, step: ClientStep) -> None:
@@ -121,9 +121,9 @@ class PFedMe(Algorithm):
     def __init__(
         self, prox_strength: float = 15.0, inner_steps: int = 3, beta: float = 1.0, restart: bool = False
     ) -> None:
-        check_number("prox_strength", prox_strength, least=0, hint="0 does not pull")
-        check_whole("inner_steps", inner_steps)
-        check_number("beta", beta, above=0, most=1, hint="the share of the clients' mean")
+        check_number("prox_strength", prox_strength, ge=0, hint="0 does not pull")
+        check_integer("inner_steps", inner_steps)
+        check_number("beta", beta, gt=0, le=1, hint="the share of the clients' mean")
         check_choice("restart", restart, (True, False))
         self.prox_strength, self.inner_steps, self.beta, self.restart = prox_strength, inner_steps, beta, restart
 
@@ -175,8 +175,8 @@ class APFL(Algorithm):
     unsent = frozenset({"personal"})
 
     def __init__(self, alpha: float = 0.5, lr_alpha: float = 0.0) -> None:
-        check_number("alpha", alpha, least=0, most=1, hint="0 is the global model, 1 the client's own")
-        check_number("lr_alpha", lr_alpha, least=0, hint="0 keeps alpha fixed")
+        check_number("alpha", alpha, ge=0, le=1, hint="0 is the global model, 1 the client's own")
+        check_number("lr_alpha", lr_alpha, ge=0, hint="0 keeps alpha fixed")
         self.alpha, self.lr_alpha = alpha, lr_alpha
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:

@@ -11,7 +11,7 @@ from perada.core.checks import check_number
 from perada.core.states import State, expand, partition
 
 CONTROL = "control/"
-"""Prefix of the names under which control variates travel beside the model."""
+"""FrozenTrunk of the names under which control variates travel beside the model."""
 
 
 class Scaffold(Algorithm):
@@ -31,7 +31,7 @@ class Scaffold(Algorithm):
     """
 
     def __init__(self, server_lr: float = 1.0) -> None:
-        check_number("server_lr", server_lr, above=0, hint="1 takes the mean")
+        check_number("server_lr", server_lr, gt=0, hint="1 takes the mean")
         self.server_lr = server_lr
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:

@@ -181,7 +181,7 @@ class FedAlt(FedSim):
 
     def __init__(self, split: Split = "output", personal_epochs: float | None = None) -> None:
         super().__init__(split)
-        check_number("personal_epochs", personal_epochs, least=0, optional=True)
+        check_number("personal_epochs", personal_epochs, ge=0, optional=True)
         self.personal_epochs = personal_epochs
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
@@ -212,6 +212,6 @@ class FedRep(FedAlt):
     """
 
     def __init__(self, head_epochs: float | None = None) -> None:
-        check_number("head_epochs", head_epochs, least=0, optional=True)
+        check_number("head_epochs", head_epochs, ge=0, optional=True)
         super().__init__("output", head_epochs)
         self.head_epochs = head_epochs

@@ -15,9 +15,9 @@ import yaml
 from jsonargparse import ArgumentParser
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from perada.core.checks import check_choice, check_whole
+from perada.core.checks import check_choice, check_integer
 from perada.core.files import writing
-from perada.core.text import printable, some
+from perada.core.text import abbreviated, printable
 from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
@@ -229,15 +229,15 @@ def _notes(inspection: Inspection) -> list[str]:
         notes.append(f"all images are of the class {inspection.classes[0]}: a run needs two classes at least")
     rare_classes = inspection.train.sum(0) < MIN_IMAGES_OF_CLASS
     if rare_classes.any():
-        names = some(np.array(inspection.classes)[rare_classes].tolist(), MAX_LISTED)
+        names = abbreviated(np.array(inspection.classes)[rare_classes].tolist(), MAX_LISTED)
         notes.append(f"fewer than {MIN_IMAGES_OF_CLASS} training images of the class: {names}")
     small_clients = inspection.images[:, 0] < MIN_IMAGES_OF_CLIENT
     if small_clients.any():
-        names = some(np.array(inspection.clients)[small_clients].tolist(), MAX_LISTED)
+        names = abbreviated(np.array(inspection.clients)[small_clients].tolist(), MAX_LISTED)
         notes.append(f"fewer than {MIN_IMAGES_OF_CLIENT} training images: {names}")
     untested_clients = inspection.images[:, 1] == 0
     if untested_clients.any():
-        notes.append(f"no test images: {some(np.array(inspection.clients)[untested_clients].tolist(), MAX_LISTED)}")
+        notes.append(f"no test images: {abbreviated(np.array(inspection.clients)[untested_clients].tolist(), MAX_LISTED)}")
     return notes
 
 
@@ -287,7 +287,7 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
     from perada.algorithms import make_algorithm, with_server_rule
 
     distils = make_algorithm(with_server_rule(algorithm, None)[0]).uses_distillation
-    check_whole("rounds", yaml.safe_load(rounds))
+    check_integer("rounds", yaml.safe_load(rounds))
     if epsilon:
         check_target("epsilon", yaml.safe_load(epsilon))
     template = TEMPLATES.get_template("recipe.yaml.jinja")

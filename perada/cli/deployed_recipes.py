@@ -16,9 +16,9 @@ import perada.data
 from perada.cli.parser import full_names
 from perada.cli.recipes import recipe_text
 from perada.cli.runs import PeradaCLI
-from perada.core.checks import check_whole
+from perada.core.checks import check_integer
 from perada.core.files import Scratch, writing
-from perada.core.text import some
+from perada.core.text import abbreviated
 from perada.core.yaml_files import parse_yaml
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.inspection import without_broken

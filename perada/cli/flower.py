@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from perada.cli.messages import one_line, quiet_libraries
 from perada.cli.recipes import recipe_text
-from perada.core.checks import check_whole
+from perada.core.checks import check_integer
 from perada.deploy.flower.app import check_target, write_app
 from perada.deploy.flower.keys import check_hosts, check_site_name, write_server_keys, write_site_keys
 from perada.deploy.flower.running import Link, run_app
@@ -237,7 +237,7 @@ def demo(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="Rounds.")
     parser.add_argument("--secure-sums", action="store_true", help="Let the server see sums over the sites alone.")
     options = parser.parse_args(words)
-    check_whole("rounds", options.rounds)
+    check_integer("rounds", options.rounds)
     from perada.studies.deployment import run_demo
 
     sys.exit(run_demo(options.rounds, recipe_digest, secure_sums=options.secure_sums))

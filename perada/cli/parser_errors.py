@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser
 
 from perada.cli.options import facts, nearest
 from perada.core.checks import OptionError
-from perada.core.text import near_names, some
+from perada.core.text import abbreviated, near_names
 
 OWN_CLASS = "a class of your own by its path, such as mine.MyClass"
 _NOISE = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
@@ -277,7 +277,7 @@ def _no_such_class(option: str, value: str, message: str) -> OptionError:
     if proposals:
         remedy = f"did you mean {proposals[0]!r}?"
     elif names:
-        choices = [some(names, 50)]
+        choices = [abbreviated(names, 50)]
         if "list[" in accepted or "Iterable[" in accepted:
             choices.append("a list of them")
         if "'bool'" in accepted:

@@ -30,13 +30,13 @@ from perada.cli.parser import (
 )
 from perada.cli.parser_errors import option_error, rejected_option
 from perada.cli.recipes import comparison_file, recipe_files
-from perada.core.checks import OptionError, check_whole
+from perada.core.checks import OptionError, check_integer
 from perada.core.text import printable
 from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
 from perada.data.batches.workers import worker_deaths_named
 from perada.lightning import FederatedLoop, PredictionFile
-from perada.lightning.callbacks import OF_A_TRAINER, listed, own_parts
+from perada.lightning.callbacks import TRAINER_DEFAULTS, default_components, listed
 from perada.lightning.checkpoint import described_early, find_checkpoint
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_folder import log_options, no_trace_if_refused
@@ -138,7 +138,7 @@ class PeradaCLI(LightningCLI):
         if not self.runs:  # the config.yaml of a run has these options of its subcommand
             for name in ("ckpt_path", "weights_only"):
                 parser.add_argument(f"--{name}", type=str | bool | None, default=None)
-        defaults = OF_A_TRAINER | device_defaults()
+        defaults = TRAINER_DEFAULTS | device_defaults()
         parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
 
     def instantiate_classes(self) -> None:
@@ -158,7 +158,7 @@ class PeradaCLI(LightningCLI):
         check_words(vars(trainer))
         if not self.runs or self.config.get("subcommand") == "fit":
             self._check_rounds(trainer.max_epochs)
-        chosen, callbacks = own_parts(vars(trainer), listed(trainer.callbacks))
+        chosen, callbacks = default_components(vars(trainer), listed(trainer.callbacks))
         self.trainer_defaults = {"callbacks": callbacks}
         built = super().instantiate_trainer(**kwargs | chosen)
         check_trainer(built)
@@ -168,7 +168,7 @@ class PeradaCLI(LightningCLI):
     def _check_rounds(rounds: int | None) -> None:
         """Reject 0 rounds, which nobody asks for on purpose; -1 sets no limit."""
         if rounds not in (None, -1):
-            check_whole("max_epochs", rounds, hint="the number of rounds, --rounds")
+            check_integer("max_epochs", rounds, hint="the number of rounds, --rounds")
 
     @property
     def loop(self) -> FederatedLoop:

@@ -57,8 +57,12 @@ class OptionTypeError(OptionError, TypeError):
     """An option whose value has a type that is rejected."""
 
 
-LARGEST, LARGEST_WHOLE = 3.4e38, 2**63 - 1
+LARGEST = 3.4e38
+"""Largest real number that an option may be unless it says otherwise: the end of float32."""
+LARGEST_INTEGER = 2**63 - 1
+"""Largest integer that torch can convert: that of 64 bits."""
 COUNTABLE = 10**12
+"""Largest count, such as a number of rounds, unless an option says otherwise."""
 
 
 class Options:
@@ -69,97 +73,140 @@ class Options:
     """
 
     def __repr__(self) -> str:
-        held, taken = vars(self), inspect.signature(type(self)).parameters
-        names = taken if taken.keys() <= held.keys() else held
-        return f"{type(self).__name__}({', '.join(f'{name}={_shown(held[name])}' for name in names)})"
+        attributes = vars(self)
+        arguments = inspect.signature(type(self)).parameters
+        names = arguments if arguments.keys() <= attributes.keys() else attributes
+        options = ", ".join(f"{name}={_stable_repr(attributes[name])}" for name in names)
+        return f"{type(self).__name__}({options})"
 
 
-def _shown(value: object) -> str:
+def _stable_repr(value: object) -> str:
+    """Return a ``repr`` that is the same in every process: sets are sorted, addresses in memory left out."""
     ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(ordered))  # addresses, of functions and the like, are a process's own
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(ordered))
 
 
 def check_number(
     name: str,
     value: object,
     *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
     optional: bool = False,
     hint: str = "",
 ) -> None:
-    """Refuse what is not a finite number in a range, or ``None`` where it is ``optional``.
+    """Reject a value that is not a finite number in a range.
 
-    NumPy's numbers count, ``True`` and ``False`` do not. Of the bounds, ``least`` and ``most`` are allowed themselves.
-    Without an upper one it is the end of float32, of whole numbers that of 64 bits, which torch can convert.
+    NumPy's numbers are accepted, ``True`` and ``False`` are not.
+
+    Args:
+        name: Name of the option, as the user wrote it.
+        value: What it was set to.
+        ge: Lower bound that is allowed itself.
+        gt: Lower bound that is not.
+        le: Upper bound that is allowed itself. Without ``le`` and ``lt`` it is :data:`LARGEST` or, for integers,
+            :data:`LARGEST_INTEGER`.
+        lt: Upper bound that is not.
+        optional: Whether ``None`` is accepted too.
+        hint: End of the message, such as what a value means.
 
     Raises:
-        OptionError: With the value and the remedy; it ends with ``hint``, such as what a value means.
+        OptionError: With the value and the remedy.
 
-    >>> check_number("lr", 0.1, above=0)
-    >>> check_number("lr", -1, above=0)
+    >>> check_number("lr", 0.1, gt=0)
+    >>> check_number("lr", -1, gt=0)
     Traceback (most recent call last):
     perada.core.checks.OptionError: lr=-1 cannot be used; give a finite number above 0
-    >>> check_number("lr", 1e300, least=0)
+    >>> check_number("lr", 1e300, ge=0)
     Traceback (most recent call last):
     perada.core.checks.OptionError: lr=1e+300 cannot be used; give a finite number from 0 to 3.4e+38
     """
+    if value is None and optional:
+        return
+    number = _to_float(value)
+    largest = LARGEST_INTEGER if isinstance(value, int) else LARGEST
+    if le is None and lt is None and largest < abs(number) < math.inf:
+        le = largest  # named in the message only where the number is larger
+    accepted = (
+        math.isfinite(number)
+        and (ge is None or number >= ge)
+        and (gt is None or number > gt)
+        and (le is None or number <= le)
+        and (lt is None or number < lt)
+    )
+    if not accepted:
+        _refuse(name, value, f"a finite number{_range(ge, gt, le, lt)}", optional, hint)
+
+
+def _to_float(value: object) -> float:
+    """Convert a real number; NaN for everything else."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
     try:
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:  # a whole number of hundreds of digits
-        number = sys.float_info.max
-    end = LARGEST_WHOLE if isinstance(value, int) else LARGEST
-    if most is None and below is None and end < abs(number) < math.inf:
-        most = end
-    fits = (least is None or number >= least) and (above is None or number > above)
-    fits = fits and (most is None or number <= most) and (below is None or number < below) and math.isfinite(number)
-    if not fits and not (optional and value is None):
-        _refuse(name, value, f"a finite number{_range(least, above, most, below)}", optional, hint)
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return sys.float_info.max
 
 
-def check_whole(
+def check_integer(
     name: str,
     value: object,
-    least: int = 1,
+    ge: int = 1,
     *,
-    most: int | None = COUNTABLE,
+    le: int | None = COUNTABLE,
     also: Sequence[str] = (),
     optional: bool = False,
     hint: str = "",
 ) -> None:
-    """Refuse what is not a whole number from ``least`` to ``most``, one of the words ``also``, or ``None`` if optional.
+    """Reject a value that is not an integer in a range.
 
-    NumPy's integers count, ``True`` and ``False`` do not. ``most=None`` sets no limit.
+    NumPy's integers are accepted, ``True`` and ``False`` are not.
+
+    Args:
+        name: Name of the option, as the user wrote it.
+        value: What it was set to.
+        ge: Smallest integer that is accepted.
+        le: Largest integer that is accepted; ``None`` for no limit.
+        also: Words that are accepted too.
+        optional: Whether ``None`` is accepted too.
+        hint: End of the message, such as what a value means.
 
     Raises:
-        OptionError: With the value and the remedy; it ends with ``hint``.
+        OptionError: With the value and the remedy.
 
-    >>> check_whole("batch_size", "full", also=["full"])
-    >>> check_whole("batch_size", 0, also=["full"])
+    >>> check_integer("batch_size", "full", also=["full"])
+    >>> check_integer("batch_size", 0, also=["full"])
     Traceback (most recent call last):
     perada.core.checks.OptionError: batch_size=0 cannot be used; give a whole number of 1 or more, or 'full'
     """
-    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
-    fits = number >= least and (most is None or number <= most)
-    most = None if most == COUNTABLE and number <= COUNTABLE else most
-    if not fits and not (optional and value is None) and not (isinstance(value, str) and value in also):
-        what = f"a whole number{_range(least, None, most, None)}" + "".join(f", or {word!r}" for word in also)
-        _refuse(name, value, what, optional, hint)
+    if value is None and optional:
+        return
+    if isinstance(value, str) and value in also:
+        return
+    number = None
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        number = int(value)
+        if number >= ge and (le is None or number <= le):
+            return
+    if le == COUNTABLE and (number is None or number <= COUNTABLE):
+        le = None  # named in the message only where the number is larger
+    words = "".join(f", or {word!r}" for word in also)
+    _refuse(name, value, f"a whole number{_range(ge, None, le, None)}{words}", optional, hint)
 
 
-def whole_share(share: float, count: int) -> int:
+def floor_share(share: float, count: int) -> int:
     """``floor(share * count)``; what the rounding of a float takes from such a product is given back.
 
-    >>> int(0.29 * 100), whole_share(0.29, 100)
+    >>> int(0.29 * 100), floor_share(0.29, 100)
     (28, 29)
     """
     return math.floor(share * count + 1e-9)
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: str = "") -> None:
-    """Refuse what is not one of ``allowed``.
+    """Reject a value that is not one of ``allowed``.
 
     Raises:
         OptionError: With the value and the choice.
@@ -168,10 +215,14 @@ def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: s
     Traceback (most recent call last):
     perada.core.checks.OptionError: optimizer='sgdd' is unknown; choose one of 'sgd', 'adam'
     """
-    if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
-        more = f" ({hint})" if hint else ""
-        remedy = f"choose one of {', '.join(map(repr, allowed))}{more}"
-        raise OptionError(f"{name}={value!r} is unknown; {remedy}", name=name, value=value, remedy=remedy)
+    for choice in allowed:
+        # Types are compared too: 1 == True, and "no" of YAML is False.
+        if value is choice or (type(value) is type(choice) and value == choice):
+            return
+    remedy = f"choose one of {', '.join(map(repr, allowed))}"
+    if hint:
+        remedy += f" ({hint})"
+    raise OptionError(f"{name}={value!r} is unknown; {remedy}", name=name, value=value, remedy=remedy)
 
 
 def check_known(name: str, value: object, known: Iterable[str], also: str = "") -> None:
@@ -181,11 +232,15 @@ def check_known(name: str, value: object, known: Iterable[str], also: str = "") 
     Traceback (most recent call last):
     perada.core.checks.OptionError: algorithm='perda' is unknown; did you mean 'perada'?
     """
-    if value in (names := list(known)):
+    names = list(known)
+    if value in names:
         return
-    longer = [one for one in names if value and one.startswith(f"{value}_")]
-    close = longer or near_names(str(value), names)
-    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose one of {', '.join(names)}{also}"
+    completions = [name for name in names if value and name.startswith(f"{value}_")]
+    close = completions or near_names(str(value), names)
+    if close:
+        hint = f"did you mean {' or '.join(map(repr, close))}?"
+    else:
+        hint = f"choose one of {', '.join(names)}{also}"
     raise OptionError(f"{name}={value!r} is unknown; {hint}", name=name, value=value, remedy=hint)
 
 
@@ -212,20 +267,29 @@ def check_type(name: str, value: object, kind: type, such: str) -> None:
         raise OptionTypeError(f"{name}={value!r} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
 
 
-def _range(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
-    upper = f"below {below}" if most is None else f"{most}"
-    if most is None and below is None:
-        return f" of {least} or more" if least is not None else f" above {above}" if above is not None else ""
-    if least is not None:
-        return f" from {least} to {upper}"
-    return "" if above is None else f" above {above} and {upper if most is None else f'up to {most}'}"
+def _range(ge: float | None, gt: float | None, le: float | None, lt: float | None) -> str:
+    """Describe a range for a message, with a space in front; empty where there is no lower bound."""
+    if le is None and lt is None:
+        if ge is not None:
+            return f" of {ge} or more"
+        return "" if gt is None else f" above {gt}"
+    if ge is not None:
+        return f" from {ge} to below {lt}" if le is None else f" from {ge} to {le}"
+    if gt is None:
+        return ""
+    return f" above {gt} and below {lt}" if le is None else f" above {gt} and up to {le}"
 
 
 def _refuse(name: str, value: object, what: str, optional: bool, hint: str) -> None:
-    more = (", or leave it out" if optional else "") + (f" ({hint})" if hint else "")
-    short = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:60]}…"
-    remedy = f"give {what}{more}"
-    raise OptionError(f"{name}={short} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
+    remedy = f"give {what}"
+    if optional:
+        remedy += ", or leave it out"
+    if hint:
+        remedy += f" ({hint})"
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = f"{shown[:60]}…"
+    raise OptionError(f"{name}={shown} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
 
 
 def check_options(name: str, value: object, hint: str) -> None:
@@ -250,16 +314,16 @@ def check_installed(what: object, extra: str, *modules: str) -> None:
     Raises:
         ModuleNotFoundError: Names those that are not installed.
     """
-    if missing := [module for module in modules if find_spec(module) is None]:
-        several = len(missing) > 1
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        verb = "are" if len(missing) > 1 else "is"
         raise ModuleNotFoundError(
-            f"{what} needs {' and '.join(missing)}, which {'are' if several else 'is'} not installed; "
-            f"pip install 'perada[{extra}]'"
+            f"{what} needs {' and '.join(missing)}, which {verb} not installed; pip install 'perada[{extra}]'"
         )
 
 
 def installed(module: str, what: object, extra: str) -> Any:  # noqa: ANN401  # a module
-    """A library of an extra, which ``what`` needs.
+    """Import a library of an extra, which ``what`` needs.
 
     Raises:
         ModuleNotFoundError: If it is not installed.

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import check_integer, check_number
 from perada.core.seeding import generator
 
 BatchSize = int | Literal["full"]
@@ -41,8 +41,8 @@ class Phase:
     def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"phase {self.name!r} has epochs={self.epochs} and steps={self.steps}; leave one out")
-        check_whole(f"phase {self.name!r}: steps", self.steps, optional=True)
-        check_number(f"phase {self.name!r}: epochs", self.epochs, above=0, optional=True)
+        check_integer(f"phase {self.name!r}: steps", self.steps, optional=True)
+        check_number(f"phase {self.name!r}: epochs", self.epochs, gt=0, optional=True)
         if self.epochs is None and self.steps is None:
             object.__setattr__(self, "epochs", 1.0)
 

@@ -183,7 +183,7 @@ def expand(state: State, clients: int) -> State:
 def gather(stacked: State, clients: Sequence[int]) -> State:
     """Copy the rows of ``clients`` out of a stack; the host does not wait for a GPU."""
     rows = torch.tensor(clients, dtype=torch.int64)
-    places = {device: send(rows, device) for device in {value.device for value in stacked.values()}}
+    places = {device: to_device_async(rows, device) for device in {value.device for value in stacked.values()}}
     return {key: value[places[value.device]] for key, value in stacked.items()}
 
 
@@ -260,7 +260,7 @@ def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def send(value: Tensor, device: torch.device | str) -> Tensor:
+def to_device_async(value: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to ``device``. The host does not wait until a GPU has done all that it was asked before."""
     if torch.device(device).type == "cuda" and value.device.type == "cpu":
         return value.pin_memory().to(device, non_blocking=True)

@@ -101,14 +101,15 @@ def case_variants(names: Iterable[str]) -> list[list[str]]:
     return variants
 
 
-def some(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and how many there are more.
+def abbreviated(names: Sequence[str], limit: int = 5) -> str:
+    """Join the first names, and say how many more there are.
 
-    >>> some(["a", "b", "c"], most=1)
+    >>> abbreviated(["a", "b", "c"], limit=1)
     'a and 2 more'
     """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    first = ", ".join(names[:limit])
+    hidden = len(names) - limit
+    return f"{first} and {hidden} more" if hidden > 0 else first
 
 
 def near_names(word: str, names: Iterable[str], limit: int = 1) -> list[str]:

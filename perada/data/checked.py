@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from perada.core.checks import OptionError, check_whole
-from perada.core.text import some
+from perada.core.checks import OptionError, check_integer
+from perada.core.text import abbreviated
 from perada.data.batches.datasets import (
     LABEL_KEYS,
     Kind,
@@ -177,7 +177,7 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
     num_classes = num_classes or data.num_classes
     declared = num_classes is not None or data.classes is not None
     _check_counts(data)
-    check_whole("num_classes", num_classes, optional=True)
+    check_integer("num_classes", num_classes, optional=True)
     sets = {"training": data.train, "test": data.test if any(map(length, data.test)) else []}
     sets["validation"] = [] if data.server_validation is None else [data.server_validation]
     stores = {part: make_store(datasets, size=image_size) for part, datasets in sets.items() if len(datasets)}
@@ -242,7 +242,7 @@ def _check_inferred_classes(found: Mapping[str, list[Tensor]]) -> None:
     count = used[-1] + 1
     # Negative labels are refused later, with the client that has them.
     if used[0] >= 0 and count - len(used) > len(used):
-        shown = some(list(map(str, used)))
+        shown = abbreviated(list(map(str, used)))
         raise ValueError(
             f"the labels go up to {used[-1]}, which makes {count} classes, and {count - len(used)} of them have no "
             f"image (there are {shown}): number the classes from 0 without gaps, take out images whose label means "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from perada.core.checks import OptionError, check_choice, check_number, check_type, check_whole
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, check_type
 from perada.core.rounds import (
     CohortBatch,
     EvalBatch,
@@ -24,7 +24,7 @@ from perada.core.rounds import (
     one_of,
     sample_cohort,
 )
-from perada.core.states import send
+from perada.core.states import to_device_async
 from perada.data.batches.datasets import length
 from perada.data.batches.features import FeatureCache
 from perada.data.batches.public import augment_public_images, public_indices
@@ -131,8 +131,8 @@ class FederatedDataModule(pl.LightningDataModule):
         for name, value in zip(TYPES, (data, dataset, partition, public, shifts), strict=True):
             check_type(name, value, *TYPES[name])
         given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
-        check_whole("seed", seed, 0, most=None)
-        check_number("client_validation", client_validation, least=0, below=1, hint="a share of the training images")
+        check_integer("seed", seed, 0, le=None)
+        check_number("client_validation", client_validation, ge=0, lt=1, hint="a share of the training images")
         check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
         if evaluate_on == "validation" and not client_validation:
             raise ValueError(
@@ -154,12 +154,12 @@ class FederatedDataModule(pl.LightningDataModule):
                 "data is given together with options that divide a dataset; put the public set and all else into "
                 "FederatedData, or give dataset and partition instead"
             )
-        check_whole("batch_size", batch_size, also=["full"])
-        check_whole("eval_batch_size", eval_batch_size)
-        check_whole("image_size", image_size, most=2**16, optional=True)
-        check_whole("num_classes", num_classes, optional=True)
-        check_whole("num_workers", num_workers, 0)
-        check_whole("crop_padding", crop_padding, 0)
+        check_integer("batch_size", batch_size, also=["full"])
+        check_integer("eval_batch_size", eval_batch_size)
+        check_integer("image_size", image_size, le=2**16, optional=True)
+        check_integer("num_classes", num_classes, optional=True)
+        check_integer("num_workers", num_workers, 0)
+        check_integer("crop_padding", crop_padding, 0)
         check_choice("flip", flip, [False, True])
         check_choice("augment_public", augment_public, [False, True])
         check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))
@@ -261,7 +261,7 @@ class FederatedDataModule(pl.LightningDataModule):
             ValueError: If there are fewer clients than are to be drawn, or the images do not fit the backbone.
         """
         data, hint = self.checked, f"there are {self.num_clients} clients"
-        check_whole("clients_per_round", clients_per_round, most=self.num_clients, optional=True, hint=hint)
+        check_integer("clients_per_round", clients_per_round, le=self.num_clients, optional=True, hint=hint)
         if not phases:
             raise ValueError("there are no phases of local training; give at least one")
         if image is not None:
@@ -354,7 +354,7 @@ class FederatedDataModule(pl.LightningDataModule):
         assert store is not None
         positions = indices % size
         images, _ = self.served(store).take(torch.zeros_like(positions), positions, (self.prepare.seed, -2))
-        return self.prepare(augment_public_images(send(images, device), indices, size, self.prepare))
+        return self.prepare(augment_public_images(to_device_async(images, device), indices, size, self.prepare))
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
@@ -405,7 +405,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
         if store is not None:
             for x, y, _ in self._in_order(self.served(store)):
-                yield self.prepare(send(x, device)), send(y, device)
+                yield self.prepare(to_device_async(x, device)), to_device_async(y, device)
 
     def _in_order(self, store: Samples) -> DataLoader[EvalBatch]:
         return loader(EvalBatches(store, self.eval_batch_size, self.prepare.seed), store, self.num_workers)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from perada.core.text import case_variants, look_alike, some
+from perada.core.text import abbreviated, case_variants, look_alike
 
 
 def warn_of_look_alikes(what: str, names: Iterable[Any]) -> None:
@@ -78,7 +78,7 @@ class FederatedData:
         if name in names:
             return names.index(name), name
         which = "none is named" if name is None else f"{name!r} is none of them"
-        known = f"name one of {some(names)}, or give the images of one alone" if names else "name them"
+        known = f"name one of {abbreviated(names)}, or give the images of one alone" if names else "name them"
         raise ValueError(f"the data are of {len(self.train)} clients, and {which}; {known}")
 
     def parts(self) -> list[tuple[str, Dataset[Any]]]:

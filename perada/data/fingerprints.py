@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.text import some
+from perada.core.text import abbreviated
 from perada.data.batches.datasets import as_labels, isolated_randomness, resolved, seed_all
 from perada.data.batches.samples import MapStore, Store, TensorStore
 from perada.data.checked import Checked
@@ -188,7 +188,7 @@ def difference_in_names(former: Mapping[str, Any], here: Mapping[str, Any]) -> s
         if before == now:
             continue
         if isinstance(before, list) and isinstance(now, list) and sorted(map(str, before)) == sorted(map(str, now)):
-            change = f"are {some(before)} in this order, and here they are {some(now)}"
+            change = f"are {abbreviated(before)} in this order, and here they are {abbreviated(now)}"
         else:
             change = f"are {_names(before)}, and here they are {_names(now)}"
             if isinstance(before, list) and isinstance(now, list):
@@ -200,7 +200,7 @@ def difference_in_names(former: Mapping[str, Any], here: Mapping[str, Any]) -> s
 
 
 def _names(names: object) -> str:
-    return some(list(map(str, names))) if isinstance(names, list) else "without names"
+    return abbreviated(list(map(str, names))) if isinstance(names, list) else "without names"
 
 
 def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
@@ -245,7 +245,7 @@ def _clients(old: Sequence[str], new: Sequence[str], names: Sequence[str] | None
     """Name the clients whose hashes differ, and the first one that has what was another's."""
     shown = list(map(str, range(len(new)))) if names is None else list(map(repr, names))
     changed = [client for client, value in enumerate(new) if client >= len(old) or old[client] != value]
-    title = f"client{'s' * (len(changed) > 1)} {some([shown[client] for client in changed])}"
+    title = f"client{'s' * (len(changed) > 1)} {abbreviated([shown[client] for client in changed])}"
     text = f"{title} are not those of the checkpoint"
     for client in changed:
         if new[client] != NOT_READ and new[client] in old:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from tqdm import tqdm
 
 from perada.core.files import write_atomic
-from perada.core.text import some
+from perada.core.text import abbreviated
 from perada.data.batches.datasets import (
     declared_labels,
     entries,
@@ -186,7 +186,7 @@ def _of_modes(fine: list[_Seen], white: float) -> list[str]:
             f"is white, so that they are dark: set full_scale to what is white, such as {fits}"
         )
     if several:
-        notes.append(f"of files with several pictures ({some(several)}) the first is read")
+        notes.append(f"of files with several pictures ({abbreviated(several)}) the first is read")
     return notes
 
 

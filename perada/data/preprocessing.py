@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from perada.core.checks import check_choice, check_known, check_number, check_whole
+from perada.core.checks import check_choice, check_integer, check_known, check_number
 from perada.core.rounds import ImageConfig
 from perada.data.batches.datasets import as_labels, length, resolved
 from perada.data.batches.samples import MapStore, make_store
@@ -97,7 +97,7 @@ class Preprocessing:
             mean, std = tuple(record["mean"]), tuple(record["std"])
             for one, deviation in zip(mean, std, strict=True):
                 check_number("preprocessing: mean", one)
-                check_number("preprocessing: std", deviation, above=0)
+                check_number("preprocessing: std", deviation, gt=0)
             check_full_scale(record.get("full_scale"))
             made = cls("uint8", made.shape, record["channels"], steps, mean, std, record.get("full_scale"))
             uneven = any(step.height != step.width for step in steps if not step.rounded)
@@ -105,7 +105,7 @@ class Preprocessing:
                 raise ValueError(f"preprocessing: mean={record['mean']} or resize={record['resize']} cannot be used")
             sizes += [made.channels, *(side for step in steps for side in step[:2])]
         for side in sizes:
-            check_whole("preprocessing: shape", side)
+            check_integer("preprocessing: shape", side)
         return made
 
     def batch(self, images: Sequence[Any]) -> Tensor:

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from perada.core.checks import OptionError, check_choice, check_whole
+from perada.core.checks import OptionError, check_choice, check_integer
 from perada.core.seeding import derive_seed
 from perada.core.text import SPREADS
 from perada.data.batches.datasets import isolated_randomness, seed_all
@@ -65,7 +65,7 @@ class Corruptions(Shift):
         for kind in self.names:
             check_choice("shifts: kind", kind, [*GROUPS["all"]], hint=f"or one word for several: {', '.join(GROUPS)}")
         for severity in self.severities:
-            check_whole("shifts: severity", severity, most=5)
+            check_integer("shifts: severity", severity, le=5)
         for what, values in (("kinds", self.names), ("severities", self.severities)):
             if not values or len(set(values)) < len(values):
                 raise OptionError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any, Literal, Self, TextIO
 
-from perada.core.checks import check_choice, check_whole
+from perada.core.checks import check_choice, check_integer
 
 CONTEXT_FIELDS = ("run", "round", "site")
 """Fields of each line that tell what its message is about; null where it is about none."""
@@ -44,7 +44,7 @@ class Monitoring:
     superlink: str = ""
 
     def __post_init__(self) -> None:
-        check_whole("metrics_port", self.metrics_port, 0, most=65535)
+        check_integer("metrics_port", self.metrics_port, 0, le=65535)
         check_choice("log_format", self.log_format, ("text", "json"))
 
     @classmethod

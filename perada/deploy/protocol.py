@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_integer, check_number
 from perada.core.text import printable
 
 if TYPE_CHECKING:
@@ -161,20 +161,20 @@ class Request(Header):
         check_choice("kind", self.kind, get_args(RequestKind))
         _check_hexadecimal("run", self.run, 32)
         _check_hexadecimal("recipe", self.recipe, 64)
-        check_whole("round", self.round, 0, most=MAX_ROUNDS)
-        check_whole("clients", self.clients, 0, most=MAX_CLIENTS)
-        check_whole("models", self.models, 0, most=MAX_MODELS)
-        check_whole("rank", self.rank, 0, most=MAX_RANK)
-        check_whole("attempt", self.attempt, 0, most=MAX_ROUNDS)
-        check_whole("client", self.client, 0, most=self.clients - 1)
-        check_number("factor", self.factor, least=0, most=1e6)
-        check_number("norm", self.norm, least=0, most=1e200)
+        check_integer("round", self.round, 0, le=MAX_ROUNDS)
+        check_integer("clients", self.clients, 0, le=MAX_CLIENTS)
+        check_integer("models", self.models, 0, le=MAX_MODELS)
+        check_integer("rank", self.rank, 0, le=MAX_RANK)
+        check_integer("attempt", self.attempt, 0, le=MAX_ROUNDS)
+        check_integer("client", self.client, 0, le=self.clients - 1)
+        check_number("factor", self.factor, ge=0, le=1e6)
+        check_number("norm", self.norm, ge=0, le=1e200)
         _check_dictionary("strides", self.strides)
         for key, strides in self.strides.items():
             if not isinstance(strides, list) or len(strides) > MAX_DIMENSIONS:
                 raise ValueError(f"strides of {key!r} are not a list of up to {MAX_DIMENSIONS} numbers")
             for stride in strides:
-                check_whole(f"a stride of {key!r}", stride, 0, most=MAX_COUNT)
+                check_integer(f"a stride of {key!r}", stride, 0, le=MAX_COUNT)
         check_choice("of", self.of, ("update", "scores"))
         _check_dictionary("sums", self.sums)
 
@@ -217,7 +217,7 @@ class Response(Header):
 def _check_fact(name: str, value: Any) -> None:  # noqa: ANN401  # anything that a site sends
     """Check one of the facts of a response."""
     if name in ("size", "tests"):
-        check_whole(name, value, 0, most=MAX_IMAGES)
+        check_integer(name, value, 0, le=MAX_IMAGES)
     elif name == "labels":
         _check_hexadecimal(name, value, 64)
     elif name == "losses":
@@ -230,8 +230,8 @@ def _check_fact(name: str, value: Any) -> None:  # noqa: ANN401  # anything that
             _check_numbers(scores, optional=True)
     elif name == "counts" and set(value) <= {"personal", "global"}:
         for correct, total in value.values():
-            check_whole("all predictions", total, most=MAX_IMAGES)
-            check_whole("correct predictions", correct, 0, most=total)
+            check_integer("all predictions", total, le=MAX_IMAGES)
+            check_integer("correct predictions", correct, 0, le=total)
     else:
         raise ValueError(f"unknown fact {name!r}")
 
@@ -248,11 +248,11 @@ def _check_dictionary(name: str, value: object) -> None:
 
 def _check_numbers(values: Mapping[str, object], optional: bool, least: float = -1e12) -> None:
     """Check a dictionary of at most `MAX_ENTRIES` finite numbers; with ``optional`` None is allowed."""
-    check_whole("the number of entries", len(values), 0, most=MAX_ENTRIES)
+    check_integer("the number of entries", len(values), 0, le=MAX_ENTRIES)
     for key, value in values.items():
         if not re.fullmatch(r"[\w.-]{1,64}", key):
             raise ValueError(f"an entry {key!r}")
-        check_number(key, value, least=least, most=1e12, optional=optional)
+        check_number(key, value, ge=least, le=1e12, optional=optional)
 
 
 def digest(message: bytes) -> str:

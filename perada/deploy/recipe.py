@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from perada.algorithms import Broadcast, Stacks
-from perada.core.checks import check_whole
-from perada.core.states import State, send
+from perada.core.checks import check_integer
+from perada.core.states import State, to_device_async
 from perada.data import FederatedDataModule
 from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.samples import make_store
@@ -86,8 +86,8 @@ class Recipe:
         for option, reason in UNSUPPORTED.items():
             if is_used[option]:
                 raise ValueError(f"{option} cannot be used in a deployment: {reason}")
-        check_whole("devices", trainer.world_size, most=1, hint="a site and a server each train on one device")
-        check_whole("max_epochs", trainer.max_epochs, hint="the number of rounds")
+        check_integer("devices", trainer.world_size, le=1, hint="a site and a server each train on one device")
+        check_integer("max_epochs", trainer.max_epochs, hint="the number of rounds")
 
     @property
     def rounds(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, Protocol, Self
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_integer, check_number
 
 FAILURE_CODES = ("unreachable", "late", "crashed", "refused", "malformed")
 """What may come in place of a reply; nothing else is said about a failure on the way."""
@@ -49,10 +49,10 @@ class Terms:
     state: str = ""
 
     def __post_init__(self) -> None:
-        check_whole("min_sites", self.min_sites)
+        check_integer("min_sites", self.min_sites)
         hint = f"min_sites is {self.min_sites}"
-        check_whole("sample", self.sample or None, self.min_sites, optional=True, hint=hint)
-        check_number("deadline", self.deadline, above=0, hint="in seconds")
+        check_integer("sample", self.sample or None, self.min_sites, optional=True, hint=hint)
+        check_number("deadline", self.deadline, gt=0, hint="in seconds")
         check_choice("late", self.late, ("wait", "skip"))
         if self.state and not Path(self.state).is_absolute():
             raise ValueError(

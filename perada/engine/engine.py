@@ -19,10 +19,10 @@ from torch.func import functional_call
 from perada.core.checks import OptionError, check_choice
 from perada.core.rounds import CohortBatch
 from perada.core.seeding import Streams
-from perada.core.states import State, batch_norms, expand, send, tied_names, train_mode, unstack
-from perada.core.text import some
+from perada.core.states import State, batch_norms, expand, tied_names, to_device_async, train_mode, unstack
+from perada.core.text import abbreviated
 from perada.engine.fold import Fold, fold
-from perada.engine.prefix import Prefix, find_prefix
+from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
 
 EngineName = Literal["auto", "folded", "loop"]
 
@@ -55,7 +55,7 @@ class Engine:
         folded = fold(model)
         if folded.missing:
             named = [f"{path} ({name})" for path, name in folded.missing.items()]
-            message = f"trained layers without a stacked twin: {some(named, 4)}"
+            message = f"trained layers without a stacked twin: {abbreviated(named, 4)}"
             if kind == "folded":
                 raise OptionError(
                     f"engine='folded' cannot run {message}; use engine='loop' or 'auto'", name="engine", value="folded"
@@ -63,7 +63,7 @@ class Engine:
             if kind == "auto":
                 warnings.warn(f"engine='auto' takes the loop over clients: {message}", stacklevel=2)
         self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"
-        self.prefix: Prefix | None = None
+        self.trunk: FrozenTrunk | None = None
         self._single, self._tied = model, tied_names(model)
         self._full_batch = _call if compile is None else torch.compile(_call, **compile)
         self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
@@ -75,23 +75,23 @@ class Engine:
 
     def folded(self, random_only: bool = False) -> Fold:
         """The model folded anew, with the prefix if one was found."""
-        return fold(self.model, random_only=random_only, wrap=None if self.prefix is None else self.prefix.wrap)
+        return fold(self.model, random_only=random_only, wrap=None if self.trunk is None else self.trunk.wrap)
 
-    def find_prefix(self, image: Tensor, least_share: float = 0.0) -> Prefix | None:
+    def find_trunk(self, image: Tensor, least_share: float = 0.0) -> FrozenTrunk | None:
         """Find what of the model no trained tensor precedes; from then on, images may be given as its features.
 
         The example (channels, height, width) is prepared, and on the model's device. A prefix that was found stays.
         """
-        if self.prefix is None and (prefix := find_prefix(self.model, image, least_share)):
-            self.prefix = prefix
+        if self.trunk is None and (prefix := find_trunk(self.model, image, least_share)):
+            self.trunk = prefix
             self._fold = self.folded(random_only=self.kind == "loop")
             self._single = self.folded(random_only=True).model
-        return self.prefix
+        return self.trunk
 
     def features(self, x: Tensor) -> Tensor:
         """Features (B, F) of images (B, channels, height, width), which may stand for them in every other method."""
-        assert self.prefix is not None
-        return self.prefix.features(self._single, self.format(x))
+        assert self.trunk is not None
+        return self.trunk.features(self._single, self.format(x))
 
     def logits(
         self,
@@ -210,8 +210,8 @@ class Engine:
 
     def format(self, x: Tensor) -> Tensor:
         """What to give to the model for images, in the engine's memory format, or for features of images."""
-        if self.prefix is not None:
-            x = self.prefix.feed(x)
+        if self.trunk is not None:
+            x = self.trunk.feed(x)
         return x.to(memory_format=self.memory_format) if x.dim() == 4 else x
 
     def _loop(self, states: State, x: Tensor, counts: tuple[int, ...] | None, streams: Streams | None) -> Tensor:
@@ -263,7 +263,7 @@ def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
         return values.mean(1)
     more = [1] * (values.dim() - 2)
     real = real_rows(counts, values.shape[1], values.device).view(*values.shape[:2], *more)
-    return values.where(real, 0).sum(1) / send(torch.tensor(counts), values.device).view(-1, *more)
+    return values.where(real, 0).sum(1) / to_device_async(torch.tensor(counts), values.device).view(-1, *more)
 
 
 def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
@@ -272,7 +272,7 @@ def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
     >>> real_rows((2, 1), 2, torch.device("cpu")).tolist()
     [[True, True], [True, False]]
     """
-    return torch.arange(rows, device=device) < send(torch.tensor(counts), device).unsqueeze(1)
+    return torch.arange(rows, device=device) < to_device_async(torch.tensor(counts), device).unsqueeze(1)
 
 
 def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multilabel: bool) -> Tensor:

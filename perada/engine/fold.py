@@ -44,7 +44,7 @@ RANDOM_TWINS: dict[type[nn.Module], TwinFactory] = {
 }
 """Layers that draw random numbers: replaced whenever their drop rate is positive, trained or not."""
 OWNER_TWINS: dict[type[nn.Module], Any] = {}
-"""Layers whose trained parameters are in children that are not layers, each with an ``OwnerTwin`` of the models'."""
+"""Layers whose trained parameters are in dictionaries, each with its ``StackedParamDict`` of `perada.models.twins`."""
 ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
 """Non-leaf modules whose named parameters have a leading axis of size 1 that broadcasts over the batch."""
 
@@ -98,12 +98,12 @@ def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = Non
         else:
             missing[path or "the model itself"] = kind.__name__
         owner = None if random_only else OWNER_TWINS.get(kind)
-        held = owner.held(module) if owner else frozenset()
+        param_dicts = owner.param_dicts(module) if owner else frozenset()
         children = {
-            name: child if name in held else child and visit(child, f"{path}.{name}".lstrip("."))
+            name: child if name in param_dicts else child and visit(child, f"{path}.{name}".lstrip("."))
             for name, child in module._modules.items()
         }
-        if owner and held:
+        if owner and param_dicts:
             twin: nn.Module = owner(module, children, context)
             return twin
         same = all(children[name] is child for name, child in module._modules.items())

@@ -52,7 +52,7 @@ def _per_client(x_R: Tensor, clients: int) -> Tensor:
     return x_R.view(clients, -1, *x_R.shape[1:])
 
 
-class Twin(nn.Module):
+class StackedLayer(nn.Module):
     """Base of the stacked twins: holds the original's tensors under their names, to be replaced by stacked ones.
 
     The stacked tensors are handed in for each forward pass by ``torch.func.functional_call``. A parameter of the
@@ -99,7 +99,7 @@ class Twin(nn.Module):
         return x_CB.flatten(0, 1)
 
 
-class StackedLinear(Twin):
+class StackedLinear(StackedLayer):
     """C linear layers on one batch: a batched matrix product."""
 
     weight: Tensor
@@ -115,7 +115,7 @@ class StackedLinear(Twin):
         return out.reshape(*x_R.shape[:-1], out.shape[-1])
 
 
-class StackedConv2d(Twin):
+class StackedConv2d(StackedLayer):
     """C convolutions on one batch: a batched matrix product for 1×1 kernels and maps, or one native call per client."""
 
     weight: Tensor
@@ -177,7 +177,7 @@ class _BatchedProduct(torch.autograd.Function):
         )
 
 
-class StackedBatchNorm(Twin):
+class StackedBatchNorm(StackedLayer):
     """C batch normalisations on one batch, each with its own statistics over its own real rows."""
 
     running_mean: Tensor | None
@@ -228,7 +228,7 @@ class StackedBatchNorm(Twin):
         return _joined(outputs)
 
 
-class StackedNorm(Twin):
+class StackedNorm(StackedLayer):
     """C layer or group normalisations: one normalisation of all rows, then each client's scale and shift."""
 
     def forward(self, x_R: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class StackedNorm(Twin):
         return self.affine(F.layer_norm(x_R, norm.normalized_shape, None, None, norm.eps), shape)
 
 
-class StackedDropout(Twin):
+class StackedDropout(StackedLayer):
     """Dropout with one random stream per client, so that a client's masks do not depend on the others.
 
     Four keep-or-drop decisions are cut from each 64-bit draw; the drop rate is thereby rounded to a multiple of 2**-16.

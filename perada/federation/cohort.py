@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perada.algorithms.base import Stacks, TensorNames
-from perada.algorithms.trial import no_counts, no_logits
+from perada.algorithms.dry_run import no_counts, no_logits
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams

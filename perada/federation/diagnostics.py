@@ -109,7 +109,7 @@ def choose(asked: bool | Sequence[Diagnostic], obstacles: Mapping[Diagnostic, st
 
 
 @dataclass
-class Measuring:
+class DiagnosticsPass:
     """Measures the models of a round on public and on test images.
 
     Every local and personal model runs on the process that holds it; sums over them are all that travels.

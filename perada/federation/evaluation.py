@@ -10,7 +10,7 @@ from torch import Tensor
 
 from perada.core.rounds import EvalBatch
 from perada.core.seeding import generator
-from perada.core.states import send
+from perada.core.states import to_device_async
 from perada.engine.engine import ensemble
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, spread
@@ -57,7 +57,7 @@ class Evaluation:
 
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch of the test set, the ``index``-th of the evaluation."""
-        federation, owner = self.federation, send(batch.owner, batch.x.device)
+        federation, owner = self.federation, to_device_async(batch.owner, batch.x.device)
         self._sizes += batch.owner.cpu().bincount(minlength=self.clients)
         if self._states is not None and index % federation.ranks.size == federation.ranks.rank:
             members = federation.engine.shared_logits(self._states, batch.x)
@@ -73,13 +73,13 @@ class Evaluation:
             rows, own = torch.arange(len(owner), device=owner.device), None
             for places, clients, logits in everywhere_logits(federation, self.everywhere, batch.x):
                 self._everyone.update(logits, batch.y, models=places)
-                place = owner[:, None] == send(torch.tensor(clients), owner.device)
+                place = owner[:, None] == to_device_async(torch.tensor(clients), owner.device)
                 theirs = logits[place.long().argmax(1), rows]  # of the images' owners, where those are among them
                 own = theirs if own is None else torch.where(place.any(1, keepdim=True), theirs, own)
             if len(self.everywhere) < self.clients:
                 own = own_logits(federation, batch)
             if own is not None:
-                counted = None if federation.ranks.size == 1 else send(self._owned, owner.device)[owner]
+                counted = None if federation.ranks.size == 1 else to_device_async(self._owned, owner.device)[owner]
                 self._local.update(own.unsqueeze(0), batch.y, owner, counted=counted)
                 self._tallies["personal"].update(own, batch.y, owner, counted)
 
@@ -108,9 +108,9 @@ class Evaluation:
             for name in (home, away):
                 if name in per_client:
                     if name == home:
-                        found |= spread(name, per_client[name], metric.falls, self._sizes, self._recent)
+                        found |= spread(name, per_client[name], metric.lower_is_better, self._sizes, self._recent)
                     else:
-                        found |= spread(name, per_client[name], metric.falls)
+                        found |= spread(name, per_client[name], metric.lower_is_better)
             if self._global:
                 name = f"global/global_test{ending}"
                 found[name] = float(self._one(name, shared[metric.name][0, 0], 0))
@@ -172,7 +172,7 @@ class ShiftedEvaluation:
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch, the ``index``-th of the evaluation."""
         federation, engine, x = self.federation, self.federation.engine, batch.x
-        if engine.prefix is not None and tuple(x.shape[1:]) == tuple(engine.prefix.image):
+        if engine.trunk is not None and tuple(x.shape[1:]) == tuple(engine.trunk.image):
             x = engine.features(x)  # once, not for each model
         if federation.settings.algorithm.global_model and index % federation.ranks.size == federation.ranks.rank:
             each = range(federation.num_clients if self.others else 1)
@@ -187,7 +187,7 @@ class ShiftedEvaluation:
         if not self.others:
             scores.update(logits, batch.y, models=places)
             return
-        owner = send(batch.owner, batch.y.device)
+        owner = to_device_async(batch.owner, batch.y.device)
         for place, client, own in zip(places, clients, logits, strict=True):
             scores.update(own.unsqueeze(0), batch.y, models=[place], counted=owner != client)
 
@@ -267,7 +267,7 @@ def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
             real = (step < counts[part, None]).flatten().nonzero().flatten()
             states = federation.personal_states([stretches[place][0] for place in part])
             with torch.no_grad():
-                run = federation.engine.logits(states, batch.x[send(rows, batch.x.device)]).flatten(0, 1)
+                run = federation.engine.logits(states, batch.x[to_device_async(rows, batch.x.device)]).flatten(0, 1)
             logits = run.new_zeros(len(batch.x), *run.shape[1:]) if logits is None else logits
-            logits[send(rows.flatten()[real], run.device)] = run[send(real, run.device)]
+            logits[to_device_async(rows.flatten()[real], run.device)] = run[to_device_async(real, run.device)]
     return logits

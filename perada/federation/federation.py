@@ -13,7 +13,7 @@ from perada.core.rounds import RoundPlan, Shares, one_of
 from perada.core.states import State, cut_ranks, expand, prefix, stack
 from perada.engine.engine import Engine, compare
 from perada.federation.cohort import Cohort, Outcomes, Site
-from perada.federation.diagnostics import Measuring, gradient_norms
+from perada.federation.diagnostics import DiagnosticsPass, gradient_norms
 from perada.federation.participation import Participation
 from perada.federation.server import Progress, RoundReport, Server, megabytes_held, parameter_counts
 from perada.federation.settings import FederationData, Loader, Settings
@@ -144,7 +144,7 @@ class Federation(Site):
         own = shares.own.clients if "personal_distance" in self.settings.diagnostics else ()
         personal, places = (self.personal_states(own), shares.places) if own else ({}, [])
         given = personal, places, len(shares.plan.clients), self.settings.training.multilabel
-        return Measuring(self.engine, data, updates.whole(self.global_state), models, *given).measure(
+        return DiagnosticsPass(self.engine, data, updates.whole(self.global_state), models, *given).measure(
             self.settings.diagnostics
         )
 

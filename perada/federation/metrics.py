@@ -54,7 +54,7 @@ class Metric:
 
     name: str
     compute: Compute | None
-    falls: bool = False
+    lower_is_better: bool = False
 
 
 def _over_classes(score: Compute, both: bool, predictions: Tensor, labels: Tensor) -> Tensor:
@@ -98,20 +98,20 @@ def metric_names(choice: MetricChoice) -> list[str]:
 def score_names(choice: MetricChoice) -> dict[str, bool]:
     """Names of the scores of personal and global models, and whether the lower score is the better one.
 
-    >>> [name for name, falls in score_names(["accuracy", "ece"]).items() if falls and name.startswith("global/")]
-    ['global/global_test_ece']
+    >>> score_names(["accuracy", "ece"])["global/global_test_ece"]
+    True
     """
     found: dict[str, bool] = {}
     for place, (metric, kind, _) in enumerate(_entries(choice)):
         made = _torchmetrics(f"Multiclass{NAMED[kind][0]}" if kind in NAMED else kind)
-        falls = made is not None and made.higher_is_better is False
+        lower_is_better = made is not None and made.higher_is_better is False
         for name in ("personal/local_test", "personal/global_test", "global/global_test"):
             full = f"{name}_{metric}" if place else name
-            found[full] = falls
+            found[full] = lower_is_better
             if name != "global/global_test":
-                found |= {f"{full}_std": True, f"{full}_worst": falls, f"{full}_p10": falls}
+                found |= {f"{full}_std": True, f"{full}_worst": lower_is_better, f"{full}_p10": lower_is_better}
             if name == "personal/local_test":
-                found |= {f"{full}_weighted": falls, f"{full}_recent": falls}
+                found |= {f"{full}_weighted": lower_is_better, f"{full}_recent": lower_is_better}
     return found
 
 
@@ -232,7 +232,7 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
 def spread(
     name: str,
     values: Tensor,
-    falls: bool = False,
+    lower_is_better: bool = False,
     sizes: Tensor | None = None,
     recent: Sequence[bool] | None = None,
 ) -> dict[str, float]:
@@ -245,7 +245,7 @@ def spread(
     known = ~values.isnan()
     own = values[known]
     found = {name: float(own.mean()), f"{name}_std": float(own.std(correction=0)) if len(own) else math.nan}
-    worst, tenth = (1.0, 0.9) if falls else (0.0, 0.1)
+    worst, tenth = (1.0, 0.9) if lower_is_better else (0.0, 0.1)
     for ending, share in (("_worst", worst), ("_p10", tenth)):
         found[name + ending] = float(own.double().quantile(share)) if len(own) else math.nan
     if sizes is not None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perada.core.text import some
+from perada.core.text import abbreviated
 
 STALE = r"\d+ of \d+ clients have not taken part for more than half"
 """How the warning of :meth:`Participation.warning` begins, for filters of warnings."""
@@ -73,7 +73,7 @@ class Participation:
                 f"{name} since round {self.last_rounds[client]}" if self.last_rounds[client] else f"{name} in none"
                 for client, name in zip(stale, shown, strict=True)
             ]
-            which = f" (client {some(since, 10)})"
+            which = f" (client {abbreviated(since, 10)})"
         drawn = self.clients_per_round
         if drawn is None or drawn >= len(self.last_rounds):
             remedy = "all clients are drawn in each round, so their training failed or their privacy budget is spent"

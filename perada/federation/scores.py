@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perada.core.ranks import Ranks
-from perada.core.states import send
+from perada.core.states import to_device_async
 from perada.federation.metrics import Metric
 from perada.server.aggregate import double
 
@@ -60,9 +60,9 @@ class Scores:
                 every = torch.ones_like(right)
             both = torch.stack([right, every])
             both = both if counted is None else both * counted
-            self._counts = send(self._counts, both.device)
+            self._counts = to_device_async(self._counts, both.device)
             sums = both.new_zeros(*both.shape[:2], self._counts.shape[2]).index_add_(2, groups, both)
-            self._counts.index_add_(1, send(torch.tensor(models), both.device), sums)
+            self._counts.index_add_(1, to_device_async(torch.tensor(models), both.device), sums)
         if not self._kept:
             return
         # In double precision, which the device may not have: in single, confident predictions would be ranked alike.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms import Algorithm, ServerStep, TensorNames
-from perada.algorithms.trial import example_sent
+from perada.algorithms.dry_run import example_sent
 from perada.core.states import State, clone
 from perada.federation.settings import Settings
 from perada.server import Updates, client_weights
@@ -32,7 +32,7 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
         f"{name}: it compares models on the clients' images, and their losses are no sums; choose PerAda, {instead}": (
             algorithm.compares_models
         ),
-        f"refuse_far=True: it compares single updates; leave it out, {instead}": settings.refuse_far,
+        f"drop_outliers=True: it compares single updates; leave it out, {instead}": settings.drop_outliers,
         f"clients_per_round={drawn}: more than {secure.threshold:g} of them, and at least {secure.min_sites}, must be "
         f"there to the end; take more, {instead}": drawn < secure.min_sites,
         f"the server rule {rule.kind}: it looks at single updates; choose 'mean' or 'fedavgm', {instead}": (

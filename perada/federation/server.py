@@ -15,7 +15,7 @@ from torch import Tensor
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Stacks, TensorNames
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
-from perada.core.states import State, clone, expand, is_finite, partition, rank_axes, send, to_device
+from perada.core.states import State, clone, expand, is_finite, partition, rank_axes, to_device, to_device_async
 from perada.federation.cohort import Site
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
@@ -26,7 +26,7 @@ from perada.server.low_rank import lora_residual
 
 Progress = Callable[[Tensor], Iterable[Tensor]]
 """Wraps the steps of a distillation in a progress bar."""
-FAR = 50.0
+OUTLIER_FACTOR = 50.0
 """A change that is so many times as long as the median of the round's, step for step, is named.
 
 Of honest clients with two images, changes were 20 times as long.
@@ -38,15 +38,15 @@ class RoundReport:
     """What a round did; ``metrics`` are training losses, numbers of parameters, megabytes sent.
 
     What became NaN or infinite does not count: ``broken`` clients were left out, a distillation that ``diverged`` kept
-    its starting point, and with ``broken_server`` the global state stayed as it was. Clients that are ``far`` sent a
-    change so many times as long as the median. ``failed`` are those of whom a sample could not be read, and why; in a
-    private run they train without it.
+    its starting point, and with ``broken_server`` the global state stayed as it was. ``outliers`` are clients whose
+    change was so many times as long as the median. ``failed`` are those of whom a sample could not be read, and why; in
+    a private run they train without it.
     """
 
     broken: list[int] = field(default_factory=list)
     diverged: bool = False
     broken_server: bool = False
-    far: dict[int, float] = field(default_factory=dict)
+    outliers: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -145,7 +145,7 @@ class Server:
         if level is not None:  # all count, since who broke depends on their images
             good = range(len(plan.clients))
         elif secure is None:
-            good = self._near(plan, updates, received, good, report)
+            good = self._inliers(plan, updates, received, good, report)
         elif summed is None:
             good = secure.summable(updates, shares, good)
         least = 1 if secure is None or summed is not None else secure.least(len(plan.clients))
@@ -198,15 +198,17 @@ class Server:
             updates = updates.whole(partition(step.previous, self.tensor_names.merged)[0])
         return updates, distiller.student
 
-    def _near(
+    def _inliers(
         self, plan: RoundPlan, updates: Updates, received: Updates, good: Sequence[int], report: RoundReport
     ) -> Sequence[int]:
         """Those of the clients at the places ``good`` that count, after the far ones are named in the report."""
         if good:
             given = self.tensor_names.parameters, updates.part(good), received.part(good).own, plan, good
-            report.far, found = look_at(*given, "update_norms" in self.settings.diagnostics)
+            report.outliers, found = find_outliers(*given, "update_norms" in self.settings.diagnostics)
             report.metrics |= found
-        return [place for place in good if not self.settings.refuse_far or plan.clients[place] not in report.far]
+        return [
+            place for place in good if not self.settings.drop_outliers or plan.clients[place] not in report.outliers
+        ]
 
     def _predict(
         self,
@@ -315,7 +317,7 @@ def parameter_counts(
     }
 
 
-def look_at(
+def find_outliers(
     names: Iterable[str], updates: Updates, received: State, plan: RoundPlan, places: Sequence[int], shown: bool
 ) -> tuple[dict[int, float], dict[str, float]]:
     """The clients whose updates are far from the others', and the round's metrics of the updates where ``shown``.
@@ -326,7 +328,7 @@ def look_at(
     """
     device = next((value.device for value in received.values()), torch.device("cpu"))
     table = torch.zeros(2, updates.clients, dtype=double_dtype(device), device=device)
-    length, rows = table.new_zeros(()), send(torch.tensor(updates.places, dtype=torch.int64), device)
+    length, rows = table.new_zeros(()), to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
     for key in names:  # not running statistics: an honest client's with two images may be far from all others
         if key not in updates or key not in received or received[key].shape != updates.own[key].shape:
             continue
@@ -342,15 +344,15 @@ def look_at(
     norms = table[0].sqrt()
     clients, taken = [plan.clients[place] for place in places], [sum(own) for own in zip(*plan.steps, strict=True)]
     middle, usual = float(norms.nanmedian()), max(1, median_low(taken))
-    far = {}
+    outliers = {}
     for client, place, norm in zip(clients, places, norms.tolist(), strict=True):
-        if middle > 0 and norm > FAR * middle * max(1, taken[place] / usual):
-            far[client] = norm / middle
+        if middle > 0 and norm > OUTLIER_FACTOR * middle * max(1, taken[place] / usual):
+            outliers[client] = norm / middle
     if not shown:
-        return far, {}
+        return outliers, {}
     cosines = table[1] / (norms * length.sqrt())  # with the mean change
     longest, against = int(norms.nan_to_num(-1).argmax()), int(cosines.nan_to_num(2).argmin())
-    return far, {
+    return outliers, {
         "updates/norm_median": middle,
         "updates/norm_max": float(norms[longest]),
         "updates/norm_max_client": float(clients[longest]),

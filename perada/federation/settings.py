@@ -123,7 +123,7 @@ class Settings:
     secure_sums: SecureSums | None = None
     storage: Storage = field(default_factory=Storage)
     loss_scaling: torch.amp.GradScaler | None = None  # in float16, its options
-    refuse_far: bool = False  # leave out updates much longer than the others
+    drop_outliers: bool = False  # leave out updates much longer than the others
     diagnostics: tuple[str, ...] = ()  # of perada.federation.diagnostics, to be measured each round
     lora_ranks: tuple[int, ...] = ()  # of each client; empty where all have the adapter's
 

@@ -129,7 +129,7 @@ def _cell(value: object) -> str:
     return " ".join(str(int(one)) for one in value) if isinstance(value, list) else str(value)
 
 
-OF_A_TRAINER = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
+TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
 """Options of a trainer that have other defaults than Lightning's."""
 
 
@@ -143,16 +143,20 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
         ValueError: If an option cannot be used.
     """
     given = listed(options.pop("callbacks", None))
-    options = OF_A_TRAINER | {"max_epochs": rounds, "check_val_every_n_epoch": eval_every} | device_defaults() | options
+    options = (
+        TRAINER_DEFAULTS | {"max_epochs": rounds, "check_val_every_n_epoch": eval_every} | device_defaults() | options
+    )
     check_devices(options.get("accelerator", "auto"), options["devices"])
     check_words(options)
-    chosen, added = own_parts(options, given)
+    chosen, added = default_components(options, given)
     trainer = pl.Trainer(callbacks=[loop, *given, *added], **options | chosen)
     check_trainer(trainer)
     return trainer
 
 
-def own_parts(options: Mapping[str, Any], callbacks: list[pl.Callback]) -> tuple[dict[str, Any], list[pl.Callback]]:
+def default_components(
+    options: Mapping[str, Any], callbacks: list[pl.Callback]
+) -> tuple[dict[str, Any], list[pl.Callback]]:
     """What a trainer with these options and callbacks lacks: perada's logger and strategy, bar and checkpoint.
 
     Returns:

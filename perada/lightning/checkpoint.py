@@ -22,7 +22,7 @@ from perada.data import FederatedDataModule
 from perada.data.fingerprints import difference_in_content, difference_in_names, same_training_data
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
-from perada.results.restore import CHECKPOINT_KEY, LAST, LENGTH, MARK, PREVIOUS, check_whole_file, newest_whole
+from perada.results.restore import CHECKPOINT_KEY, LAST, LENGTH, MARK, PREVIOUS, check_intact_file, newest_intact
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -60,7 +60,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: str | Path, *options: Any, **others: Any) -> dict[str, Any]:
         """Read a checkpoint; a ValueError says so if it is damaged."""
         if "://" not in str(path):
-            check_whole_file(Path(path))
+            check_intact_file(Path(path))
         return super().load_checkpoint(path, *options, **others)
 
 
@@ -71,7 +71,7 @@ CONTENT = "images"
 """What ``resume_allow`` must name for other images or labels of the same clients."""
 KNOWN_LATER = ("precision",)
 """Options of a run that are known once it is set up."""
-OF_CLIENTS = ("number of clients", "clients' numbers of images", "partition of the data")
+CLIENT_FIELDS = ("number of clients", "clients' numbers of images", "partition of the data")
 """What a checkpoint then need not have in common with the run that loads it."""
 
 
@@ -133,7 +133,7 @@ def find_checkpoint(
                 others[path] = difference
             return difference is None
 
-        path = newest_whole(found, belongs)
+        path = newest_intact(found, belongs)
         if path is None and others:
             newest = next(iter(others))
             raise ValueError(
@@ -146,7 +146,7 @@ def find_checkpoint(
         return str(path)
     if not Path(ckpt_path).is_file():
         raise FileNotFoundError(f"ckpt_path={ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
-    check_whole_file(Path(ckpt_path))
+    check_intact_file(Path(ckpt_path))
     if here is not None:
         difference = _early_difference(Path(ckpt_path), here, allowed, training)
         if difference is not None:
@@ -168,7 +168,7 @@ def described_early(loop: Any, module: FederatedClassifier, data: FederatedDataM
         "batch_size": data.batch_size,
         "image_size": data.image_size,
         "augmentation": [data.prepare.crop_padding, data.prepare.flip, data.prepare.augment_public],
-        **{name: getattr(loop, name) for name in ("clients_per_round", "weighting", "refuse_far")},
+        **{name: getattr(loop, name) for name in ("clients_per_round", "weighting", "drop_outliers")},
         "local_training": repr(loop.phases),
         "algorithm": repr(loop.algorithm),
         "server_rule": repr(loop.server_rule),
@@ -198,7 +198,7 @@ def _early_difference(path: Path, here: Description, allowed: Sequence[str], tra
         for name, value in here["partition"].items():
             if CLIENTS not in allowed and record.get(name, value) != value:
                 return _of_another_run(f"its {name} {_difference(record[name], value)}", training)
-        free = OF_CLIENTS if CLIENTS in allowed else ()
+        free = CLIENT_FIELDS if CLIENTS in allowed else ()
         if isinstance(saved["belongs"]["seed"], str):  # a mark of a secret seed, of a run in the test mode of privacy
             free = (*free, "seed")
         return _first_difference(saved, here, training, allowed, free)
@@ -206,7 +206,7 @@ def _early_difference(path: Path, here: Description, allowed: Sequence[str], tra
         return None
 
 
-def described(parts: Parts) -> dict[str, dict[str, Any]]:
+def run_fingerprint(parts: Parts) -> dict[str, dict[str, Any]]:
     """What a checkpoint says of its run, in plain types.
 
     It ``belongs`` to runs that have these in common, with a mark in the place of a seed that is not to be told; its
@@ -236,7 +236,7 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
         "batch_size": data.batch_size,
         "image_size": data.image_size,
         "augmentation": [data.prepare.crop_padding, data.prepare.flip, data.prepare.augment_public],
-        **{name: getattr(settings, name) for name in ("clients_per_round", "weighting", "refuse_far")},
+        **{name: getattr(settings, name) for name in ("clients_per_round", "weighting", "drop_outliers")},
         "local_training": repr(settings.phases),
         "algorithm": repr(settings.algorithm),
         "server_rule": repr(settings.rule),
@@ -246,9 +246,9 @@ def described(parts: Parts) -> dict[str, dict[str, Any]]:
     return {"belongs": belongs, "options": options}
 
 
-def alike(parts: Parts, done: int) -> dict[str, Any]:
+def cross_rank_fingerprint(parts: Parts, done: int) -> dict[str, Any]:
     """What must be the same in all processes of a job, with ``done`` rounds behind it, by name, in plain types."""
-    said, trainer = described(parts), parts.trainer
+    said, trainer = run_fingerprint(parts), parts.trainer
     return {
         **said["belongs"],
         **said["options"],
@@ -285,13 +285,13 @@ def check_saved(saved: dict[str, Any], parts: Parts, training: bool, allowed: Se
     clients and ``images`` for other images of the same clients. In the test mode of privacy, who only evaluates need
     not know the seed.
     """
-    here = described(parts)
+    here = run_fingerprint(parts)
     for name in allowed:
         check_choice("resume_allow", name, (*here["options"], CLIENTS, CONTENT))
     more = CLIENTS in allowed and saved["belongs"]["number of clients"] != here["belongs"]["number of clients"]
     free: Sequence[str]
     if more:
-        free = OF_CLIENTS
+        free = CLIENT_FIELDS
     elif parts.settings.test_mode and not training:
         free = ("seed",)
     else:
@@ -412,7 +412,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def grown(saved: dict[str, Any], data: FederatedDataModule, allowed: Sequence[str]) -> dict[str, Any]:
+def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Sequence[str]) -> dict[str, Any]:
     """What a checkpoint holds, for a run with its clients and others, where that is ``allowed``.
 
     Clients are known by name where both runs have names, or else by number. The others start from the global state.

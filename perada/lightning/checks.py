@@ -10,13 +10,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from perada.algorithms import Algorithm
-from perada.algorithms.trial import example_sent, is_own, try_rounds
+from perada.algorithms.dry_run import dry_run_rounds, example_sent, is_own
 from perada.core.checks import OptionError
 from perada.core.seeding import generator
-from perada.core.text import some
+from perada.core.text import abbreviated
 from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
-from perada.engine.prefix import Prefix
+from perada.engine.frozen_trunk import FrozenTrunk
 from perada.federation.diagnostics import Diagnostic, choose, obstacles
 from perada.federation.settings import Settings, check_distilled_batch_norm, without_factors
 from perada.lightning.module import FederatedClassifier
@@ -36,7 +36,7 @@ def keep_clients_apart(parts: Parts, x: Tensor) -> None:
     if module.engine.kind == "loop" or module.folds:
         return
     channels_last = module.engine.memory_format is torch.channels_last
-    why = check_fold(module.model, parts.near(x), channels_last)
+    why = check_fold(module.model, parts.on_model_device(x), channels_last)
     module.folds = why is None
     if why is None:
         return
@@ -63,7 +63,7 @@ def check_adapter(parts: Parts, x: Tensor) -> None:
     else:
         images = x.flatten(0, 1)
     channels_last = module.engine.memory_format is torch.channels_last
-    usage = check_usage(adapted, parts.near(images), channels_last=channels_last)
+    usage = check_usage(adapted, parts.on_model_device(images), channels_last=channels_last)
     name = adapted.backbone.name
     if usage.problem is not None:
         raise ValueError(
@@ -71,7 +71,8 @@ def check_adapter(parts: Parts, x: Tensor) -> None:
         )
     if usage.unused:
         rank_zero_warn(
-            f"backbone {name!r} does not use {some(usage.unused, 4)}, which are to be trained and will not change; "
+            f"backbone {name!r} does not use {abbreviated(usage.unused, 4)}, which are to be trained and will not "
+            "change; "
             "ignore this, or choose an adapter that leaves them out"
         )
     if usage.merging is not None:
@@ -94,7 +95,7 @@ def check_images(parts: Parts, x: Tensor) -> None:
         if not (condition.kind or condition.others):  # else they are the clients' own
             tried[f"images of the shift {condition.shift!r}"] = data.prepare(condition.store.take(first, first)[0])
     for name, image in tried.items():
-        _check_image(parts, name, parts.near(image))
+        _check_image(parts, name, parts.on_model_device(image))
     _warn_of_range(parts, x)
 
 
@@ -205,10 +206,10 @@ def try_own(parts: Parts) -> None:
         tried = Algorithm() if algorithm.is_ensemble else algorithm
         clients = settings.clients_per_round or data.num_clients
         sizes = settings.phases, data.num_clients, clients, data.num_classes, settings.training.multilabel
-        try_rounds(tried, rule, module.tensor_names, module.initial_state(0), *sizes)
+        dry_run_rounds(tried, rule, module.tensor_names, module.initial_state(0), *sizes)
 
 
-def use_features(parts: Parts, image: Tensor) -> Prefix | None:
+def use_features(parts: Parts, image: Tensor) -> FrozenTrunk | None:
     """Serve features where that pays, or is asked for, which may end in a ValueError; return their frozen part, if so.
 
     It is looked for with a prepared image (channels, height, width).
@@ -216,7 +217,7 @@ def use_features(parts: Parts, image: Tensor) -> Prefix | None:
     data, module = parts.data, parts.module
     if module.cache_features is False:
         return None
-    prefix = module.engine.find_prefix(parts.near(image), 0.0 if module.cache_features else LEAST_SHARE)
+    prefix = module.engine.find_trunk(parts.on_model_device(image), 0.0 if module.cache_features else LEAST_SHARE)
     if prefix is None and module.cache_features:
         raise OptionError(
             "cache_features=True, and the model has no frozen part before all that is trained; leave cache_features "

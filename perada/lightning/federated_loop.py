@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.core.checks import OptionError, check_choice, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_integer, check_number
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
@@ -70,7 +70,7 @@ class FederatedLoop(pl.Callback):
             clients, ``images`` for other images of the same clients.
         max_failures: End the run in an error once the clients' training failed more often; by default it continues.
             Not with ``privacy`` or ``client_privacy``, since who fails depends on the images.
-        refuse_far: Leave updates out that are more than 50 times as long as the median of the round's.
+        drop_outliers: Leave updates out that are more than 50 times as long as the median of the round's.
         seed: Seed that all randomness is derived from.
 
     Attributes:
@@ -99,7 +99,7 @@ class FederatedLoop(pl.Callback):
         diagnostics: bool | list[Diagnostic] = False,
         resume_allow: list[str] | None = None,
         max_failures: int | None = None,
-        refuse_far: bool = False,
+        drop_outliers: bool = False,
         seed: int = 0,
     ) -> None:
         self.algorithm, self.server_rule = algorithm or PerAda(), server_rule or Mean()
@@ -108,16 +108,16 @@ class FederatedLoop(pl.Callback):
         self.privacy, self.client_privacy, self.secure_sums = privacy, client_privacy, secure_sums
         self.client_store = Storage(client_store)
         self.diagnostics, self.resume_allow = diagnostics, [] if resume_allow is None else resume_allow
-        self.max_failures, self.refuse_far = max_failures, refuse_far
-        check_whole("local_steps", local_steps, optional=True)
-        check_number("local_epochs", local_epochs, above=0, optional=True)
+        self.max_failures, self.drop_outliers = max_failures, drop_outliers
+        check_integer("local_steps", local_steps, optional=True)
+        check_number("local_epochs", local_epochs, gt=0, optional=True)
         self._check_options()
         self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
         self.history: list[dict[str, float]] = []
         self.num_clients = 0
         self.protection: Protection | None = None
         self.config: dict[str, Any] = {}
-        self.measured = scoring.Measured()
+        self.measured = scoring.ClientScores()
         self._parts: Parts | None = None
         self._began = False
         self._clock = scoring.ScoringClock()
@@ -128,10 +128,10 @@ class FederatedLoop(pl.Callback):
 
     def _check_options(self) -> None:
         """Refuse, by a ValueError, options that are out of range or do not fit one another."""
-        check_whole("clients_per_round", self.clients_per_round, optional=True)
-        check_whole("seed", self.seed, 0, most=None)
-        check_whole("max_failures", self.max_failures, 0, optional=True, hint="no limit by default")
-        check_choice("refuse_far", self.refuse_far, [False, True])
+        check_integer("clients_per_round", self.clients_per_round, optional=True)
+        check_integer("seed", self.seed, 0, le=None)
+        check_integer("max_failures", self.max_failures, 0, optional=True, hint="no limit by default")
+        check_choice("drop_outliers", self.drop_outliers, [False, True])
         check_asked(self.diagnostics)
         client_weights(self.weighting, [1])
         if not isinstance(self.resume_allow, list | tuple):
@@ -161,10 +161,10 @@ class FederatedLoop(pl.Callback):
                 name="max_failures",
                 value=self.max_failures,
             )
-        if self.refuse_far and self.client_privacy is not None:
+        if self.drop_outliers and self.client_privacy is not None:
             raise OptionError(
-                "refuse_far=True cannot be used with client_privacy, whose account is of all clients; leave it out",
-                name="refuse_far",
+                "drop_outliers=True cannot be used with client_privacy, whose account is of all clients; leave it out",
+                name="drop_outliers",
                 value=True,
             )
 
@@ -183,7 +183,7 @@ class FederatedLoop(pl.Callback):
         """How the rounds go with a network that is built; ``others`` are fields in place of the loop's own options."""
         names = "algorithm distillation weighting phases seed clients_per_round privacy client_privacy secure_sums"
         options = {name: getattr(self, name) for name in names.split()}
-        options |= {"rule": self.server_rule, "refuse_far": self.refuse_far}
+        options |= {"rule": self.server_rule, "drop_outliers": self.drop_outliers}
         options |= {"training": module.training_options, "clients_per_chunk": module.clients_per_chunk}
         return Settings(**options | others)
 
@@ -251,7 +251,7 @@ class FederatedLoop(pl.Callback):
         """The federation of this process, which was set up as those of the others were."""
         parts, ranks = self.parts, Ranks(together=trainer.world_size > 1)
         done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
-        mine = checkpoints.alike(parts, done)
+        mine = checkpoints.cross_rank_fingerprint(parts, done)
         if ranks.size > 1:
             mine["data"] = (
                 parts.data.fingerprint
@@ -456,7 +456,7 @@ class FederatedLoop(pl.Callback):
             "shifted": parts.module.shifted,
             "info": scoring.run_info(parts),
             "data": parts.data.fingerprint,
-        } | checkpoints.described(parts)
+        } | checkpoints.run_fingerprint(parts)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -467,7 +467,7 @@ class FederatedLoop(pl.Callback):
         self.protection.check_alike(saved["federation"].get("privacy"))
         checkpoints.check_saved(saved, self.parts, fits, self.resume_allow)
         find_clients(saved["federation"], trainer.ckpt_path)
-        self._loaded = checkpoints.grown(saved, self.parts.data, self.resume_allow)
+        self._loaded = checkpoints.remap_clients(saved, self.parts.data, self.resume_allow)
         self._journals = run_folder.journals_of(saved["federation"], str(trainer.ckpt_path))
         if fits:
             checkpoints.resume(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)

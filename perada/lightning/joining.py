@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of, joining
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import check_integer, check_number
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.preprocessing import joining_data
@@ -70,10 +70,10 @@ def personalize(
         ValueError: If the name is taken, the images or classes do not fit the run, the run has no one state to begin
             with, or its privacy cannot be kept.
     """
-    check_whole("rounds", rounds, optional=True)
-    check_whole("local_steps", local_steps, optional=True)
-    check_whole("batch_size", batch_size, optional=True)
-    check_number("lr", lr, least=0, optional=True)
+    check_integer("rounds", rounds, optional=True)
+    check_integer("local_steps", local_steps, optional=True)
+    check_integer("batch_size", batch_size, optional=True)
+    check_number("lr", lr, ge=0, optional=True)
     check_name(run, name)
     how, info = run.info["training"], run.info
     base = algorithm_of(how["algorithm"]) if algorithm is None else algorithm
@@ -114,7 +114,7 @@ def personalize(
     scored = loop.measured.initial, found.metrics["clients"]
     before, after = (own[SCORE][0] if SCORE in own and served.val_dataloader() else None for own in scored)
     if before is not None and after is not None:
-        lower_is_better = module.metrics[0].falls
+        lower_is_better = module.metrics[0].lower_is_better
         worse = after > before if lower_is_better else after < before
         # Scores before training are kept with five digits.
         if worse and not math.isclose(after, before, abs_tol=1e-4):

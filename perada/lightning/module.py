@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from perada.core.checks import OptionError, check_choice, check_number, check_options, check_whole
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, check_options
 from perada.core.rounds import AnyBatch
 from perada.core.states import State
 from perada.core.text import is_spread
@@ -106,15 +106,15 @@ class FederatedClassifier(pl.LightningModule):
         check_choice("lr_schedule", lr_schedule, get_args(LRSchedule))
         metric_names(metric)
         check_choice("engine", engine, get_args(EngineName))
-        check_number("lr_personal", lr_personal, least=0)
-        check_number("lr_local", lr_local, least=0)
-        check_number("momentum", momentum, least=0, below=1)
-        check_number("weight_decay", weight_decay, least=0)
-        check_number("clip_norm", None if clip_norm == math.inf else clip_norm, above=0, optional=True)
-        check_number("lr_gamma", lr_gamma, least=0)
-        check_whole("lr_every", lr_every)
-        check_whole("clients_per_chunk", clients_per_chunk, optional=True)
-        check_whole("global_test_clients", global_test_clients, 0, optional=True, hint="all by default")
+        check_number("lr_personal", lr_personal, ge=0)
+        check_number("lr_local", lr_local, ge=0)
+        check_number("momentum", momentum, ge=0, lt=1)
+        check_number("weight_decay", weight_decay, ge=0)
+        check_number("clip_norm", None if clip_norm == math.inf else clip_norm, gt=0, optional=True)
+        check_number("lr_gamma", lr_gamma, ge=0)
+        check_integer("lr_every", lr_every)
+        check_integer("clients_per_chunk", clients_per_chunk, optional=True)
+        check_integer("global_test_clients", global_test_clients, 0, optional=True, hint="all by default")
         check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
         check_options("torch_compile", {} if isinstance(torch_compile, bool) else torch_compile, "{'dynamic': True}")
         if not isinstance(pretrained, bool | str):

@@ -57,7 +57,7 @@ class Parts:
         assert self.module.adapted is not None
         return self.module.adapted
 
-    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+    def on_model_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the model's device."""
         return tensor.to(next(self.module.model.parameters()).device)
 
@@ -148,10 +148,10 @@ def warn_report(round: int, report: RoundReport, settings: Settings) -> None:
     if not settings.private:
         without = "its adapter stays as it was and the round continues without it"
         warn_broken(f"round {round + 1}", report.broken, without, report.failed)
-    then = "If that is no accident, refuse_far leaves it out, and robust server rules withstand it."
-    if settings.refuse_far:
-        then = "It was left out, since refuse_far is set."
-    for client, times in report.far.items():
+    then = "If that is no accident, drop_outliers leaves it out, and robust server rules withstand it."
+    if settings.drop_outliers:
+        then = "It was left out, since drop_outliers is set."
+    for client, times in report.outliers.items():
         what = f"client {client} sent a change {times:,.0f} times as long as the median of the round's"
         rank_zero_warn(f"round {round + 1}: {what}. {then}")
     if report.diverged:

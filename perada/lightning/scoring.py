@@ -35,7 +35,7 @@ FEW_MODELS = 10
 
 
 @dataclass
-class Measured:
+class ClientScores:
     """What is known of each client besides its last scores.
 
     Attributes:
@@ -80,7 +80,7 @@ def _rounded(scores: torch.Tensor) -> list[float]:
     return [round(value, 6) for value in scores.tolist()]
 
 
-def metrics_of(parts: Parts, history: History, measured: Measured) -> dict[str, Any]:
+def metrics_of(parts: Parts, history: History, measured: ClientScores) -> dict[str, Any]:
     """``Run.metrics``: see :class:`perada.Run`."""
     module = parts.module
     clients: dict[str, list[Any]] = {name: scores.tolist() for name, scores in module.per_client.items()}

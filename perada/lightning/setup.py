@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
 from perada.algorithms import Algorithm
-from perada.algorithms.trial import no_counts
+from perada.algorithms.dry_run import no_counts
 from perada.core.checks import OptionError
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.core.seeding import generator
@@ -126,7 +126,11 @@ def check_first(parts: Parts, batch: CohortBatch, fits: bool) -> None:
                 check_trained_norms(module)
                 try_gradients(privacy, module, batch)
             check_products(parts.trainer.strategy.root_device)  # where it will train: now it may be elsewhere
-            x, y, states = parts.near(batch.x), parts.near(batch.y), _near(module, len(batch.clients))
+            x, y, states = (
+                parts.on_model_device(batch.x),
+                parts.on_model_device(batch.y),
+                perturbed_states(module, len(batch.clients)),
+            )
             if privacy is not None:
                 check_one_image(privacy, module.engine, states, x, y, batch.counts, module.multilabel)
             elif module.engine.kind == "folded" and len(batch.clients) > 1:
@@ -261,10 +265,10 @@ def try_gradients(privacy: Privacy, module: FederatedClassifier, batch: CohortBa
     images = module.engine.features(images) if features else images
     y = batch.y[0, 0].to(x.device)
     x, y = images.view(2, 2, *images.shape[1:]), y.expand(2, 2, *y.shape)
-    check_gradients(privacy, module.engine, _near(module, 2), x, y, module.multilabel)
+    check_gradients(privacy, module.engine, perturbed_states(module, 2), x, y, module.multilabel)
 
 
-def _near(module: FederatedClassifier, clients: int) -> State:
+def perturbed_states(module: FederatedClassifier, clients: int) -> State:
     """States (C, ...) near the initial one, all of whose parameters take part."""
     source = generator(0, "probe")
     states = {key: value.clone() for key, value in expand(get_state(module.model), clients).items()}

@@ -201,7 +201,7 @@ def choose_strategy(strategy: object, devices: object, num_nodes: int) -> Any:  
     return "auto" if count in (0, 1, "1") and num_nodes == 1 else FederatedStrategy.strategy_name
 
 
-OTHERS = {
+UNSUPPORTED_TRAINER_OPTIONS = {
     "accumulate_grad_batches": (("1",), "a batch is one local step of every client; give a larger batch_size"),
     "gradient_clip_val": (
         ("None", "0", "0.0"),
@@ -230,7 +230,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         given, started = f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes}", os.environ["WORLD_SIZE"]
         raise ValueError(f"{given} cannot be used: torchrun started {started} processes; leave both out")
     check_callbacks(trainer)
-    for name, (allowed, why) in OTHERS.items():
+    for name, (allowed, why) in UNSUPPORTED_TRAINER_OPTIONS.items():
         value = getattr(trainer, name)
         if str(value) not in allowed and not (name == "max_steps" and trainer.fast_dev_run):  # type: ignore[attr-defined]  # set by Lightning
             raise OptionError(f"{name}={value!r} cannot be used: {why}", name=name, value=value)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 import perada.models.twins  # noqa: F401  # registers the twins of PEFT's layers
-from perada.core.checks import OptionError, check_whole
+from perada.core.checks import OptionError, check_integer
 from perada.core.rounds import ImageConfig
 from perada.core.text import near_names
 from perada.models.adapted import Backbone
@@ -64,7 +64,7 @@ def build_backbone(
         FileNotFoundError: If weights cannot be had; within seconds also when the hub cannot be reached.
         TypeError: If ``backbone`` is neither a name nor a network.
     """
-    check_whole("num_classes", num_classes, optional=True)
+    check_integer("num_classes", num_classes, optional=True)
     if isinstance(backbone, nn.Module):
         built = _from_module(backbone, num_classes)
     elif not isinstance(backbone, str):

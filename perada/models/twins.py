@@ -22,9 +22,9 @@ from perada.engine.stacked_layers import (
     FoldContext,
     StackedBatchNorm,
     StackedDropout,
+    StackedLayer,
     StackedLinear,
     StackedNorm,
-    Twin,
 )
 from perada.models.char_lstm import Characters
 
@@ -40,7 +40,7 @@ class StackedBatchNormAct(StackedBatchNorm):
         return out
 
 
-class StackedLayerNorm2d(Twin):
+class StackedLayerNorm2d(StackedLayer):
     """C of timm's layer normalisations of the channels of an image, as in ConvNeXts."""
 
     like_torch = False  # whose channels come last
@@ -52,7 +52,7 @@ class StackedLayerNorm2d(Twin):
         return self.affine(normal, [1, -1, 1, 1])
 
 
-class StackedCharacters(Twin):
+class StackedCharacters(StackedLayer):
     """C embeddings on one batch: one look-up per client."""
 
     weight: Tensor
@@ -93,7 +93,7 @@ def register_transformers() -> None:
         ROW_PARAMETERS[vit.ViTEmbeddings] = frozenset({"cls_token", "position_embeddings"})
 
 
-class StackedScale(Twin):
+class StackedScale(StackedLayer):
     """C learned scales of the last axis, or of an image's channels: timm's, or a dictionary of one tensor of PEFT's."""
 
     def forward(self, x_R: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class StackedScale(Twin):
 TWINS[LayerScale] = StackedScale
 
 
-class StackedPrompts(Twin):
+class StackedPrompts(StackedLayer):
     """C sets of prompt tokens."""
 
     like_torch = False
@@ -122,10 +122,10 @@ class StackedPrompts(Twin):
 TWINS[Prompts] = StackedPrompts
 
 
-class OwnerTwin(nn.Module):
+class StackedParamDict(nn.Module):
     """A layer of PEFT, with a :class:`StackedScale` for each dictionary of parameters.
 
-    ``children`` are what the fold has made of the original's; the dictionaries, which are ``held``, are as they were.
+    ``children`` are what the fold has made of the original's; the ``param_dicts`` are as they were.
     """
 
     dictionaries: ClassVar[frozenset[str]]
@@ -141,7 +141,7 @@ class OwnerTwin(nn.Module):
         return super().__getattr__(name)
 
     @classmethod
-    def held(cls, original: Any) -> frozenset[str]:  # noqa: ANN401  # a layer of PEFT
+    def param_dicts(cls, original: Any) -> frozenset[str]:  # noqa: ANN401  # a layer of PEFT
         """The dictionaries, where one adapter is in them and at work."""
         dictionaries = [getattr(original, name) for name in cls.dictionaries]
         trained = any(parameter.requires_grad for one in dictionaries for parameter in one.values())
@@ -150,7 +150,7 @@ class OwnerTwin(nn.Module):
         return cls.dictionaries if trained and alone and plain else frozenset()
 
 
-class StackedIA3(OwnerTwin):
+class StackedIA3(StackedParamDict):
     """IA3 (Liu et al., NeurIPS 2022): a scale of a layer's output, or of the input of a feed-forward layer."""
 
     dictionaries = frozenset({"ia3_l"})
@@ -164,7 +164,7 @@ class StackedIA3(OwnerTwin):
         return scaled
 
 
-class StackedVera(OwnerTwin):
+class StackedVera(StackedParamDict):
     """VeRA (Kopiczko et al., ICLR 2024): frozen random projections A and B, with learned scales behind each."""
 
     dictionaries = frozenset({"vera_lambda_d", "vera_lambda_b"})
@@ -180,7 +180,7 @@ class StackedVera(OwnerTwin):
         return (out + added).to(out.dtype)
 
 
-class StackedDora(Twin):
+class StackedDora(StackedLayer):
     """C vectors of DoRA's magnitudes (Liu et al., ICML 2024), for linear layers and convolutions.
 
     The norm of a client's directions, base weight plus LoRA's, carries no gradient, as in PEFT.

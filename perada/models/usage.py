@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from perada.adapters.added import plain_name
 from perada.core.seeding import generator, seeded
 from perada.core.states import get_state, parameter_keys, set_state, stack, train_mode
-from perada.core.text import some
+from perada.core.text import abbreviated
 from perada.engine.engine import Engine
 from perada.engine.fold import without_dropout
 from perada.engine.fold_check import perturbed_states
@@ -70,7 +70,8 @@ def check_usage(adapted: AdaptedModel, x: Tensor, *, channels_last: bool = False
     if complex_keys:
         verb = "is" if len(complex_keys) == 1 else "are"
         return Usage(
-            f"only real numbers can be trained, and {some(complex_keys, 3)} {verb} complex; hold the two parts in a "
+            f"only real numbers can be trained, and {abbreviated(complex_keys, 3)} {verb} complex; hold the two "
+            "parts in a "
             "real parameter, of which torch.view_as_complex makes a complex tensor, or choose another adapter"
         )
     trial = _Trial(adapted, x, channels_last)
@@ -216,7 +217,7 @@ class _Trial:
         for logits in (inferred, without_gradients):
             if not self._close(expected, logits):
                 uncalled = self._not_called()
-                where = f", where it does not call {some(uncalled, 3)}" if uncalled else ""
+                where = f", where it does not call {abbreviated(uncalled, 3)}" if uncalled else ""
                 return f"in evaluation mode {_moved(expected, logits)} without gradients{where}"
         moved = _moved(expected, after_another)
         return f"the network keeps what it computed in an earlier pass: {moved} where other weights were used before"
@@ -335,7 +336,7 @@ def _is_essential(adapted: AdaptedModel, key: str) -> bool:
 
 def _named(keys: Sequence[str]) -> str:
     """The layers that parameters belong to, in words."""
-    return some(list(dict.fromkeys(repr(_layer(key)) for key in keys)), 3)
+    return abbreviated(list(dict.fromkeys(repr(_layer(key)) for key in keys)), 3)
 
 
 def _layer(key: str) -> str:

@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from statistics import fmean, pstdev
 from typing import Any
 
-from perada.core.checks import OptionError, check_choice, check_installed, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_installed, check_integer, check_number
 
 ACCOUNTANTS = ("rdp", "prv")
 LARGEST_TARGET = 50
@@ -159,13 +159,13 @@ def _step_rdp(sigma: float, rate: float, order: float) -> float:
 
 def check_delta(delta: float, section: str = "") -> None:
     """Refuse a delta outside (0, 1)."""
-    check_number(f"{section}delta", delta, above=0, below=1, hint="less than 1 / number of images, such as 1e-5")
+    check_number(f"{section}delta", delta, gt=0, lt=1, hint="less than 1 / number of images, such as 1e-5")
 
 
 def check_target(name: str, target: float | None, optional: bool = False) -> None:
     """Refuse an ε that noise cannot be calibrated for; ``None`` is allowed where it is ``optional``."""
     hint = f"usual budgets lie from 1 to 10, and more than {LARGEST_TARGET} protects nobody; or give noise_multiplier"
-    check_number(name, target, above=0, most=LARGEST_TARGET, optional=optional, hint=hint)
+    check_number(name, target, gt=0, le=LARGEST_TARGET, optional=optional, hint=hint)
 
 
 def check_delta_covers(section: str, delta: float, count: int, what: str) -> None:
@@ -187,9 +187,9 @@ def check_delta_covers(section: str, delta: float, count: int, what: str) -> Non
 
 def check_step(sigma: float, rate: float, steps: int) -> None:
     """Refuse a noise multiplier, rate or number of steps that is out of its range."""
-    check_number("noise_multiplier", sigma, least=0, hint="usual values lie from 0.5 to 5")
-    check_number("sample_rate", rate, above=0, most=1, hint="batch size / number of images")
-    check_whole("steps", steps, 0, hint="every step counts, empty batches included")
+    check_number("noise_multiplier", sigma, ge=0, hint="usual values lie from 0.5 to 5")
+    check_number("sample_rate", rate, gt=0, le=1, hint="batch size / number of images")
+    check_integer("steps", steps, 0, hint="every step counts, empty batches included")
 
 
 class Ledger:

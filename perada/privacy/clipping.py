@@ -80,7 +80,7 @@ def left_out(rows: Tensor, factors: Tensor) -> Tensor:
 
 def check_bound(max_norm: float) -> None:
     """Refuse, by a ValueError, a bound that is not positive and finite."""
-    check_number("max_norm", max_norm, above=0, hint="usual values lie from 0.1 to 10")
+    check_number("max_norm", max_norm, gt=0, hint="usual values lie from 0.1 to 10")
 
 
 def noisy_mean(
@@ -111,8 +111,8 @@ def noisy_mean(
     if generators is not None and len({id(source) for source in generators}) < clients:
         raise ValueError("two clients share a generator: their noise would depend on one another; give each its own")
     for deviation, size in zip(stds, expected_batch, strict=True):
-        check_number("std", deviation, least=0)
-        check_number("expected_batch", size, above=0, hint="a client without images cannot take part")
+        check_number("std", deviation, ge=0)
+        check_number("expected_batch", size, gt=0, hint="a client without images cannot take part")
     for name, value in summed.items():
         check_precision(name, value)
     result = {name: torch.empty_like(value) for name, value in summed.items()}

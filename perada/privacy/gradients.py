@@ -29,8 +29,8 @@ from perada.core.seeding import Streams
 from perada.core.states import Merged, State, train_mode, trained_keys
 from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.fold import fold, shell
-from perada.engine.prefix import Wrapper
-from perada.engine.stacked_layers import Twin
+from perada.engine.frozen_trunk import Wrapper
+from perada.engine.stacked_layers import StackedLayer
 from perada.privacy.clipping import factors_of, noisy_mean, summed_products, wide
 from perada.privacy.options import Privacy
 from perada.server.aggregate import double, double_dtype
@@ -83,13 +83,15 @@ class SampleGradients:
             )
         frozen = [one for one in chain(engine.model.parameters(), engine.model.buffers()) if not one.requires_grad]
         model = copy.deepcopy(engine.model, {id(one): one for one in frozen}) if self.alone else engine.model
-        wrap = None if engine.prefix is None else engine.prefix.wrap
+        wrap = None if engine.trunk is None else engine.trunk.wrap
         folded = fold(model, random_only=self.alone, wrap=wrap)
         self._context, self._rows = folded.context, folded.row_keys
         self._merged = {key for key, one in engine.model.named_parameters() if isinstance(one, Merged)}
         for module in folded.model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                rows = parameter.requires_grad and not (self.alone or isinstance(module, Twin))  # one copy a row
+                rows = parameter.requires_grad and not (
+                    self.alone or isinstance(module, StackedLayer)
+                )  # one copy a row
                 if rows or isinstance(parameter, Merged):  # run without hooks
                     module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
         places: dict[int, list[str]] = {}
@@ -137,7 +139,7 @@ class SampleGradients:
 
     def _samples(
         self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor, dropout: Streams
-    ) -> "dict[str, Whole | Factors]":
+    ) -> "dict[str, PerSampleGrads | OuterProductGrads]":
         """Gradient of every row's loss."""
         clients, rows = x.shape[:2]
         self._context.begin(clients, None if self.alone else counts, dropout)
@@ -160,19 +162,19 @@ class SampleGradients:
             logits = self._model(self.engine.format(x.flatten(0, 1)))
             losses = row_losses(wide(logits).view(clients, rows, *logits.shape[1:]), y, self.multilabel)
             losses.where(real, 0).sum().backward()
-        samples: dict[str, Whole | Factors] = {}
+        samples: dict[str, PerSampleGrads | OuterProductGrads] = {}
         for key, parameter in held.items():
             if query.states[key].requires_grad:
                 sample = row_gradients(parameter)
                 if key in self._rows and parameter.grad is not None:
-                    sample = Whole(parameter.grad.view(clients * rows, *query.states[key].shape[1:]))
+                    sample = PerSampleGrads(parameter.grad.view(clients * rows, *query.states[key].shape[1:]))
                 if sample is not None:
                     samples[key] = sample
         return samples
 
 
 @dataclass
-class Whole:
+class PerSampleGrads:
     """Gradients (R, ...) of the rows for one parameter, as they are."""
 
     rows: Tensor
@@ -193,7 +195,7 @@ class Whole:
 
 
 @dataclass
-class Factors:
+class OuterProductGrads:
     """Gradients of a linear map's weight (O, I, ...), which has this shape, as factors: row r has Σ_n b_rn a_rnᵀ.
 
     They are the inputs a (R, N, I), and the gradients b (R, N, O) by the outputs.
@@ -219,18 +221,18 @@ class Factors:
         return squares.clamp(min=0) + slack * lengths.square()
 
     def summed(self, factors: Tensor) -> Tensor:
-        """As :meth:`Whole.summed`."""
+        """As :meth:`PerSampleGrads.summed`."""
         return summed_products(self.a, self.b, factors).view(len(factors), *self.shape)
 
 
-def row_gradients(parameter: nn.Parameter) -> Whole | Factors | None:
+def row_gradients(parameter: nn.Parameter) -> PerSampleGrads | OuterProductGrads | None:
     """What the hooks left in a stacked layer's parameter; ``None`` if it took no part."""
     parts: list[tuple[Tensor, Tensor]] = getattr(parameter, "factors", [])
     if parts:  # a layer that was used twice has more positions
         a, b = (torch.cat([part[side] for part in parts], 1) for side in (0, 1))
-        return Factors(wide(a), wide(b), parameter.shape[1:])
+        return OuterProductGrads(wide(a), wide(b), parameter.shape[1:])
     rows = parameter.grad_sample  # type: ignore[attr-defined]  # Opacus's
-    return None if rows is None else Whole(wide(rows))
+    return None if rows is None else PerSampleGrads(wide(rows))
 
 
 @contextmanager
@@ -272,7 +274,7 @@ def hooked(model: nn.Module) -> Any:  # noqa: ANN401  # opacus.GradSampleModule,
     """``model`` under Opacus's hooks, the stacked layers in its registry."""
     from opacus.grad_sample import GradSampleModule
 
-    twins = {type(module) for module in model.modules() if isinstance(module, Twin)}
+    twins = {type(module) for module in model.modules() if isinstance(module, StackedLayer)}
     samplers = _samplers() | dict.fromkeys(twins, _sample_gradients)
     train_mode(model)
     # A class of its own: Opacus's registry is of the whole process.
@@ -295,7 +297,7 @@ def _conv_gradients(layer: nn.Conv2d, activations: list[Tensor], backprops: Tens
     return found
 
 
-def _sample_gradients(layer: Twin, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+def _sample_gradients(layer: StackedLayer, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
     """Gradient (R, ...) of every row for a stacked layer's parameters, as Opacus's registry wants it.
 
     It does not depend on the client, so that Opacus's sampler for the layer's original gives it. Where there is none,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from perada.core.checks import OptionError, check_choice, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_integer, check_number
 from perada.privacy.accounting import check_delta, check_target
 
 Accountant = Literal["rdp", "prv"]
@@ -58,8 +58,8 @@ class Privacy:
 
     def __post_init__(self) -> None:
         _check_common("privacy", self)
-        check_number("privacy: max_epsilon", self.max_epsilon, above=0, optional=True)
-        check_whole("privacy: physical_batch_size", self.physical_batch_size, optional=True)
+        check_number("privacy: max_epsilon", self.max_epsilon, gt=0, optional=True)
+        check_integer("privacy: physical_batch_size", self.physical_batch_size, optional=True)
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class ClientPrivacy:
 
     def __post_init__(self) -> None:
         _check_common("client_privacy", self)
-        check_number("client_privacy: quantile", self.quantile, least=0, most=1, hint="0.5 is usual")
-        check_number("client_privacy: clip_lr", self.clip_lr, above=0)
-        check_number("client_privacy: count_noise", self.count_noise, above=0, optional=True)
+        check_number("client_privacy: quantile", self.quantile, ge=0, le=1, hint="0.5 is usual")
+        check_number("client_privacy: clip_lr", self.clip_lr, gt=0)
+        check_number("client_privacy: count_noise", self.count_noise, gt=0, optional=True)
 
 
 def test_mode(*options: Privacy | ClientPrivacy | None) -> bool:
@@ -146,9 +146,9 @@ def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
             name=f"{section}: noise_multiplier",
             value=noise,
         )
-    check_number(f"{section}: noise_multiplier", noise, least=0, most=1e100, optional=True, hint=usual)  # it is squared
+    check_number(f"{section}: noise_multiplier", noise, ge=0, le=1e100, optional=True, hint=usual)  # it is squared
     check_target(f"{section}: target_epsilon", target, optional=True)
-    check_number(f"{section}: max_norm", options.max_norm, above=0, most=1e200, hint="usual values lie from 0.1 to 10")
+    check_number(f"{section}: max_norm", options.max_norm, gt=0, le=1e200, hint="usual values lie from 0.1 to 10")
     check_delta(options.delta, f"{section}: ")
     hints = get_type_hints(type(options))
     for name, kind in ((field.name, hints[field.name]) for field in fields(options)):

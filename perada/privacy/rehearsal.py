@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from perada.algorithms import Algorithm, Broadcast, FedBE, TensorNames
-from perada.algorithms.base import Around
-from perada.algorithms.trial import Rehearsal, rounds_of
+from perada.algorithms.base import AlgorithmWrapper
+from perada.algorithms.dry_run import DryRunStep, rounds_of
 from perada.core.checks import OptionError
 from perada.core.rounds import Phase
 from perada.core.states import State, clone, expand
@@ -56,7 +56,7 @@ def rehearse(
     received = algorithm.broadcast(Broadcast(initial, tensor_names, 0, (0,), num_clients, 0))
     counts = []
     for phase in phases:
-        step = Rehearsal(algorithm, algorithm.begin_round(kept, received, tensor_names), kept, received)
+        step = DryRunStep(algorithm, algorithm.begin_round(kept, received, tensor_names), kept, received)
         step.begin(phase.name, tensor_names)
         algorithm.client_step(step)
         counts.append(dict(step.queries))
@@ -88,7 +88,7 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     """
     name, modes = type(algorithm).__name__, algorithm.modes
     inner = algorithm
-    while isinstance(inner, Around):
+    while isinstance(inner, AlgorithmWrapper):
         inner = inner.base
     sample_level = "or protect single images instead (the section privacy)"
     reasons = {

@@ -13,7 +13,7 @@ import ssl
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_whole
+from perada.core.checks import check_integer
 from perada.core.seeding import generator
 from perada.privacy.accounting import check_step
 
@@ -34,7 +34,7 @@ def poisson_batches(
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [0, 1, 2, 3]]
     """
-    check_whole("images", images, hint="a client without images cannot take part")
+    check_integer("images", images, hint="a client without images cannot take part")
     check_step(0.0, sample_rate, steps)
     source = generator(seed, f"poisson/{role}", round, client)
 
@@ -71,9 +71,9 @@ def passes(images: int, batch_size: int, steps: int) -> int:
     >>> [passes(5, 2, steps) for steps in (0, 1, 3, 4)]
     [0, 1, 1, 2]
     """
-    check_whole("images", images, hint="a client without images cannot take part")
-    check_whole("steps", steps, 0)
-    check_whole("batch_size", batch_size)
+    check_integer("images", images, hint="a client without images cannot take part")
+    check_integer("steps", steps, 0)
+    check_integer("batch_size", batch_size)
     return math.ceil(steps / math.ceil(images / batch_size))
 
 
@@ -87,7 +87,7 @@ def secure_uniform(shape: tuple[int, ...]) -> Tensor:
     A ValueError if a side of the shape is negative.
     """
     for side in shape:
-        check_whole("a side of the shape", side, 0)
+        check_integer("a side of the shape", side, 0)
     bits: Tensor = _words(math.prod(shape)) & (2**_BITS - 1)
     return bits.double().mul_(2.0**-_BITS).view(shape)
 
@@ -123,7 +123,7 @@ def secure_permutation(n: int) -> Tensor:
     Where two keys are equal all are drawn again, since a sort would prefer one order of the two. The indices (n,) are
     int64, on the CPU. A ValueError if n is negative.
     """
-    check_whole("n", n, 0)
+    check_integer("n", n, 0)
     while True:
         keys, order = _words(n).sort()
         if not (keys[1:] == keys[:-1]).any():

@@ -13,9 +13,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from perada.core.checks import check_whole
+from perada.core.checks import check_integer
 from perada.core.files import writing
-from perada.core.text import FORMULA, cell_text, near_names, some
+from perada.core.text import FORMULA, abbreviated, cell_text, near_names
 from perada.data.preprocessing import Preprocessing
 from perada.data.sets.folders import list_images
 from perada.data.sets.tables import check_encoding, existing_spelling, read_table
@@ -115,10 +115,10 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
     if isinstance(client, str) and not client.isdecimal():
         close = near_names(client, names or ())
         hint = f"the clients have no names: give a number from 0 to {num_clients - 1}"
-        hint = f"the clients are {some(names)}" if names else hint
+        hint = f"the clients are {abbreviated(names)}" if names else hint
         raise ValueError(f"client={client!r} is unknown; {f'did you mean {close[0]!r}?' if close else hint}")
     number = int(client) if isinstance(client, str) else client
-    check_whole("client", number, 0, most=num_clients - 1)
+    check_integer("client", number, 0, le=num_clients - 1)
     assert number is not None
     return number
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from perada.algorithms.base import Average
-from perada.core.checks import check_whole, installed
+from perada.core.checks import check_integer, installed
 from perada.core.seeding import generator
 from perada.core.states import State, clone, parameter_keys, set_state, to_device
 from perada.data.preprocessing import Preprocessing
@@ -210,7 +210,7 @@ class Models:
             ValueError: If a file or an image cannot be used, the client does not exist, or there is no global model.
             TypeError: If something is not an image.
         """
-        check_whole("batch_size", batch_size)
+        check_integer("batch_size", batch_size)
         preprocessing, multilabel = self.preprocessing, self.info["multilabel"]
         model = self.global_model() if client is None else self.personal(client)
         given = as_list(images)

@@ -17,7 +17,7 @@ from torch import nn
 
 from perada.algorithms import Algorithm
 from perada.algorithms.joining import algorithm_of
-from perada.core.checks import check_whole
+from perada.core.checks import check_integer
 from perada.core.digests import check_format
 from perada.core.ranks import this_rank
 from perada.core.states import State, clone, set_state, trained_keys, unstack
@@ -44,7 +44,7 @@ _RESTORING = "while a checkpoint's content took its place"
 _OTHER = "give another, or 'last' for the newest that is whole"
 
 
-def check_whole_file(path: Path) -> None:
+def check_intact_file(path: Path) -> None:
     """Refuse a checkpoint that is cut off or whose bytes are not those that were written, by a ValueError.
 
     Of one that another program wrote the checksums are compared that each tensor has in a zip archive.
@@ -77,7 +77,7 @@ def damage_of(path: Path) -> str | None:
     return None if broken is None else f"is damaged: the checksum of {broken!r} in it does not fit"
 
 
-def newest_whole(paths: Iterable[Path], suits: Callable[[Path], bool] | None = None) -> Path | None:
+def newest_intact(paths: Iterable[Path], suits: Callable[[Path], bool] | None = None) -> Path | None:
     """The checkpoint written last that is whole and suits, whatever its name; None if there is none.
 
     Damaged ones are left out with a warning. Where a folder has ``last.ckpt``, what that replaced is older, whatever
@@ -116,7 +116,7 @@ def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file h
     with naming("the checkpoint does not hold what perada writes", _OTHER):
         check_format("the checkpoint", saved["format"], CHECKPOINT_FORMAT)
         for row in (saved, *saved["metrics"]["rounds"]):
-            check_whole("step", row["step"], 0)
+            check_integer("step", row["step"], 0)
         RunFile(saved["belongs"]["number of clients"], saved["info"], saved["metrics"]).check()
         if "privacy" not in saved["info"]:
             raise KeyError("privacy")
@@ -187,7 +187,7 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
         ValueError: If it cannot be read, or what was given is not the run's.
     """
     path = _checkpoint(path)
-    check_whole_file(path)
+    check_intact_file(path)
     with plain_data(str(path)):
         saved = contents(torch.load(path, map_location="cpu", weights_only=True).get(CHECKPOINT_KEY))
         info = saved["info"]
@@ -229,7 +229,7 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
 
 def _checkpoint(path: Path) -> Path:
     """A checkpoint file itself, or the newest whole one of a fit's folder."""
-    found = path if path.is_file() else newest_whole((path / "checkpoints").rglob("*.ckpt"))
+    found = path if path.is_file() else newest_intact((path / "checkpoints").rglob("*.ckpt"))
     if found is not None:
         return found
     if (path / CONFIG_FILE).is_file() and (path.absolute().parent / RUN_FILE).is_file():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perada.core.checks import OptionError, check_whole
+from perada.core.checks import OptionError, check_integer
 from perada.core.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
 from perada.core.files import check_links, locked, sync, write_atomic
 
@@ -172,18 +172,18 @@ class RunFile:
         info, clients = self.info, self.num_clients
         counts = {"num_clients": clients, "global_models": self.global_models, "num_classes": info["num_classes"]}
         for name, number in counts.items():
-            check_whole(name, number, most=_MOST)
-        check_whole("built_for", info["built_for"], optional=True)
+            check_integer(name, number, le=_MOST)
+        check_integer("built_for", info["built_for"], optional=True)
         check_list(info.get("lora_ranks", []), None, kind=int)
         for rank in info.get("lora_ranks", []):
-            check_whole("a rank", rank)
+            check_integer("a rank", rank)
         for key, count in (("classes", info["num_classes"]), ("clients", clients)):
             if info.get(key) is not None:
                 check_list(info[key], count, kind=str)
         joined = [record["client"] for record in info.get("joined", [])]
         absent = [*info.get("forgotten", []), *info.get("elsewhere", [])]
         for number in (*joined, *absent, *info.get("own_adapters", [])):
-            check_whole("client", number, 0, most=clients - 1)
+            check_integer("client", number, 0, le=clients - 1)
         check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, kind=str)
         needed = "backbone pretrained image_size preprocessing training train_backbone global_model"
         missing = set(needed.split()) - set(info)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, Options, check_choice
 from perada.core.ranks import Ranks
-from perada.core.states import Factors, State, expand, gather, send
+from perada.core.states import Factors, State, expand, gather, to_device_async
 
 Weighting = Literal["uniform", "samples"]
 WITHOUT_DOUBLE = {"mps"}
@@ -130,7 +130,7 @@ def mean(updates: Mapping[str, Tensor], weights: Tensor) -> State:
 def _beside(stack: Mapping[str, Tensor], weights: Tensor) -> Tensor:
     """The weights where the stack is, sent once and not for each tensor."""
     device = next((value.device for value in stack.values()), weights.device)
-    return send(weights.to(double_dtype(device)), device)
+    return to_device_async(weights.to(double_dtype(device)), device)
 
 
 def double(value: Tensor) -> Tensor:

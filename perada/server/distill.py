@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_choice, check_number, check_whole
+from perada.core.checks import OptionError, check_choice, check_integer, check_number
 from perada.core.ranks import Ranks
 from perada.core.seeding import Streams
-from perada.core.states import State, expand, is_finite, send
+from perada.core.states import State, expand, is_finite, to_device_async
 from perada.engine.engine import Engine
 from perada.engine.loss_scaling import KeptScales, LossScales, MaskedAdam, MaskedOptimizer, MaskedSGD
 from perada.server.aggregate import Updates, double
 from perada.server.sums import SecureSums
 
 ServerOptimizer = Literal["adam", "sgd"]
-ONLY = slice(0, 1)
+STUDENT = slice(0, 1)
 """The student among the states that are scaled."""
 PUBLIC_BATCH = 512
 """Public images that are prepared at once for teachers in evaluation mode."""
@@ -126,12 +126,12 @@ class Distillation:
 
     def __post_init__(self) -> None:
         name = "distillation: {}".format
-        check_whole(name("steps"), self.steps, 0, hint="0 switches distillation off")
-        check_whole(name("batch_size"), self.batch_size, also=["full"])
-        check_number(name("lr"), self.lr, above=0)
+        check_integer(name("steps"), self.steps, 0, hint="0 switches distillation off")
+        check_integer(name("batch_size"), self.batch_size, also=["full"])
+        check_number(name("lr"), self.lr, gt=0)
         check_choice(name("optimizer"), self.optimizer, ["adam", "sgd"])
         check_choice(name("schedule"), self.schedule, ["cosine", "constant"])
-        check_number(name("temperature"), self.temperature, least=0.001, most=1000)
+        check_number(name("temperature"), self.temperature, ge=0.001, le=1000)
         check_choice(name("student_mode"), self.student_mode, ["train", "eval"])
         check_choice(name("teacher_mode"), self.teacher_mode, ["train", "eval"])
         if self.guard is not None:
@@ -143,8 +143,8 @@ class Distillation:
                 name="distillation: share_steps",
                 value=True,
             )
-        check_whole(name("until_round"), self.until_round, 0, optional=True)
-        check_whole(name("validate_every"), self.validate_every, 0, hint="0 for never")
+        check_integer(name("until_round"), self.until_round, 0, optional=True)
+        check_integer(name("validate_every"), self.validate_every, 0, hint="0 for never")
 
     def active(self, round: int) -> bool:
         """Whether round ``round`` (from 0) is distilled."""
@@ -323,7 +323,7 @@ class Distiller:
         device = targets.device
         own = slice(self.ranks.rank, None, self.ranks.size) if divided else slice(None)
         for step, rows in enumerate(self.progress(indices)):
-            yield self.data.public_images(rows[own], device), targets[send(batches.rows[step, own], device)]
+            yield self.data.public_images(rows[own], device), targets[to_device_async(batches.rows[step, own], device)]
 
     def _public_logits(self, state: State, batches: TeacherBatches) -> Tensor:
         """Logits (N, K) of one state on the rows of the batches, in evaluation mode."""
@@ -391,9 +391,9 @@ class Distiller:
         for step, (x, teacher) in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate(step)
-            given = state if scales is None else scales.enter(state, ONLY)
+            given = state if scales is None else scales.enter(state, STUDENT)
             logits = engine.logits(given, x.unsqueeze(0), training=training, streams=streams.fork("step", step))
-            logits = logits if scales is None else scales.leave(logits, ONLY)
+            logits = logits if scales is None else scales.leave(logits, STUDENT)
             loss = distillation_loss(logits[0], teacher, options.temperature, self.multilabel)
             optimizer.zero_grad()
             if rows is not None:
@@ -403,7 +403,7 @@ class Distiller:
             if rows is not None:
                 self.ranks.sum_(gradients)
             if scales is not None and isinstance(optimizer, MaskedOptimizer):
-                optimizer.step_rows(scales.update(gradients, ONLY))
+                optimizer.step_rows(scales.update(gradients, STUDENT))
             else:
                 optimizer.step()
             if step >= first:

@@ -211,7 +211,7 @@ class LoRAFair(_OnProducts):
 
     def __init__(self, strength: float = 0.01, aggregate: ServerRule | None = None) -> None:
         super().__init__(aggregate)
-        check_number("strength", strength, above=0)
+        check_number("strength", strength, gt=0)
         self.strength = strength
 
     def _merged(self, pairs: Sequence[Pair], weights: Sequence[float], before: Tensor) -> Pair:

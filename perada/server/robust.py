@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_choice, check_number, check_whole, whole_share
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, floor_share
 from perada.core.states import State
 from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, client_weights, double, mean
 
@@ -31,17 +31,17 @@ class Krum(ServerRule):
     weighted = False
 
     def __init__(self, suspected: float = 0.2, keep: int | None = None) -> None:
-        check_number("suspected", suspected, above=0, below=0.5, hint="the share of the clients that may be hostile")
-        check_whole("keep", keep, optional=True)
+        check_number("suspected", suspected, gt=0, lt=0.5, hint="the share of the clients that may be hostile")
+        check_integer("keep", keep, optional=True)
         self.suspected, self.keep = suspected, keep
 
     def check(self, clients: int) -> None:
         """Refuse so few clients a round that none is suspected, or that the suspected ones could be close together."""
         share = self.suspected
-        enough = next(count for count in itertools.count(clients) if 1 <= whole_share(share, count) <= (count - 3) / 2)
+        enough = next(count for count in itertools.count(clients) if 1 <= floor_share(share, count) <= (count - 3) / 2)
         if enough != clients:
             raise OptionError(
-                f"suspected={share!r} suspects {whole_share(share, clients)} of {clients} clients a round; Krum "
+                f"suspected={share!r} suspects {floor_share(share, clients)} of {clients} clients a round; Krum "
                 f"must suspect one at least and needs 2 f + 3 clients to suspect f, here {enough}; sample more, or "
                 "change suspected",
                 name="suspected",
@@ -52,7 +52,7 @@ class Krum(ServerRule):
         """Aggregate."""
         distances = squared_distances(inner_products(given)).nan_to_num(torch.inf)
         clients = len(distances)
-        suspects = whole_share(self.suspected, clients)
+        suspects = floor_share(self.suspected, clients)
         distances.fill_diagonal_(torch.inf)  # no neighbour of its own
         scores = distances.sort(1)[0][:, : max(1, clients - suspects - 2)].sum(1)
         kept = clients - suspects if self.keep is None else min(self.keep, clients)
@@ -71,7 +71,7 @@ class GeometricMedian(ServerRule):
     """
 
     def __init__(self, smoothing: float = 1e-6) -> None:
-        check_number("smoothing", smoothing, above=0, most=1)
+        check_number("smoothing", smoothing, gt=0, le=1)
         self.smoothing = smoothing
 
     def __call__(self, given: Aggregation) -> State:
@@ -109,7 +109,7 @@ class NormClipping(ComposedRule):
 
     def __init__(self, max_norm: float | None = None, aggregate: ServerRule | None = None) -> None:
         super().__init__(aggregate)
-        check_number("max_norm", max_norm, above=0, optional=True)
+        check_number("max_norm", max_norm, gt=0, optional=True)
         self.max_norm = max_norm
 
     def __call__(self, given: Aggregation) -> State:
@@ -143,7 +143,7 @@ class FLTrust(ServerRule):
 
     def __init__(self, labels: bool = True, images: int = 256) -> None:
         check_choice("labels", labels, [False, True])
-        check_whole("images", images)
+        check_integer("images", images)
         self.labels, self.images = labels, images
         self.needs = "labelled" if labels else "public"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_known, check_number, whole_share
+from perada.core.checks import OptionError, check_known, check_number, floor_share
 from perada.core.states import State
 from perada.server.aggregate import Aggregation, ComposedRule, Mean, ServerRule, client_weights, mean
 from perada.server.low_rank import SVD, LoRAFair
@@ -50,13 +50,13 @@ class TrimmedMean(_Coordinatewise):
     """
 
     def __init__(self, trim: float = 0.1) -> None:
-        check_number("trim", trim, above=0, below=0.5, hint="the share of the clients to drop at each end")
+        check_number("trim", trim, gt=0, lt=0.5, hint="the share of the clients to drop at each end")
         self.trim = trim
 
     def check(self, clients: int) -> None:
         """Refuse so few clients a round that none would be dropped."""
-        if whole_share(self.trim, clients) == 0:
-            need = next(c for c in range(clients + 1, math.ceil(1 / self.trim) + 2) if whole_share(self.trim, c))
+        if floor_share(self.trim, clients) == 0:
+            need = next(c for c in range(clients + 1, math.ceil(1 / self.trim) + 2) if floor_share(self.trim, c))
             raise OptionError(
                 f"trim={self.trim!r} drops none of {clients} clients a round; sample at least {need}, or raise trim",
                 name="trim",
@@ -64,7 +64,7 @@ class TrimmedMean(_Coordinatewise):
             )
 
     def _reduce(self, ordered: Tensor) -> Tensor:
-        cut = whole_share(self.trim, len(ordered))
+        cut = floor_share(self.trim, len(ordered))
         left = ordered[cut : len(ordered) - cut]
         return mean({"": left}, client_weights("uniform", [1] * len(left)))[""]  # halves are summed as elsewhere
 
@@ -86,8 +86,8 @@ class ModifiedLocalGD(ComposedRule):
 
     def __init__(self, alpha: float | None = None, power: float = 1.0, aggregate: ServerRule | None = None) -> None:
         super().__init__(aggregate)
-        check_number("alpha", alpha, above=0, most=1, optional=True)
-        check_number("power", power, above=0)
+        check_number("alpha", alpha, gt=0, le=1, optional=True)
+        check_number("power", power, gt=0)
         self.alpha, self.power = alpha, power
 
     def share(self, round: int) -> float:
@@ -121,7 +121,7 @@ class _Optimizer(ComposedRule):
 
     def __init__(self, lr: float, aggregate: ServerRule | None) -> None:
         super().__init__(aggregate)
-        check_number("lr", lr, above=0)
+        check_number("lr", lr, gt=0)
         self.lr = lr
 
     def __call__(self, given: Aggregation) -> State:
@@ -164,7 +164,7 @@ class FedAvgM(_Optimizer):
 
     def __init__(self, lr: float = 1.0, momentum: float = 0.9, aggregate: ServerRule | None = None) -> None:
         super().__init__(lr, aggregate)
-        check_number("momentum", momentum, least=0, below=1)
+        check_number("momentum", momentum, ge=0, lt=1)
         self.momentum = momentum
 
     def __call__(self, given: Aggregation) -> State:
@@ -197,9 +197,9 @@ class FedAdam(_Optimizer):
         aggregate: ServerRule | None = None,
     ) -> None:
         super().__init__(lr, aggregate)
-        check_number("beta1", beta1, least=0, below=1)
-        check_number("tau", tau, above=0)
-        check_number("beta2", beta2, least=0, below=1)
+        check_number("beta1", beta1, ge=0, lt=1)
+        check_number("tau", tau, gt=0)
+        check_number("beta2", beta2, ge=0, lt=1)
         self.beta1, self.beta2, self.tau = beta1, beta2, tau
 
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:

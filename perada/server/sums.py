@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_number, check_whole
+from perada.core.checks import check_integer, check_number
 from perada.core.states import State, expand
 from perada.server.aggregate import Updates, double
 
@@ -36,10 +36,10 @@ class SecureSums:
     fraction_bits: int = 24
 
     def __post_init__(self) -> None:
-        check_whole("secure_sums: min_sites", self.min_sites, 3, hint="of a sum of two, each knows the other's part")
+        check_integer("secure_sums: min_sites", self.min_sites, 3, hint="of a sum of two, each knows the other's part")
         hint = "with less, two parts of the sites could be told different things with one site's help"
-        check_number("secure_sums: threshold", self.threshold, least=2 / 3, below=1, hint=hint)
-        check_whole("secure_sums: fraction_bits", self.fraction_bits, 8, most=40)
+        check_number("secure_sums: threshold", self.threshold, ge=2 / 3, lt=1, hint=hint)
+        check_integer("secure_sums: fraction_bits", self.fraction_bits, 8, le=40)
 
     def least(self, sites: int) -> int:
         """How many of so many sites must be there at the end."""

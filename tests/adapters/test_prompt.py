@@ -384,7 +384,7 @@ def test_private_prompts_on_a_backbone_that_is_shared(make):
 @pytest.mark.parametrize("kind", ["deep", "late"])
 def test_features_are_those_before_the_first_prompts(kind):
     model = prompted(kind).model
-    prefix = Engine(model).find_prefix(IMAGES[0])
+    prefix = Engine(model).find_trunk(IMAGES[0])
     assert prefix is not None
     assert prefix.needed == (("pos_drop",) if kind == "deep" else ("blocks.0",))
 

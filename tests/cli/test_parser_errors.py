@@ -115,7 +115,7 @@ def test_handlers_read_the_attributes_and_not_the_text():
 
 def test_an_error_of_a_section_has_the_section_in_its_option():
     with pytest.raises(OptionError) as caught:
-        check_number("privacy: max_norm", -2, above=0)
+        check_number("privacy: max_norm", -2, gt=0)
     assert (caught.value.option, caught.value.value) == ("privacy.max_norm", -2)
     assert str(caught.value) == f"privacy: max_norm=-2 cannot be used; {caught.value.remedy}"
     renamed = caught.value.renamed("clip")

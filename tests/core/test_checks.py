@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from perada.core.checks import check_choice, check_installed, check_number, check_whole
+from perada.core.checks import check_choice, check_installed, check_integer, check_number
 
 NEVER = [math.nan, math.inf, -math.inf, True, "1", None, [1], 1 + 0j]
 
@@ -22,33 +22,33 @@ def refused(check, *arguments, **options):
 @pytest.mark.parametrize("value", NEVER)
 def test_what_is_not_a_finite_number_is_refused(value):
     assert refused(check_number, value).startswith(f"option={value!r} cannot be used; give a finite number")
-    assert refused(check_whole, value, -5).startswith(f"option={value!r} cannot be used; give a whole number of -5")
+    assert refused(check_integer, value, -5).startswith(f"option={value!r} cannot be used; give a whole number of -5")
 
 
 @pytest.mark.parametrize("number", [1, 1.0, np.float32(1), np.int64(1)])
 def test_numbers_of_numpy_count(number):
-    check_number("option", number, least=1, most=1)
+    check_number("option", number, ge=1, le=1)
     if not isinstance(number, float | np.floating):
-        check_whole("option", number, 1, most=1)
+        check_integer("option", number, 1, le=1)
 
 
 def test_the_ends_of_a_range():
-    check_number("option", 0, least=0, below=1)
-    check_number("option", 1, above=0, most=1)
-    assert "from 0 to below 1" in refused(check_number, 1, least=0, below=1)
-    assert "from 0 to below 1" in refused(check_number, -1e-9, least=0, below=1)
-    assert "above 0 and up to 1" in refused(check_number, 0, above=0, most=1)
-    assert "above 0 and below 1" in refused(check_number, 1, above=0, below=1)
-    assert "from 2 to 3" in refused(check_whole, 4, 2, most=3)
-    assert "from 2 to 3" in refused(check_whole, 1, 2, most=3)
-    assert "a whole number" in refused(check_whole, 2.0)
+    check_number("option", 0, ge=0, lt=1)
+    check_number("option", 1, gt=0, le=1)
+    assert "from 0 to below 1" in refused(check_number, 1, ge=0, lt=1)
+    assert "from 0 to below 1" in refused(check_number, -1e-9, ge=0, lt=1)
+    assert "above 0 and up to 1" in refused(check_number, 0, gt=0, le=1)
+    assert "above 0 and below 1" in refused(check_number, 1, gt=0, lt=1)
+    assert "from 2 to 3" in refused(check_integer, 4, 2, le=3)
+    assert "from 2 to 3" in refused(check_integer, 1, 2, le=3)
+    assert "a whole number" in refused(check_integer, 2.0)
 
 
 def test_what_else_is_let_pass():
-    check_number("option", None, above=0, optional=True)
-    check_whole("option", None, optional=True)
-    check_whole("option", "full", also=["full"])
-    assert refused(check_whole, "all", also=["full"]).endswith("give a whole number of 1 or more, or 'full'")
+    check_number("option", None, gt=0, optional=True)
+    check_integer("option", None, optional=True)
+    check_integer("option", "full", also=["full"])
+    assert refused(check_integer, "all", also=["full"]).endswith("give a whole number of 1 or more, or 'full'")
     assert refused(check_number, -1, above=0, optional=True, hint="why").endswith("above 0, or leave it out (why)")
 
 

@@ -331,7 +331,7 @@ class Poisoned(LocalTransport):
         return found
 
 
-@pytest.mark.parametrize("given", [{"server_rule": Median()}, {"refuse_far": True}])
+@pytest.mark.parametrize("given", [{"server_rule": Median()}, {"drop_outliers": True}])
 def test_a_poisoned_site_moves_nothing_further_than_honest_ones(given, tiny, tmp_path):
     """Each number of the median of three lies between those of the two honest sites; without it, it is their mean."""
     parties = Parties(tiny, tmp_path, rounds=1, loop=given)
@@ -343,7 +343,7 @@ def test_a_poisoned_site_moves_nothing_further_than_honest_ones(given, tiny, tmp
     for key, value in coordinator.server.global_state.items():
         honest = torch.stack([transport.sent["site0"][key], transport.sent["site2"][key]])
         assert ((value >= honest.amin(0)) & (value <= honest.amax(0))).all()
-        if "refuse_far" in given and value.is_floating_point():
+        if "drop_outliers" in given and value.is_floating_point():
             torch.testing.assert_close(value, honest.double().mean(0).to(value.dtype))
 
 

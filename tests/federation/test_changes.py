@@ -10,7 +10,7 @@ import torch
 import perada
 from perada.algorithms import FedAvg
 from perada.core.rounds import RoundPlan
-from perada.federation.server import look_at
+from perada.federation.server import find_outliers
 from perada.server import Updates
 
 ORDER: list[int] = []
@@ -112,7 +112,7 @@ def far_clients(norms, steps=(2, 2, 2, 2)):
     plan = RoundPlan(0, (4, 6, 7, 9), (steps,))
     updates = Updates({"w": torch.tensor(norms).view(4, 1)})
     received = {"w": torch.zeros(4, 1)}
-    far, metrics = look_at(["w"], updates, received, plan, range(4), shown=False)
+    far, metrics = find_outliers(["w"], updates, received, plan, range(4), shown=False)
     assert metrics == {}
     return far
 

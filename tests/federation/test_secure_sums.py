@@ -71,7 +71,7 @@ def test_the_servers_step_gets_to_see_the_mean_alone():
         (FedEnsemble(modes=2, strata=2, assignment="loss"), {}, "FedEnsemble: it compares models"),
         (HetLoRA(FedAvg()), {"problem": "net-backbone"}, "HetLoRA: what its server makes"),
         ("fedavg", {"server_rule": "median"}, "the server rule Median: it looks at single updates"),
-        ("fedavg", {"refuse_far": True}, "refuse_far=True: it compares single updates"),
+        ("fedavg", {"drop_outliers": True}, "drop_outliers=True: it compares single updates"),
         ("fedavg", {"clients_per_round": 2}, "clients_per_round=2: more than 0.666667 of them, and at least 3"),
     ],
 )

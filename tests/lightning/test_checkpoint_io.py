@@ -15,7 +15,7 @@ import torch
 
 import perada
 from perada.lightning.checkpoint import WholeCheckpointIO, find_checkpoint
-from perada.results.restore import check_whole_file, newest_whole
+from perada.results.restore import check_intact_file, newest_intact
 from tests.disks import no_room
 
 CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}, "epoch": 4, "name": "ü"}
@@ -55,9 +55,9 @@ def test_any_flipped_bit_is_found(written):
         damaged[place] ^= 1 << generator.randrange(8)
         written.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"ckpt_path='.*last\.ckpt' (is|was) .*; give another, or 'last'"):
-            check_whole_file(written)
+            check_intact_file(written)
     written.write_bytes(whole)
-    check_whole_file(written)
+    check_intact_file(written)
 
 
 def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(written, monkeypatch):
@@ -79,26 +79,26 @@ def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(written, monkeypatch):
     monkeypatch.setattr("perada.lightning.checkpoint.open_atomic", flipping)
     WholeCheckpointIO().save_checkpoint(CONTENT, written)
     with pytest.raises(ValueError, match="is damaged"):
-        check_whole_file(written)
+        check_intact_file(written)
 
 
 @pytest.mark.parametrize("left", [0, 1, 100, -1, -79, -90, -2000])
 def test_a_file_that_is_cut_off_is_found(written, left):
     written.write_bytes(written.read_bytes()[:left])
     with pytest.raises(ValueError, match=r"last\.ckpt' is (not a checkpoint, or was cut off|damaged)"):
-        check_whole_file(written)
+        check_intact_file(written)
 
 
 def test_damage_of_another_programs_checkpoint_is_found_by_the_checksums_of_its_tensors(tmp_path):
     path = tmp_path / "other.ckpt"
     torch.save({"w": torch.zeros(1000)}, path)
-    check_whole_file(path)
+    check_intact_file(path)
     content = bytearray(path.read_bytes())
     content[content.index(bytes(1000)) + 500] ^= 4
     path.write_bytes(content)
     assert float(torch.load(path)["w"].abs().max()) > 0  # torch itself does not look
     with pytest.raises(ValueError, match=r"is damaged: the checksum of 'other/data/0' in it does not fit"):
-        check_whole_file(path)
+        check_intact_file(path)
 
 
 def test_the_one_before_is_kept(written):
@@ -147,7 +147,7 @@ def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, hap
             assert re.search(r"No space left on device: '.*/run(/last.ckpt)?'$", str(raised.value))
             assert not list(written.parent.glob(".last.ckpt.partial"))
     monkeypatch.undo()
-    check_whole_file(written)
+    check_intact_file(written)
     epochs = torch.load(written)["epoch"], torch.load(written.parent / "last.previous.ckpt")["epoch"]
     assert epochs in [(5, 4), (5, 5), (6, 5)]
 
@@ -185,14 +185,14 @@ def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written)
     for time, path in enumerate((other, written, replaced)):  # as after copying the folder
         os.utime(path, (time, time))
     folder = written.parent
-    assert newest_whole(folder.glob("*.ckpt")) == written
+    assert newest_intact(folder.glob("*.ckpt")) == written
     written.write_bytes(b"")
     with pytest.warns(UserWarning, match=r"'.*/last\.ckpt' is not a checkpoint"):
-        assert newest_whole(folder.glob("*.ckpt")) == replaced
+        assert newest_intact(folder.glob("*.ckpt")) == replaced
     written.unlink()
     os.utime(other, (3, 3))
-    assert newest_whole(folder.glob("*.ckpt")) == other
-    assert newest_whole([]) is None
+    assert newest_intact(folder.glob("*.ckpt")) == other
+    assert newest_intact([]) is None
 
 
 def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):

@@ -242,10 +242,10 @@ def test_a_far_update_is_left_out_if_asked(tiny):
     """What is left is the mean of the others, computed by hand of what they sent alone."""
     data = tiny.data(sizes=(8, 8, 8, 8), public=False)
     options = {"rounds": 1, "local_steps": 2, "batch_size": "full", "momentum": 0.0}
-    with pytest.warns(UserWarning, match=r"client 3 sent a change .* times as long .* refuse_far leaves it out"):
+    with pytest.warns(UserWarning, match=r"client 3 sent a change .* times as long .* drop_outliers leaves it out"):
         kept = fit(tiny, data, algorithm=Scaled(), **options).state("global")
-    with pytest.warns(UserWarning, match=r"client 3 sent a change .* It was left out, since refuse_far is set"):
-        found = fit(tiny, data, algorithm=Scaled(), refuse_far=True, **options).state("global")
+    with pytest.warns(UserWarning, match=r"client 3 sent a change .* It was left out, since drop_outliers is set"):
+        found = fit(tiny, data, algorithm=Scaled(), drop_outliers=True, **options).state("global")
     others = perada.FederatedData(data.train[:3], data.test[:3])
     expected = fit(tiny, others, algorithm="fedavg", **options).state("global")
     for key, value in expected.items():
@@ -256,10 +256,10 @@ def test_a_far_update_is_left_out_if_asked(tiny):
 def test_options_of_failures_are_checked(tiny):
     for options, message in (
         ({"max_failures": -1}, "max_failures=-1 cannot be used; give a whole number of 0 or more"),
-        ({"refuse_far": "yes"}, "refuse_far='yes' is unknown; choose one of False, True"),
+        ({"drop_outliers": "yes"}, "drop_outliers='yes' is unknown; choose one of False, True"),
         (
-            {"refuse_far": True, "client_privacy": ClientPrivacy(1.0)},
-            "refuse_far=True cannot be used with client_privacy",
+            {"drop_outliers": True, "client_privacy": ClientPrivacy(1.0)},
+            "drop_outliers=True cannot be used with client_privacy",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -10,7 +10,7 @@ from scipy import stats
 
 from perada.privacy import noisy_mean
 from perada.privacy.clipping import factors_of, wide
-from perada.privacy.gradients import Whole
+from perada.privacy.gradients import PerSampleGrads
 
 SHAPES = {"head.weight": (4, 3), "head.bias": (4,), "scale": ()}
 CASES = [("flat", 0.7), ("per_layer", 0.7), ("automatic", 0.7)]
@@ -41,7 +41,7 @@ def factors(gradients, mask, *bound):
 def clipped(gradients, mask, *bound):
     """The clipped sums."""
     found = factors(gradients, mask, *bound)
-    return {name: Whole(gradient.flatten(0, 1)).summed(found[name]) for name, gradient in gradients.items()}
+    return {name: PerSampleGrads(gradient.flatten(0, 1)).summed(found[name]) for name, gradient in gradients.items()}
 
 
 def clip_one(gradient, max_norm, method, gamma=0.01):
@@ -111,7 +111,7 @@ def test_small_gradients_are_left_alone_by_flat_and_not_by_automatic():
 
 def test_half_precision_gradients_are_measured_in_single():
     rows = torch.full((1, 4096), 200.0, dtype=torch.float16)  # squares overflow half precision
-    norms = Whole(wide(rows)).squares().sqrt()
+    norms = PerSampleGrads(wide(rows)).squares().sqrt()
     assert norms.dtype == torch.float32
     assert norms.item() == pytest.approx(200 * 64)
 

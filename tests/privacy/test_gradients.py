@@ -15,7 +15,7 @@ from perada.engine import Engine
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.privacy import Privacy
-from perada.privacy.gradients import Factors, Query, SampleGradients
+from perada.privacy.gradients import OuterProductGrads, Query, SampleGradients
 
 from .opacus_loop import OpacusGradients
 
@@ -302,7 +302,9 @@ def test_factors_whose_terms_cancel():
     b = torch.randn(2, 4, 5, generator=generator)
     b -= b.mean(1, keepdim=True)
     whole = torch.einsum("rno,rni->roi", b.double(), a.double())
-    assert torch.allclose(Factors(a, b, torch.Size([5, 6])).squares().double(), whole.square().sum((1, 2)), rtol=1e-5)
+    assert torch.allclose(
+        OuterProductGrads(a, b, torch.Size([5, 6])).squares().double(), whole.square().sum((1, 2)), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("engine", ["folded", "opacus"])

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.privacy import noisy_mean
 from perada.privacy.clipping import with_noise
-from perada.privacy.gradients import Whole
+from perada.privacy.gradients import PerSampleGrads
 
 from ..algorithms.problems import QUIET
 from .private_loop import once
@@ -149,7 +149,7 @@ class Widened(nn.Module):
 
 
 def test_parts_for_use_alone_sum_in_double_precision_and_refuse_half():
-    summed = Whole(torch.ones(5000, 3, dtype=torch.bfloat16)).summed(torch.full((1, 5000), 0.25))
+    summed = PerSampleGrads(torch.ones(5000, 3, dtype=torch.bfloat16)).summed(torch.full((1, 5000), 0.25))
     assert summed.dtype == torch.float64
     assert summed.tolist() == [[1250.0] * 3]
     with pytest.raises(ValueError, match=r"'w' is torch.bfloat16, in which the noise would be rounded away"):

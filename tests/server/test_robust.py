@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from perada.core.checks import whole_share
+from perada.core.checks import floor_share
 from perada.server import Aggregation, FLTrust, GeometricMedian, Krum, Mean, Median, NormClipping, client_weights
 
 FLOATING = ("w", "running_var")
@@ -58,7 +58,7 @@ def test_krum_is_its_definition(clients, suspected, keep):
 
 def test_krum_says_how_many_clients_it_needs():
     Krum(0.2).check(5)
-    assert whole_share(0.29, 100) == 29  # 0.29 * 100 is 28.999999999999996
+    assert floor_share(0.29, 100) == 29  # 0.29 * 100 is 28.999999999999996
     Krum(0.4).check(15)
     for suspected, clients, text in (
         (0.2, 4, "suspects 0 of 4 clients a round; Krum must suspect one at least and needs .*, here 5"),

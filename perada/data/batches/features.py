@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from perada.core.states import send
+from perada.core.states import to_device_async
 from perada.data.batches.samples import Rows, Samples, TensorStore
 
 BLOCK = 256
@@ -64,5 +64,5 @@ class FeatureStore(Samples):
         assert self._features is not None
         device, labels = self._features.device, self.store.labels
         if labels is not None:
-            labels = send(labels[self.store.table[positions].to(labels.device)], device)
+            labels = to_device_async(labels[self.store.table[positions].to(labels.device)], device)
         return self._features[positions.to(device)], labels, {}

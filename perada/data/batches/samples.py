@@ -29,8 +29,8 @@ from perada.core.rounds import (
     step_ids,
 )
 from perada.core.seeding import derive_seed, generator
-from perada.core.states import send
-from perada.core.text import some
+from perada.core.states import to_device_async
+from perada.core.text import abbreviated
 from perada.data.batches.datasets import (
     Kind,
     Source,
@@ -128,7 +128,7 @@ class TensorStore(Samples):
 
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
         """Gather rows."""
-        rows = send(self.table[self.starts[owners] + indices], self.images.device)
+        rows = to_device_async(self.table[self.starts[owners] + indices], self.images.device)
         return self.images[rows], None if self.labels is None else self.labels[rows], {}
 
     def client_labels(self) -> list[Tensor]:
@@ -195,7 +195,7 @@ class MapStore(Samples):
         assert self.classes is not None
         if value not in self.classes:
             words = not isinstance(self.classes, range)
-            known = some(list(map(repr, self.classes))) if words else f"0..{len(self.classes) - 1}"
+            known = abbreviated(list(map(repr, self.classes))) if words else f"0..{len(self.classes) - 1}"
             raise ValueError(
                 f"client {owner} has the label {value!r}, outside {known}: correct the label or "
                 f"{'classes' if words else 'num_classes'}"

@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import functional as vision
 from perada.core.checks import OptionError, check_number
 from perada.core.rounds import CohortBatch, EvalBatch, ImageConfig
 from perada.core.seeding import generator
-from perada.core.states import send
+from perada.core.states import to_device_async
 from perada.engine.engine import real_rows
 
 BatchT = TypeVar("BatchT", CohortBatch, dict[str, CohortBatch], EvalBatch, Tensor)
@@ -37,7 +37,7 @@ _TURNS = {  # by the value of EXIF's orientation; 1 is upright
 
 def check_full_scale(full_scale: float | None) -> None:
     """Refuse what is not a number above zero."""
-    check_number("full_scale", full_scale, above=0, optional=True, hint="the value of white, such as 4095 of 12 bits")
+    check_number("full_scale", full_scale, gt=0, optional=True, hint="the value of white, such as 4095 of 12 bits")
 
 
 def decode(image: Image.Image, mode: str | None = None, full_scale: float | None = None) -> Tensor:
@@ -295,7 +295,7 @@ def prepare_images(images: Tensor, image: ImageConfig | None = None, size: int |
     if image is None:
         x = (x - 0.5) / 0.5
     else:
-        constants = send(torch.tensor([image.mean, image.std], dtype=torch.float32), x.device)
+        constants = to_device_async(torch.tensor([image.mean, image.std], dtype=torch.float32), x.device)
         if channels == 1:  # a one-channel model takes the average of an RGB model's
             constants = constants.mean(1, keepdim=True)
         mean, std = constants.view(2, -1, 1, 1)
@@ -321,7 +321,7 @@ def augment(images: Tensor, crops: Tensor, padding: int) -> Tensor:
     """
     number, channels, height, width = images.shape
     padded = functional.pad(images, (padding,) * 4)
-    crops = send(crops, images.device)
+    crops = to_device_async(crops, images.device)
     rows = crops[:, 0, None] + torch.arange(height, device=images.device)
     columns = torch.arange(width, device=images.device).expand(number, width)
     columns = crops[:, 1, None] + torch.where(crops[:, 2, None] > 0, width - 1 - columns, columns)
@@ -341,7 +341,7 @@ def pad(rows: Tensor, counts: tuple[int, ...]) -> Tensor:
         return rows.view(len(counts), longest, *rows.shape[1:])
     padded = rows.new_zeros(len(counts), longest, *rows.shape[1:])
     places = torch.cat([torch.arange(count) + client * longest for client, count in enumerate(counts)])
-    padded.flatten(0, 1).index_copy_(0, send(places, rows.device), rows)
+    padded.flatten(0, 1).index_copy_(0, to_device_async(places, rows.device), rows)
     return padded
 
 

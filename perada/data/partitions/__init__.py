@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from perada.core.checks import Options, check_name, check_number, check_whole
+from perada.core.checks import Options, check_integer, check_name, check_number
 from perada.core.digests import check_sealed
 from perada.core.seeding import derive_seed
 from perada.data.partitions.shares import Array, apportion, check_enough, deal, even, raise_to_minimum, rows_of
@@ -94,7 +94,7 @@ class IID(Partition):
     num_clients: int = 20
 
     def __post_init__(self) -> None:
-        check_whole("num_clients", self.num_clients)
+        check_integer("num_clients", self.num_clients)
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Cut a permutation into M parts whose sizes differ by at most one."""
@@ -122,7 +122,7 @@ class ByDomain(Partition):
     within: Partition | None = None
 
     def __post_init__(self) -> None:
-        check_whole("clients_per_domain", self.clients_per_domain)
+        check_integer("clients_per_domain", self.clients_per_domain)
         check_name("column", self.column)
         if self.within is None:
             return
@@ -296,11 +296,11 @@ class Dirichlet(LabelPartition):
     column: str | None = None
 
     def __post_init__(self) -> None:
-        check_whole("num_clients", self.num_clients)
-        check_number("alpha", self.alpha, above=0, hint="0.1 is very unequal, 100 even")
-        check_whole("min_per_client", self.min_per_client)
-        check_whole("min_per_class", self.min_per_class, 0)
-        check_whole("merge_below", self.merge_below, 0)
+        check_integer("num_clients", self.num_clients)
+        check_number("alpha", self.alpha, gt=0, hint="0.1 is very unequal, 100 even")
+        check_integer("min_per_client", self.min_per_client)
+        check_integer("min_per_class", self.min_per_class, 0)
+        check_integer("merge_below", self.merge_below, 0)
         check_name("column", self.column, optional=True)
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
@@ -328,7 +328,7 @@ class BalancedDirichlet(LabelPartition):
     """Give every client as many samples, in class proportions drawn for it from a Dirichlet distribution.
 
     The proportions of a client are drawn from Dir(alpha · p), where p (K,) are the shares of the classes in the
-    training set (Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution for Federated
+    training set (Hsu, Qi and Brown, 2019, `DiagnosticsPass the Effects of Non-Identical Data Distribution for Federated
     Visual Classification <https://arxiv.org/abs/1909.06335>`_, section 3). The smaller ``alpha``, the fewer classes a
     client has; the larger, the closer it is to p. Samples are drawn without replacement: once a class is used up, the
     proportions of the clients that follow are those of the other classes, scaled to sum to 1.
@@ -360,11 +360,11 @@ class BalancedDirichlet(LabelPartition):
     min_per_class: int = 0
 
     def __post_init__(self) -> None:
-        check_whole("num_clients", self.num_clients)
-        check_number("alpha", self.alpha, above=0, hint="0.1 is about one class a client, 100 even")
-        check_whole("samples_per_client", self.samples_per_client, optional=True)
-        check_whole("merge_below", self.merge_below, 0)
-        check_whole("min_per_class", self.min_per_class, 0)
+        check_integer("num_clients", self.num_clients)
+        check_number("alpha", self.alpha, gt=0, hint="0.1 is about one class a client, 100 even")
+        check_integer("samples_per_client", self.samples_per_client, optional=True)
+        check_integer("merge_below", self.merge_below, 0)
+        check_integer("min_per_class", self.min_per_class, 0)
         check_name("column", self.column, optional=True)
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
@@ -435,9 +435,9 @@ class QuantitySkew(Partition):
     min_per_client: int = 2
 
     def __post_init__(self) -> None:
-        check_whole("num_clients", self.num_clients)
-        check_number("alpha", self.alpha, above=0, hint="0.1 is very unequal, 100 even")
-        check_whole("min_per_client", self.min_per_client)
+        check_integer("num_clients", self.num_clients)
+        check_number("alpha", self.alpha, gt=0, hint="0.1 is very unequal, 100 even")
+        check_integer("min_per_client", self.min_per_client)
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Cut a permutation of each split into parts of the sizes that were drawn.
@@ -477,8 +477,8 @@ class Shards(LabelPartition):
     classes_per_client: int = 2
 
     def __post_init__(self) -> None:
-        check_whole("num_clients", self.num_clients)
-        check_whole("classes_per_client", self.classes_per_client)
+        check_integer("num_clients", self.num_clients)
+        check_integer("classes_per_client", self.classes_per_client)
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
         """Give each client the classes that lack most clients, then divide each class evenly."""
@@ -522,8 +522,8 @@ class DominantClass(LabelPartition):
     fraction: float = 0.5
 
     def __post_init__(self) -> None:
-        check_whole("num_clients", self.num_clients)
-        check_number("fraction", self.fraction, above=0, most=1)
+        check_integer("num_clients", self.num_clients)
+        check_number("fraction", self.fraction, gt=0, le=1)
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
         """Give each client its dominant class, then its other samples from the classes that have most left."""

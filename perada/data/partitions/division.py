@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
-from perada.core.checks import OptionError, check_number, check_whole
+from perada.core.checks import OptionError, check_integer, check_number
 from perada.core.seeding import derive_seed
-from perada.core.text import some
+from perada.core.text import abbreviated
 from perada.data.batches.datasets import entries, isolated_randomness, read_item, resolved
 from perada.data.batches.transforms import to_image
 from perada.data.federated import FederatedData
@@ -38,7 +38,7 @@ class Division:
 
     def __post_init__(self) -> None:
         for name in ("public_fraction", "validation_fraction"):
-            check_number(name, getattr(self, name), least=0, below=1, hint="a share of the training images")
+            check_number(name, getattr(self, name), ge=0, lt=1, hint="a share of the training images")
         if self.public_fraction + self.validation_fraction >= 1:
             raise OptionError(
                 f"public_fraction={self.public_fraction} and validation_fraction={self.validation_fraction} leave "
@@ -49,7 +49,7 @@ class Division:
         if self.public is not None and self.public_fraction:
             raise ValueError(f"public and public_fraction={self.public_fraction} are both given: leave one out")
         for name in ("train_limit", "test_limit", "public_limit"):
-            check_whole(name, getattr(self, name), optional=True, hint="by default all images are used")
+            check_integer(name, getattr(self, name), optional=True, hint="by default all images are used")
 
     def download(self) -> None:
         """Fetch missing files if that was asked for."""
@@ -242,7 +242,8 @@ def hold_out(
     if few:
         raise OptionError(
             f"client_validation={share} asks every client for a validation image and one to train on, and "
-            f"client{'s' * (len(few) > 1)} {some(few, 10)} {'have' if len(few) > 1 else 'has'} fewer than 2, or those "
+            f"client{'s' * (len(few) > 1)} {abbreviated(few, 10)} {'have' if len(few) > 1 else 'has'} fewer than 2, or "
+            "those "
             "of one group alone, as one patient: give them more (min_per_client of Dirichlet), leave them out, or set "
             "client_validation to 0",
             name="client_validation",

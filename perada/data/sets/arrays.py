@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision import datasets as published
 from torchvision.datasets.utils import check_integrity
 
-from perada.core.checks import check_choice, check_whole, installed
+from perada.core.checks import check_choice, check_integer, installed
 from perada.core.seeding import derive_seed
 from perada.data.batches.transforms import resize_uint8
 from perada.data.sets.base import ImageSet, reading
@@ -274,7 +274,7 @@ class CIFAR10C(_TestSet):
     def __init__(self, corruption: str, severity: int | None = None, root: str = "data", train: bool = False) -> None:
         super().__init__(root, train)
         check_choice("corruption", corruption, (*CORRUPTIONS, *_GROUPS))
-        check_whole("severity", severity, most=5, optional=True)
+        check_integer("severity", severity, le=5, optional=True)
         self.corruption, self.severity = corruption, severity
 
     def _load(self) -> tuple[Tensor, Tensor]:
@@ -308,10 +308,10 @@ class Photographs(ImageSet):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_whole("count", count)
-        check_whole("size", size)
-        check_whole("largest", largest, most=427, hint="the photographs' height")
-        check_whole("smallest", smallest, most=largest, hint=f"largest is {largest}")
+        check_integer("count", count)
+        check_integer("size", size)
+        check_integer("largest", largest, le=427, hint="the photographs' height")
+        check_integer("smallest", smallest, le=largest, hint=f"largest is {largest}")
         self.count, self.size, self.smallest, self.largest = count, size, smallest, largest
         self.gray, self.seed = gray, seed
 

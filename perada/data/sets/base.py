@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from perada.core.text import some, visible_form
+from perada.core.text import abbreviated, visible_form
 from perada.data.batches.transforms import check_dtype
 from perada.data.partitions.shares import Array
 
@@ -309,7 +309,8 @@ def renumbered(found: Manifest, classes: Sequence[str], where: str) -> Manifest:
             )
     if unknown:
         raise ValueError(
-            f"{where} has images of {some(unknown)}, and the classes are {some(classes)}: rename them, take the images "
+            f"{where} has images of {abbreviated(unknown)}, and the classes are {abbreviated(classes)}: rename them, "
+            "take the images "
             "out, or name them among classes"
         )
     places = np.array([list(classes).index(name) for name in found.classes], dtype=np.int64)

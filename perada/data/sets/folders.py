@@ -13,7 +13,7 @@ import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from perada.core.checks import OptionError, check_known
-from perada.core.text import some
+from perada.core.text import abbreviated
 from perada.data.partitions.shares import Array
 from perada.data.sets.base import Manifest, numbered, renumbered
 from perada.data.sets.manifest import SPLITS, ImageFiles, OwnImages
@@ -249,12 +249,13 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
     unread = Counter(Path(file).suffix.lower() for file in files if file.lower().endswith(UNREAD))
     if skipped:
         warnings.warn(
-            f"folders of the system in {root} are skipped with their images: {some(sorted(skipped))}. Rename them to "
+            f"folders of the system in {root} are skipped with their images: {abbreviated(sorted(skipped))}. Rename "
+            "them to "
             "use them",
             stacklevel=3,
         )
     if unread:
-        kinds = some([f"{number} {kind}" for kind, number in sorted(unread.items())])
+        kinds = abbreviated([f"{number} {kind}" for kind, number in sorted(unread.items())])
         warnings.warn(f"files in {root} are left out ({kinds}): convert them to PNG or TIFF to use them", stacklevel=3)
     if not found:
         hint = f"give a folder with {', '.join(IMG_EXTENSIONS)}"

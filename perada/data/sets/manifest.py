@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.checks import OptionError, check_number, check_whole
-from perada.core.text import near_names, some
+from perada.core.checks import OptionError, check_integer, check_number
+from perada.core.text import abbreviated, near_names
 from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
 from perada.data.federated import warn_of_look_alikes
 from perada.data.partitions.shares import Array, hashed_share
@@ -47,7 +47,7 @@ class ImageFiles(ImageSet):
 
     def __init__(self, root: str, *, size: int = 224, in_memory: bool = False, train: bool = True) -> None:
         super().__init__(train)
-        check_whole("size", size)
+        check_integer("size", size)
         self.root, self.size, self.in_memory = root, size, in_memory
 
     @abstractmethod
@@ -172,7 +172,7 @@ class OwnImages(ImageFiles):
                 name="classes",
                 value=classes,
             )
-        check_number("test_share", test_share, above=0, below=1, hint="a share of the images")
+        check_number("test_share", test_share, gt=0, lt=1, hint="a share of the images")
         check_full_scale(full_scale)
         self.known: Mapping[str, bool] = {}
         self.test_share, self.seed, self.gray, self.full_scale = test_share, seed, gray, full_scale
@@ -246,7 +246,7 @@ class OwnImages(ImageFiles):
         if len(both):
             raise ValueError(
                 f"{self.where} has both training and test images of the group{'s' * (len(both) > 1)} "
-                f"{some(both.tolist())}: put all images of a group on one side, or leave the split out"
+                f"{abbreviated(both.tolist())}: put all images of a group on one side, or leave the split out"
             )
         return split
 
@@ -259,7 +259,8 @@ class OwnImages(ImageFiles):
         lacking = [name for name, count in zip(found.classes, counts, strict=True) if not count]
         if lacking:
             raise ValueError(
-                f"{self.where} has no training images of {some(lacking)}, among {len(found.classes)} classes: add "
+                f"{self.where} has no training images of {abbreviated(lacking)}, among {len(found.classes)} classes: "
+                "add "
                 "some, or take its test images out"
             )
 
@@ -321,7 +322,7 @@ class ListedImages(OwnImages):
         """Name the rows that cannot be used, if there are any."""
         rows = [str(self.listed[1][place]) for place in wrong]
         if rows:
-            raise ValueError(f"{self.where}, row{'s' * (len(rows) > 1)} {some(rows)}: {what}; {remedy}")
+            raise ValueError(f"{self.where}, row{'s' * (len(rows) > 1)} {abbreviated(rows)}: {what}; {remedy}")
 
     def facts(self) -> dict[str, Array]:
         """The columns of the set."""

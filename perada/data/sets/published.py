@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perada.core.checks import check_number, check_whole, whole_share
+from perada.core.checks import check_integer, check_number, floor_share
 from perada.core.seeding import derive_seed
 from perada.data.partitions import categories
 from perada.data.partitions.shares import Array, of_each_stratum, whole_groups
@@ -50,7 +50,7 @@ class OfficeHome(ImageFiles):
 
     def __init__(self, root: str = "data", test_share: float = 0.1, seed: int = 0, **options: Any) -> None:
         super().__init__(root, **options)
-        check_number("test_share", test_share, above=0, below=1, hint="a share of the images")
+        check_number("test_share", test_share, gt=0, lt=1, hint="a share of the images")
         self.test_share, self.seed = test_share, seed
 
     def read_manifest(self) -> Manifest:
@@ -105,8 +105,8 @@ class CheXpert(ImageFiles):
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
-        check_number("test_share", test_share, least=0, below=1, hint="a share of the images in train.csv")
-        check_whole("merge_below", merge_below, 0)
+        check_number("test_share", test_share, ge=0, lt=1, hint="a share of the images in train.csv")
+        check_integer("merge_below", merge_below, 0)
         self.frontal_only, self.test_share, self.merge_below, self.seed = frontal_only, test_share, merge_below, seed
 
     def read_manifest(self) -> Manifest:
@@ -152,7 +152,7 @@ class OpenImage(ImageFiles):
 
     def __init__(self, root: str = "data", test_share: float = 0.0, seed: int = 0, **options: Any) -> None:
         super().__init__(root, **options)
-        check_number("test_share", test_share, least=0, below=1, hint="a share of each uploader's images")
+        check_number("test_share", test_share, ge=0, lt=1, hint="a share of each uploader's images")
         self.test_share, self.seed = test_share, seed
 
     def read_manifest(self) -> Manifest:
@@ -260,7 +260,7 @@ def _spoken(path: Path, train: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
             spoken.setdefault(role[:-1], []).append(speech)
     for role, speeches in spoken.items():
         tokens = encode("".join(letter for letter in "\n".join(speeches) if letter in CHARACTERS))
-        cut = whole_share(TRAIN_SHARE, len(tokens))
+        cut = floor_share(TRAIN_SHARE, len(tokens))
         part = tokens[:cut] if train else tokens[cut:]
         if len(part) > LENGTH:
             windows = part.unfold(0, LENGTH + 1, 1)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from perada.core.checks import check_choice, check_number, check_whole
+from perada.core.checks import check_choice, check_integer, check_number
 from perada.core.seeding import derive_seed
 from perada.data.partitions import Dirichlet, Split
 from perada.data.partitions.shares import Array, of_each_stratum
@@ -225,11 +225,11 @@ class Scanners(ImageSet):
         if not isinstance(dataset, ImageSet):
             raise TypeError(f"Scanners: dataset must be an image set such as Digits(), got {type(dataset).__name__}")
         self.names = _names(kinds)
-        check_number("alpha", alpha, above=0, optional=True, hint="0.1 is very unequal, 100 even")
-        check_whole("min_per_scanner", min_per_scanner)
-        check_number("test_share", test_share, above=0, below=1, optional=True, hint="a share of all images")
-        check_whole("size", size, optional=True)
-        check_whole("seed", seed, 0, most=None)
+        check_number("alpha", alpha, gt=0, optional=True, hint="0.1 is very unequal, 100 even")
+        check_integer("min_per_scanner", min_per_scanner)
+        check_number("test_share", test_share, gt=0, lt=1, optional=True, hint="a share of all images")
+        check_integer("size", size, optional=True)
+        check_integer("seed", seed, 0, le=None)
         self.dataset = dataset
         self.kinds = kinds
         self.alpha = alpha
@@ -421,7 +421,7 @@ class Scanners(ImageSet):
 def _names(kinds: int | list[str]) -> list[str]:
     """The scanners that ``kinds`` asks for."""
     if not isinstance(kinds, list):
-        check_whole("kinds", kinds, most=len(DEVICES), hint="or give a list of names")
+        check_integer("kinds", kinds, le=len(DEVICES), hint="or give a list of names")
         return [*DEVICES][:kinds]
     for kind in kinds:
         for name in str(kind).split("+"):

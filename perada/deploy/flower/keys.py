@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from perada.core.checks import check_installed, check_whole
+from perada.core.checks import check_installed, check_integer
 
 try:
     from cryptography import x509
@@ -76,7 +76,7 @@ def write_server_keys(folder: Path, hosts: Sequence[str], days: int = 730) -> da
         FileExistsError: If there is a certificate.
     """
     check_hosts(hosts)
-    check_whole("days", days, most=AUTHORITY_DAYS)
+    check_integer("days", days, le=AUTHORITY_DAYS)
     authority_key_file = folder / "ca.key"
     authority_file = folder / "ca.crt"
     is_renewal = authority_key_file.exists()

@@ -55,7 +55,7 @@ from perada.deploy.sums.vector import SPOILED, Contents, SumResult, check_crypto
 from perada.deploy.transport import Terms, Transport
 from perada.federation.cohort import Site
 from perada.federation.secure_sums import check_secure_sums
-from perada.federation.server import FAR, Server
+from perada.federation.server import OUTLIER_FACTOR, Server
 from perada.federation.settings import check_distilled_batch_norm, check_factors, check_rule, check_server_images
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.rehearsal import check_client_level
@@ -563,10 +563,10 @@ class Coordinator:
         norm = squared_norm**0.5
 
         rate_factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
-        multiple = FAR if progress.moves else FAR**2
+        multiple = OUTLIER_FACTOR if progress.moves else OUTLIER_FACTOR**2
         limit = multiple * max(1.0, norm)
         if progress.moves and rate_factor > 0:
-            limit = max(limit, FAR * rate_factor * max(progress.moves))
+            limit = max(limit, OUTLIER_FACTOR * rate_factor * max(progress.moves))
         if move > limit:
             raise RefusalError(
                 f"{SPOILED} has moved the model by {move:.3g}, and {limit:.3g} would be {multiple:g} times its norm, "

@@ -268,7 +268,7 @@ def close_round(
         client_level.spend(client_level.cost(roster.plan(masked)) if masked else [])
     if counted:
         _aggregate(recipe, server, roster, images, counted, updates, summed_logits, report)
-        record.outliers = {progress.roster[client].name: multiple for client, multiple in report.far.items()}
+        record.outliers = {progress.roster[client].name: multiple for client, multiple in report.outliers.items()}
 
     metrics: dict[str, float] = {}
     if client_level is not None and (counted or record.masked):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perada.core.checks import check_choice, check_number, check_options, check_whole
+from perada.core.checks import check_choice, check_integer, check_number, check_options
 from perada.core.yaml_files import read_yaml
 from perada.deploy.protocol import MAY_SEND
 
@@ -36,12 +36,12 @@ class Limits:
     max_site_epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        check_number("max_epsilon", self.max_epsilon, above=0, optional=True)
-        check_number("max_site_epsilon", self.max_site_epsilon, above=0, optional=True)
-        check_number("delta", self.delta, above=0, below=1, hint="less than 1 / number of images, such as 1e-5")
+        check_number("max_epsilon", self.max_epsilon, gt=0, optional=True)
+        check_number("max_site_epsilon", self.max_site_epsilon, gt=0, optional=True)
+        check_number("delta", self.delta, gt=0, lt=1, hint="less than 1 / number of images, such as 1e-5")
         check_choice("accountant", self.accountant, ("rdp", "prv"))
-        check_whole("max_rounds", self.max_rounds, optional=True)
-        check_whole("max_runs", self.max_runs)
+        check_integer("max_rounds", self.max_rounds, optional=True)
+        check_integer("max_runs", self.max_runs)
 
 
 @dataclass(frozen=True)

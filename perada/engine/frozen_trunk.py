@@ -26,7 +26,7 @@ class _Enough(Exception):
     """Leaves a pass through the model early: all that was wanted has been computed."""
 
 
-class Prefix:
+class FrozenTrunk:
     """The constant modules of a model, and their outputs in the pass under way.
 
     *Features* of an image are the needed outputs, flattened and laid side by side: (F,).
@@ -119,7 +119,7 @@ class Wrapper(nn.Module):
 class Constant(Wrapper):
     """Stands in for a constant module."""
 
-    def __init__(self, original: nn.Module, path: str, prefix: Prefix) -> None:
+    def __init__(self, original: nn.Module, path: str, prefix: FrozenTrunk) -> None:
         super().__init__(original)
         self.path, self.prefix = path, prefix
 
@@ -133,7 +133,7 @@ def _layout(value: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def find_prefix(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Prefix | None:
+def find_trunk(model: nn.Module, image: Tensor, least_share: float = 0.0) -> FrozenTrunk | None:
     """Find the constant modules of the single model, and which of them are needed.
 
     ``None`` where there are none, or passes with features fail, would not give the same logits or save less than
@@ -149,11 +149,11 @@ def find_prefix(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Pr
         return None
 
 
-def _find(model: nn.Module, x_R: Tensor, least_share: float) -> Prefix | None:
+def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | None:
     shapes = _constant(model, x_R)
     if not shapes:
         return None
-    prefix = Prefix(shapes, tuple(shapes), x_R.shape[1:])
+    prefix = FrozenTrunk(shapes, tuple(shapes), x_R.shape[1:])
     prefix.spoil = True
     module = fold(model, random_only=True, wrap=prefix.wrap).model
     with FlopCounterMode(display=False) as whole, torch.no_grad():
@@ -162,7 +162,7 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> Prefix | None:
         features = prefix.features(module, x_R)
     share = saved.get_total_flops() / max(1, whole.get_total_flops())
     needed = _needed(prefix, module, features, expected) if share >= least_share else ()
-    found = Prefix(shapes, needed, x_R.shape[1:], share)
+    found = FrozenTrunk(shapes, needed, x_R.shape[1:], share)
     if not needed or (x_R.dim() == 2 and found.size == x_R.shape[1]):
         return None  # in the second case features could not be told from images
     module = fold(model, random_only=True, wrap=found.wrap).model
@@ -172,7 +172,7 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> Prefix | None:
     return found if same and _stand_for(found, module, features, x_R) else None
 
 
-def _stand_for(prefix: Prefix, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
+def _stand_for(prefix: FrozenTrunk, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
     """Whether features give the logits of their images in evaluation and training mode, but for our dropout.
 
     What is trained is moved, for a branch may begin at zero. Other images pass in between, for modules may remember.
@@ -272,7 +272,7 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
     return outputs
 
 
-def _needed(prefix: Prefix, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
+def _needed(prefix: FrozenTrunk, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
     """Paths whose outputs the logits depend on; none where the features of all paths do not give the same logits."""
     given = prefix.parts(features)
 

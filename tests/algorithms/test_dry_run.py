@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from perada.algorithms import ALGORITHMS, Algorithm, FedEnsemble, FedROD, make_algorithm
-from perada.algorithms.trial import is_own
+from perada.algorithms.dry_run import is_own
 from perada.server import Mean, ServerRule
 from perada.server.rules import FedAvgM
 

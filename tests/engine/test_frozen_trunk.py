@@ -131,7 +131,7 @@ def test_features_stand_for_images(name, kind):
     before = get_state(model)
     engine = Engine(model, kind)
     x = torch.randn(CLIENTS, ROWS, 3, SIDE, SIDE, generator=generator(0, "x"))
-    prefix = engine.find_prefix(x[0, 0])
+    prefix = engine.find_trunk(x[0, 0])
     assert prefix is not None and 0 < prefix.share <= 1
     assert all(torch.equal(value, before[key]) for key, value in get_state(model).items())  # the search leaves no trace
     if needed:
@@ -155,28 +155,28 @@ def test_features_stand_for_images(name, kind):
 
 def test_what_broke_the_search_is_logged(caplog):
     caplog.set_level("INFO", "perada")
-    assert Engine(Peculiar("refuses NaN")).find_prefix(torch.randn(3, SIDE, SIDE)) is None
+    assert Engine(Peculiar("refuses NaN")).find_trunk(torch.randn(3, SIDE, SIDE)) is None
     assert "cannot stand for images: ValueError: not finite" in caplog.text
 
 
 def test_nothing_is_found_where_it_would_be_wrong():
     image = torch.randn(3, SIDE, SIDE)
-    assert Engine(odd("stem")).find_prefix(image) is None  # everything comes after what is trained
-    assert Engine(odd("fc")).find_prefix(image, least_share=1.1) is None
+    assert Engine(odd("stem")).find_trunk(image) is None  # everything comes after what is trained
+    assert Engine(odd("fc")).find_trunk(image, least_share=1.1) is None
     layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False, track_running_stats=False)]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     model[0].requires_grad_(False)
-    assert Engine(model).find_prefix(image).needed == ("0",)  # what the norm gives depends on the batch
+    assert Engine(model).find_trunk(image).needed == ("0",)  # what the norm gives depends on the batch
     flat = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     flat[0].requires_grad_(False)
-    assert Engine(flat).find_prefix(torch.randn(6)) is None  # features would look like images
+    assert Engine(flat).find_trunk(torch.randn(6)) is None  # features would look like images
 
 
 def test_what_comes_after_dropout_is_not_constant():
     layers = [nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     model = nn.Sequential(*layers, nn.Linear(4, 2)).requires_grad_(False)
     model[-1].requires_grad_(True)
-    prefix = Engine(model).find_prefix(torch.randn(3, SIDE, SIDE))
+    prefix = Engine(model).find_trunk(torch.randn(3, SIDE, SIDE))
     assert prefix is not None and prefix.needed == ("0",)
 
 
@@ -251,7 +251,7 @@ def test_peculiar_networks_find_what_stays_the_same(way, channels_last):
     net.route.requires_grad_(way == "routes by argmax")
     net.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     drawn = torch.get_rng_state()
-    prefix = Engine(net, channels_last=channels_last).find_prefix(images(1, 0)[0] / 255)
+    prefix = Engine(net, channels_last=channels_last).find_trunk(images(1, 0)[0] / 255)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert (prefix and set(prefix.needed)) == WAYS[way][1]
 

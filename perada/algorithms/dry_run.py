@@ -29,7 +29,7 @@ def is_own(made: Options) -> bool:
     return not type(made).__module__.startswith("perada.") or any(map(is_own, parts))
 
 
-def try_rounds(
+def dry_run_rounds(
     algorithm: Algorithm,
     rule: ServerRule,
     tensor_names: TensorNames,
@@ -55,9 +55,9 @@ def try_rounds(
     some = tuple(range(max(2, min(clients, LARGEST // sum(value.numel() for value in initial.values())))))[:num_clients]
     first: Stacks = {}
 
-    def ask(method: str, call: Callable[..., Any], *given: Any) -> Any:  # noqa: ANN401  # whatever it gives
+    def checked_call(method: str, function: Callable[..., Any], *given: Any) -> Any:  # noqa: ANN401  # whatever it gives
         who = f"{name}.{method}"
-        made = _tried(who, call, *given)
+        made = _tried(who, function, *given)
         if method == "initial_client_state":
             _check_stacks(who, made, made)
             first.update(made)
@@ -83,11 +83,11 @@ def try_rounds(
         rule.check(len(some))
     except ValueError:
         rule = Mean()
-    given = tensor_names, initial, phases, num_clients, some, range(2), ask, num_classes
+    given = tensor_names, initial, phases, num_clients, some, range(2), checked_call, num_classes
     turns = rounds_of(algorithm, _TriedRule(rule), *given, multilabel=multilabel)
     _, kept, global_state = list(turns)[-1]
     if algorithm.inference == "personal":
-        ask("personal", algorithm.personal, kept, global_state)
+        checked_call("personal", algorithm.personal, kept, global_state)
 
 
 def rounds_of(
@@ -99,37 +99,37 @@ def rounds_of(
     num_clients: int,
     clients: tuple[int, ...],
     rounds: Iterable[int],
-    ask: Callable[..., Any] = lambda _, call, *given: call(*given),
+    call: Callable[..., Any] = lambda _, function, *given: function(*given),
     classes: int | None = None,
     changed: str = "",
     multilabel: bool = False,
 ) -> Iterator[tuple[State, Stacks, State]]:
     """What ``clients`` send and keep in each of ``rounds`` on made-up gradients, and the global state after it.
 
-    ``ask`` calls the algorithm's methods. See :class:`Rehearsal` for what follows it.
+    ``call`` calls the algorithm's methods. See :class:`DryRunStep` for what follows it.
     """
     head = initial.get(f"{tensor_names.head_module}.weight")
     width = None if head is None else head.shape[1]
     global_state, server_state = initial, dict[str, State]()
     kept = {
         role: expand(state, len(clients))
-        for role, state in ask("initial_client_state", algorithm.initial_client_state, initial, tensor_names).items()
+        for role, state in call("initial_client_state", algorithm.initial_client_state, initial, tensor_names).items()
     }
     for round in rounds:
         given = Broadcast(global_state, tensor_names, round, clients, num_clients, 0, state=server_state)
-        received = ask("broadcast", algorithm.broadcast, given)
-        opened = ask("begin_round", algorithm.begin_round, kept, received, tensor_names)
-        step = Rehearsal(algorithm, opened, kept, received, round, changed, classes, width, multilabel)
+        received = call("broadcast", algorithm.broadcast, given)
+        opened = call("begin_round", algorithm.begin_round, kept, received, tensor_names)
+        step = DryRunStep(algorithm, opened, kept, received, round, changed, classes, width, multilabel)
         for phase in phases:
-            ask("trainable_keys", step.begin, phase.name, tensor_names)
-            ask("client_step", algorithm.client_step, step)
-            ask("client_step", algorithm.client_step, step)
-        kept, update = ask("end_round", algorithm.end_round, step.finished(), kept, received, tensor_names)
+            call("trainable_keys", step.begin, phase.name, tensor_names)
+            call("client_step", algorithm.client_step, step)
+            call("client_step", algorithm.client_step, step)
+        kept, update = call("end_round", algorithm.end_round, step.finished(), kept, received, tensor_names)
         if update:
             updates, weights = Updates(clone(update)), client_weights("uniform", clients)  # a step may change them
             turn = round, clients, num_clients, tensor_names, 0, global_state, updates, weights, server_state, rule
             server = ServerStep(*turn, lambda student, *_, **__: student, partial(_predicted, classes or 2))
-            global_state = global_state | ask("server_step", algorithm.server_step, server)
+            global_state = global_state | call("server_step", algorithm.server_step, server)
             server_state = server.state
         yield update, kept, global_state
 
@@ -154,9 +154,9 @@ class _Refused(ValueError):
     """What a trial has found."""
 
 
-def _tried(who: str, call: Callable[..., T], *given: object) -> T:
+def _tried(who: str, function: Callable[..., T], *given: object) -> T:
     try:
-        return call(*given)
+        return function(*given)
     except _Refused:
         raise
     except Exception as error:  # whatever a class of the caller's own does
@@ -208,7 +208,7 @@ def _check_state(who: str, found: object, expected: State, clients: int | None =
         raise _Refused(f"{who} lacks {missing[0]!r}" + f" and {len(missing) - 1} more names" * (len(missing) > 1))
 
 
-class Rehearsal:
+class DryRunStep:
     """Local steps without images, on made-up gradients; satisfies :class:`perada.algorithms.base.ClientStep`.
 
     It counts by stream the ``queries``, gradients that were asked for; those of ``changed`` are others than usual.
