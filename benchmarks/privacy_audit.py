@@ -110,7 +110,7 @@ class Watched(PerAda):
 
     def server_step(self, server: ServerStep) -> State:
         """Keep the changes (C, ...) of a round's clients, and go on as PerAda does."""
-        self.sent.append({key: value - server.previous[key] for key, value in server.updates.items()})
+        self.sent.append({key: value - server.previous[key] for key, value in server.updates.gathered_all().items()})
         return super().server_step(server)
 
 

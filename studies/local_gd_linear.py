@@ -22,7 +22,7 @@ from perada.core.seeding import derive_seed, generator
 from perada.core.states import State
 from perada.data import Dirichlet
 from perada.data.partitions import Split
-from perada.server import Aggregation, Mean, ServerRule
+from perada.server import Aggregation, Mean, ServerRule, Updates
 
 MAX_STEP = 2.0
 """Gradient descent on a quadratic diverges where the learning rate times its curvature reaches this."""
@@ -150,7 +150,7 @@ def federate(local: Local, dimension: int, rounds: int, rule: ServerRule | None 
     for round in range(rounds):
         models = local(path[-1])
         weights = torch.full((len(models),), 1 / len(models), dtype=torch.float64)
-        given = Aggregation({"w": models}, weights, {"w": path[-1]}, frozenset({"w"}), round, kept)
+        given = Aggregation(Updates({"w": models}), weights, {"w": path[-1]}, frozenset({"w"}), round, kept)
         path.append(rule(given)["w"])
     return torch.stack(path)
 

@@ -257,7 +257,7 @@ class Explodes(ServerRule):
         scale = float("inf") if given.round == 1 else 1.0
         return {
             key: value.mean(0) * scale if value.is_floating_point() else value[0]
-            for key, value in given.updates.items()
+            for key, value in given.updates.gathered_all().items()
         }
 
 

@@ -183,8 +183,8 @@ class ServerStep:
         clients: Who sent the updates, in their order.
         previous: Global state before the round.
         updates: What the clients sent, (C, ...), each on the device that trained it. :meth:`mean` and :attr:`distill`
-            move only sums over clients; reading a name gathers the tensors of all clients. With privacy of whole
-            clients, every row is their noisy mean.
+            move only sums over clients; ``updates.gathered(name)`` gathers the tensors of all clients. With privacy of
+            whole clients, every row is their noisy mean.
         weights: Aggregation weights (C,) that sum to one.
         state: The server's own tensors, ``{name: state}``, kept between rounds and in checkpoints. The algorithm may
             replace entries. Those whose names begin with ``rule/`` are the server rule's.
@@ -205,22 +205,28 @@ class ServerStep:
     state: dict[str, State]
     rule: ServerRule
     distill: Callable[..., State]
-    predict: Callable[[State, Mapping[str, Tensor], int, bool], tuple[Tensor, Tensor | None]] | None = None
+    predict: Callable[[State, Updates | State, int, bool], tuple[Tensor, Tensor | None]] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def mean(self, updates: Mapping[str, Tensor], weights: Tensor) -> State:
+    def mean(self, updates: Updates | State, weights: Tensor) -> State:
         """Aggregate by the server rule, by default the weighted mean."""
         try:
             self.rule.check(len(self.clients))
         except ValueError as error:  # fewer than planned, since some broke or were given other models
             warnings.warn(f"round {self.round + 1}: the server rule cannot do what it is for: {error}", stacklevel=2)
-        own = {name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)}
-        parameters = frozenset(self.tensor_names.parameters)
-        predict = None if self.predict is None else partial(self.predict, self.previous)
-        known = self.previous, parameters, self.round, own, predict, self.tensor_names.factors, self.metrics
-        given = Aggregation(updates, weights, *known)
-        result = self.rule(given)
-        self.state.update({RULE + name: state for name, state in given.state.items()})
+        aggregation = Aggregation(
+            updates=updates if isinstance(updates, Updates) else Updates(updates),
+            weights=weights,
+            previous=self.previous,
+            parameters=frozenset(self.tensor_names.parameters),
+            round=self.round,
+            state={name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)},
+            predict=None if self.predict is None else partial(self.predict, self.previous),
+            factors=self.tensor_names.factors,
+            metrics=self.metrics,
+        )
+        result = self.rule(aggregation)
+        self.state.update({RULE + name: state for name, state in aggregation.state.items()})
         return result
 
 

@@ -173,7 +173,11 @@ class _TriedRule(ServerRule):
     def __call__(self, given: Aggregation) -> State:
         name = type(self.rule).__name__
         result: State = _tried(name, self.rule, given)
-        _check_state(name, result, {key: given.previous.get(key, value[0]) for key, value in given.updates.items()})
+        _check_state(
+            name,
+            result,
+            {key: given.previous.get(key, value[0]) for key, value in given.updates.gathered_all().items()},
+        )
         _check_stacks(f"{name}, in given.state,", given.state, given.state)
         return result
 

@@ -85,26 +85,34 @@ class FedBE(Algorithm):
 
     def server_step(self, server: ServerStep) -> State:
         """Average, draw, and distil or remember the ensemble."""
-        random, states, singles = generator(server.seed, "fedbe", server.round), server.updates, [server.updates]
+        random = generator(server.seed, "fedbe", server.round)
         if self.moments:
-            squares = [key for key in states if key.startswith(SQUARE)]
-            second, center = partition(states.mean(server.weights), squares)
-            spread = {
-                key: (second[SQUARE + key] / SCALE - (center[key] - server.previous[key]).square()).clamp(min=0).sqrt()
-                for key in center
-                if SQUARE + key in second
-            }
-            drawn = draw_gaussian(center, spread, self.samples, random)
-            states, singles = states.part(range(len(server.clients)), without=squares), []
+            squares = [name for name in server.updates.names if name.startswith(SQUARE)]
+            models = server.updates.part(range(len(server.clients)), without=squares)
+            drawn = self._draw_by_moments(server, squares, random)
+            average = server.mean(models, server.weights)
+            members = [drawn, expand(average, 1)]
         else:
-            drawn = sample_models(states, server.weights, self.sampler, self.samples, random)
-        average = server.mean(states, server.weights)
-        parts = [drawn, *singles, expand(average, 1)]
-        teachers = {key: torch.cat([part[key] for part in parts]) for key in states}
+            models = server.updates
+            clients = models.gathered_all()
+            drawn = sample_models(clients, server.weights, self.sampler, self.samples, random)
+            average = server.mean(models, server.weights)
+            members = [drawn, clients, expand(average, 1)]
+        teachers = {name: torch.cat([member[name] for member in members]) for name in models.names}
         if self.uses_distillation:
             return server.distill(server.previous | average, teachers, self.average_from)
         server.state["members"] = teachers
         return average
+
+    def _draw_by_moments(self, server: ServerStep, squares: list[str], random: torch.Generator) -> State:
+        """Draw models (S, ...) from the mean and the variances of the clients' models: sums are all that is seen."""
+        second, center = partition(server.updates.mean(server.weights), squares)
+        spread = {}
+        for name, value in center.items():
+            if SQUARE + name in second:
+                variance = second[SQUARE + name] / SCALE - (value - server.previous[name]).square()
+                spread[name] = variance.clamp(min=0).sqrt()  # rounding may leave less than 0
+        return draw_gaussian(center, spread, self.samples, random)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """The ensemble of the last round where it is not distilled, else the global model."""
@@ -302,10 +310,10 @@ class FedEnsemble(AlgorithmWrapper):
 
     def server_step(self, server: ServerStep) -> State:
         """The base's server step for each mode that some client had. The others stay as they are."""
-        had = server.updates[MODE]
+        mode_of_client = server.updates.gathered(MODE)
         modes = unstack(clone(server.previous))
-        for mode in sorted(set(had.tolist())):
-            rows = (had == mode).nonzero().flatten()
+        for mode in sorted(set(mode_of_client.tolist())):
+            rows = (mode_of_client == mode).nonzero().flatten()
             weights, clients = server.weights, server.clients
             if len(rows) < len(clients):
                 weights = weights[rows.cpu()] / weights[rows.cpu()].sum()

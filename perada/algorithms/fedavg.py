@@ -153,11 +153,12 @@ class FedDyn(Algorithm):
 
     def server_step(self, server: ServerStep) -> State:
         """Update h, and correct the mean by it."""
-        average, alpha = server.mean(server.updates, server.weights), self.alpha
+        average = server.mean(server.updates, server.weights)
         before = server.state.get("gradient", {})
         gradient = {}
-        for key in server.tensor_names.parameters:
-            moved = (server.updates[key] - server.previous[key]).sum(0)
-            gradient[key] = before.get(key, torch.zeros_like(moved)) - alpha / server.num_clients * moved
+        for name in server.tensor_names.parameters:
+            change = (server.updates.gathered(name) - server.previous[name]).sum(0)
+            h = before.get(name, torch.zeros_like(change))
+            gradient[name] = h - self.alpha / server.num_clients * change
         server.state["gradient"] = gradient
-        return average | {key: average[key] - h / alpha for key, h in gradient.items()}
+        return average | {name: average[name] - h / self.alpha for name, h in gradient.items()}

@@ -26,7 +26,7 @@ from perada.algorithms.lora import check_factors
 from perada.core.checks import OptionError, check_integer
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, cut_ranks, expand, partition
-from perada.server.aggregate import Aggregation, ServerRule, Updates
+from perada.server.aggregate import Aggregation, ServerRule
 from perada.server.low_rank import norm, pairs_of
 
 RANK = "lora/rank"
@@ -233,20 +233,24 @@ class _ByNorm(ServerRule):
         self.rule.check(clients)
 
     def __call__(self, given: Aggregation) -> State:
-        updates = given.updates if isinstance(given.updates, Updates) else Updates(given.updates)
-        own = dict(updates.own)
+        updates = given.updates
+        scaled = dict(updates.own)
         for pair in self._factors:
-            sent = [name for name in (pair.down, pair.up) if name in updates]
-            whole = expand({key: given.previous[key] for key in (pair.down, pair.up)}, len(updates.places)) | own
+            # A factor that clients do not send is the server's.
+            previous = {name: given.previous[name] for name in (pair.down, pair.up)}
+            factors = expand(previous, len(updates.places)) | scaled
             norms = torch.zeros(updates.clients, dtype=torch.float64)
-            for place, one in zip(updates.places, pairs_of(whole[pair.up], whole[pair.down]), strict=True):
-                norms[place] = norm(one)
+            for place, product in zip(updates.places, pairs_of(factors[pair.up], factors[pair.down]), strict=True):
+                norms[place] = norm(product)
             updates.ranks.sum_([norms])
-            if norms.sum() > 0:
-                factor = (norms / norms.sum() / given.weights.to(norms))[updates.places]
-                for key in sent:
-                    own[key] = own[key] * factor.to(own[key]).view(-1, *[1] * (own[key].dim() - 1))
-        result = self.rule(replace(given, updates=Updates(own, updates.places, updates.clients, updates.ranks)))
+            if norms.sum() <= 0:
+                continue
+            factor = (norms / norms.sum() / given.weights.to(norms))[updates.places]
+            for name in (pair.down, pair.up):
+                if name in updates:
+                    value = scaled[name]
+                    scaled[name] = value * factor.to(value).view(-1, *[1] * (value.dim() - 1))
+        result = self.rule(replace(given, updates=updates.replace(scaled)))
         self._warn_of_lost(given, result)
         return result
 

@@ -72,7 +72,7 @@ class FLoRA(_Merging):
         """Merge, begin anew, and average the rest."""
         names = {key for pair in server.tensor_names.factors for key in (pair.up, pair.down)}
         rest = server.updates.part(range(len(server.clients)), without=names)
-        state = server.mean(rest, server.weights) if rest else {}
+        state = server.mean(rest, server.weights) if rest.names else {}
         for place, pair in enumerate(server.tensor_names.factors):
             state[pair.base] = _plus(server.previous[pair.base], _mean_product(server, pair))
             state[pair.up], down = torch.zeros_like(server.previous[pair.up]), server.previous[pair.down]

@@ -7,18 +7,18 @@ a stacked tensor is a view. Chunks of clients bound the memory of one forward an
 
 import secrets
 from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perada.algorithms.base import Stacks, TensorNames
+from perada.algorithms.base import Algorithm, Stacks, TensorNames
 from perada.algorithms.dry_run import no_counts, no_logits
 from perada.core.ranks import Ranks
-from perada.core.rounds import AnyBatch, RoundPlan, Shares, one_of
+from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
 from perada.core.states import State, clone, partition
 from perada.engine.engine import Engine, client_losses, client_means
@@ -29,22 +29,26 @@ from perada.privacy.protection import PrivateRound, Protection
 from perada.server.aggregate import double
 
 
-class Site:
-    """Where clients train: all those of a simulation, or the one client of a site.
+class LocalTrainer:
+    """What clients train with: all those of a simulation, or the one client of a site.
 
-    Nothing here knows the server's state. The ``protection`` is that of the clients' images, ``scales`` are their loss
-    scales, in float16.
+    Nothing here knows the server's state.
+
+    Attributes:
+        engine: Runs the states of several clients through the network.
+        tensor_names: Names of the states' tensors.
+        settings: Options of the run.
+        protection: Privacy of the clients' images; by default none.
+        scales: Loss scales, in float16.
     """
 
     def __init__(
         self, engine: Engine, tensor_names: TensorNames, settings: Settings, protection: Protection | None = None
     ) -> None:
-        self.engine, self.tensor_names, self.settings, self.protection = (
-            engine,
-            tensor_names,
-            settings,
-            protection or Protection(),
-        )
+        self.engine = engine
+        self.tensor_names = tensor_names
+        self.settings = settings
+        self.protection = protection or Protection()
         self.scales = KeptScales(settings.loss_scaling)
 
     @cached_property
@@ -62,76 +66,94 @@ class _Chunk:
     """
 
     def __init__(self, cohort: "Cohort", opened: Stacks, start: int, stop: int) -> None:
-        self._cohort, self.start, self.stop, self.round = cohort, start, stop, cohort.plan.round
+        self._cohort = cohort
+        self.start = start
+        self.stop = stop
+        self.round = cohort.plan.round
         self.tensor_names = cohort.tensor_names
-        parts = {
-            role: partition(_rows(state, start, stop), cohort.tensor_names.merged) for role, state in opened.items()
-        }
-        self.full = {role: merged | clone(rest) for role, (merged, rest) in parts.items()}
+        self.full: Stacks = {}
+        for role, state in opened.items():
+            merged, rest = partition(_rows(state, start, stop), cohort.tensor_names.merged)
+            self.full[role] = merged | clone(rest)
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
     def begin(self, phase: str) -> None:
         """Start a phase: leaves for all clients of the chunk and fresh optimisers."""
         cohort = self._cohort
-        self.phase, self.active, self._optimizers = phase, self.stop - self.start, {}
+        self.phase = phase
+        self.active = self.stop - self.start
+        self._optimizers = {}
         for role, state in self.full.items():
             trained = cohort.algorithm.trainable_keys(role, phase, cohort.tensor_names, self.round)
             leaves = {key: state[key].detach().requires_grad_() for key in trained if key in state}
             self.states[role] = {**state, **leaves}
             if leaves:
-                made = cohort.training.make(role, list(leaves.values()), cohort.factor, cohort.scales is not None)
-                self._optimizers[role] = made
+                self._optimizers[role] = cohort.training.make(
+                    role, list(leaves.values()), cohort.factor, cohort.scales is not None
+                )
 
     def narrow(self, active: int) -> None:
         """Continue with the first ``active`` clients only; tensors and optimiser states become views."""
-        before, self.active = self.active, active
+        before = self.active
+        self.active = active
         for role, state in self.states.items():
-            views = {key: v.detach()[:active].requires_grad_(v.requires_grad) for key, v in state.items()}
+            views = {}
+            for key, value in state.items():
+                views[key] = value.detach()[:active].requires_grad_(value.requires_grad)
             if role in self._optimizers:
-                _replace(self._optimizers[role], {id(state[key]): views[key] for key in state}, before)
+                _replace_parameters(self._optimizers[role], {id(state[key]): views[key] for key in state}, before)
             self.states[role] = views
 
     def step(self, batches: AnyBatch) -> None:
         """Take a local step of the active clients."""
-        cohort, batch, stop = self._cohort, one_of(batches), self.start + self.active
-        self._rows, self._batches, self._passes = slice(self.start, stop), batches, Counter[str]()
+        cohort = self._cohort
+        batch = one_of(batches)
+        stop = self.start + self.active
+        self._rows = slice(self.start, stop)
+        self._batches = batches
+        self._passes = Counter[str]()
         self._counts = batch.counts[self._rows]
         width = max(self._counts)
-        self._x, self._y = batch.x[self._rows, :width], batch.y[self._rows, :width]
+        self._x = batch.x[self._rows, :width]
+        self._y = batch.y[self._rows, :width]
         self.received = _rows(cohort.received, self.start, stop)
         self.kept = {role: _rows(state, self.start, stop) for role, state in cohort.kept.items()}
         self._finite = torch.ones_like(cohort.broken[self._rows])
         cohort.algorithm.client_step(self)
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
-        cohort, (states, streams) = self._cohort, self._entered(states, stream)
-        logits = cohort.engine.logits(states, self._x, training=True, counts=self._counts, streams=streams)
+        cohort = self._cohort
+        state, streams = self._forward_inputs(states, stream)
+        logits = cohort.engine.logits(state, self._x, training=True, counts=self._counts, streams=streams)
         return logits if cohort.scales is None else cohort.scales.leave(logits, self._rows)
 
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
-        cohort, (states, streams) = self._cohort, self._entered(states, stream)
-        logits, found = cohort.engine.outputs(
-            states, self._x, cohort.tensor_names.head_module, training=training, counts=self._counts, streams=streams
+        cohort = self._cohort
+        state, streams = self._forward_inputs(states, stream)
+        logits, representations = cohort.engine.outputs(
+            state, self._x, cohort.tensor_names.head_module, training=training, counts=self._counts, streams=streams
         )
-        if cohort.scales is None:
-            return logits, found
-        return cohort.scales.leave(logits, self._rows), cohort.scales.leave(found, self._rows)
+        if cohort.scales is not None:
+            logits = cohort.scales.leave(logits, self._rows)
+            representations = cohort.scales.leave(representations, self._rows)
+        return logits, representations
 
-    def _entered(self, states: str | State, stream: str | None) -> tuple[State, Streams]:
-        """What a pass that is not private is given."""
+    def _forward_inputs(self, states: str | State, stream: str | None) -> tuple[State, Streams]:
+        """Return the state and the random streams of a pass that is not private."""
         cohort = self._cohort
         if cohort.private is not None:
             raise no_logits(cohort.algorithm)
-        states, stream = self._named(states, stream)
-        states = states if cohort.scales is None else cohort.scales.enter(states, self._rows)
-        return states, self._streams(stream)
+        state, stream = self._resolve(states, stream)
+        if cohort.scales is not None:
+            state = cohort.scales.enter(state, self._rows)
+        return state, self._streams(stream)
 
     def class_counts(self, classes: int) -> Tensor:
-        found = one_of(self._batches).classes
-        if found is None:
+        counts = one_of(self._batches).classes
+        if counts is None:
             raise no_counts(self._cohort.algorithm)
-        return F.pad(found[self._rows], (0, classes - found.shape[1]))
+        return F.pad(counts[self._rows], (0, classes - counts.shape[1]))
 
     @property
     def labels(self) -> Tensor:
@@ -143,24 +165,26 @@ class _Chunk:
         return client_means(values, self._counts)
 
     def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
-        private, multilabel = self._cohort.private, self._cohort.training.multilabel
+        private = self._cohort.private
+        multilabel = self._cohort.training.multilabel
         if isinstance(states, Tensor):
             return client_losses(states, self._y, self._counts, multilabel)
         if private is None or not isinstance(self._batches, dict):
             return client_losses(self.logits(states, stream), self._y, self._counts, multilabel)
-        states, stream = self._named(states, stream)
-        return private.loss(stream, states, self._batches, self._rows, self._streams(stream))
+        state, stream = self._resolve(states, stream)
+        return private.loss(stream, state, self._batches, self._rows, self._streams(stream))
 
     def _streams(self, stream: str) -> Streams:
         """Random streams of the step's next pass that draws from ``stream``."""
         self._passes[stream] += 1
-        batch, streams = one_of(self._batches), self._cohort.streams[stream][self._rows]
+        batch = one_of(self._batches)
+        streams = self._cohort.streams[stream][self._rows]
         if batch.phase:
             streams = streams.fork("phase", batch.phase)
         return streams.fork("step", batch.step).fork("pass", self._passes[stream])
 
-    def _named(self, states: str | State, stream: str | None) -> tuple[State, str]:
-        """The stack that is meant, and the stream that it draws from."""
+    def _resolve(self, states: str | State, stream: str | None) -> tuple[State, str]:
+        """Look up the stack of a role, and the random stream that it draws from."""
         if isinstance(states, str):
             return self.states[states], stream or states
         return states, stream or next(iter(self._cohort.streams))
@@ -188,20 +212,25 @@ class _Chunk:
         if loss is not None:
             self._observe(roles, loss.detach())
             loss.sum().backward()
-        trained = [{key: value for key, value in self.states[name].items() if value.requires_grad} for name in roles]
+        leaves_of_roles = [
+            {key: value for key, value in self.states[name].items() if value.requires_grad} for name in roles
+        ]
         scales = self._cohort.scales
-        if scales is not None and loss is not None:  # clients whose last gradient was not finite take no step
-            leaves = [leaf for state in trained for leaf in state.values()]
-            self._finite = scales.update([leaf.grad for leaf in leaves if leaf.grad is not None], self._rows)
-        for state in trained:
-            for key, value in state.items():
+        if scales is not None and loss is not None:
+            # Clients whose last gradient was not finite take no step.
+            gradients = [leaf.grad for leaves in leaves_of_roles for leaf in leaves.values() if leaf.grad is not None]
+            self._finite = scales.update(gradients, self._rows)
+        clip_norm = self._cohort.training.clip_norm
+        for leaves in leaves_of_roles:
+            for key, leaf in leaves.items():
                 if pull is not None:
-                    _add_gradient(value, value.detach() - pull[1][key].detach(), pull[0])
+                    strength, anchor = pull
+                    _add_gradient(leaf, leaf.detach() - anchor[key].detach(), strength)
                 if slope is not None:
-                    _add_gradient(value, slope[key])
-            gradients = [value.grad for value in state.values() if value.grad is not None]
-            if gradients and self._cohort.training.clip_norm is not None:
-                _clip(gradients, self._cohort.training.clip_norm)
+                    _add_gradient(leaf, slope[key])
+            gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+            if gradients and clip_norm is not None:
+                _clip(gradients, clip_norm)
         for optimizer in optimizers:
             if isinstance(optimizer, MaskedOptimizer):
                 optimizer.step_rows(self._finite)
@@ -212,21 +241,24 @@ class _Chunk:
         """Note the losses of the step for the round's report."""
         cohort = self._cohort
         cohort.broken[self._rows] |= ~losses.isfinite()
-        for role in roles if cohort.private is None else ():  # a loss on private images is not for free
+        if cohort.private is not None:  # no ledger counts a loss on private images
+            return
+        for role in roles:
             cohort.losses[role][self._rows] += losses
             cohort.descents[role][self._rows] += 1
 
 
-def _replace(optimizer: torch.optim.Optimizer, views: dict[int, Tensor], before: int) -> None:
+def _replace_parameters(optimizer: torch.optim.Optimizer, views: dict[int, Tensor], before: int) -> None:
     """Put shorter views in the place of an optimiser's parameters of ``before`` clients, and cut its state alike."""
     for group in optimizer.param_groups:
         shorter = [views[id(parameter)] for parameter in group["params"]]
         for old, new in zip(group["params"], shorter, strict=True):
             state = optimizer.state.pop(old, {})
-            optimizer.state[new] = {
-                name: value[: len(new)] if isinstance(value, Tensor) and value.shape[:1] == (before,) else value
-                for name, value in state.items()
-            }
+            for name, value in state.items():
+                # Moments have a row for each client, step counters have none.
+                if isinstance(value, Tensor) and value.shape[:1] == (before,):
+                    state[name] = value[: len(new)]
+            optimizer.state[new] = state
         group["params"] = shorter
 
 
@@ -234,74 +266,111 @@ def _rows(state: State, start: int, stop: int) -> State:
     return {key: value[start:stop] for key, value in state.items()}
 
 
-class Trained(NamedTuple):
-    """What came of a round's C clients, in the plan's order.
+@dataclass(frozen=True)
+class ClientResults:
+    """What came of the local training of a round's C clients, in the plan's order.
 
-    An update counts if the client stayed finite or, where training is private, the update did, for the server may learn
-    nothing of what is not sent.
+    A process knows the stacks (c, ...) of the clients that it trained, or of a stand-in. All else is known to all
+    processes; tensors (C,) are on the CPU.
+
+    Attributes:
+        kept: What this process' clients keep, (c, ...) by role.
+        sent: What they send, (c, ...).
+        finite_here: Whether their training stayed finite, (c,), on the device.
+        finite: Whether each client's training stayed finite, (C,).
+        accepted: Whether the update counts, (C,): if the client stayed finite or, where training is private, the update
+            did, for the server may learn nothing of what is not sent.
+        broken: Clients whose training became NaN or infinite.
+        losses: Mean loss over a client's steps, (C,) by role; only roles that have a loss.
+        skipped: Steps that were skipped in float16, (C,); None in other precisions.
+        failed: Clients of whom a sample could not be read, and why.
     """
 
-    kept: Stacks  # (C, ...)
-    sent: State  # (C, ...)
-    finite: Tensor  # (C,) whose training stayed finite
-    counts: Tensor  # (C,) whose update counts
-
-
-class Outcomes(NamedTuple):
-    """What became of the C clients of a round, known to all ranks; every tensor is (C,), on the CPU."""
-
-    broken: list[int]  # clients whose training became NaN or infinite
-    finite: Tensor  # whose training stayed finite
-    counts: Tensor  # whose update counts
-    losses: dict[str, Tensor]  # mean over a client's steps, by role, where the role has one
-    skipped: Tensor | None  # steps that were, in float16
-    failed: dict[int, str]  # clients of whom a sample could not be read, and why
+    kept: Stacks
+    sent: State
+    finite_here: Tensor
+    finite: Tensor
+    accepted: Tensor
+    broken: list[int]
+    losses: dict[str, Tensor]
+    skipped: Tensor | None
+    failed: dict[int, str]
 
 
 class Cohort:
-    """The plan's C clients while they train at a ``site``, in its order, longest first.
+    """The plan's C clients while they train, in its order, longest first.
 
-    They train in a round, or in the fine-tuning (``tuning``) that follows the last one. What they ``kept`` and
-    ``received`` from the server is (C, ...); ``factor`` is that of their learning rates.
+    Args:
+        trainer: What they train with.
+        plan: The clients and their steps.
+        kept: What the clients kept, (C, ...) by role.
+        received: What the server sent them, (C, ...).
+        factor: Factor of their learning rates.
+        tuning: Whether this is the fine-tuning that follows the last round.
     """
 
     def __init__(
-        self, site: Site, plan: RoundPlan, kept: Stacks, received: State, factor: float = 1.0, tuning: bool = False
+        self,
+        trainer: LocalTrainer,
+        plan: RoundPlan,
+        kept: Stacks,
+        received: State,
+        factor: float = 1.0,
+        tuning: bool = False,
     ) -> None:
-        engine, settings, clients = site.engine, site.settings, len(plan.clients)
-        tuned = settings.algorithm.personalization() if tuning else None
-        self.algorithm, self.phases = (settings.algorithm, settings.phases) if tuned is None else (tuned[0], tuned[1:])
-        self.engine, self.tensor_names, self.training = engine, site.tensor_names, settings.training
-        self.plan, self.kept, self.received, self.factor = plan, kept, received, factor
-        self.private: PrivateRound | None = None
-        if site.protection.images is not None:
-            self.private = PrivateRound(site.protection.images, site.gradients, settings.seed, plan, tuning)
+        settings = trainer.settings
+        clients = len(plan.clients)
         device = next(iter(received.values())).device
-        self.scales = site.scales.open("clients", clients, device)
-        size = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
-        opened = self.algorithm.begin_round(kept, received, site.tensor_names)
-        self._merged = {role: partition(state, site.tensor_names.merged)[0] for role, state in opened.items()}
-        bounds = [(start, min(start + size, clients)) for start in range(0, clients, size)]
-        self.chunks = [_Chunk(self, opened, start, stop) for start, stop in bounds]
-        own = secrets.randbits(256) if self.private is not None and self.private.secure else settings.seed
+        self.algorithm: Algorithm = settings.algorithm
+        self.phases: tuple[Phase, ...] = settings.phases
+        tuned = settings.algorithm.personalization() if tuning else None
+        if tuned is not None:
+            self.algorithm, phase = tuned
+            self.phases = (phase,)
+        self.engine = trainer.engine
+        self.tensor_names = trainer.tensor_names
+        self.training = settings.training
+        self.plan = plan
+        self.kept = kept
+        self.received = received
+        self.factor = factor
+        self.private: PrivateRound | None = None
+        if trainer.protection.images is not None:
+            self.private = PrivateRound(trainer.protection.images, trainer.gradients, settings.seed, plan, tuning)
+        self.scales = trainer.scales.open("clients", clients, device)
+        opened = self.algorithm.begin_round(kept, received, self.tensor_names)
+        # Weights that the server merges into are not trained: they need no copies, and come back as they were.
+        self._merged = {role: partition(state, self.tensor_names.merged)[0] for role, state in opened.items()}
+        size = 1 if self.engine.kind == "loop" else settings.clients_per_chunk or clients
+        self.chunks = [_Chunk(self, opened, start, min(start + size, clients)) for start in range(0, clients, size)]
+        # In a private run nobody may know which units dropout leaves out.
+        secret = self.private is not None and self.private.secure
+        seed = secrets.randbits(256) if secret else settings.seed
         self.streams = {
-            role: Streams.derived(own, f"dropout-{role}", plan.round, clients=plan.clients, device=device)
+            role: Streams.derived(seed, f"dropout-{role}", plan.round, clients=plan.clients, device=device)
             for role in opened
         }
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
-        self.failed: dict[int, str] = {}  # clients of whom a sample could not be read, and why
+        self.failed: dict[int, str] = {}
         self.losses = {role: torch.zeros(clients, device=device, dtype=torch.float32) for role in opened}
         self.descents = {role: torch.zeros(clients) for role in opened}
         self._phase = -1
+
+    @property
+    def example_states(self) -> Stacks:
+        """States (c, ...) by role of some clients, for names and shapes; not after :meth:`finish`."""
+        return self.chunks[0].full
 
     def step(self, batches: AnyBatch) -> None:
         """Take one local step of the clients that a batch holds: a prefix of the plan's, or none."""
         batch = one_of(batches)
         if not batch.clients:
             return
-        for one in batches.values() if isinstance(batches, dict) else (batches,):
-            for client, reason in one.failed:
-                self.broken[one.clients.index(client)] |= self.private is None  # else the sample is in no batch
+        streams = list(batches.values()) if isinstance(batches, dict) else [batches]
+        for stream in streams:
+            for client, reason in stream.failed:
+                # In a private run the sample is in no batch, and the client trains on.
+                self.broken[stream.clients.index(client)] |= self.private is None
                 self.failed.setdefault(client, reason)
         if batch.phase != self._phase:
             self._phase = batch.phase
@@ -314,53 +383,64 @@ class Cohort:
                     chunk.narrow(active)
                 chunk.step(batches)
 
-    def close(self) -> Trained:
-        """Finish the round."""
-        merged = self.tensor_names.merged
-        trained = {
-            role: {
-                key: torch.cat([chunk.full[role][key] for chunk in self.chunks]) for key in state if key not in merged
-            }
-            for role, state in self.chunks[0].full.items()
-        }
-        self.chunks = []
-        finite = _all_finite(~self.broken, *trained.values())
+    def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
+        """End the round, and merge what the ranks know of their clients. A collective: all ranks call it alike.
+
+        Args:
+            shares: The round's clients and who trains them; by default this process trains all.
+            ranks: The processes; by default one.
+        """
+        shares = shares or Shares.of(self.plan)
+        ranks = ranks or Ranks()
+        trained = self._trained()
+        finite_here = _all_finite(~self.broken, *trained.values())
         trained = {role: state | self._merged[role] for role, state in trained.items()}
-        kept, update = self.algorithm.end_round(trained, self.kept, self.received, self.tensor_names)
-        sent = _all_finite(torch.ones_like(finite), update)  # an algorithm may make what is not finite of what is
+        kept, sent = self.algorithm.end_round(trained, self.kept, self.received, self.tensor_names)
+        # An algorithm may make what is not finite of what is.
+        sent_is_finite = _all_finite(torch.ones_like(finite_here), sent)
         if self.private is not None:
-            return Trained(kept, update, finite, sent)
-        finite = _all_finite(finite & sent, *kept.values())
-        return Trained(kept, update, finite, finite)
+            accepted = sent_is_finite
+        else:
+            finite_here = _all_finite(finite_here & sent_is_finite, *kept.values())
+            accepted = finite_here
 
-    def mean_losses(self) -> dict[str, Tensor]:
-        """Mean training loss (C,) of each client over the steps it took on a role, for the roles that have a loss."""
-        return {
-            role: total / self.descents[role].to(total)
-            for role, total in self.losses.items()
-            if self.descents[role].any()
-        }
-
-    def outcomes(self, trained: Trained, shares: Shares, ranks: Ranks) -> Outcomes:
-        """Put together what the ranks know of their clients, or of a stand-in where one has none."""
-        places, roles = shares.places, len(self.losses)
-        skipped = torch.zeros_like(trained.finite) if self.scales is None else self.scales.skipped
-        found = torch.stack([*map(double, (trained.finite, trained.counts, skipped, *self.losses.values()))])
-        rows = torch.cat([found.cpu().double(), *(row.double()[None] for row in self.descents.values())])
-        table = torch.zeros(len(rows), len(shares.plan.clients), dtype=torch.float64)
+        roles = len(self.losses)
+        skipped = torch.zeros_like(finite_here) if self.scales is None else self.scales.skipped
+        on_device = torch.stack([double(row) for row in (finite_here, accepted, skipped, *self.losses.values())])
+        rows = [on_device.cpu().double(), *(row.double()[None] for row in self.descents.values())]
+        table = torch.zeros(3 + 2 * roles, len(shares.plan.clients), dtype=torch.float64)
+        # A rank without clients trained a stand-in, whose row is left out: it adds zeros.
+        places = shares.places
         if places:
-            table[:, places] = rows[:, : len(places)]
-        ranks.sum_([table])
-        losses = zip(self.losses, table[3 : 3 + roles].float(), table[3 + roles :].float(), strict=True)
+            table[:, places] = torch.cat(rows)[:, : len(places)]
+        ranks.sum_([table])  # one collective for all of it
+
         finite = table[0].bool()
-        return Outcomes(
-            [client for client, fine in zip(shares.plan.clients, finite.tolist(), strict=True) if not fine],
-            finite,
-            table[1].bool(),
-            {role: total / steps for role, total, steps in losses if steps.any()},
-            None if self.scales is None else table[2],
-            {client: reason for own in ranks.gather(self.failed) for client, reason in own.items()},
+        losses = {}
+        totals = zip(self.losses, table[3 : 3 + roles].float(), table[3 + roles :].float(), strict=True)
+        for role, total, steps in totals:
+            if steps.any():
+                losses[role] = total / steps
+        return ClientResults(
+            kept=kept,
+            sent=sent,
+            finite_here=finite_here,
+            finite=finite,
+            accepted=table[1].bool(),
+            broken=[client for client, fine in zip(shares.plan.clients, finite.tolist(), strict=True) if not fine],
+            losses=losses,
+            skipped=None if self.scales is None else table[2],
+            failed={client: reason for failed in ranks.gather(self.failed) for client, reason in failed.items()},
         )
+
+    def _trained(self) -> Stacks:
+        """Put the chunks' states together, without the merged weights, and let go of the chunks."""
+        trained = {}
+        for role, state in self.chunks[0].full.items():
+            names = [name for name in state if name not in self.tensor_names.merged]
+            trained[role] = {name: torch.cat([chunk.full[role][name] for chunk in self.chunks]) for name in names}
+        self.chunks = []
+        return trained
 
 
 def _all_finite(clients: Tensor, *stacks: State) -> Tensor:

@@ -211,7 +211,7 @@ def full_gradients(
     alone. In each batch, the active clients are a prefix of the C; rows beyond a client's count are not looked at.
     """
     engine, tensor_names, clients = cohort.engine, cohort.tensor_names, len(next(iter(roles[0].values())))
-    given = [(role, phase.name) for role in cohort.chunks[0].full for phase in cohort.phases]
+    given = [(role, phase.name) for role in cohort.example_states for phase in cohort.phases]
     names = {
         name for asked in given for name in cohort.algorithm.trainable_keys(*asked, tensor_names, cohort.plan.round)
     }

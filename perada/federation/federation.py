@@ -12,21 +12,43 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import RoundPlan, Shares, one_of
 from perada.core.states import State, cut_ranks, expand, prefix, stack
 from perada.engine.engine import Engine, compare
-from perada.federation.cohort import Cohort, Outcomes, Site
+from perada.federation.cohort import ClientResults, Cohort, LocalTrainer
 from perada.federation.diagnostics import DiagnosticsPass, gradient_norms
 from perada.federation.participation import Participation
-from perada.federation.server import Progress, RoundReport, Server, megabytes_held, parameter_counts
+from perada.federation.server import (
+    Progress,
+    RoundContext,
+    RoundReport,
+    Server,
+    megabytes_of_clients,
+    parameter_counts,
+)
 from perada.federation.settings import FederationData, Loader, Settings
 from perada.federation.shared_store import SharedStore
 from perada.privacy.protection import Protection
 from perada.server import Updates
 
 
-class Federation(Site):
-    """One server and M clients: a :class:`Server`, the site where this rank's clients train, and what all keep.
+class Federation:
+    """One server and M clients: a :class:`Server`, what this rank's clients train with, and what all clients keep.
 
-    ``initial`` gives the k-th random initial state; everyone starts from that of 0 unless there are several models. The
-    ``cohort`` is that of this rank's clients in the round that is open; ``None`` between rounds.
+    Args:
+        engine: Runs the states of several clients through the network.
+        tensor_names: Names of the states' tensors.
+        initial: Gives the k-th random initial state. Everyone starts from that of 0 unless there are several models.
+        settings: Options of the run.
+        num_clients: M.
+        ranks: The processes among which clients are divided; by default one.
+        protection: Privacy of the clients' images; by default none.
+
+    Attributes:
+        trainer: What this rank's clients train with.
+        server: The server.
+        store: What clients keep between rounds.
+        tuned: What clients fine-tuned after the last round; None before.
+        rounds_done: Number of rounds that are done.
+        last_rounds: The last round of each client, counted from 1; 0 for a client that never took part.
+        cohort: This rank's clients in the round that is under way; None between rounds.
     """
 
     def __init__(
@@ -39,13 +61,18 @@ class Federation(Site):
         ranks: Ranks | None = None,
         protection: Protection | None = None,
     ) -> None:
-        super().__init__(engine, tensor_names, settings, protection)
-        self.ranks, self.num_clients = ranks or Ranks(), num_clients
-        self.server = Server(self, initial, self.ranks)
+        self.trainer = LocalTrainer(engine, tensor_names, settings, protection)
+        self.engine = engine
+        self.tensor_names = tensor_names
+        self.settings = settings
+        self.protection = self.trainer.protection
+        self.num_clients = num_clients
+        self.ranks = ranks or Ranks()
+        self.server = Server(self.trainer, initial, self.ranks)
         self.store = self._store(settings.algorithm)
         self.tuned: SharedStore | None = None
         self.rounds_done = 0
-        self.last_rounds = [0] * num_clients  # counted from 1; 0 for a client that never took part
+        self.last_rounds = [0] * num_clients
         self.cohort: Cohort | None = None
         self._shares = Shares.of(RoundPlan(0, (), ()))
         self._gradients: dict[str, float] = {}
@@ -63,121 +90,179 @@ class Federation(Site):
             storage.open(algorithm.initial_client_state(self.global_state, self.tensor_names), name), self.ranks
         )
 
-    def open(self, shares: Shares, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
-        """Start a round: gather what its clients kept, and send them the global state.
+    def begin_round(self, shares: Shares, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
+        """Start a round: gather what its clients kept, and send them the global state. A collective.
 
-        ``factor`` is that of the clients' learning rates; ``loader`` gives their training images, where they compare
-        the global models on them or full gradients are measured. What comes back are the clients that this rank trains,
-        or a stand-in.
+        Args:
+            shares: The round's clients and who trains them.
+            factor: Factor of the clients' learning rates.
+            loader: Gives their training images, where they compare the global models on them or full gradients are
+                measured.
+
+        Returns:
+            The clients that this rank trains, or a stand-in.
         """
-        self._shares, self.tuned = shares, None  # what was tuned from an earlier global state is outdated
+        settings = self.settings
+        self._shares = shares
+        self.tuned = None  # what was tuned from an earlier global state is outdated
         self.store.bring(shares.parts)
-        settings, own, losses = self.settings, shares.trained, None
+        own = shares.trained
+        losses = None
         if loader and settings.algorithm.compares_models:
-            multilabel = settings.training.multilabel
-            losses = compare(self.engine, self.server.members(), map(one_of, loader(own)), len(own.clients), multilabel)
+            losses = compare(
+                self.engine,
+                self.server.members(),
+                map(one_of, loader(own)),
+                len(own.clients),
+                settings.training.multilabel,
+            )
+        # Before any training: a round that is interrupted has been counted.
         self.protection.spend(shares.plan, self.ranks)
-        received = self.server.sending(own, self.num_clients, losses)
-        self.cohort = Cohort(self, own, self.store.local.gather(own.clients), received, factor)
+        received = self.server.broadcast(own, self.num_clients, losses)
+        self.cohort = Cohort(self.trainer, own, self.store.local.gather(own.clients), received, factor)
         if loader and "gradient_norms" in settings.diagnostics:
-            whole = expand(self.global_state, len(own.clients)) | received  # names that are not sent
-            self._gradients = gradient_norms(self.cohort, whole, settings, map(one_of, loader(own)), shares, self.ranks)
+            models = expand(self.global_state, len(own.clients)) | received  # with the names that are not sent
+            batches = map(one_of, loader(own))
+            self._gradients = gradient_norms(self.cohort, models, settings, batches, shares, self.ranks)
         return self.cohort
 
-    def close(self, data: FederationData, progress: Progress = iter) -> RoundReport:
+    def end_round(self, data: FederationData, progress: Progress = iter) -> RoundReport:
         """End the round: clients store what they keep, the server aggregates what the finite ones sent and distils.
 
-        The distillation's steps are drawn through ``progress``, such as a progress bar.
+        A collective: all ranks call it alike.
+
+        Args:
+            data: The training images' numbers, public images, and the server's validation set.
+            progress: Wraps the steps of the distillation in a progress bar.
         """
-        cohort, plan, places, self.cohort = self.cohort, self._shares.plan, self._shares.places, None
+        cohort = self.cohort
         assert cohort is not None
-        opened, trained = cohort.chunks[0].full, cohort.close()
-        outcomes = cohort.outcomes(trained, self._shares, self.ranks)
-        real = torch.arange(len(trained.finite), device=trained.finite.device) < len(places)  # no stand-in
-        self.scales.close("clients", cohort.scales, trained.finite & real, self.ranks)
-        report = RoundReport(outcomes.broken, failed=outcomes.failed)
-        report.metrics = self._round_metrics(opened, cohort.received, trained.sent, outcomes)
-        self.store.scatter(self._shares.parts, report.broken, trained.kept)
+        self.cohort = None
+        shares = self._shares
+        plan = shares.plan
+        places = shares.places
+        opened = cohort.example_states
+        results = cohort.finish(shares, self.ranks)
+        is_client = torch.arange(len(results.finite_here), device=results.finite_here.device) < len(places)
+        self.trainer.scales.close("clients", cohort.scales, results.finite_here & is_client, self.ranks)
+        metrics = self._round_metrics(opened, cohort.received, results)
+        self.store.scatter(shares.parts, results.broken, results.kept)
         self.rounds_done = plan.round + 1
         # Who failed depends on the images, and no ledger of a private run counts it: there all that were drawn count.
-        absent = set[int]() if self.settings.private else set(report.broken)
+        absent = set[int]() if self.settings.private else set(results.broken)
         for client in plan.clients:
             if client not in absent:
                 self.last_rounds[client] = self.rounds_done
-        sent, received = prefix(trained.sent, len(places)), prefix(cohort.received, len(places))
-        good = outcomes.counts.nonzero().flatten().tolist()
-        among = places, len(plan.clients), self.ranks
-        both = Updates(sent, *among), Updates(received, *among)
-        level, sizes = self.protection.clients, data.train_sizes
-        counted = self.server.close(plan, *both, good, level, sizes, data, report, progress)
-        if counted and self.settings.diagnostics:
-            updates, student = counted
-            report.metrics |= self._diagnostics(updates, data, student)
-        report.metrics |= self._gradients | self.protection.metrics()
-        if report.broken and not self.settings.private:  # who fails depends on the images
-            report.metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(report.broken)}
-        return report
 
-    def _round_metrics(self, opened: Stacks, received: State, sent: State, outcomes: Outcomes) -> dict[str, float]:
-        """Training losses, and what a client trains and all send; the states are of some of them."""
-        settings, clients = self.settings, len(outcomes.finite)
-        # Every client is sent all models where it compares them, and takes one.
-        many = settings.algorithm.compares_models
-        received = self.global_state if many else {key: value[0] for key, value in received.items()}
-        sent = {key: value[0] for key, value in sent.items()}
-        plan, known = self._shares.plan, (settings.algorithm, settings.phases, self.tensor_names)
+        # Without the rows of a stand-in.
+        updates = Updates(prefix(results.sent, len(places)), places, len(plan.clients), self.ranks)
+        context = RoundContext(
+            plan=plan,
+            received=updates.replace(prefix(cohort.received, len(places))),
+            train_sizes=data.train_sizes,
+            data=data,
+            level=self.protection.clients,
+            progress=progress,
+        )
+        server = self.server.aggregate(context, updates, valid=results.accepted.nonzero().flatten().tolist())
+        metrics |= server.metrics
+        if server.updates is not None and self.settings.diagnostics:
+            metrics |= self._diagnostics(server.updates, data, server.student)
+        metrics |= self._gradients | self.protection.metrics()
+        if results.broken and not self.settings.private:  # who fails depends on the images
+            metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(results.broken)}
+        return RoundReport(server=server, broken=results.broken, failed=results.failed, metrics=metrics)
+
+    def _round_metrics(self, opened: Stacks, received: State, results: ClientResults) -> dict[str, float]:
+        """Compute training losses, numbers of parameters, and megabytes that all clients send and receive."""
+        settings = self.settings
+        algorithm = settings.algorithm
+        plan = self._shares.plan
+        clients = len(plan.clients)
         ranks = self.server.ranks_of(plan.clients)
-        metrics = parameter_counts(*known, plan.round, opened, sent, ranks) | {
-            "comm/up_mb": megabytes_held(sent, self.tensor_names, ranks, clients),
-            "comm/down_mb": megabytes_held(received, self.tensor_names, ranks, clients)
-            if settings.algorithm.sends_updates
-            else 0.0,
-        }
-        if outcomes.skipped is not None:
-            metrics["train/skipped_steps"] = float(outcomes.skipped.sum())
-        shown = {} if settings.client_privacy is not None else outcomes.losses  # no ledger counts them
-        return metrics | {f"train/{role}_loss": float(losses[outcomes.finite].mean()) for role, losses in shown.items()}
+        sent_by_one = {name: value[0] for name, value in results.sent.items()}
+        metrics = parameter_counts(
+            algorithm, settings.phases, self.tensor_names, plan.round, opened, sent_by_one, ranks
+        )
+        metrics["comm/up_mb"] = megabytes_of_clients(sent_by_one, self.tensor_names, ranks, clients)
+        metrics["comm/down_mb"] = 0.0
+        if algorithm.sends_updates:
+            # Every client is sent all models where it compares them, and takes one.
+            received_by_one = {name: value[0] for name, value in received.items()}
+            if algorithm.compares_models:
+                received_by_one = self.global_state
+            metrics["comm/down_mb"] = megabytes_of_clients(received_by_one, self.tensor_names, ranks, clients)
+        if results.skipped is not None:
+            metrics["train/skipped_steps"] = float(results.skipped.sum())
+        if settings.client_privacy is None:  # no ledger counts losses
+            for role, losses in results.losses.items():
+                metrics[f"train/{role}_loss"] = float(losses[results.finite].mean())
+        return metrics
 
     def _diagnostics(self, updates: Updates, data: FederationData, student: State | None) -> dict[str, float]:
-        """The round's diagnostics but for gradients; ``student`` is what was distilled into, if anything was."""
-        shares, models = self._shares, stack([self.global_state] if student is None else [student, self.global_state])
-        own = shares.own.clients if "personal_distance" in self.settings.diagnostics else ()
-        personal, places = (self.personal_states(own), shares.places) if own else ({}, [])
-        given = personal, places, len(shares.plan.clients), self.settings.training.multilabel
-        return DiagnosticsPass(self.engine, data, updates.whole(self.global_state), models, *given).measure(
-            self.settings.diagnostics
+        """Measure the round's diagnostics, without those of gradients.
+
+        Args:
+            updates: What counted of the clients' updates.
+            data: Public and test images.
+            student: What was distilled into, if anything was.
+        """
+        shares = self._shares
+        models = [self.global_state] if student is None else [student, self.global_state]
+        personal: State = {}
+        places: list[int] = []
+        if "personal_distance" in self.settings.diagnostics and shares.own.clients:
+            personal = self.personal_states(shares.own.clients)
+            places = shares.places
+        diagnostics = DiagnosticsPass(
+            engine=self.engine,
+            data=data,
+            updates=updates.completed(self.global_state),
+            globals=stack(models),
+            personal=personal,
+            places=places,
+            clients=len(shares.plan.clients),
+            multilabel=self.settings.training.multilabel,
         )
+        return diagnostics.measure(self.settings.diagnostics)
 
     def personalize(
         self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0
     ) -> tuple[list[int], dict[int, str]]:
-        """Let every client, once in the ``groups``, fine-tune the final global state alone, as the algorithm ends.
+        """Let every client fine-tune the final global state for itself, as the algorithm ends. A collective.
 
-        The clients whose training failed are returned, who keep the global state, and why samples could not be read.
+        Args:
+            groups: Plans of clients that train together; every client is in one.
+            loader: Gives their training images.
+            factor: Factor of their learning rates.
+
+        Returns:
+            The clients whose training failed, who keep the global state, and why samples could not be read.
         """
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
-        self.tuned = self._store(tuning[0], tuned=True)
+        algorithm, _ = tuning
+        self.tuned = self._store(algorithm, tuned=True)
         broken: list[int] = []
         failed: dict[int, str] = {}
         for plan in groups:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
             self.protection.spend(plan, self.ranks, tuning=True)
             own = shares.trained
-            received = self.server.sending(own, self.num_clients, algorithm=tuning[0])
-            cohort = Cohort(self, own, self.tuned.local.gather(own.clients), received, factor, tuning=True)
+            received = self.server.broadcast(own, self.num_clients, algorithm=algorithm)
+            cohort = Cohort(self.trainer, own, self.tuned.local.gather(own.clients), received, factor, tuning=True)
             for batch in loader(shares.own):
                 cohort.step(batch)
-            trained = cohort.close()
-            outcomes = cohort.outcomes(trained, shares, self.ranks)
-            self.tuned.scatter(shares.parts, outcomes.broken, trained.kept)
-            broken += outcomes.broken
-            failed |= outcomes.failed
+            results = cohort.finish(shares, self.ranks)
+            self.tuned.scatter(shares.parts, results.broken, results.kept)
+            broken += results.broken
+            failed |= results.failed
         return broken, failed
 
     def personal_states(self, clients: Sequence[int]) -> State:
         """The states (C, ...) that ``clients`` predict with."""
-        tuning, ranks = self.settings.algorithm.personalization(), self.server.ranks_of(clients)
+        tuning = self.settings.algorithm.personalization()
+        ranks = self.server.ranks_of(clients)
         if tuning and self.tuned is not None:
             states = tuning[0].personal(self.tuned.gather(clients), self.global_state)
         elif self.settings.algorithm.inference == "global":
@@ -219,7 +304,7 @@ class Federation(Site):
             "tuned": None if self.tuned is None else self.tuned.state_dict(),
             "rounds_done": self.rounds_done,
             "last_rounds": list(self.last_rounds),
-            "loss_scales": self.scales.state_dict(),
+            "loss_scales": self.trainer.scales.state_dict(),
             "privacy": self.protection.state_dict(),
         }
 
@@ -248,4 +333,4 @@ class Federation(Site):
                 )
             self.tuned = self._store(tuning[0], tuned=True)
             self.tuned.load_state_dict(saved["tuned"])
-        self.scales.load_state_dict(saved.get("loss_scales", {}))
+        self.trainer.scales.load_state_dict(saved.get("loss_scales", {}))

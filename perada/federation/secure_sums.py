@@ -2,10 +2,9 @@
 """Whether an algorithm's server needs no more of the clients than sums, tried at set-up."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from perada.algorithms import Algorithm, ServerStep, TensorNames
 from perada.algorithms.dry_run import example_sent
@@ -14,7 +13,8 @@ from perada.federation.settings import Settings
 from perada.server import Updates, client_weights
 from perada.server.aggregate import ServerRule
 
-TRIED = 4
+TRIED_CLIENTS = 4
+"""Clients in the trial of a server."""
 
 
 def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: State, clients: int) -> None:
@@ -22,10 +22,13 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
 
     ``initial`` is the algorithm's initial state, ``clients`` the number of all.
     """
-    secure, algorithm, rule = settings.secure_sums, settings.algorithm, settings.rule
+    secure = settings.secure_sums
+    algorithm = settings.algorithm
+    rule = settings.rule
     if secure is None:
         return
-    name, drawn = type(algorithm).__name__, min(clients, settings.clients_per_round or clients)
+    name = type(algorithm).__name__
+    drawn = min(clients, settings.clients_per_round or clients)
     instead = "or leave secure_sums out"
     reasons = {
         f"{name}: its clients send nothing; leave it out": not algorithm.sends_updates,
@@ -51,48 +54,61 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
 
 def only_the_mean_counts(algorithm: Algorithm, rule: ServerRule, tensor_names: TensorNames, initial: State) -> bool:
     """Try three rounds of a server on updates, and on their mean in every row: whether the results are the same."""
-    example, random = example_sent(algorithm, tensor_names, initial), torch.Generator().manual_seed(0)
-    sent = [
-        {
-            key: 1.0 + 0.5 * torch.randn(TRIED, *value.shape[1:], generator=random, dtype=torch.float64)
-            for key, value in example.items()
-            if value.is_floating_point()
-        }
-        for _ in range(3)
-    ]
-    weights, results = client_weights("uniform", [1] * TRIED), []
-    for alike in (False, True):
-        tried, by, state = copy.deepcopy(algorithm), copy.deepcopy(rule), dict[str, State]()
-        previous = {key: value.double() if value.is_floating_point() else value for key, value in initial.items()}
-        for round, rows in enumerate(sent):
-            given = {key: value.mean(0).expand_as(value).clone() for key, value in rows.items()} if alike else rows
-            step = ServerStep(
-                round,
-                tuple(range(TRIED)),
-                TRIED + 1,
-                tensor_names,
-                0,
-                clone(previous),
-                Updates(given),
-                weights,
-                state,
-                by,
-                _distilled,
-            )
-            try:
-                previous |= tried.server_step(step)
-            except Exception:  # it needs what a sum has not
-                return False
-            state = step.state
-        results.append({"": previous} | state)
-    one, other = results
-    return one.keys() == other.keys() and all(
-        one[name].keys() == other[name].keys()
-        and all(torch.allclose(value, other[name][key], 1e-9, 1e-9) for key, value in part.items())
-        for name, part in one.items()
-    )
+    example = example_sent(algorithm, tensor_names, initial)
+    random = torch.Generator().manual_seed(0)
+    rounds: list[State] = []
+    for _ in range(3):
+        rows: State = {}
+        for name, value in example.items():
+            if value.is_floating_point():
+                noise = torch.randn(TRIED_CLIENTS, *value.shape[1:], generator=random, dtype=torch.float64)
+                rows[name] = 1.0 + 0.5 * noise
+        rounds.append(rows)
+    means = [{name: value.mean(0).expand_as(value).clone() for name, value in rows.items()} for rows in rounds]
+    try:
+        of_rows = _states_after(algorithm, rule, tensor_names, initial, rounds)
+        of_means = _states_after(algorithm, rule, tensor_names, initial, means)
+    except Exception:  # the server's step needs what a sum has not
+        return False
+    if of_rows.keys() != of_means.keys():
+        return False
+    for name, state in of_rows.items():
+        if state.keys() != of_means[name].keys():
+            return False
+        if not all(torch.allclose(value, of_means[name][key], 1e-9, 1e-9) for key, value in state.items()):
+            return False
+    return True
 
 
-def _distilled(student: State, teachers: Mapping[str, Tensor], average_from: float | None = None) -> State:
-    """In place of a distiller: it is given the mean of the clients' logits, and of no other teachers."""
-    return {key: value + teachers[key].mean(0) if key in teachers else value for key, value in student.items()}
+def _states_after(
+    algorithm: Algorithm, rule: ServerRule, tensor_names: TensorNames, initial: State, rounds: Sequence[State]
+) -> dict[str, State]:
+    """Take a server's steps on updates (C, ...), one a round: the server's states, and under "" the global one."""
+    algorithm = copy.deepcopy(algorithm)
+    rule = copy.deepcopy(rule)
+    state: dict[str, State] = {}
+    # In double precision a difference is none of rounding.
+    previous = {name: value.double() if value.is_floating_point() else value for name, value in initial.items()}
+    for round, rows in enumerate(rounds):
+        step = ServerStep(
+            round=round,
+            clients=tuple(range(TRIED_CLIENTS)),
+            num_clients=TRIED_CLIENTS + 1,
+            tensor_names=tensor_names,
+            seed=0,
+            previous=clone(previous),
+            updates=Updates(rows),
+            weights=client_weights("uniform", [1] * TRIED_CLIENTS),
+            state=state,
+            rule=rule,
+            distill=_distilled,
+        )
+        previous |= algorithm.server_step(step)
+        state = step.state
+    return {"": previous} | state
+
+
+def _distilled(student: State, teachers: Updates | State, average_from: float | None = None) -> State:
+    """Stand in for a distiller, which is given the mean of the clients' logits, and of no other teachers."""
+    rows = teachers.gathered_all() if isinstance(teachers, Updates) else teachers
+    return {name: value + rows[name].mean(0) if name in rows else value for name, value in student.items()}

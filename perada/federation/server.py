@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's half of a round: what it sends, and what it makes of what came back."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import fsum
@@ -16,10 +16,10 @@ from perada.algorithms import Algorithm, Broadcast, ServerStep, Stacks, TensorNa
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import State, clone, expand, is_finite, partition, rank_axes, to_device, to_device_async
-from perada.federation.cohort import Site
+from perada.federation.cohort import LocalTrainer
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
-from perada.server import Updates, client_weights
+from perada.server import SecureSums, Updates, client_weights
 from perada.server.aggregate import double, double_dtype
 from perada.server.distill import Distiller, ServerData
 from perada.server.low_rank import lora_residual
@@ -27,26 +27,77 @@ from perada.server.low_rank import lora_residual
 Progress = Callable[[Tensor], Iterable[Tensor]]
 """Wraps the steps of a distillation in a progress bar."""
 OUTLIER_FACTOR = 50.0
-"""A change that is so many times as long as the median of the round's, step for step, is named.
+"""A change that is so many times as long as the median of the round's, step for step, is an outlier.
 
 Of honest clients with two images, changes were 20 times as long.
 """
+PREDICTION_BATCH = 256
+"""Images of the server that models predict at once, for rules that look at predictions."""
 
 
-@dataclass
-class RoundReport:
-    """What a round did; ``metrics`` are training losses, numbers of parameters, megabytes sent.
+@dataclass(frozen=True)
+class RoundContext:
+    """What the server knows of a round beside the updates.
 
-    What became NaN or infinite does not count: ``broken`` clients were left out, a distillation that ``diverged`` kept
-    its starting point, and with ``broken_server`` the global state stayed as it was. ``outliers`` are clients whose
-    change was so many times as long as the median. ``failed`` are those of whom a sample could not be read, and why; in
-    a private run they train without it.
+    Attributes:
+        plan: The round's clients and their steps.
+        received: What the clients received, as the updates are divided among the ranks.
+        train_sizes: Numbers of training images of all clients of the federation, for weights.
+        data: Public images and the server's validation set.
+        level: The account where whole clients are private.
+        progress: Wraps the steps of the distillation in a progress bar.
+        logit_sum: Sum of the clients' logits where sites made a secure sum themselves, empty in a round that is not
+            distilled. Every row of the updates is then their mean, or that of their noisy changes with a ``level``.
     """
 
-    broken: list[int] = field(default_factory=list)
-    diverged: bool = False
-    broken_server: bool = False
+    plan: RoundPlan
+    received: Updates
+    train_sizes: Sequence[int]
+    data: ServerData
+    level: ClientLevel | None = None
+    progress: Progress = iter
+    logit_sum: Tensor | None = None
+
+    @property
+    def summed_by_sites(self) -> bool:
+        """Whether the updates come out of a secure sum already."""
+        return self.logit_sum is not None
+
+
+@dataclass(frozen=True)
+class ServerResult:
+    """What the server made of a round.
+
+    Attributes:
+        updates: The updates that counted; None if too few clients were left, and the global state stayed as it was.
+        student: What was distilled into, as it was before; None if nothing was.
+        outliers: Clients whose change was so many times as long as the median of the round's.
+        diverged: Whether the distillation became NaN or infinite, and kept its starting point.
+        discarded: Whether the new state was NaN or infinite, and the global state stayed as it was.
+        metrics: What was measured.
+    """
+
+    updates: Updates | None = None
+    student: State | None = None
     outliers: dict[int, float] = field(default_factory=dict)
+    diverged: bool = False
+    discarded: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What a round did, for logs and warnings.
+
+    Attributes:
+        server: What the server made of the updates.
+        broken: Clients that were left out, as their training became NaN or infinite.
+        failed: Clients of whom a sample could not be read, and why; in a private run they train without it.
+        metrics: Training losses, numbers of parameters, megabytes sent, and what the server measured.
+    """
+
+    server: ServerResult
+    broken: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -54,199 +105,261 @@ class RoundReport:
 class Server:
     """The server's states and its side of a round. It sees what clients send, never what they keep.
 
-    Of a ``site`` it has the network, the settings and the loss scales, which the student has too. ``initial`` gives the
-    k-th random initial state; that of 0 unless there are several global models. The ``global_state`` is the state w, or
-    a stack of several; ``server_state`` is what algorithm and server rule remember.
+    Attributes:
+        global_state: The state w, or a stack of several.
+        server_state: What algorithm and server rule remember.
+        lora_ranks: LoRA's ranks of all clients; empty where they have the adapter's.
+
+    Args:
+        trainer: Whose network, settings and loss scales the server shares, for the student.
+        initial: Gives the k-th random initial state; that of 0 unless there are several global models.
+        ranks: The processes among which clients are divided.
     """
 
-    def __init__(self, site: Site, initial: Callable[[int], State], ranks: Ranks | None = None) -> None:
-        self.engine, self.tensor_names, self.settings, self.scales = (
-            site.engine,
-            site.tensor_names,
-            site.settings,
-            site.scales,
-        )
-        self.ranks, self.global_state = ranks or Ranks(), self.settings.algorithm.initial(initial)
-        self.ranks.broadcast_(self.global_state.values())  # a network of the caller's own may be random in each process
+    def __init__(self, trainer: LocalTrainer, initial: Callable[[int], State], ranks: Ranks | None = None) -> None:
+        self.engine = trainer.engine
+        self.tensor_names = trainer.tensor_names
+        self.settings = trainer.settings
+        self.scales = trainer.scales
+        self.ranks = ranks or Ranks()
+        self.global_state = self.settings.algorithm.initial(initial)
+        # A network of the caller's own may be random in each process: all begin with that of rank 0.
+        self.ranks.broadcast_(self.global_state.values())
         self.server_state: dict[str, State] = {}
-        self.lora_ranks = self.settings.lora_ranks  # of all clients, or none
+        self.lora_ranks = self.settings.lora_ranks
 
     @property
     def device(self) -> torch.device:
         """Where the states are."""
         return next(iter(self.global_state.values())).device
 
-    def sending(
+    def broadcast(
         self, plan: RoundPlan, num_clients: int, losses: Tensor | None = None, algorithm: Algorithm | None = None
     ) -> State:
-        """What each of a plan's C clients receives, (C, ...), in the run's algorithm or in another one.
+        """Make the states (C, ...) that a plan's C clients receive.
 
-        ``losses`` (C, K) are those of K global models on the clients' images, where clients compare them.
+        Args:
+            plan: The round's clients.
+            num_clients: Number of all clients of the federation.
+            losses: Losses (C, K) of K global models on the clients' images, where clients compare them.
+            algorithm: Another algorithm than the run's, such as that of the fine-tuning after the last round.
         """
-        settings, algorithm = self.settings, algorithm or self.settings.algorithm
-        known = plan.round, plan.clients, num_clients, settings.seed, losses, self.server_state
-        return algorithm.broadcast(Broadcast(self.global_state, self.tensor_names, *known, self.ranks_of(plan.clients)))
+        algorithm = algorithm or self.settings.algorithm
+        return algorithm.broadcast(
+            Broadcast(
+                global_state=self.global_state,
+                tensor_names=self.tensor_names,
+                round=plan.round,
+                clients=plan.clients,
+                num_clients=num_clients,
+                seed=self.settings.seed,
+                losses=losses,
+                state=self.server_state,
+                lora_ranks=self.ranks_of(plan.clients),
+            )
+        )
 
     def ranks_of(self, clients: Sequence[int]) -> tuple[int, ...]:
-        """The clients' ranks of LoRA; empty where they have the adapter's."""
-        return tuple(self.lora_ranks[client] for client in clients) if self.lora_ranks else ()
+        """LoRA's ranks of some clients; empty where they have the adapter's."""
+        if not self.lora_ranks:
+            return ()
+        return tuple(self.lora_ranks[client] for client in clients)
 
     def members(self) -> State:
         """The global models (K, ...) whose outputs are averaged; usually one."""
         return self.settings.algorithm.members(self.global_state, self.server_state)
 
-    def privatized(
-        self, level: ClientLevel, updates: Updates, received: Updates, plan: RoundPlan, summed: bool = False
-    ) -> Updates:
-        """What the server gets to see with privacy of whole clients: their noisy mean in every row.
+    def aggregate(self, context: RoundContext, updates: Updates, valid: Sequence[int]) -> ServerResult:
+        """Make the next global state of what a round's clients sent. A collective: all ranks call it alike.
 
-        Where sites ``summed`` their noisy changes, every row of the updates is the mean of these.
-        """
-        places, clients, weights = updates.places, updates.clients, client_weights("uniform", plan.clients)
-        if level.sums is None:
-            noisy = level.privatized(updates, received.own, plan.round, plan.clients)
-            # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
-            mean = Updates(noisy, places, clients, self.ranks).mean(weights)
-        else:
-            if summed:
-                change = {key: value[0] for key, value in updates.own.items() if value.is_floating_point()}
-            else:
-                change = level.summed(updates, received.own, plan.round, plan.clients)
-            base = {key: received.own[key] for key in updates.own if key != VOTE}
-            mean = level.moved(Updates(base, places, clients, self.ranks).mean(weights), change, clients)
-        return Updates(expand(mean, len(updates.places)), updates.places, updates.clients, self.ranks)
-
-    def close(
-        self,
-        plan: RoundPlan,
-        updates: Updates,
-        received: Updates,
-        good: Sequence[int],
-        level: ClientLevel | None,
-        sizes: Sequence[int],
-        data: ServerData,
-        report: RoundReport,
-        progress: Progress = iter,
-        summed: Tensor | None = None,
-    ) -> tuple[Updates, State | None] | None:
-        """Make the next global state of what a plan's clients at the places ``good`` sent; all ranks do alike.
-
-        With privacy of whole clients, of which ``level`` is the account, all count. Without, those that are far are
-        named, and left out where that was asked for. The ``sizes`` of all clients' training sets are for weights.
-        ``data`` are public images and the server's validation set. What is measured, and what went wrong, is written
-        into the ``report``. Where sites made a secure sum, every row of the ``updates`` is their mean, or that of their
-        noisy changes with a ``level``, and ``summed`` the sum of their logits, empty in a round that is not distilled.
+        Args:
+            context: What the server knows of the round.
+            updates: What the plan's clients sent.
+            valid: Places in the plan of the clients whose update is finite. With privacy of whole clients all count.
 
         Returns:
-            What counted, and what was distilled into as it was before, or None; nothing if none are good.
+            What counted and was measured. The states of the server are replaced, unless too few clients were left.
         """
-        settings, round, secure = self.settings, plan.round, self.settings.secure_sums
-        shares = [1.0 if settings.weighting == "uniform" else float(sizes[client]) for client in plan.clients]
-        if level is not None:  # all count, since who broke depends on their images
-            good = range(len(plan.clients))
-        elif secure is None:
-            good = self._inliers(plan, updates, received, good, report)
-        elif summed is None:
-            good = secure.summable(updates, shares, good)
-        least = 1 if secure is None or summed is not None else secure.least(len(plan.clients))
-        if len(good) < least:
-            return None
-        if level is not None:
-            updates = self.privatized(level, updates, received, plan, summed is not None)
-        updates, clients = updates.part(good), tuple(plan.clients[place] for place in good)
-        own = settings.algorithm.own_teachers
-        hidden = None if secure is None or own else (secure, updates)
-        if secure is not None and level is None and summed is None:  # nothing after this gets to see a row
-            updates = secure.rows(updates, [shares[place] for place in good])
-        known = (
-            self.tensor_names.parameters,
-            data,
-            round,
-            settings.seed,
-            settings.training.multilabel,
-            self.ranks,
-            self.scales,
-        )
-        total = None if own else summed
-        distiller = Distiller(self.engine, settings.distillation, *known, progress, hidden, total)
-        step = ServerStep(
-            round,
-            clients,
-            len(sizes),
-            self.tensor_names,
-            settings.seed,
-            self.global_state,
-            updates,
-            client_weights("uniform" if secure else settings.weighting, [sizes[client] for client in clients]),
-            dict(self.server_state),
-            settings.rule,
-            distiller,
-            partial(self._predict, data, round) if settings.rule.needs else None,
-        )
-        state = clone(settings.algorithm.server_step(step))
-        state = state if level is None else floor_variances(state)
-        report.metrics |= distiller.metrics | step.metrics
-        if "lora_residual" in settings.diagnostics:
-            whole = updates.whole(step.previous) if settings.algorithm.global_model else updates
-            report.metrics["updates/lora_residual"] = lora_residual(self.tensor_names.factors, whole, step.weights)
-        report.diverged, report.broken_server = distiller.diverged, not is_finite(state)
-        if not report.broken_server:
-            self.global_state, self.server_state = self.global_state | state, step.state
-        if (
-            self.tensor_names.merged
-        ):  # whoever looks at the clients' models takes the weights that these were trained with
-            updates = updates.whole(partition(step.previous, self.tensor_names.merged)[0])
-        return updates, distiller.student
+        secure = self.settings.secure_sums
+        algorithm = self.settings.algorithm
+        clients = context.plan.clients
+        accepted, outliers, metrics = self._accepted(context, updates, valid)
+        if len(accepted) < self._quorum(context):
+            return ServerResult(outliers=outliers, metrics=metrics)
 
-    def _inliers(
-        self, plan: RoundPlan, updates: Updates, received: Updates, good: Sequence[int], report: RoundReport
-    ) -> Sequence[int]:
-        """Those of the clients at the places ``good`` that count, after the far ones are named in the report."""
-        if good:
-            given = self.tensor_names.parameters, updates.part(good), received.part(good).own, plan, good
-            report.outliers, found = find_outliers(*given, "update_norms" in self.settings.diagnostics)
-            report.metrics |= found
-        return [
-            place for place in good if not self.settings.drop_outliers or plan.clients[place] not in report.outliers
-        ]
+        shares = self._shares(context)
+        if context.level is not None:
+            updates = self.privatized(context.level, updates, context)
+        updates = updates.part(accepted)
+        # The distiller runs clients' models one by one only where it adds up their logits in a secure sum.
+        teachers = updates
+        if secure is not None and context.level is None and not context.summed_by_sites:
+            updates = secure.rows(updates, [shares[place] for place in accepted])
+
+        # Below this line `updates` is what the server may see: with secure sums or privacy of whole clients no row is
+        # a single client's.
+        distiller = self._distiller(context, teachers)
+        step = self._server_step(context, updates, tuple(clients[place] for place in accepted), distiller)
+        state = clone(algorithm.server_step(step))
+        if context.level is not None:
+            state = floor_variances(state)
+        metrics = metrics | distiller.metrics | step.metrics
+        if "lora_residual" in self.settings.diagnostics:
+            models = updates.completed(step.previous) if algorithm.global_model else updates
+            metrics["updates/lora_residual"] = lora_residual(self.tensor_names.factors, models, step.weights)
+        finite = is_finite(state)
+        if finite:
+            self.global_state = self.global_state | state
+            self.server_state = step.state
+        if self.tensor_names.merged:
+            # Whoever looks at the clients' models takes the merged weights that these were trained with.
+            updates = updates.completed(partition(step.previous, self.tensor_names.merged)[0])
+        return ServerResult(updates, distiller.student, outliers, distiller.diverged, not finite, metrics)
+
+    def privatized(self, level: ClientLevel, updates: Updates, context: RoundContext) -> Updates:
+        """Replace every client's update by their noisy mean, which is all that the server gets to see."""
+        plan = context.plan
+        received = context.received.own
+        weights = client_weights("uniform", plan.clients)
+        if level.sums is None:
+            noisy = level.privatized(updates, received, plan.round, plan.clients)
+            # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
+            return updates.repeat(updates.replace(noisy).mean(weights))
+        if context.summed_by_sites:  # every row is the mean of the sites' noisy changes
+            change = {name: value[0] for name, value in updates.own.items() if value.is_floating_point()}
+        else:
+            change = level.summed(updates, received, plan.round, plan.clients)
+        base = {name: received[name] for name in updates.names if name != VOTE}
+        return updates.repeat(level.moved(updates.replace(base).mean(weights), change, updates.clients))
+
+    def _accepted(
+        self, context: RoundContext, updates: Updates, valid: Sequence[int]
+    ) -> tuple[Sequence[int], dict[int, float], dict[str, float]]:
+        """Choose whose updates count: their places in the plan, with the outliers, and metrics of the updates."""
+        secure = self.settings.secure_sums
+        plan = context.plan
+        if context.level is not None:
+            # All count, since who broke depends on their images.
+            return range(len(plan.clients)), {}, {}
+        if secure is not None:
+            if not context.summed_by_sites:
+                valid = secure.summable(updates, self._shares(context), valid)
+            return valid, {}, {}
+        if not valid:
+            return valid, {}, {}
+        outliers, metrics = find_outliers(
+            self.tensor_names.parameters,
+            updates.part(valid),
+            context.received.part(valid).own,
+            plan,
+            valid,
+            with_metrics="update_norms" in self.settings.diagnostics,
+        )
+        if self.settings.drop_outliers:
+            valid = [place for place in valid if plan.clients[place] not in outliers]
+        return valid, outliers, metrics
+
+    def _quorum(self, context: RoundContext) -> int:
+        """How many clients must be left, or the round is void."""
+        secure = self.settings.secure_sums
+        if secure is None or context.summed_by_sites:  # sites that summed have seen to it themselves
+            return 1
+        return secure.least(len(context.plan.clients))
+
+    def _shares(self, context: RoundContext) -> list[float]:
+        """What each of the plan's clients weighs, not yet divided by their sum."""
+        if self.settings.weighting == "uniform":
+            return [1.0] * len(context.plan.clients)
+        return [float(context.train_sizes[client]) for client in context.plan.clients]
+
+    def _distiller(self, context: RoundContext, teachers: Updates) -> Distiller:
+        secure: tuple[SecureSums, Updates] | None = None
+        logit_sum = None
+        # An algorithm that makes teachers itself makes them of what the server may see.
+        if not self.settings.algorithm.own_teachers:
+            logit_sum = context.logit_sum
+            if self.settings.secure_sums is not None:
+                secure = (self.settings.secure_sums, teachers)
+        return Distiller(
+            engine=self.engine,
+            options=self.settings.distillation,
+            parameters=self.tensor_names.parameters,
+            data=context.data,
+            round=context.plan.round,
+            seed=self.settings.seed,
+            multilabel=self.settings.training.multilabel,
+            ranks=self.ranks,
+            scales=self.scales,
+            progress=context.progress,
+            secure=secure,
+            summed=logit_sum,
+        )
+
+    def _server_step(
+        self, context: RoundContext, updates: Updates, clients: tuple[int, ...], distiller: Distiller
+    ) -> ServerStep:
+        settings = self.settings
+        weighting = "uniform" if settings.secure_sums else settings.weighting  # their sum is weighted already
+        return ServerStep(
+            round=context.plan.round,
+            clients=clients,
+            num_clients=len(context.train_sizes),
+            tensor_names=self.tensor_names,
+            seed=settings.seed,
+            previous=self.global_state,
+            updates=updates,
+            weights=client_weights(weighting, [context.train_sizes[client] for client in clients]),
+            state=dict(self.server_state),
+            rule=settings.rule,
+            distill=distiller,
+            predict=partial(self._predict, context) if settings.rule.needs else None,
+        )
 
     def _predict(
-        self,
-        data: ServerData,
-        round: int,
-        previous: State,
-        models: Mapping[str, Tensor],
-        images: int,
-        labelled: bool,
+        self, context: RoundContext, previous: State, models: Updates | State, images: int, labelled: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Probabilities (C, N, K) of models (C, ...), whose missing names are ``previous``'s, and the labels (N, K)."""
-        own = dict(models.own if isinstance(models, Updates) else models)
-        clients = len(next(iter(own.values())))
-        # A rank may have no client: the shape is then that of the model before.
-        states = expand(previous, max(1, clients)) | (own if clients else {})
-        found, targets, multilabel = [], list[Tensor](), self.settings.training.multilabel
-        for x, y in self._images(data, round, images, labelled):
-            logits = double(self.engine.shared_logits(states, x)[:clients])
-            found.append(logits.sigmoid() if multilabel else logits.softmax(-1))
-            if y is not None:
-                targets.append(y if multilabel else F.one_hot(y, logits.shape[-1]))
-        probabilities = torch.cat(found, 1)
-        if isinstance(models, Updates):
-            probabilities = Updates({"p": probabilities}, models.places, models.clients, self.ranks)["p"]
-        return probabilities, torch.cat(targets) if targets else None
+        """Predict on the server's images. A collective where the models are updates.
 
-    def _images(
-        self, data: ServerData, round: int, most: int, labelled: bool
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Batches of at most so many of the server's images, with labels or None."""
+        Args:
+            context: The round, and the images.
+            previous: State whose tensors complete the models.
+            models: Models (C, ...).
+            images: N, at most.
+            labelled: Whether the images are those of the validation set, which have labels.
+
+        Returns:
+            Probabilities (C, N, K), and labels as 0 and 1 (N, K) or None.
+        """
+        multilabel = self.settings.training.multilabel
+        own = models.own if isinstance(models, Updates) else models
+        clients = len(next(iter(own.values())))
+        # A rank may have no client. It runs the model before the round for the shape of the logits, and drops them.
+        states = expand(previous, max(1, clients))
+        if clients:
+            states = states | own
+        batches = []
+        labels = []
+        for x, y in self._images(context, images, labelled):
+            logits = double(self.engine.shared_logits(states, x)[:clients])
+            batches.append(logits.sigmoid() if multilabel else logits.softmax(-1))
+            if y is not None:
+                labels.append(y if multilabel else F.one_hot(y, logits.shape[-1]))
+        probabilities = torch.cat(batches, 1)
+        if isinstance(models, Updates):
+            probabilities = models.replace({"probabilities": probabilities}).gathered("probabilities")
+        return probabilities, torch.cat(labels) if labels else None
+
+    def _images(self, context: RoundContext, limit: int, labelled: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield batches of at most ``limit`` of the server's images in all, with labels or None."""
+        data = context.data
         if not labelled:
-            for some in data.public_indices(round, 1, most)[0].split(256):
-                yield data.public_images(some, self.device), None
+            for indices in data.public_indices(context.plan.round, 1, limit)[0].split(PREDICTION_BATCH):
+                yield data.public_images(indices, self.device), None
             return
         for x, y in data.validation_batches(self.device):
-            yield x[:most], y[:most]
-            most -= len(x)
-            if most <= 0:
+            yield x[:limit], y[:limit]
+            limit -= len(x)
+            if limit <= 0:
                 return
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,27 +373,29 @@ class Server:
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
 
 
-def held(state: State, tensor_names: TensorNames, ranks: Sequence[int]) -> dict[str, float]:
-    """How many numbers a client has of each tensor of a state: the mean over clients whose LoRA has ``ranks``, if any.
+def mean_numel(state: State, tensor_names: TensorNames, ranks: Sequence[int]) -> dict[str, float]:
+    """Count the numbers that a client has of each tensor of a state (no client axis).
 
-    A tensor that is named after a factor, behind a prefix that ends in "/", has as many as that.
+    Args:
+        state: The tensors. One that is named after a factor, behind a prefix that ends in "/", has as many as that.
+        tensor_names: Their names.
+        ranks: LoRA's ranks of the clients, over which it is the mean; empty where they have the adapter's.
     """
-    axes, found = rank_axes(tensor_names.factors) if ranks else {}, {}
-    for key, value in state.items():
-        found[key] = float(value.numel())
-        if (axis := axes.get(key.rpartition("/")[2])) is not None:
+    axes = rank_axes(tensor_names.factors) if ranks else {}
+    sizes = {}
+    for name, value in state.items():
+        sizes[name] = float(value.numel())
+        axis = axes.get(name.rpartition("/")[2])
+        if axis is not None:
             rank = value.shape[axis]
-            found[key] *= sum(min(own, rank) for own in ranks) / (rank * len(ranks))
-    return found
+            sizes[name] *= sum(min(own_rank, rank) for own_rank in ranks) / (rank * len(ranks))
+    return sizes
 
 
-def megabytes_held(state: State, tensor_names: TensorNames, ranks: Sequence[int], clients: int) -> float:
-    """Megabytes (10**6 bytes) of a state (no client axis) at so many clients, who have of it what :func:`held` says."""
-    return (
-        clients
-        * fsum(number * state[key].element_size() for key, number in held(state, tensor_names, ranks).items())
-        / 1e6
-    )
+def megabytes_of_clients(state: State, tensor_names: TensorNames, ranks: Sequence[int], clients: int) -> float:
+    """Compute the megabytes (10**6 bytes) of a state (no client axis) at so many clients, as of :func:`mean_numel`."""
+    sizes = mean_numel(state, tensor_names, ranks)
+    return clients * fsum(size * state[name].element_size() for name, size in sizes.items()) / 1e6
 
 
 def parameter_counts(
@@ -292,70 +407,100 @@ def parameter_counts(
     sent: State,
     ranks: Sequence[int] = (),
 ) -> dict[str, float]:
-    """Parameters that a client trains in a round, of all that it opened, (C, ...) by role, and of what it sends.
+    """Count the parameters that a client trains in a round and sends, as metrics.
 
-    What it sends beside a model's tensors, such as a control variate, counts as parameters. With ``ranks`` of LoRA, of
-    the round's clients, these are means over them. Sums are exact: in the order of a set, whatever hashes its names,
-    they would differ between processes.
+    Args:
+        algorithm: Says what is trained.
+        phases: The phases of the round.
+        tensor_names: Names of the model's tensors.
+        round: The round, counted from 0.
+        opened: Stacks (C, ...) by role that the round began with.
+        sent: What a client sends (no client axis). What is not a model's tensor, such as a control variate, counts too.
+        ranks: LoRA's ranks of the round's clients, over which it is the mean; empty where they have the adapter's.
     """
     statistics = set(tensor_names.keys) - set(tensor_names.parameters)
-    floating = {key: value for key, value in sent.items() if value.is_floating_point()}
-    own = {
-        role: held({key: value[0] for key, value in state.items()}, tensor_names, ranks)
-        for role, state in opened.items()
-    }
-    trained = {
-        (role, name)
-        for role, state in opened.items()
-        for phase in phases
-        for name in algorithm.trainable_keys(role, phase.name, tensor_names, round)
-        if name in state
-    }
+    sent_sizes = mean_numel(
+        {name: value for name, value in sent.items() if value.is_floating_point()}, tensor_names, ranks
+    )
+    sizes: dict[tuple[str, str], float] = {}
+    for role, stacked in opened.items():
+        one_client = {name: value[0] for name, value in stacked.items()}
+        for name, size in mean_numel(one_client, tensor_names, ranks).items():
+            sizes[role, name] = size
+    trained: set[tuple[str, str]] = set()
+    for role in opened:
+        for phase in phases:
+            names = algorithm.trainable_keys(role, phase.name, tensor_names, round)
+            trained.update((role, name) for name in names if (role, name) in sizes)
+    # fsum is exact in any order: that of a set differs between processes, since it follows from hashes of names.
     return {
-        "params/trained": fsum(own[role][name] for role, name in trained),
-        "params/sent": fsum(size for key, size in held(floating, tensor_names, ranks).items() if key not in statistics),
+        "params/trained": fsum(sizes[key] for key in trained),
+        "params/sent": fsum(size for name, size in sent_sizes.items() if name not in statistics),
     }
 
 
 def find_outliers(
-    names: Iterable[str], updates: Updates, received: State, plan: RoundPlan, places: Sequence[int], shown: bool
+    names: Iterable[str],
+    updates: Updates,
+    received: State,
+    plan: RoundPlan,
+    places: Sequence[int],
+    with_metrics: bool,
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """The clients whose updates are far from the others', and the round's metrics of the updates where ``shown``.
+    """Find clients whose change is much longer than the median. A collective: all ranks call it alike.
 
-    A client is far, by so many times, whose change is much longer than the median. One that took more steps than the
-    median of the ``plan``, in which the updates' C clients stand at ``places``, may have moved so many times as far.
-    This process's clients among them had ``received`` (c, ...). With metrics a state moves between processes.
+    A client that took more steps than the median of the plan may have moved so many times as far.
+
+    Args:
+        names: Trained parameters. Running statistics are left out: an honest client's with two images may be far from
+            all others.
+        updates: What the C clients sent.
+        received: What this rank's clients among them had received (c, ...).
+        plan: The round's clients and their steps.
+        places: Where the C clients stand in the plan.
+        with_metrics: Whether to measure the round's updates, too, which moves a state between ranks.
+
+    Returns:
+        By how many times the median the changes of outliers are as long, by client, and the metrics.
     """
     device = next((value.device for value in received.values()), torch.device("cpu"))
-    table = torch.zeros(2, updates.clients, dtype=double_dtype(device), device=device)
-    length, rows = table.new_zeros(()), to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
-    for key in names:  # not running statistics: an honest client's with two images may be far from all others
-        if key not in updates or key not in received or received[key].shape != updates.own[key].shape:
+    dtype = double_dtype(device)
+    squares = torch.zeros(updates.clients, dtype=dtype, device=device)
+    products = torch.zeros(updates.clients, dtype=dtype, device=device)  # with the mean change
+    mean_square = torch.zeros((), dtype=dtype, device=device)
+    rows = to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
+    for name in names:
+        if name not in updates or name not in received or received[name].shape != updates.own[name].shape:
             continue
-        change = (double(updates.own[key]) - double(received[key])).flatten(1)
-        table[0, rows] += change.square().sum(1)
-        if shown:
-            mean = change.sum(0) / updates.clients
-            updates.ranks.sum_([mean])
-            table[1, rows] += (change * mean).sum(1)
-            length += mean.square().sum()
-    updates.ranks.sum_([table])
-    table, length = table.cpu().double(), length.cpu().double()
-    norms = table[0].sqrt()
-    clients, taken = [plan.clients[place] for place in places], [sum(own) for own in zip(*plan.steps, strict=True)]
-    middle, usual = float(norms.nanmedian()), max(1, median_low(taken))
+        change = (double(updates.own[name]) - double(received[name])).flatten(1)
+        squares[rows] += change.square().sum(1)
+        if with_metrics:
+            mean_change = change.sum(0) / updates.clients
+            updates.ranks.sum_([mean_change])
+            products[rows] += (change * mean_change).sum(1)
+            mean_square += mean_change.square().sum()
+    table = torch.stack([squares, products])
+    updates.ranks.sum_([table])  # one collective for both
+    squares, products = table.cpu().double()
+    mean_square = mean_square.cpu().double()
+    norms = squares.sqrt()
+    median = float(norms.nanmedian())
+    steps = [sum(client_steps) for client_steps in zip(*plan.steps, strict=True)]
+    usual = max(1, median_low(steps))
+    clients = [plan.clients[place] for place in places]
     outliers = {}
     for client, place, norm in zip(clients, places, norms.tolist(), strict=True):
-        if middle > 0 and norm > OUTLIER_FACTOR * middle * max(1, taken[place] / usual):
-            outliers[client] = norm / middle
-    if not shown:
+        if median > 0 and norm > OUTLIER_FACTOR * median * max(1, steps[place] / usual):
+            outliers[client] = norm / median
+    if not with_metrics:
         return outliers, {}
-    cosines = table[1] / (norms * length.sqrt())  # with the mean change
-    longest, against = int(norms.nan_to_num(-1).argmax()), int(cosines.nan_to_num(2).argmin())
+    cosines = products / (norms * mean_square.sqrt())
+    longest = int(norms.nan_to_num(-1).argmax())
+    most_opposed = int(cosines.nan_to_num(2).argmin())
     return outliers, {
-        "updates/norm_median": middle,
+        "updates/norm_median": median,
         "updates/norm_max": float(norms[longest]),
         "updates/norm_max_client": float(clients[longest]),
-        "updates/cosine_min": float(cosines[against]),
-        "updates/cosine_min_client": float(clients[against]),
+        "updates/cosine_min": float(cosines[most_opposed]),
+        "updates/cosine_min_client": float(clients[most_opposed]),
     }

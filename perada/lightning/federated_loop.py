@@ -315,7 +315,7 @@ class FederatedLoop(pl.Callback):
             parts.federation.protection.images.check_data(parts.data.train_sizes, parts.data.batch_size)
         factor = module.rate_factor(round, trainer.max_epochs or 0)
         with parts.precision():
-            parts.federation.open(shares, factor, parts.compared)
+            parts.federation.begin_round(shares, factor, parts.compared)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
@@ -333,7 +333,9 @@ class FederatedLoop(pl.Callback):
         """Close the round, and take note of it."""
         parts, plan = self.parts, self.parts.data.plan(trainer.current_epoch)
         with parts.precision():
-            report = parts.federation.close(parts.data, lambda steps: parts.progress(steps, f"Distil {plan.round + 1}"))
+            report = parts.federation.end_round(
+                parts.data, lambda steps: parts.progress(steps, f"Distil {plan.round + 1}")
+            )
         warn_report(plan.round, report, parts.settings)
         for name, value in {"round": float(plan.round), **report.metrics}.items():
             parts.module.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in ON_THE_BAR)

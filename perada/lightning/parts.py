@@ -151,13 +151,13 @@ def warn_report(round: int, report: RoundReport, settings: Settings) -> None:
     then = "If that is no accident, drop_outliers leaves it out, and robust server rules withstand it."
     if settings.drop_outliers:
         then = "It was left out, since drop_outliers is set."
-    for client, times in report.outliers.items():
+    for client, times in report.server.outliers.items():
         what = f"client {client} sent a change {times:,.0f} times as long as the median of the round's"
         rank_zero_warn(f"round {round + 1}: {what}. {then}")
-    if report.diverged:
+    if report.server.diverged:
         then = "the round continues with the clients' average. Lower its learning rate (lr_server)."
         rank_zero_warn(f"round {round + 1}: the distillation became NaN or infinite; {then}")
-    if report.broken_server:
+    if report.server.discarded:
         rank_zero_warn(
             f"round {round + 1}: what the server made of the clients' states became NaN or infinite; the global state "
             f"stays as it was. Check {settings.rule.kind} and the options of {settings.algorithm.kind}."

@@ -206,7 +206,7 @@ class ClientLevel(Budget):
         found, norm = clipped(change_of(update, received), self.norm, self.sums)
         if VOTE in deviations:
             vote = 0.0 if math.isnan(norm) else 0.5 if norm <= self.norm else -0.5
-            found[VOTE] = self.sums.whole(torch.tensor(vote), clients)
+            found[VOTE] = self.sums.to_integers(torch.tensor(vote), clients)
         source = self._source(round, client)
         for key in sorted(found):
             deviation = math.ldexp(deviations.get(key, deviations[""]), self.sums.fraction_bits)

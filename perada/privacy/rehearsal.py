@@ -16,7 +16,7 @@ from perada.algorithms.dry_run import DryRunStep, rounds_of
 from perada.core.checks import OptionError
 from perada.core.rounds import Phase
 from perada.core.states import State, clone, expand
-from perada.server import Aggregation, Mean, ServerRule, client_weights
+from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 
 REHEARSED = 3
 """Rounds in which what a client keeps may find its way into what it sends; after them the last one is rehearsed."""
@@ -130,7 +130,9 @@ def only_the_mean_counts(rule: ServerRule) -> bool:
             updates = {"weight": rows.mean(0).expand_as(rows) if alike else rows}
             weights = client_weights("uniform", [1] * TRIED)
             try:
-                previous |= tried(Aggregation(updates, weights, clone(previous), frozenset(previous), round, state))
+                previous |= tried(
+                    Aggregation(Updates(updates), weights, clone(previous), frozenset(previous), round, state)
+                )
             except Exception as error:  # a rule of the caller's own
                 raise OptionError(
                     f"client_privacy: the server rule {rule.kind} says that it is a function of the mean, and fails "

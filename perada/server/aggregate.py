@@ -2,7 +2,7 @@
 """What a server's rule is given, how it averages, and the base of rules."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -34,12 +34,17 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
     return counts / counts.sum()
 
 
-class Updates(Mapping[str, Tensor]):
-    """What C ``clients`` sent, by name, each on the rank that trained it.
+class Updates:
+    """What the C clients of a round sent, by name, each on the rank that trained it.
 
-    ``own`` is the stack (c, ...) of this rank's clients, which stand at ``places`` among all; with c = 0 the tensors
-    still have their shapes. Reading a name brings its tensor (C, ...) to all ranks, so all must read it. :meth:`mean`
-    moves only one state.
+    This is not a dictionary, because reading the tensors of all clients is a collective: all ranks must call
+    :meth:`gathered` alike. :meth:`mean` is one, too, but moves only one state.
+
+    Args:
+        own: The stack (c, ...) of this rank's clients. With c = 0 the tensors still have their shapes.
+        places: Where this rank's clients stand among all; by default they are all.
+        clients: C, by default c.
+        ranks: The processes among which the clients are divided; by default one.
     """
 
     def __init__(
@@ -50,81 +55,114 @@ class Updates(Mapping[str, Tensor]):
         ranks: Ranks | None = None,
     ) -> None:
         rows = len(next(iter(own.values()))) if own else 0
-        self.own, self.places = dict(own), list(range(rows) if places is None else places)
-        self.clients, self.ranks = rows if clients is None else clients, ranks or Ranks()
+        self.own: State = dict(own)
+        self.places = list(range(rows)) if places is None else list(places)
+        self.clients = rows if clients is None else clients
+        self.ranks = ranks or Ranks()
         self._gathered: State = {}
 
-    def __getitem__(self, key: str) -> Tensor:
-        value = self.own[key]
-        if self.ranks.size == 1:
-            return value
-        if key not in self._gathered:
-            whole = value.new_zeros(self.clients, *value.shape[1:])
-            whole[self.places] = value.detach()
-            self.ranks.sum_([whole])
-            self._gathered[key] = whole
-        return self._gathered[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.own  # a Mapping's own way reads the tensor, and so moves it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.own)
-
-    def __len__(self) -> int:
-        return len(self.own)
-
     @classmethod
-    def known(cls, stack: Mapping[str, Tensor], ranks: Ranks) -> "Updates":
-        """A stack that every rank holds, and of which each takes its share."""
+    def replicated(cls, stack: Mapping[str, Tensor], ranks: Ranks) -> "Updates":
+        """Make updates of a stack that every rank holds, and of which each takes its share."""
         clients = len(next(iter(stack.values())))
         places = list(range(ranks.rank, clients, ranks.size))
-        updates = cls({key: value[ranks.rank :: ranks.size] for key, value in stack.items()}, places, clients, ranks)
+        own = {name: value[ranks.rank :: ranks.size] for name, value in stack.items()}
+        updates = cls(own, places, clients, ranks)
         updates._gathered = dict(stack)
         return updates
 
-    def part(self, rows: Sequence[int], without: Collection[str] = ()) -> "Updates":
-        """The updates of the clients in ``rows``, without the names in ``without``."""
-        index_of = {place: index for index, place in enumerate(self.places)}
-        places = [place for place, row in enumerate(rows) if row in index_of]
-        kept = [index_of[rows[place]] for place in places]
-        own = gather({key: value for key, value in self.own.items() if key not in without}, kept)
-        return Updates(own, places, len(rows), self.ranks)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of what was sent, in the order in which it was."""
+        return tuple(self.own)
 
-    def whole(self, state: State) -> "Updates":
-        """The updates, with the names that clients did not send as they are in a ``state`` without a client axis."""
-        missing = {key: value for key, value in state.items() if key not in self.own}
-        own = expand(missing, len(self.places)) | self.own
+    def __contains__(self, name: object) -> bool:
+        return name in self.own
+
+    def gathered(self, name: str) -> Tensor:
+        """Gather the tensor (C, ...) of all clients on every rank.
+
+        This is a collective: all ranks must ask for the same names in the same order, or the job hangs.
+
+        Raises:
+            KeyError: If nothing was sent by this name.
+        """
+        value = self.own[name]
+        if self.ranks.size == 1:
+            return value
+        if name not in self._gathered:
+            # Ranks may hold different numbers of clients, so a sum of zero-padded stacks takes the place of all_gather.
+            padded = value.new_zeros(self.clients, *value.shape[1:])
+            padded[self.places] = value.detach()
+            self.ranks.sum_([padded])
+            self._gathered[name] = padded
+        return self._gathered[name]
+
+    def gathered_all(self) -> State:
+        """Gather the tensors (C, ...) of all names; a collective, as :meth:`gathered`."""
+        return {name: self.gathered(name) for name in self.own}
+
+    def replace(self, own: Mapping[str, Tensor]) -> "Updates":
+        """Put another stack (c, ...) in the place of what this rank's clients sent."""
         return Updates(own, self.places, self.clients, self.ranks)
 
+    def repeat(self, state: State) -> "Updates":
+        """Put one state, without a client axis, in the place of what each client sent."""
+        return self.replace(expand(state, len(self.places)))
+
+    def part(self, rows: Sequence[int], without: Collection[str] = ()) -> "Updates":
+        """Select the updates of the clients in ``rows``, and leave out the names in ``without``."""
+        index_of = {place: index for index, place in enumerate(self.places)}
+        places = [place for place, row in enumerate(rows) if row in index_of]
+        indices = [index_of[rows[place]] for place in places]
+        selected = {name: value for name, value in self.own.items() if name not in without}
+        return Updates(gather(selected, indices), places, len(rows), self.ranks)
+
+    def completed(self, state: State) -> "Updates":
+        """Add the names that clients did not send, as they are in a ``state`` without a client axis."""
+        missing = {name: value for name, value in state.items() if name not in self.own}
+        return self.replace(expand(missing, len(self.places)) | self.own)
+
     def mean(self, weights: Tensor) -> State:
-        """Weighted mean over all C clients, on every rank, as of :func:`mean`."""
-        weights = _beside(self.own, weights[self.places])
-        floating = {key: value for key, value in self.own.items() if value.is_floating_point()}
-        sums = {key: _weighted_sum(value, weights) for key, value in floating.items()}
-        largest = {
-            # Over no clients, the smallest number of the dtype.
-            key: value.amax(0) if len(value) else value.new_full(value.shape[1:], torch.iinfo(value.dtype).min)
-            for key, value in self.own.items()
-            if key not in floating
-        }
+        """Compute the weighted mean over all C clients, on every rank; a collective.
+
+        Of integer tensors it is the maximum, as of :func:`mean`.
+        """
+        own_weights = _beside(self.own, weights[self.places])
+        sums: State = {}
+        largest: State = {}
+        for name, value in self.own.items():
+            if value.is_floating_point():
+                sums[name] = _weighted_sum(value, own_weights)
+            elif len(value):
+                largest[name] = value.amax(0)
+            else:
+                # A rank without clients takes part in the collective: any other rank's numbers are at least as large.
+                largest[name] = value.new_full(value.shape[1:], torch.iinfo(value.dtype).min)
         self.ranks.sum_(sums.values())
         self.ranks.max_(largest.values())
         return {
-            key: _rounded(sums[key], value.dtype) if key in sums else largest[key] for key, value in self.own.items()
+            name: _rounded(sums[name], value.dtype) if name in sums else largest[name]
+            for name, value in self.own.items()
         }
 
 
-def mean(updates: Mapping[str, Tensor], weights: Tensor) -> State:
-    """Weighted mean over the leading client axis, summed in double precision.
+def mean(updates: Updates | Mapping[str, Tensor], weights: Tensor) -> State:
+    """Compute the weighted mean over the leading client axis, summed in double precision.
 
-    The updates are a stack (C, ...) or :class:`Updates`, the weights (C,) sum to one. The mean has no client axis; of
-    integer tensors (counters of BatchNorm) it is the maximum.
+    Args:
+        updates: :class:`Updates`, or a stack (C, ...) that all ranks hold.
+        weights: Weights (C,) that sum to one.
+
+    Returns:
+        The mean, without a client axis. Of integer tensors (counters of BatchNorm) it is the maximum.
 
     >>> mean({"w": torch.tensor([[1.0], [5.0]])}, torch.tensor([0.25, 0.75]))["w"].tolist()
     [4.0]
     """
-    return (updates if isinstance(updates, Updates) else Updates(updates)).mean(weights)
+    if not isinstance(updates, Updates):
+        updates = Updates(updates)
+    return updates.mean(weights)
 
 
 def _beside(stack: Mapping[str, Tensor], weights: Tensor) -> Tensor:
@@ -172,9 +210,9 @@ class Aggregation:
     """What a rule is given in a round.
 
     Attributes:
-        updates: Stack (C, ...) of what the clients sent. It may lack names of ``previous``. On several devices it is an
-            :class:`~perada.server.Updates`, whose mean moves one state between them, where reading a name moves the
-            tensors of all clients.
+        updates: What the clients sent; it may lack names of ``previous``. ``updates.gathered(name)`` is the tensor
+            (C, ...) of all clients, which moves between devices, where :func:`mean` moves one state. Given as a stack
+            (C, ...), it becomes an :class:`Updates`.
         weights: Weights (C,) in float64 that sum to one.
         previous: Global state before the round.
         parameters: Names of trained parameters. Other names are running statistics and counters.
@@ -189,15 +227,19 @@ class Aggregation:
         metrics: What the rule measures, for the metrics of the round; it adds entries.
     """
 
-    updates: Mapping[str, Tensor]
+    updates: Updates
     weights: Tensor
     previous: State
     parameters: frozenset[str]
     round: int
     state: dict[str, State] = field(default_factory=dict)
-    predict: Callable[[Mapping[str, Tensor], int, bool], tuple[Tensor, Tensor | None]] | None = None
+    predict: Callable[[Updates | State, int, bool], tuple[Tensor, Tensor | None]] | None = None
     factors: tuple[Factors, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.updates, Updates):
+            self.updates = Updates(self.updates)
 
 
 class ServerRule(Options, ABC):
@@ -230,7 +272,7 @@ class ServerRule(Options, ABC):
 
     @abstractmethod
     def __call__(self, given: Aggregation) -> State:
-        """A state with the names of ``given.updates``, without the client axis.
+        """Return a state with the names of ``given.updates``, without the client axis.
 
         Of integer tensors (counters of BatchNorm) it holds the maximum, not an average.
         """

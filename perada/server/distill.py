@@ -2,7 +2,7 @@
 """Ensemble distillation of the clients' models into the server's on unlabelled images (PerAda, Algorithm 1, 19–21)."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -259,7 +259,7 @@ class Distiller:
     diverged: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, student: State, teachers: Mapping[str, Tensor], average_from: float | None = None) -> State:
+    def __call__(self, student: State, teachers: Updates | State, average_from: float | None = None) -> State:
         """The refined state; the ``student``, from which it starts, is not changed.
 
         The teachers are a stack (C, ...), the same on all ranks, or the :class:`Updates` of the clients of all ranks.
@@ -269,10 +269,12 @@ class Distiller:
         """
         self.student, device = student, next(iter(student.values())).device
         scales, refined = self.scales.open("student", 1, device), student
-        sent = teachers if isinstance(teachers, Updates) else Updates.known(teachers, self.ranks)
+        sent = teachers if isinstance(teachers, Updates) else Updates.replicated(teachers, self.ranks)
         sent = sent if self.secure is None else self.secure[1]
         # Its own only teacher: Adam would turn rounding errors into steps of full length.
-        alone = sent.clients == 1 and all(torch.equal(sent[key][0], student[key]) for key in student if key in sent)
+        alone = sent.clients == 1 and all(
+            torch.equal(sent.gathered(key)[0], student[key]) for key in student if key in sent
+        )
         if self.options.active(self.round) and not alone:
             indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
             rows = indices.shape[1]
@@ -351,7 +353,7 @@ class Distiller:
         for logits in batches.logits(self.engine, states, lambda rows: self.data.public_images(rows, device)):
             values = double(logits if count else torch.zeros_like(logits))
             if self.secure is not None:
-                values = self.secure[0].whole(values, teachers.clients)
+                values = self.secure[0].to_integers(values, teachers.clients)
             yield values.sum(0), logits.dtype
 
     def _accuracy(self, state: State) -> float:

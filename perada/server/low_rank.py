@@ -8,7 +8,7 @@ norm and its singular values are those of the triangular factors of their QR. Al
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -76,18 +76,20 @@ def residual(pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
     return stacked([(b - up, a - down) for b, a in pairs], weights)
 
 
-def lora_residual(factors: Iterable[Factors], updates: Mapping[str, Tensor], weights: Tensor) -> float:
-    """‖mean(s·B·A) − s·mean(B)·mean(A)‖ / ‖mean(s·B·A)‖ of what clients sent, (C, ...), over all layers together.
+def lora_residual(factors: Iterable[Factors], updates: Updates, weights: Tensor) -> float:
+    """Compute ‖mean(s·B·A) − s·mean(B)·mean(A)‖ / ‖mean(s·B·A)‖ of what clients sent, over all layers together.
 
     Layers of which there are not both factors do not count. It is 0 where all products are 0.
     """
-    shares, off, whole = weights.tolist(), 0.0, 0.0
+    shares = weights.tolist()
+    squared_error = 0.0
+    squared_norm = 0.0
     for down, up, scale in factors:
         if down in updates and up in updates:
-            pairs = pairs_of(updates[up], updates[down])
-            off += (scale * norm(residual(pairs, shares))) ** 2
-            whole += (scale * norm(stacked(pairs, shares))) ** 2
-    return math.sqrt(off / whole) if whole else 0.0
+            pairs = pairs_of(updates.gathered(up), updates.gathered(down))
+            squared_error += (scale * norm(residual(pairs, shares))) ** 2
+            squared_norm += (scale * norm(stacked(pairs, shares))) ** 2
+    return math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
 
 
 def truncated(pair: Pair, rank: int, before: Tensor) -> Pair:
@@ -142,7 +144,7 @@ class _OnProducts(ComposedRule):
     needs_factors = True
 
     def __call__(self, given: Aggregation) -> State:
-        factors = [pair for pair in given.factors if {pair.down, pair.up} <= given.updates.keys()]
+        factors = [pair for pair in given.factors if pair.down in given.updates and pair.up in given.updates]
         if not factors:
             raise OptionError(
                 f"server_rule={type(self).__name__} averages products of LoRA's factors, and clients send no pair of "
@@ -150,26 +152,26 @@ class _OnProducts(ComposedRule):
                 name="server_rule",
                 value=type(self).__name__,
             )
-        names, clients = {name for pair in factors for name in (pair.down, pair.up)}, len(given.weights)
-        if isinstance(given.updates, Updates):
-            rest: Updates | State = given.updates.part(range(clients), without=names)
-        else:
-            rest = {key: value for key, value in given.updates.items() if key not in names}
-        result, weights = self._aggregate(replace(given, updates=rest)) if rest else {}, given.weights.tolist()
-        off = whole = 0.0
+        factor_names = {name for pair in factors for name in (pair.down, pair.up)}
+        rest = given.updates.part(range(len(given.weights)), without=factor_names)
+        result = self._aggregate(replace(given, updates=rest)) if rest.names else {}
+        weights = given.weights.tolist()
+        squared_error = 0.0
+        squared_norm = 0.0
         for down, up, scale in factors:
-            sent = {key: given.updates[key] for key in (up, down)}
+            sent = {name: given.updates.gathered(name) for name in (up, down)}
             pairs = pairs_of(sent[up], sent[down])
             ((_, before),) = pairs_of(given.previous[up][None], given.previous[down][None])
-            found = self._merged(pairs, weights, before)
-            for key, value in zip((up, down), found, strict=True):
-                # Laid out as it was: the last bits of a convolution depend on that.
-                row = torch.empty_like(given.previous[key], dtype=sent[key].dtype, device=sent[key].device)
-                result[key] = row.copy_(value.reshape(row.shape))
+            merged = self._merged(pairs, weights, before)
+            for name, value in zip((up, down), merged, strict=True):
+                # The memory layout stays that of the previous state: the last bits of a convolution depend on it.
+                row = torch.empty_like(given.previous[name], dtype=sent[name].dtype, device=sent[name].device)
+                result[name] = row.copy_(value.reshape(row.shape))
             product = stacked(pairs, weights)
-            off, whole = off + (scale * norm(minus(product, found))) ** 2, whole + (scale * norm(product)) ** 2
-        given.metrics["updates/lora_error"] = math.sqrt(off / whole) if whole else 0.0
-        return {key: result[key] for key in given.updates}
+            squared_error += (scale * norm(minus(product, merged))) ** 2
+            squared_norm += (scale * norm(product)) ** 2
+        given.metrics["updates/lora_error"] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
+        return {name: result[name] for name in given.updates.names}
 
     @abstractmethod
     def _merged(self, pairs: Sequence[Pair], weights: Sequence[float], before: Tensor) -> Pair:

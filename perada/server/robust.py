@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, floor_share
 from perada.core.states import State
-from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, client_weights, double, mean
+from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updates, client_weights, double, mean
 
 _STEPS = 1000
 _TOLERANCE = 1e-12
@@ -114,14 +114,16 @@ class NormClipping(ComposedRule):
 
     def __call__(self, given: Aggregation) -> State:
         """Aggregate."""
-        updates = dict(given.updates)
-        floating = {key for key in updates if updates[key].is_floating_point() and key in given.previous}
-        for names, limit in ((floating & given.parameters, self.max_norm), (floating - given.parameters, None)):
+        updates = given.updates.gathered_all()
+        floating = {name for name, value in updates.items() if value.is_floating_point() and name in given.previous}
+        parameters = floating & given.parameters
+        statistics = floating - given.parameters
+        for names, max_norm in ((parameters, self.max_norm), (statistics, None)):
             norms = inner_products(given, names).diagonal().clamp(min=0).sqrt()
-            most = norms.nanmedian() if limit is None else limit
-            scale = (most / norms).clamp(max=1).nan_to_num(1.0).where(norms.isfinite(), 0)
-            updates |= {key: _shortened(updates[key], given.previous[key], scale) for key in names}
-        return self._aggregate(replace(given, updates=updates))
+            limit = norms.nanmedian() if max_norm is None else max_norm
+            scale = (limit / norms).clamp(max=1).nan_to_num(1.0).where(norms.isfinite(), 0)
+            updates |= {name: _shortened(updates[name], given.previous[name], scale) for name in names}
+        return self._aggregate(replace(given, updates=Updates(updates)))
 
 
 class FLTrust(ServerRule):
@@ -151,7 +153,8 @@ class FLTrust(ServerRule):
         """Aggregate."""
         trust = self.trust(given)
         if trust.sum() <= 0:
-            return {key: given.previous.get(key, value[0]).clone() for key, value in given.updates.items()}
+            updates = given.updates.gathered_all()
+            return {name: given.previous.get(name, value[0]).clone() for name, value in updates.items()}
         return NormClipping()(replace(given, weights=trust / trust.sum()))
 
     def trust(self, given: Aggregation) -> Tensor:
@@ -159,8 +162,8 @@ class FLTrust(ServerRule):
         if given.predict is None:
             raise ValueError("FLTrust needs predictions on images, and Aggregation.predict is None; give it")
         before, _ = given.predict({key: value[None] for key, value in given.previous.items()}, self.images, self.labels)
-        found, targets = given.predict(given.updates, self.images, self.labels)
-        moved = (double(found) - double(before)).flatten(1).cpu()
+        after, targets = given.predict(given.updates, self.images, self.labels)
+        moved = (double(after) - double(before)).flatten(1).cpu()
         sound = moved.isfinite().all(1)
         if not sound.any():
             return torch.zeros(len(moved), dtype=torch.float64)
@@ -172,19 +175,27 @@ class FLTrust(ServerRule):
 
 
 def inner_products(given: Aggregation, names: Collection[str] | None = None) -> Tensor:
-    """Inner products (C, C) of the clients' changes in double precision, of all floating-point tensors together.
+    """Compute the inner products (C, C) of the clients' changes, of all floating-point tensors together.
 
-    ``names`` are those that count, all by default.
+    Args:
+        given: The updates and the state before the round.
+        names: Names that count; all by default.
+
+    Returns:
+        The products in double precision, on the CPU.
     """
     clients = len(given.weights)
-    found = torch.zeros(clients, clients, dtype=torch.float64)
-    for key, value in given.updates.items():
-        if value.is_floating_point() and key in given.previous and (names is None or key in names):
-            # From the state before the round: between rows far from zero, differences would be lost.
-            change = (double(value) - double(given.previous[key]).to(value.device)).flatten(1)
-            with torch.autocast(value.device.type, enabled=False):
-                found += (change @ change.T).to("cpu", torch.float64)
-    return found
+    products = torch.zeros(clients, clients, dtype=torch.float64)
+    for name, value in given.updates.gathered_all().items():
+        if not value.is_floating_point() or name not in given.previous:
+            continue
+        if names is not None and name not in names:
+            continue
+        # From the state before the round: between rows far from zero, differences would be lost.
+        change = (double(value) - double(given.previous[name]).to(value.device)).flatten(1)
+        with torch.autocast(value.device.type, enabled=False):  # it would multiply in half precision
+            products += (change @ change.T).to("cpu", torch.float64)
+    return products
 
 
 def squared_distances(products: Tensor) -> Tensor:
@@ -194,7 +205,7 @@ def squared_distances(products: Tensor) -> Tensor:
 
 
 def _rows(given: Aggregation, chosen: Tensor) -> State:
-    return {key: value[chosen.to(value.device)] for key, value in given.updates.items()}
+    return {name: value[chosen.to(value.device)] for name, value in given.updates.gathered_all().items()}
 
 
 def _shortened(value: Tensor, previous: Tensor, scale: Tensor) -> Tensor:

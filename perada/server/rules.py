@@ -21,10 +21,14 @@ class _Coordinatewise(ServerRule):
     weighted = False
 
     def __call__(self, given: Aggregation) -> State:
-        floating = {key: value for key, value in given.updates.items() if value.is_floating_point()}
-        rest = {key: value for key, value in given.updates.items() if key not in floating}
-        merged = mean(rest, given.weights) | {key: self._reduce(value.sort(0)[0]) for key, value in floating.items()}
-        return {key: merged[key] for key in given.updates}
+        result: State = {}
+        for name, value in given.updates.gathered_all().items():
+            if value.is_floating_point():
+                ordered, _ = value.sort(0)
+                result[name] = self._reduce(ordered)
+            else:
+                result |= mean({name: value}, given.weights)
+        return result
 
     @abstractmethod
     def _reduce(self, ordered: Tensor) -> Tensor:

@@ -49,13 +49,13 @@ class SecureSums:
         """What a magnitude must be below, so that the sum over so many sites does not wrap around."""
         return 2.0 ** (62 - self.fraction_bits) / sites
 
-    def whole(self, values: Tensor, sites: int) -> Tensor:
+    def to_integers(self, values: Tensor, sites: int) -> Tensor:
         """The nearest multiples as whole numbers (int64, by two's complement modulo 2⁶⁴); halves go to the even one.
 
         Raises:
             ValueError: If a value is not finite, or too large for the sum over so many ``sites``.
 
-        >>> SecureSums(fraction_bits=8).whole(torch.tensor([1.5, -0.25]), 3).tolist()
+        >>> SecureSums(fraction_bits=8).to_integers(torch.tensor([1.5, -0.25]), 3).tolist()
         [384, -64]
         """
         values, limit = double(values), self.limit(sites)
@@ -96,7 +96,7 @@ class SecureSums:
         sums, all_shares = dict[str, Tensor](), sum(shares)
         for key, value in updates.own.items():
             shared = double(value) * own.to(value.device).view(-1, *[1] * (value.dim() - 1))
-            sums[key] = self.whole(shared, updates.clients).sum(0)
+            sums[key] = self.to_integers(shared, updates.clients).sum(0)
         updates.ranks.sum_(sums.values())
         found = {key: self.real(total) / all_shares for key, total in sums.items()}
         return {

@@ -46,7 +46,9 @@ class Rule(ServerRule):
     """A mean that remembers itself."""
 
     def __call__(self, given):
-        given.state["last"] = {name: value.mean(0) for name, value in given.updates.items() if value.dim() > 1}
+        given.state["last"] = {
+            name: value.mean(0) for name, value in given.updates.gathered_all().items() if value.dim() > 1
+        }
         return Mean()(given)
 
 
@@ -111,7 +113,7 @@ class Prototypes(Algorithm):
         return {}, trained["local"] | {"own/seen": trained["sums"]["seen"]}
 
     def server_step(self, server):
-        server.state["own"] = {"seen": server.updates["own/seen"].mean(0)}
+        server.state["own"] = {"seen": server.updates.gathered("own/seen").mean(0)}
         rest = server.updates.part(range(len(server.clients)), without={"own/seen"})
         return server.mean(rest, server.weights)
 
@@ -247,7 +249,7 @@ def no_state(value):
             "Wrong gives 'oops', and there is no trained tensor",
         ),
         (
-            rule(lambda made, given: dict(given.updates)),
+            rule(lambda made, given: given.updates.gathered_all()),
             "of shape (2, 4, 1, 3, 3) of torch.float64 instead of (4, 1, 3, 3)",
         ),
         (rule(lambda made, given: {k: v.float() for k, v in made.items()}), "of torch.float32 instead of"),

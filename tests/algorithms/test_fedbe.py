@@ -95,8 +95,8 @@ class Watched(FedBE):
     """Notes what clients sent, and the standard deviations that models are drawn with."""
 
     def server_step(self, server):
-        names = [name for name in server.updates if not name.startswith("square/")]
-        self.sent = {name: server.updates[name].clone() for name in names}
+        names = [name for name in server.updates.names if not name.startswith("square/")]
+        self.sent = {name: server.updates.gathered(name).clone() for name in names}
         self.weights = server.weights.clone()
         return super().server_step(server)
 

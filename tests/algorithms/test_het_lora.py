@@ -261,7 +261,9 @@ def test_whole_ranks_change_nothing_under_a_rule_that_is_not_of_the_mean(base):
 @pytest.mark.parametrize("section", [Privacy, ClientPrivacy])
 def test_noise_does_not_reach_the_padding(base, section, monkeypatch):
     sent, rule = [], Mean.__call__
-    monkeypatch.setattr(Mean, "__call__", lambda own, given: sent.append(dict(given.updates)) or rule(own, given))
+    monkeypatch.setattr(
+        Mean, "__call__", lambda own, given: sent.append(given.updates.gathered_all()) or rule(own, given)
+    )
     private = section(noise_multiplier=0.7, max_norm=0.5, delta=1e-3, secure_rng=False)
     name = "privacy" if section is Privacy else "client_privacy"
     found = run(HetLoRA(base, [1]), clients_per_round=None, **{name: private})

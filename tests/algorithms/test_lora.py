@@ -36,7 +36,7 @@ from perada.algorithms import (
     Standalone,
 )
 from perada.privacy import ClientPrivacy, Privacy
-from perada.server import Mean, Updates
+from perada.server import Mean
 
 from .problems import CLASSES, CLIENTS, QUIET, assert_equal, assert_same, finetune, reference, task
 
@@ -159,9 +159,11 @@ def test_noise_is_that_of_the_base_on_features_of_a(base, privacy):
 
 def residual(given):
     """‖mean(BA) − mean(B)·mean(A)‖ / ‖mean(BA)‖, with what clients did not send as all of them had it."""
-    updates = Updates(given.updates).whole(given.previous)
+    updates = given.updates.completed(given.previous)
     means = updates.mean(given.weights)
-    whole = sum(weight * b @ a for weight, b, a in zip(given.weights, updates[B], updates[A], strict=True))
+    whole = sum(
+        weight * b @ a for weight, b, a in zip(given.weights, updates.gathered(B), updates.gathered(A), strict=True)
+    )
     return float((whole - means[B] @ means[A]).norm() / whole.norm())
 
 

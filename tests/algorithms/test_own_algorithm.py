@@ -95,7 +95,10 @@ class Prototypes(FedAvg):
 
     def server_step(self, server):
         sent, names = server.updates, ["mine/last", "mine/means"]
-        self.seen = {client: {name: sent[name][row] for name in sent} for row, client in enumerate(server.clients)}
+        gathered = sent.gathered_all()
+        self.seen = {
+            client: {name: value[row] for name, value in gathered.items()} for row, client in enumerate(server.clients)
+        }
         for client, own in self.seen.items():
             server.state[f"{client}/sent"] = {"means": own["mine/means"]}
         return server.mean(sent.part(range(len(server.clients)), without=names), server.weights)

@@ -73,7 +73,7 @@ def test_norms_and_cosines_are_logged(tiny):
         def __call__(self, given):
             names = sorted(given.parameters)
             clients = len(given.weights)
-            rows = [given.updates[key].double().reshape(clients, -1).numpy() for key in names]
+            rows = [given.updates.gathered(key).double().reshape(clients, -1).numpy() for key in names]
             start = [given.previous[key].double().reshape(1, -1).numpy() for key in names]
             seen.append(np.concatenate(rows, 1) - np.concatenate(start, 1))
             return super().__call__(given)
@@ -112,7 +112,7 @@ def far_clients(norms, steps=(2, 2, 2, 2)):
     plan = RoundPlan(0, (4, 6, 7, 9), (steps,))
     updates = Updates({"w": torch.tensor(norms).view(4, 1)})
     received = {"w": torch.zeros(4, 1)}
-    far, metrics = find_outliers(["w"], updates, received, plan, range(4), shown=False)
+    far, metrics = find_outliers(["w"], updates, received, plan, range(4), with_metrics=False)
     assert metrics == {}
     return far
 

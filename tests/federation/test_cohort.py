@@ -14,7 +14,7 @@ from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.engine.engine import client_losses, client_means
-from perada.federation.cohort import Cohort, Site
+from perada.federation.cohort import Cohort, LocalTrainer
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import find_tensor_names
 from perada.server import Distillation
@@ -54,7 +54,7 @@ def batches(multilabel=False):
 
 def site(model, training, algorithm, engine="folded", phases=PHASES, seed=0, **options):
     settings = Settings(algorithm, training, Distillation(0), "uniform", phases, seed, **options)
-    return Site(Engine(model, engine), find_tensor_names(model, "fc"), settings)
+    return LocalTrainer(Engine(model, engine), find_tensor_names(model, "fc"), settings)
 
 
 def cohort(model, training, algorithm=None, engine="folded", factor=1.0, **options):
@@ -91,7 +91,9 @@ def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip
     running = cohort(model, training, engine=engine, clients_per_chunk=chunk, factor=0.5)
     for batch in batches(multilabel):
         running.step(batch)
-    _, updates, finite, _ = running.close()
+    results = running.finish()
+    updates = results.sent
+    finite = results.finite
     assert finite.all()
     clipped = 0
     for row, (steps, count) in enumerate(zip(STEPS, COUNTS, strict=True)):
@@ -110,7 +112,7 @@ def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip
             # A gradient that is zero but for rounding gets a step of full size from Adam: the bias before a BatchNorm.
             if not (key == "conv.bias" and name.startswith("adam")):
                 torch.testing.assert_close(updates[key][row], value, rtol=1e-7, atol=1e-9, msg=f"client {row}: {key}")
-        assert running.mean_losses()["local"][row].item() == pytest.approx(sum(losses) / steps, rel=1e-5)
+        assert results.losses["local"][row].item() == pytest.approx(sum(losses) / steps, rel=1e-5)
     if clip_norm is not None:
         assert 0 < clipped < sum(STEPS)  # some are clipped, some not: clients do not share a norm
 
@@ -125,17 +127,16 @@ def test_a_broken_client_does_not_touch_the_others(optimizer, clip_norm, engine)
             if broken and batch.step == 1:
                 batch.x[1, 0] = float("nan")
             running.step(batch)
-        return running.close()
+        return running.finish()
 
     model = network(dropout=0.3)
-    kept, updates, finite, _ = train(broken=True)
-    kept_clean, updates_clean, finite_clean, _ = train(broken=False)
-    assert finite.tolist() == [True, False, True, True]
-    assert finite_clean.all()
-    for dirty, clean in ((updates, updates_clean), (kept["personal"], kept_clean["personal"])):
-        for key in dirty:
-            assert torch.equal(dirty[key][finite], clean[key][finite])
-    assert updates["fc.weight"][1].isnan().any()
+    dirty, clean = train(broken=True), train(broken=False)
+    assert dirty.finite.tolist() == [True, False, True, True]
+    assert clean.finite.all()
+    for one, other in ((dirty.sent, clean.sent), (dirty.kept["personal"], clean.kept["personal"])):
+        for key in one:
+            assert torch.equal(one[key][dirty.finite], other[key][dirty.finite])
+    assert dirty.sent["fc.weight"][1].isnan().any()
 
 
 def test_a_client_whose_loss_was_infinite_once_is_broken_though_its_state_is_finite():
@@ -146,7 +147,7 @@ def test_a_client_whose_loss_was_infinite_once_is_broken_though_its_state_is_fin
             batch.x[2, 0] = float("inf")
         running.step(batch)
     running.chunks[0].full["local"] = {key: torch.zeros(4, 1) for key in running.tensor_names.keys}
-    assert running.close()[2].tolist() == [True, True, False, True]
+    assert running.finish().finite.tolist() == [True, True, False, True]
 
 
 def test_dropout_of_a_client_does_not_depend_on_its_cohort():
@@ -158,7 +159,7 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
         running = cohort(model, training, Standalone(), **options)
         for batch in batches():
             running.step(batch)
-        results.append(running.close()[0]["personal"])
+        results.append(running.finish().kept["personal"])
     for key, value in results[0].items():
         torch.testing.assert_close(results[1][key], value)
         torch.testing.assert_close(results[2][key], value)
@@ -169,7 +170,7 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
     for batch in batches():
         n = min(2, len(batch.clients))
         small.step(batch._replace(clients=batch.clients[:n], x=batch.x[:n], y=batch.y[:n], counts=batch.counts[:n]))
-    for key, value in small.close()[0]["personal"].items():
+    for key, value in small.finish().kept["personal"].items():
         torch.testing.assert_close(value, results[0][key][:2])
 
 
@@ -178,7 +179,8 @@ def test_dropout_of_one_role_is_not_that_of_another():
     model = network(dropout=0.5)
     running = cohort(model, LocalTraining("sgd", rates(0.1)), PerAda(0.0, distill=False))
     running.step(batches()[0])
-    kept, sent, *_ = running.close()
+    results = running.finish()
+    kept, sent = results.kept, results.sent
     assert not torch.allclose(kept["personal"]["fc.weight"], sent["fc.weight"])
 
 
@@ -212,7 +214,7 @@ def test_every_phase_starts_its_optimisers_and_all_clients_anew():
                 alone[m].zero_grad()
                 F.cross_entropy(alone[m](x[m]), y[m]).backward()
                 optimizers[m].step()
-    _, updates, _, _ = running.close()
+    updates = running.finish().sent
     for row, module in enumerate(alone):
         for key, value in get_state(module).items():
             torch.testing.assert_close(updates[key][row], value, rtol=1e-8, atol=1e-10)

@@ -118,7 +118,7 @@ class Watched(perada.algorithms.PerAda):
     """PerAda that remembers what the server sees."""
 
     def server_step(self, server):
-        self.sent, self.clients = dict(server.updates), server.clients
+        self.sent, self.clients = server.updates.gathered_all(), server.clients
         self.aggregated = server.mean(server.updates, server.weights)
         return server.distill(self.aggregated, server.updates)
 

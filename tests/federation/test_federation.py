@@ -132,10 +132,10 @@ def federation(algorithm, data, **options):
 
 
 def run_round(federated, served, round):
-    cohort = federated.open(served.shares(round))
+    cohort = federated.begin_round(served.shares(round))
     for batch in served.cohort_loader(cohort.plan):
         cohort.step(batch)
-    return federated.close(served)
+    return federated.end_round(served)
 
 
 def tune(federated, served, round):

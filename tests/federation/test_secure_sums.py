@@ -49,7 +49,7 @@ class Spy(PerAda):
     seen: list[bool]
 
     def server_step(self, server):
-        rows = [server.updates[key] for key in server.updates]
+        rows = [server.updates.gathered(key) for key in server.updates.names]
         self.seen.append(all(torch.equal(row, value[0]) for value in rows for row in value))
         return super().server_step(server)
 

@@ -21,7 +21,7 @@ from perada.core.rounds import CohortBatch, Phase, RoundPlan
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
 from perada.engine.loss_scaling import LossScales
-from perada.federation.cohort import Cohort, Site
+from perada.federation.cohort import Cohort, LocalTrainer
 from perada.federation.settings import LocalTraining, Settings
 from perada.lightning import setup
 from perada.models.adapted import find_tensor_names, insert_adapter
@@ -86,7 +86,7 @@ def cohort(model, training, algorithm="fedavg", engine="folded", options=None, c
     plan, phases = RoundPlan(3, clients, (STEPS[: len(clients)],)), (Phase("local"),)
     settings = Settings(algorithm, training, Distillation(0), "uniform", phases, 0, loss_scaling=options, **more)
     received = algorithm.broadcast(Broadcast(initial, tensor_names, 3, clients, len(CLIENTS), 0))
-    return Cohort(Site(Engine(model, engine), tensor_names, settings), plan, kept, received)
+    return Cohort(LocalTrainer(Engine(model, engine), tensor_names, settings), plan, kept, received)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
@@ -101,7 +101,9 @@ def test_each_client_trains_as_with_a_grad_scaler_of_its_own(optimizer, engine, 
     for batch in batches():
         with half():
             running.step(batch)
-    _, updates, finite, _ = running.close()
+    results = running.finish()
+    updates = results.sent
+    finite = results.finite
     assert finite.all()
     for row, (steps, count) in enumerate(zip(STEPS, COUNTS, strict=True)):
         alone = copy.deepcopy(model)
@@ -154,7 +156,8 @@ def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
     running, plain = cohort(model, training, algorithm, options=scaling), []
     for batch in batches(wild=1e280):
         running.step(batch)
-    kept, sent, finite, _ = running.close()
+    results = running.finish()
+    kept, sent, finite = results.kept, results.sent, results.finite
     assert finite.all()
     descents = 2 if algorithm in ("perada", "ditto") or not isinstance(algorithm, str) else 1
     wanted = [descents * sum(client == row for client, _ in WILD) for row in range(len(CLIENTS))]
@@ -167,7 +170,8 @@ def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
             if (row, batch.step) not in WILD:
                 one = slice(row, row + 1)
                 plain.step(CohortBatch(CLIENTS[one], batch.x[one], batch.y[one], COUNTS[one], 0, batch.step))
-        kept_alone, sent_alone, _, _ = plain.close()
+        alone = plain.finish()
+        kept_alone, sent_alone = alone.kept, alone.sent
         pairs = [(sent, sent_alone), *((kept[role], kept_alone[role]) for role in kept)]
         for got, expected in pairs:
             for key, value in expected.items():

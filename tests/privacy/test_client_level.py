@@ -410,7 +410,8 @@ def server_step(algorithm, rule, updates, distils):
     """The next global state, the server's tensors and the global models from ``updates`` of six clients."""
 
     def distill(student, teachers, average_from=None):
-        bent = {key: value + teachers[key].tanh().mean(0) for key, value in student.items()}
+        rows = teachers.gathered_all() if isinstance(teachers, Updates) else teachers
+        bent = {key: value + rows[key].tanh().mean(0) for key, value in student.items()}
         return bent if distils else student
 
     previous = {key: torch.full((3,), 0.3, dtype=torch.float64) for key in TENSOR_NAMES.keys}
@@ -421,7 +422,12 @@ def server_step(algorithm, rule, updates, distils):
         updates |= {f"control/{key}": updates[key].flip(1) for key in TENSOR_NAMES.parameters}
     weights = client_weights("uniform", [1] * 6)
     turn = 0, tuple(range(6)), 9, TENSOR_NAMES, 0, previous, Updates(updates), weights, {}
-    step = ServerStep(*turn, rule, distill, lambda *given: (given[1]["a"][:, None].softmax(-1), torch.eye(3)[:1]))
+
+    def predict(previous, models, *_):
+        rows = models.gathered_all() if isinstance(models, Updates) else models
+        return rows["a"][:, None].softmax(-1), torch.eye(3)[:1]
+
+    step = ServerStep(*turn, rule, distill, predict)
     state = algorithm.server_step(step)
     members = algorithm.members(previous | state, step.state)
     tensors = [state, *(step.state[name] for name in sorted(step.state)), members]
@@ -514,9 +520,9 @@ class Krum(ServerRule):
     """The update that is closest to the others (Blanchard et al., NeurIPS 2017): one client's, and hardly any noise."""
 
     def __call__(self, given):
-        rows = torch.cat([value.flatten(1) for value in given.updates.values()], 1)
+        rows = torch.cat([value.flatten(1) for value in given.updates.gathered_all().values()], 1)
         chosen = int(torch.cdist(rows, rows).sum(1).argmin())
-        return {key: value[chosen] for key, value in given.updates.items()}
+        return {key: value[chosen] for key, value in given.updates.gathered_all().items()}
 
 
 class ClaimingKrum(Krum):
@@ -558,7 +564,7 @@ class Unsaid(Half):
 
 class Failing(Half):
     def __call__(self, given):
-        return {"head": given.updates["head"].mean(0)}
+        return {"head": given.updates.gathered("head").mean(0)}
 
 
 @pytest.mark.parametrize("make", [Krum, ClaimingKrum, KrumForTheMean, KrumAfterMomentum, Late, Unsaid])
@@ -582,8 +588,8 @@ class TakesOneClient(FedAvg):
     seen: ClassVar = []
 
     def server_step(self, server):
-        self.seen.append((server.previous, {key: server.updates[key].clone() for key in server.updates}))
-        return {key: server.updates[key][0] for key in server.updates}
+        self.seen.append((server.previous, {key: server.updates.gathered(key).clone() for key in server.updates.names}))
+        return {key: server.updates.gathered(key)[0] for key in server.updates.names}
 
 
 @pytest.mark.parametrize("clipping", ["fixed", "adaptive"])

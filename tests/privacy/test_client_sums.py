@@ -266,7 +266,7 @@ class Spy(FedAvg):
     seen: ClassVar = []
 
     def server_step(self, server):
-        self.seen.append((server.previous, {key: server.updates[key].clone() for key in server.updates}))
+        self.seen.append((server.previous, {key: server.updates.gathered(key).clone() for key in server.updates.names}))
         return super().server_step(server)
 
 

@@ -10,7 +10,17 @@ import torch
 from scipy.optimize import minimize
 
 from perada.core.checks import floor_share
-from perada.server import Aggregation, FLTrust, GeometricMedian, Krum, Mean, Median, NormClipping, client_weights
+from perada.server import (
+    Aggregation,
+    FLTrust,
+    GeometricMedian,
+    Krum,
+    Mean,
+    Median,
+    NormClipping,
+    Updates,
+    client_weights,
+)
 
 FLOATING = ("w", "running_var")
 
@@ -129,7 +139,8 @@ LABELS = torch.tensor([[0, 1], [1, 0], [1, 0]] * 20)
 def predictions(models, images, labelled):
     """Probabilities (C, N, 2) of logistic models on images of six pixels, and labels."""
     x = torch.randn(images, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    chances = (models["w"].flatten(1) @ x.T).sigmoid()
+    rows = models.gathered("w") if isinstance(models, Updates) else models["w"]
+    chances = (rows.flatten(1) @ x.T).sigmoid()
     return torch.stack([chances, 1 - chances], -1), LABELS[:images] if labelled else None
 
 

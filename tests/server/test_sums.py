@@ -41,7 +41,7 @@ def test_means_are_those_of_pythons_whole_numbers(bits, shares):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**38, -(2.0**38)])
 def test_what_does_not_fit_is_refused(value):
     with pytest.raises(ValueError, match=r"cannot be added up by 3 sites .* below 9\.1626e\+10"):
-        SecureSums().whole(torch.tensor([0.0, value]), 3)
+        SecureSums().to_integers(torch.tensor([0.0, value]), 3)
     state = {"w": torch.tensor([[1.0, 2.0], [0.0, 2 * value]]), "none": torch.zeros(2, 0)}
     assert SecureSums().summable(Updates(state), [1.0, 1.0], [0, 1]) == [0]
 
@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_refused(value):
 def test_the_largest_numbers_do_not_wrap_around():
     sums = SecureSums()
     near = math.nextafter(sums.limit(5), 0)
-    total = sum(sums.whole(torch.tensor([near, -near], dtype=torch.float64), 5) for _ in range(5))
+    total = sum(sums.to_integers(torch.tensor([near, -near], dtype=torch.float64), 5) for _ in range(5))
     assert sums.real(total).tolist() == pytest.approx([5 * near, -5 * near], rel=1e-12)
 
 

@@ -17,7 +17,7 @@ from perada.deploy.protocol import MAX_STEPS, RefusalError, Request, Response, S
 from perada.deploy.recipe import Recipe
 from perada.deploy.server.progress import Member, RoundRecord, RunProgress
 from perada.deploy.transport import Failure, Terms, Transport
-from perada.federation.server import RoundReport, Server, parameter_counts
+from perada.federation.server import RoundContext, Server, ServerResult, parameter_counts
 from perada.federation.settings import lora_ranks
 from perada.privacy.accounting import check_delta_covers
 from perada.server import Updates

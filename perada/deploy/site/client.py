@@ -27,7 +27,7 @@ from perada.deploy.site.level import SitePrivacy
 from perada.deploy.state import IMAGES_LEDGER, RunState, SummingState
 from perada.deploy.sums.vector import Uint64Vector
 from perada.engine.engine import compare, ensemble
-from perada.federation.cohort import Cohort, Site, Trained
+from perada.federation.cohort import ClientResults, Cohort, LocalTrainer
 from perada.federation.scores import Scores
 from perada.federation.settings import Settings
 from perada.lightning.parts import Parts

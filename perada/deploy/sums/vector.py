@@ -112,7 +112,7 @@ class Contents:
                 if factor is None:
                     integers[begin:end] = chunk
                 else:
-                    integers[begin:end] = self.options.whole(double(chunk) * factor, num_sites)
+                    integers[begin:end] = self.options.to_integers(double(chunk) * factor, num_sites)
                 begin = end
         return integers.numpy().view(np.uint64)
 
