@@ -103,8 +103,9 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
         "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "
         f"{sample_level}": isinstance(inner, FedBE) and not inner.distill,
         f"{name} with distillation: the teachers are single clients' updates, which have only a share of the noise; "
-        f"choose PerAda(distill=False), or set distillation.steps=0, {sample_level}": algorithm.uses_distillation
-        and distils,
+        f"choose PerAda(distill=False), or set distillation.steps=0, {sample_level}": (
+            algorithm.uses_distillation and distils
+        ),
         f"{name}: it merges the products B·A of the clients' factors, and sees the noisy mean of each factor alone; "
         f"choose FedAvg, or FFALoRA, {sample_level}": algorithm.merges_into_backbone,
         f"{name}({modes=}): a mode's mean is over a part of the clients, with a part of the noise; set modes=1, "
