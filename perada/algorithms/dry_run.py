@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds without images: an algorithm and a server rule are tried at set-up, before anything is computed."""
+"""Dry runs without images: an algorithm and a server rule are tried at set-up, before anything is computed."""
 
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,14 +20,101 @@ from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 
 T = TypeVar("T")
 
-LARGEST = 10**8
-"""Numbers in the clients' states of a trial."""
+MAX_NUMBERS = 10**8
+"""Largest number of numbers in the clients' states of a dry run."""
 
 
-def is_own(made: Options) -> bool:
+def is_own(options: Options) -> bool:
     """Whether an algorithm or a rule, or one that it is made of, is of a class from outside perada."""
-    parts = [part for part in vars(made).values() if isinstance(part, Options)]
-    return not type(made).__module__.startswith("perada.") or any(map(is_own, parts))
+    parts = [part for part in vars(options).values() if isinstance(part, Options)]
+    return not type(options).__module__.startswith("perada.") or any(map(is_own, parts))
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Rounds without images, on made-up gradients and a distillation that changes nothing.
+
+    Attributes:
+        algorithm, rule: What is tried.
+        tensor_names, initial: The initial state, and the names of its tensors.
+        phases: Phases of local training.
+        num_clients: Number of all clients of the federation.
+        clients: Those of every round.
+        num_classes: Number of classes; None where an algorithm may not ask for logits or labels.
+        multilabel: Whether images have several labels.
+        changed: The stream of batches whose gradients are others than usual.
+    """
+
+    algorithm: Algorithm
+    rule: ServerRule
+    tensor_names: TensorNames
+    initial: State
+    phases: Sequence[Phase]
+    num_clients: int
+    clients: tuple[int, ...]
+    num_classes: int | None = None
+    multilabel: bool = False
+    changed: str = ""
+
+    def rounds(
+        self,
+        numbers: Iterable[int],
+        call: Callable[..., Any] = lambda _, function, *arguments: function(*arguments),
+    ) -> Iterator[tuple[State, Stacks, State]]:
+        """Yield what the clients send and keep in each round, and the global state after it.
+
+        Args:
+            numbers: Numbers of the rounds.
+            call: Calls a method of the algorithm, given its name, itself and the arguments.
+        """
+        algorithm = self.algorithm
+        tensor_names = self.tensor_names
+        head = self.initial.get(f"{tensor_names.head_module}.weight")
+        width = None if head is None else head.shape[1]
+        global_state = self.initial
+        server_state: dict[str, State] = {}
+        first = call("initial_client_state", algorithm.initial_client_state, self.initial, tensor_names)
+        kept = {role: expand(state, len(self.clients)) for role, state in first.items()}
+        for round in numbers:
+            sending = Broadcast(
+                global_state, tensor_names, round, self.clients, self.num_clients, seed=0, state=server_state
+            )
+            received = call("broadcast", algorithm.broadcast, sending)
+            opened = call("begin_round", algorithm.begin_round, kept, received, tensor_names)
+            step = DryRunStep(
+                algorithm,
+                opened,
+                kept,
+                received,
+                round=round,
+                changed=self.changed,
+                num_classes=self.num_classes,
+                width=width,
+                multilabel=self.multilabel,
+            )
+            for phase in self.phases:
+                call("trainable_keys", step.begin, phase.name, tensor_names)
+                call("client_step", algorithm.client_step, step)
+                call("client_step", algorithm.client_step, step)
+            kept, update = call("end_round", algorithm.end_round, step.finished(), kept, received, tensor_names)
+            if update:
+                server = ServerStep(
+                    round=round,
+                    clients=self.clients,
+                    num_clients=self.num_clients,
+                    tensor_names=tensor_names,
+                    seed=0,
+                    previous=global_state,
+                    updates=Updates(clone(update)),  # a step may change them
+                    weights=client_weights("uniform", self.clients),
+                    state=server_state,
+                    rule=self.rule,
+                    distill=lambda student, *_, **__: student,
+                    predict=partial(_predicted, self.num_classes or 2),
+                )
+                global_state = global_state | call("server_step", algorithm.server_step, server)
+                server_state = server.state
+            yield update, kept, global_state
 
 
 def dry_run_rounds(
@@ -40,110 +128,92 @@ def dry_run_rounds(
     num_classes: int,
     multilabel: bool = False,
 ) -> None:
-    """Go through two rounds of ``clients`` on made-up gradients, and look at all states that come out.
+    """Go through two rounds of ``clients`` on made-up gradients, and check all states that come out.
 
     Copies are tried, with fewer clients where those are large; where the rule refuses so few, the mean stands for it.
 
     Raises:
         ValueError: If something fails or does not fit, with the name of the method.
     """
-    name, algorithm, rule = type(algorithm).__name__, copy.deepcopy(algorithm), copy.deepcopy(rule)
+    name = type(algorithm).__name__
+    algorithm = copy.deepcopy(algorithm)
+    rule = copy.deepcopy(rule)
     check_choice(f"{name}.inference", algorithm.inference, ["personal", "global"])
     for phase in phases:
         if not isinstance(phase, Phase):
             raise _Refused(f"{name}.phases gives {phase!r}; give perada.data.Phase(name, epochs, steps)")
-    some = tuple(range(max(2, min(clients, LARGEST // sum(value.numel() for value in initial.values())))))[:num_clients]
-    first: Stacks = {}
-
-    def checked_call(method: str, function: Callable[..., Any], *given: Any) -> Any:  # noqa: ANN401  # whatever it gives
-        who = f"{name}.{method}"
-        made = _tried(who, function, *given)
-        if method == "initial_client_state":
-            _check_stacks(who, made, made)
-            first.update(made)
-        elif method == "end_round":
-            if not isinstance(made, tuple) or len(made) != 2:
-                raise _Refused(f"{who} gives {type(made).__name__}; give what clients keep, and what they send")
-            kept, update = made
-            _check_stacks(f"{who}, in what clients keep,", kept, first, len(some))
-            more = {key: value[0] for key, value in update.items() if key not in initial}  # for its own server_step
-            _check_state(f"{who}, in what clients send,", update, initial | more, len(some), partial=True)
-        elif method == "server_step":
-            _check_state(who, made, initial, partial=True)
-            _check_stacks(f"{who}, in server.state,", given[0].state, given[0].state)
-        elif method == "broadcast":
-            _check_state(who, made, made)
-            more = {key: value.new_empty(value.shape[1:]) for key, value in made.items() if key not in initial}
-            _check_state(who, made, initial | more, len(some), partial=True)
-        elif method == "personal":
-            _check_state(who, made, initial, len(some))
-        return made
-
+    affordable = MAX_NUMBERS // sum(value.numel() for value in initial.values())
+    tried = tuple(range(max(2, min(clients, affordable))))[:num_clients]
+    checked_call = _CheckedCalls(name, initial, len(tried))
     try:
-        rule.check(len(some))
+        rule.check(len(tried))
     except ValueError:
         rule = Mean()
-    given = tensor_names, initial, phases, num_clients, some, range(2), checked_call, num_classes
-    turns = rounds_of(algorithm, _TriedRule(rule), *given, multilabel=multilabel)
-    _, kept, global_state = list(turns)[-1]
+    dry_run = DryRun(
+        algorithm,
+        _TriedRule(rule),
+        tensor_names,
+        initial,
+        phases,
+        num_clients,
+        clients=tried,
+        num_classes=num_classes,
+        multilabel=multilabel,
+    )
+    for _, kept, global_state in dry_run.rounds(range(2), checked_call):
+        last = kept, global_state
     if algorithm.inference == "personal":
-        checked_call("personal", algorithm.personal, kept, global_state)
+        checked_call("personal", algorithm.personal, *last)
 
 
-def rounds_of(
-    algorithm: Algorithm,
-    rule: ServerRule,
-    tensor_names: TensorNames,
-    initial: State,
-    phases: Sequence[Phase],
-    num_clients: int,
-    clients: tuple[int, ...],
-    rounds: Iterable[int],
-    call: Callable[..., Any] = lambda _, function, *given: function(*given),
-    classes: int | None = None,
-    changed: str = "",
-    multilabel: bool = False,
-) -> Iterator[tuple[State, Stacks, State]]:
-    """What ``clients`` send and keep in each of ``rounds`` on made-up gradients, and the global state after it.
+class _CheckedCalls:
+    """Calls methods of an algorithm, and checks what they return."""
 
-    ``call`` calls the algorithm's methods. See :class:`DryRunStep` for what follows it.
-    """
-    head = initial.get(f"{tensor_names.head_module}.weight")
-    width = None if head is None else head.shape[1]
-    global_state, server_state = initial, dict[str, State]()
-    kept = {
-        role: expand(state, len(clients))
-        for role, state in call("initial_client_state", algorithm.initial_client_state, initial, tensor_names).items()
-    }
-    for round in rounds:
-        given = Broadcast(global_state, tensor_names, round, clients, num_clients, 0, state=server_state)
-        received = call("broadcast", algorithm.broadcast, given)
-        opened = call("begin_round", algorithm.begin_round, kept, received, tensor_names)
-        step = DryRunStep(algorithm, opened, kept, received, round, changed, classes, width, multilabel)
-        for phase in phases:
-            call("trainable_keys", step.begin, phase.name, tensor_names)
-            call("client_step", algorithm.client_step, step)
-            call("client_step", algorithm.client_step, step)
-        kept, update = call("end_round", algorithm.end_round, step.finished(), kept, received, tensor_names)
-        if update:
-            updates, weights = Updates(clone(update)), client_weights("uniform", clients)  # a step may change them
-            turn = round, clients, num_clients, tensor_names, 0, global_state, updates, weights, server_state, rule
-            server = ServerStep(*turn, lambda student, *_, **__: student, partial(_predicted, classes or 2))
-            global_state = global_state | call("server_step", algorithm.server_step, server)
-            server_state = server.state
-        yield update, kept, global_state
+    def __init__(self, algorithm: str, initial: State, clients: int) -> None:
+        self._algorithm = algorithm
+        self._initial = initial
+        self._clients = clients
+        self._first: Stacks = {}  # what a client keeps before the first round
+
+    def __call__(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # a method's
+        who = f"{self._algorithm}.{method}"
+        result = _tried(who, function, *arguments)
+        initial = self._initial
+        if method == "initial_client_state":
+            _check_stacks(who, result, result)
+            self._first.update(result)
+        elif method == "end_round":
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise _Refused(f"{who} gives {type(result).__name__}; give what clients keep, and what they send")
+            kept, update = result
+            _check_stacks(f"{who}, in what clients keep,", kept, self._first, self._clients)
+            # Clients may send more than the model, for the algorithm's own server_step.
+            more = {key: value[0] for key, value in update.items() if key not in initial}
+            _check_state(f"{who}, in what clients send,", update, initial | more, self._clients, partial=True)
+        elif method == "server_step":
+            _check_state(who, result, initial, partial=True)
+            (server,) = arguments
+            _check_stacks(f"{who}, in server.state,", server.state, server.state)
+        elif method == "broadcast":
+            _check_state(who, result, result)
+            more = {key: value.new_empty(value.shape[1:]) for key, value in result.items() if key not in initial}
+            _check_state(who, result, initial | more, self._clients, partial=True)
+        elif method == "personal":
+            _check_state(who, result, initial, self._clients)
+        return result
 
 
 def _predicted(
-    num_classes: int, previous: State, models: Mapping[str, Tensor], images: int, labelled: bool
+    num_classes: int, previous: State, models: Updates | State, images: int, labelled: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Made-up predictions (C, 1, K) on one image, and its labels."""
-    found = torch.full((len(next(iter(models.values()))), 1, num_classes), 0.5)
-    return found, torch.ones(1, num_classes) if labelled else None
+    """Make up predictions (C, 1, K) on one image, and its labels."""
+    rows = models.own if isinstance(models, Updates) else models
+    clients = len(next(iter(rows.values())))
+    return torch.full((clients, 1, num_classes), 0.5), torch.ones(1, num_classes) if labelled else None
 
 
 def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
-    """What a client sends in the first round, (1, ...), if it trains nothing."""
+    """Return what a client sends in the first round, (1, ...), if it trains nothing."""
     kept = {role: expand(state, 1) for role, state in algorithm.initial_client_state(initial, tensor_names).items()}
     losses = torch.zeros(1, algorithm.modes) if algorithm.compares_models else None
     received = algorithm.broadcast(Broadcast(initial, tensor_names, 0, (0,), 1, 0, losses))
@@ -151,7 +221,7 @@ def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State
 
 
 class _Refused(ValueError):
-    """What a trial has found."""
+    """A method of the algorithm or the rule gives what does not fit."""
 
 
 def _tried(who: str, function: Callable[..., T], *given: object) -> T:
@@ -215,8 +285,19 @@ def _check_state(who: str, found: object, expected: State, clients: int | None =
 class DryRunStep:
     """Local steps without images, on made-up gradients; satisfies :class:`perada.algorithms.base.ClientStep`.
 
-    It counts by stream the ``queries``, gradients that were asked for; those of ``changed`` are others than usual.
-    There are logits of so many ``classes``; without a number they are refused. Representations are ``width`` wide.
+    Args:
+        algorithm: Says what is trained.
+        opened: What the round begins with, (C, ...) by role.
+        kept: What the clients kept, (C, ...) by role.
+        received: What the server sent, (C, ...).
+        round: Number of the round.
+        changed: The stream of batches whose gradients are others than usual.
+        num_classes: Number of classes. None: logits and labels are refused.
+        width: Width of the representations.
+        multilabel: Whether images have several labels.
+
+    Attributes:
+        queries: How many gradients were asked for, by stream.
     """
 
     def __init__(
@@ -225,21 +306,35 @@ class DryRunStep:
         opened: Stacks,
         kept: Stacks,
         received: State,
+        *,
         round: int = 0,
         changed: str = "",
-        classes: int | None = None,
+        num_classes: int | None = None,
         width: int | None = None,
         multilabel: bool = False,
     ) -> None:
-        self._width, self._multilabel = width, multilabel
-        self.algorithm, self.kept, self.received, self.round = algorithm, kept, received, round
-        self._changed, self._classes, self.phase, self.tensor_names = changed, classes, "", TensorNames((), ())
+        self.algorithm = algorithm
+        self.kept = kept
+        self.received = received
+        self.round = round
+        self.phase = ""
+        self.tensor_names = TensorNames((), ())
         self.states: Stacks = {role: clone(state) for role, state in opened.items()}
         self.queries: Counter[str] = Counter()
+        self._changed = changed
+        self._num_classes = num_classes
+        self._width = width
+        self._multilabel = multilabel
+
+    @property
+    def _clients(self) -> int:
+        return len(next(iter(self.received.values())))
 
     def begin(self, phase: str, tensor_names: TensorNames) -> None:
         """Turn to a phase, and what it trains."""
-        self.phase, self.tensor_names, self.states = phase, tensor_names, self.finished()
+        self.phase = phase
+        self.tensor_names = tensor_names
+        self.states = self.finished()
         for role, state in self.states.items():
             for key in self.algorithm.trainable_keys(role, phase, tensor_names, self.round):
                 if key in state:
@@ -251,9 +346,9 @@ class DryRunStep:
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         """Made-up logits of two images."""
-        if self._classes is None:
+        if self._num_classes is None:
             raise no_logits(self.algorithm)
-        return self.loss(states, stream).view(-1, 1, 1).expand(-1, 2, self._classes)
+        return self.loss(states, stream).view(-1, 1, 1).expand(-1, 2, self._num_classes)
 
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
         """Made-up logits and representations of two images."""
@@ -262,18 +357,19 @@ class DryRunStep:
 
     def class_counts(self, classes: int) -> Tensor:
         """An image of each class."""
-        if self._classes is None:
+        if self._num_classes is None:
             raise no_logits(self.algorithm)
-        return torch.ones(len(next(iter(self.received.values()))), classes)
+        return torch.ones(self._clients, classes)
 
     @property
     def labels(self) -> Tensor:
         """Both are of class 0, or have no label."""
-        if self._classes is None:
+        if self._num_classes is None:
             raise no_logits(self.algorithm)
-        some = next(iter(self.received.values()))
-        shape = (len(some), 2, self._classes) if self._multilabel else (len(some), 2)
-        return torch.zeros(shape, dtype=torch.float32 if self._multilabel else torch.int64, device=some.device)
+        device = next(iter(self.received.values())).device
+        if self._multilabel:
+            return torch.zeros(self._clients, 2, self._num_classes, dtype=torch.float32, device=device)
+        return torch.zeros(self._clients, 2, dtype=torch.int64, device=device)
 
     def mean(self, values: Tensor) -> Tensor:
         """Mean over both."""
@@ -284,16 +380,21 @@ class DryRunStep:
         if isinstance(states, Tensor):
             return states.flatten(1).mean(1)
         if isinstance(states, str):
-            stream, states = stream or states, self.states[states]
+            stream = stream or states
+            states = self.states[states]
         stream = stream or next(iter(self.states))
         self.queries[stream] += 1
-        purpose = f"rehearsal/{stream}" + "/changed" * (stream == self._changed)
+        purpose = f"rehearsal/{stream}"
+        if stream == self._changed:
+            purpose += "/changed"
         random = generator(0, purpose, self.round, self.queries[stream])
-        asked = [value for _, value in sorted(states.items()) if value.requires_grad]
-        slopes = [(torch.rand(value.shape, generator=random) - 0.5).to(value) for value in asked]
-        terms = [(slope * value + value**2 / 2).flatten(1).sum(1) for slope, value in zip(slopes, asked, strict=True)]
-        some = next(iter(states.values()))
-        total = sum(terms, start=torch.zeros(len(some), device=some.device))
+        device = next(iter(states.values())).device
+        total = torch.zeros(self._clients, device=device)
+        for _, value in sorted(states.items()):
+            if value.requires_grad:
+                slope = (torch.rand(value.shape, generator=random) - 0.5).to(value)
+                # The square makes the gradient depend on where it is taken, as real ones do.
+                total = total + (slope * value + value**2 / 2).flatten(1).sum(1)
         return total - total.detach()
 
     def restart(self, role: str, start: State) -> None:
@@ -313,13 +414,16 @@ class DryRunStep:
     ) -> None:
         """A step of gradient descent at a rate of 0.1."""
         roles = (role,) if isinstance(role, str) else role
-        leaves = [(key, v) for name in roles for key, v in self.states[name].items() if v.requires_grad]
+        leaves: list[tuple[str, Tensor]] = []
+        for name in roles:
+            leaves += [(key, value) for key, value in self.states[name].items() if value.requires_grad]
         for _, leaf in leaves:
             leaf.grad = None
-        clients = len(next(iter(self.received.values())))
-        if loss is not None and loss.shape != (clients,):
-            raise ValueError(f"the loss has shape {tuple(loss.shape)} instead of ({clients},), one value a client")
         if loss is not None:
+            if loss.shape != (self._clients,):
+                raise ValueError(
+                    f"the loss has shape {tuple(loss.shape)} instead of ({self._clients},), one value a client"
+                )
             if not loss.requires_grad:
                 raise ValueError(
                     f"the loss of step.descend({role!r}) depends on nothing that phase {self.phase!r} trains "
@@ -330,9 +434,13 @@ class DryRunStep:
         with torch.no_grad():
             for key, leaf in leaves:
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                gradient = gradient if pull is None else gradient + pull[0] * (leaf - pull[1][key])
-                leaf.grad = gradient if slope is None else gradient + slope[key]
-                leaf -= 0.1 * leaf.grad
+                if pull is not None:
+                    strength, anchor = pull
+                    gradient = gradient + strength * (leaf - anchor[key])
+                if slope is not None:
+                    gradient = gradient + slope[key]
+                leaf.grad = gradient
+                leaf -= 0.1 * gradient
 
 
 def no_logits(algorithm: Algorithm) -> ValueError:

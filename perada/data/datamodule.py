@@ -99,7 +99,7 @@ class FederatedDataModule(pl.LightningDataModule):
     prepare: Preparation
     """Makes a batch on its device ready for the model; those of the Trainer are so already."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one argument an option of recipes
         self,
         data: FederatedData | None = None,
         *,

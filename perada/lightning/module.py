@@ -75,7 +75,7 @@ class FederatedClassifier(pl.LightningModule):
 
     backbone: str | nn.Module
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # one argument an option of recipes
         self,
         backbone: str | nn.Module = "resnet18",
         adapter: AdapterChoice = "residual",

@@ -12,7 +12,7 @@ import torch
 
 from perada.algorithms import Algorithm, Broadcast, FedBE, TensorNames
 from perada.algorithms.base import AlgorithmWrapper
-from perada.algorithms.dry_run import DryRunStep, rounds_of
+from perada.algorithms.dry_run import DryRun, DryRunStep
 from perada.core.checks import OptionError
 from perada.core.rounds import Phase
 from perada.core.states import State, clone, expand
@@ -64,14 +64,17 @@ def rehearse(
     numbers = sorted({*range(REHEARSED), max(REHEARSED, rounds or UNPLANNED) - 1})
     two = tuple(range(min(2, num_clients)))
 
-    def sent(changed: str = "") -> Iterator[State]:
-        turn = copy.deepcopy(algorithm), Mean(), tensor_names, initial, phases, num_clients, two, numbers
-        return (update for update, *_ in rounds_of(*turn, changed=changed))
+    def sent_in_rounds(changed: str = "") -> Iterator[State]:
+        dry_run = DryRun(
+            copy.deepcopy(algorithm), Mean(), tensor_names, initial, phases, num_clients, two, changed=changed
+        )
+        for update, _, _ in dry_run.rounds(numbers):
+            yield update
 
     for stream in named:
-        for round, one, other in zip(numbers, sent(), sent(stream), strict=True):
-            for key in one:
-                if not torch.equal(one[key], other[key]):
+        for round, usual, changed in zip(numbers, sent_in_rounds(), sent_in_rounds(stream), strict=True):
+            for key in usual:
+                if not torch.equal(usual[key], changed[key]):
                     raise OptionError(
                         f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
                         f"in round {round + 1} depends on it: the server's ledger would count too little; leave it out",
