@@ -368,7 +368,8 @@ def check_base(outer: Algorithm, base: object) -> None:
     """Refuse, by a ValueError, what is no algorithm, or one that has to be around ``outer``, since it gives ranks."""
     if not isinstance(base, Algorithm):
         raise OptionError(f"base={base!r} is not an algorithm; give one, such as PerAda()", name="base", value=base)
-    own, name = type(base).__name__, type(outer).__name__
+    own = type(base).__name__
+    name = type(outer).__name__
     if type(base).lora_rank is not Algorithm.lora_rank:
         around = not outer.is_ensemble and type(outer).lora_rank is Algorithm.lora_rank
         remedy = f"give {own}(base={name}(...))" if around else f"choose one of {own} and {name} alone"

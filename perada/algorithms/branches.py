@@ -51,7 +51,8 @@ def twins(tensor_names: TensorNames) -> dict[str, str]:
     return {own: name for g, p in pairs(tensor_names) for own, name in ((p.down, g.down), (p.up, g.up))}
 
 
-WEIGHT, OF = "weight", "/weight"
+WEIGHT = "weight"
+OF = "/weight"
 """The role of the branches' weights, a number for each B, and what stands behind the name of a B there."""
 
 
@@ -163,7 +164,8 @@ class FedDPAF(FedAvg):
 
     def __init__(self, weight: float = 0.5, finetune_epochs: float = 1) -> None:
         check_number("finetune_epochs", finetune_epochs, gt=0, hint="FedAvg does without")
-        self.weight, self.finetune_epochs = weight, finetune_epochs
+        self.weight = weight
+        self.finetune_epochs = finetune_epochs
         self._own = OwnBranch(weight)
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
@@ -273,14 +275,17 @@ class RestOfWorld(Algorithm):
     def broadcast(self, sending: Broadcast) -> State:
         """v̄, and what a client's own part in it is."""
         mean = {key: sending.global_state[key] for key in twins(sending.tensor_names)}
-        some, others = next(iter(mean.values())), sending.num_clients - 1
+        some = next(iter(mean.values()))
+        others = sending.num_clients - 1
         return expand(mean | {SHARE: some.new_tensor(1 / others if others > 0 else 0.0)}, len(sending.clients))
 
     def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The individual branch and all else, and the RoW branch."""
-        own, others = kept["personal"], {}
+        own = kept["personal"]
+        others = {}
         for key, name in twins(tensor_names).items():
-            mean, share = received[key], _rows(received[SHARE], received[key])
+            mean = received[key]
+            share = _rows(received[SHARE], received[key])
             others[name] = mean + share * (mean - own[key])
         return {"personal": own, "others": others}
 
@@ -297,12 +302,14 @@ class RestOfWorld(Algorithm):
         self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep all; send v̄ moved by the change of the individual branch."""
-        before, after = kept["personal"], trained["personal"]
+        before = kept["personal"]
+        after = trained["personal"]
         return trained, {key: received[key] + (after[key] - before[key]) for key in twins(tensor_names)}
 
     def server_step(self, server: ServerStep) -> State:
         """Move v̄ by the mean change, times the clients' share of the federation."""
-        share, old = len(server.clients) / server.num_clients, server.previous
+        share = len(server.clients) / server.num_clients
+        old = server.previous
         average = server.mean(server.updates, torch.full_like(server.weights, 1 / len(server.clients)))
         return {key: old[key] + share * (value - old[key]) for key, value in average.items()}
 

@@ -69,7 +69,10 @@ class FedBE(Algorithm):
                 value=True,
             )
         self.moments = self.own_teachers = moments
-        self.sampler, self.samples, self.distill, self.average_from = sampler, samples, distill, average_from
+        self.sampler = sampler
+        self.samples = samples
+        self.distill = distill
+        self.average_from = average_from
         self.uses_distillation = distill
         self.average = "logits" if distill else "probabilities"
 
@@ -125,7 +128,8 @@ class FedBE(Algorithm):
         return f"{type(self).__name__} {'with' if self.distill else 'without'} distillation{moments}"
 
 
-SQUARE, SCALE = "square/", 2.0**12
+SQUARE = "square/"
+SCALE = 2.0**12
 """Begins the names of what clients send beside their models: squares of their changes, times ``SCALE``.
 
 Secure sums round to multiples of 2^−``fraction_bits``, by default 6·10⁻⁸, and the square of 10⁻⁴ is less than that.
@@ -173,7 +177,8 @@ def sample_models(
     return draw_gaussian(center, {}, samples, random) | mixed
 
 
-MODE, BEST = "mode", "best mode"
+MODE = "mode"
+BEST = "best mode"
 """Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""
 UNREPEATABLE = (APFL, FedDyn, MTL, Moon, Scaffold)
 """Algorithms whose clients keep what belongs to the only global model."""
@@ -232,14 +237,15 @@ class FedEnsemble(AlgorithmWrapper):
                 name="keeps",
                 value="best",
             )
-        self.modes, self.strata, self.assignment = modes, strata, assignment
-        self.average, self.keeps = average, keeps
+        self.modes = modes
+        self.strata = strata
+        self.assignment = assignment
+        self.average = average
+        self.keeps = keeps
         self.inference = "personal" if keeps == "best" else self.base.inference
-        self.uses_distillation, self.unsent, self.merges_into_backbone = (
-            self.base.uses_distillation,
-            self.base.unsent,
-            self.base.merges_into_backbone,
-        )
+        self.uses_distillation = self.base.uses_distillation
+        self.unsent = self.base.unsent
+        self.merges_into_backbone = self.base.merges_into_backbone
         self.compares_models = modes > 1 and (assignment == "loss" or keeps == "best")
 
     @property
@@ -314,7 +320,8 @@ class FedEnsemble(AlgorithmWrapper):
         modes = unstack(clone(server.previous))
         for mode in sorted(set(mode_of_client.tolist())):
             rows = (mode_of_client == mode).nonzero().flatten()
-            weights, clients = server.weights, server.clients
+            weights = server.weights
+            clients = server.clients
             if len(rows) < len(clients):
                 weights = weights[rows.cpu()] / weights[rows.cpu()].sum()
                 clients = tuple(clients[row] for row in rows.tolist())

@@ -66,7 +66,9 @@ class HetLoRA(AlgorithmWrapper):
         ranks: list[int] | dict[str, int] | None = None,
         sizes: list[int] | None = None,
     ) -> None:
-        self.base, self.ranks, self.sizes = base or FedAvg(), ranks, sizes
+        self.base = base or FedAvg()
+        self.ranks = ranks
+        self.sizes = sizes
         check_base(self, self.base)
         if self.base.is_ensemble:
             raise OptionError(
@@ -127,7 +129,8 @@ class HetLoRA(AlgorithmWrapper):
 
     def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """As the base, with what a client keeps cut, too: at first it keeps factors of rank r."""
-        ranks, received = received[RANK], partition(received, {RANK})[1]
+        ranks = received[RANK]
+        received = partition(received, {RANK})[1]
         return self.base.begin_round(_cut(kept, tensor_names, ranks), received, tensor_names)
 
     def client_step(self, step: ClientStep) -> None:
@@ -138,7 +141,8 @@ class HetLoRA(AlgorithmWrapper):
         self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """As the base."""
-        ranks, received = received[RANK], partition(received, {RANK})[1]
+        ranks = received[RANK]
+        received = partition(received, {RANK})[1]
         keeps, update = self.base.end_round(trained, _cut(kept, tensor_names, ranks), received, tensor_names)
         return _cut(keeps, tensor_names, ranks), cut_ranks(update, tensor_names.factors, ranks)
 
@@ -226,7 +230,10 @@ class _ByNorm(ServerRule):
     function_of_mean = True
 
     def __init__(self, rule: ServerRule, factors: tuple[Factors, ...], most: int | None) -> None:
-        self.rule, self._factors, self._most = rule, factors, most  # the largest rank of a client; None for all
+        # The largest rank of a client; None for all.
+        self.rule = rule
+        self._factors = factors
+        self._most = most
 
     def check(self, clients: int) -> None:
         """Refuse what the rule refuses."""
@@ -270,5 +277,6 @@ class _ByNorm(ServerRule):
 
 def _used(state: State, pair: Factors, most: int | None) -> int:
     """How many of the first columns of B, or rows of A, are not zero."""
-    down, up = state[pair.down][:most].flatten(1), state[pair.up].transpose(0, 1)[:most].flatten(1)
+    down = state[pair.down][:most].flatten(1)
+    up = state[pair.up].transpose(0, 1)[:most].flatten(1)
     return int((down.any(1) | up.any(1)).sum())

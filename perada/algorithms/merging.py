@@ -75,7 +75,8 @@ class FLoRA(_Merging):
         state = server.mean(rest, server.weights) if rest.names else {}
         for place, pair in enumerate(server.tensor_names.factors):
             state[pair.base] = _plus(server.previous[pair.base], _mean_product(server, pair))
-            state[pair.up], down = torch.zeros_like(server.previous[pair.up]), server.previous[pair.down]
+            state[pair.up] = torch.zeros_like(server.previous[pair.up])
+            down = server.previous[pair.down]
             random = generator(server.seed, "flora", server.round, place)
             drawn = 2 * torch.rand(down.shape, generator=random, dtype=torch.float64) - 1
             state[pair.down] = torch.empty_like(down).copy_(drawn / down[0].numel() ** 0.5)

@@ -28,7 +28,8 @@ class Moon(Algorithm):
     def __init__(self, mu: float = 1.0, tau: float = 0.5) -> None:
         check_number("mu", mu, ge=0, hint="0 does not contrast")
         check_number("tau", tau, gt=0, hint="similarities are divided by it")
-        self.mu, self.tau = mu, tau
+        self.mu = mu
+        self.tau = tau
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse a model whose head is not trained, so that it is not known where."""

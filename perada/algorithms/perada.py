@@ -79,7 +79,8 @@ class MTL(Algorithm):
         self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep v_m, send v̄ moved by its change."""
-        before, after = kept["personal"], trained["personal"]
+        before = kept["personal"]
+        after = trained["personal"]
         moved = {
             key: received[key] + (value - before[key]) if value.is_floating_point() else value
             for key, value in after.items()
@@ -89,7 +90,8 @@ class MTL(Algorithm):
     def server_step(self, server: ServerStep) -> State:
         """Move v̄ by the mean change, times the clients' share of the federation. Weights do not count."""
         clients = len(server.clients)
-        uniform, share = torch.full_like(server.weights, 1 / clients), clients / server.num_clients
+        uniform = torch.full_like(server.weights, 1 / clients)
+        share = clients / server.num_clients
         average = server.mean(server.updates, uniform)
         return {
             key: server.previous[key] + share * (value - server.previous[key]) if value.is_floating_point() else value
@@ -125,7 +127,10 @@ class PFedMe(Algorithm):
         check_integer("inner_steps", inner_steps)
         check_number("beta", beta, gt=0, le=1, hint="the share of the clients' mean")
         check_choice("restart", restart, (True, False))
-        self.prox_strength, self.inner_steps, self.beta, self.restart = prox_strength, inner_steps, beta, restart
+        self.prox_strength = prox_strength
+        self.inner_steps = inner_steps
+        self.beta = beta
+        self.restart = restart
 
     def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Both start from what was received."""
@@ -133,7 +138,8 @@ class PFedMe(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """Solve the inner problem, then move towards its solution."""
-        theta, local = step.states["personal"], step.states["local"]
+        theta = step.states["personal"]
+        local = step.states["local"]
         if self.restart:
             step.restart("personal", local)
         for _ in range(self.inner_steps):
@@ -177,7 +183,8 @@ class APFL(Algorithm):
     def __init__(self, alpha: float = 0.5, lr_alpha: float = 0.0) -> None:
         check_number("alpha", alpha, ge=0, le=1, hint="0 is the global model, 1 the client's own")
         check_number("lr_alpha", lr_alpha, ge=0, hint="0 keeps alpha fixed")
-        self.alpha, self.lr_alpha = alpha, lr_alpha
+        self.alpha = alpha
+        self.lr_alpha = lr_alpha
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """v_m, the mixture, and α."""
@@ -191,7 +198,9 @@ class APFL(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """One pass of the mixture and one of w_m."""
-        own, local, alpha = step.states["personal"], step.states["local"], step.states["share"]["alpha"]
+        own = step.states["personal"]
+        local = step.states["local"]
+        alpha = step.states["share"]["alpha"]
         leaf = alpha.detach().clone().requires_grad_(self.lr_alpha > 0)
         trained = tuple(key for key, value in own.items() if value.requires_grad)
         step.descend("personal", step.loss(_mixture(own, local, leaf, trained), stream="personal"))

@@ -56,7 +56,8 @@ class Scaffold(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """A corrected step, whose gradient is added to the sum."""
-        local, sums = step.states["local"], step.states["gradients"]
+        local = step.states["local"]
+        sums = step.states["gradients"]
         slope = {key: step.received[CONTROL + key] - own for key, own in step.kept["control"].items()}
         step.descend("local", step.loss("local"), slope=slope)
         gradients = {key: own for key in sums if (own := local[key].grad) is not None}
@@ -70,20 +71,26 @@ class Scaffold(Algorithm):
         self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Update c_i; send y, and c moved by the change of c_i."""
-        steps, controls, moved = trained["steps"]["taken"], {}, {}
+        steps = trained["steps"]["taken"]
+        controls = {}
+        moved = {}
         for key, before in kept["control"].items():
-            server, mean = received[CONTROL + key], trained["gradients"][key] / _rows(steps, before)
+            server = received[CONTROL + key]
+            mean = trained["gradients"][key] / _rows(steps, before)
             controls[key] = (before - server + mean).where(_rows(steps > 0, before), before)
             moved[CONTROL + key] = server + (controls[key] - before)
         return {"control": controls}, trained["local"] | moved
 
     def server_step(self, server: ServerStep) -> State:
         """Move x along the mean change, and c by the mean change times the clients' share of the federation."""
-        names, clients, old = _names(server.tensor_names), range(len(server.clients)), server.previous
+        names = _names(server.tensor_names)
+        clients = range(len(server.clients))
+        old = server.previous
         average = server.mean(server.updates.part(clients, without=names), server.weights)
         uniform = torch.full_like(server.weights, 1 / len(clients))
         after = server.updates.part(clients, without=average.keys()).mean(uniform)
-        before, share = _control(server.state, old, server.tensor_names), len(clients) / server.num_clients
+        before = _control(server.state, old, server.tensor_names)
+        share = len(clients) / server.num_clients
         server.state["control"] = {key: value + share * (after[key] - value) for key, value in before.items()}
         return average | {
             key: old[key] + self.server_lr * (average[key] - old[key]) for key in server.tensor_names.parameters

@@ -186,7 +186,8 @@ class FedAlt(FedSim):
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
         """First v, then u."""
-        own, second = self.personal_epochs, Phase("local", epochs, steps)
+        own = self.personal_epochs
+        second = Phase("local", epochs, steps)
         if own == 0:
             return (second,)
         return (Phase("personal", epochs, steps) if own is None else Phase("personal", own), second)

@@ -204,7 +204,8 @@ class Scratch:
 
     def __init__(self) -> None:
         clear(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
-        self.path, handle = Path(tempfile.mkdtemp(prefix=PREFIX)), None
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        handle = None
         with suppress(OSError):  # a file system without locks
             handle = _locked(self.path)
         self.close = weakref.finalize(self, _remove, self.path, handle)
@@ -225,7 +226,8 @@ def _remove(path: Path, handle: int | None) -> None:
 @contextmanager
 def locked(folder: Path, wait: bool = False) -> Iterator[bool]:
     """Lock a folder, if it is there, until the end; whether nobody else has it, for whom one may ``wait``."""
-    handle, alone = None, True
+    handle = None
+    alone = True
     try:
         handle = _locked(folder, wait)
     except BlockingIOError:

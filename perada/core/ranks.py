@@ -27,7 +27,8 @@ class Ranks:
     def __init__(self, together: bool = False) -> None:
         self._device = torch.device("cpu")
         if together:
-            self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            self.rank = torch.distributed.get_rank()
+            self.size = torch.distributed.get_world_size()
             if torch.distributed.get_backend() == "nccl":
                 self._device = torch.device("cuda", torch.cuda.current_device())
 

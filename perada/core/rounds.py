@@ -164,7 +164,8 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
     [(4,), (7, 1)]
     """
     work = [sum(phase[place] for phase in plan.steps) for place in range(len(plan.clients))]
-    loads, shares = [0] * ranks, [list[int]() for _ in range(ranks)]
+    loads = [0] * ranks
+    shares = [list[int]() for _ in range(ranks)]
     for place in sorted(range(len(work)), key=lambda place: -work[place]):
         rank = loads.index(min(loads))
         loads[rank] += work[place]

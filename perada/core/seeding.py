@@ -16,7 +16,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_FIRST, _SECOND = -4658895280553007687, -7723592293110705685  # of SplitMix64
+# Of SplitMix64.
+_FIRST = -4658895280553007687
+_SECOND = -7723592293110705685
 _WORDS = 624  # of 32 bits, in the state of torch's generator on the CPU, the Mersenne Twister mt19937
 _START = 24  # bytes before them: the seed, two flags and a position
 _LAYOUT = "7488e7de02f18dcd010628b79fd41f56b07708ab2c3d0ec1481cf0c30840bf78"
@@ -76,7 +78,8 @@ def seeded(seed: int, purpose: str, *ids: int) -> Iterator[None]:
 
 def _state(seed: int, purpose: str, *ids: int) -> Tensor:
     """State (bytes,) of a Mersenne Twister whose words are all hashed."""
-    state, words = _fresh_state().clone(), _digest(4 * _WORDS, seed, purpose, *ids)
+    state = _fresh_state().clone()
+    words = _digest(4 * _WORDS, seed, purpose, *ids)
     # Each word of 32 bits stands in one of 64.
     wide = torch.frombuffer(bytearray(words), dtype=torch.int32).long() & 0xFFFFFFFF
     state[_START : _START + 8 * _WORDS] = wide.view(torch.uint8)
@@ -109,7 +112,8 @@ class Streams:
     """
 
     def __init__(self, seeds: Tensor, gammas: Tensor) -> None:
-        self.seeds, self.gammas = seeds, gammas
+        self.seeds = seeds
+        self.gammas = gammas
 
     @classmethod
     def derived(

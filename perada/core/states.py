@@ -292,7 +292,8 @@ def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> Stat
 
 def narrowed(state: State, factors: Iterable[Factors], rank: int) -> State:
     """A state (no client axis) without what :func:`cut_ranks` makes zero, whose tensors are smaller then."""
-    axes, found = rank_axes(factors), dict(state)
+    axes = rank_axes(factors)
+    found = dict(state)
     for key, value in state.items():
         if (axis := axes.get(key.rpartition("/")[2])) is not None:
             found[key] = value.narrow(axis, 0, min(rank, value.shape[axis]))

@@ -154,5 +154,6 @@ def _edits(first: str, second: str) -> int:
             if swapped:
                 cost = min(cost, before[column - 2] + 1)
             current.append(cost)
-        before, above = above, current
+        before = above
+        above = current
     return above[-1]

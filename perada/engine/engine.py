@@ -64,7 +64,8 @@ class Engine:
                 warnings.warn(f"engine='auto' takes the loop over clients: {message}", stacklevel=2)
         self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"
         self.trunk: FrozenTrunk | None = None
-        self._single, self._tied = model, tied_names(model)
+        self._single = model
+        self._tied = tied_names(model)
         self._full_batch = _call if compile is None else torch.compile(_call, **compile)
         self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
 
@@ -143,7 +144,8 @@ class Engine:
         """
         given: list[Tensor] = []
         hook = self._fold.model.get_submodule(head).register_forward_pre_hook(lambda _, args: given.append(args[0]))
-        compiled, self._full_batch = self._full_batch, _call
+        compiled = self._full_batch
+        self._full_batch = _call
         try:
             logits = self.logits(states, x, training=training, counts=counts, streams=streams)
         finally:
@@ -187,7 +189,8 @@ class Engine:
         parts = []
         with torch.no_grad():
             for chunk in chunks:
-                own, clients = dict(zip(states, chunk, strict=True)), len(chunk[0])
+                own = dict(zip(states, chunk, strict=True))
+                clients = len(chunk[0])
                 groups = [
                     self.logits(own, group.expand(clients, *group.shape), batch_statistics=batch_statistics)
                     for group in x.split(len(x) if batch_statistics else rows)
@@ -299,10 +302,12 @@ def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clie
     """
     states = unstack(members)
     device = next(iter(members.values())).device
-    losses, rows = torch.zeros(clients, len(states), device=device), torch.zeros(clients, device=device)
+    losses = torch.zeros(clients, len(states), device=device)
+    rows = torch.zeros(clients, device=device)
     with torch.no_grad():
         for batch in batches:
-            active, counts = len(batch.clients), torch.tensor(batch.counts, device=device)
+            active = len(batch.clients)
+            counts = torch.tensor(batch.counts, device=device)
             for index, state in enumerate(states):
                 logits = engine.logits(expand(state, active), batch.x, counts=batch.counts)
                 losses[:active, index] += counts * client_losses(logits, batch.y, batch.counts, multilabel)

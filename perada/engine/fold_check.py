@@ -83,7 +83,8 @@ def _compare(
         together = _logits(folded, states, x, training)
     except Exception as error:  # whatever the network does with the images of two clients
         return f"{FAILS} ({type(error).__name__}: {' '.join(str(error).split())[:150]})"
-    size, moved = float(separate.abs().max()), float((together - separate).abs().max())
+    size = float(separate.abs().max())
+    moved = float((together - separate).abs().max())
     # Both may be without numbers where a weight must not be negative, say: that shows nothing.
     if moved <= tolerance * max(size, 1e-6) or not (separate.isfinite().all() or together.isfinite().all()):
         return None

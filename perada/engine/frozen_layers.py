@@ -78,7 +78,8 @@ class FrozenConv2d(Frozen):
         last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         matrix, bias = self._matrix(conv, x.shape[2:], dtype, last)
         rows = (x.permute(0, 2, 3, 1) if last else x).flatten(1)
-        out, size = F.linear(rows.to(dtype), matrix, bias), output_size(conv, x.shape[2:])
+        out = F.linear(rows.to(dtype), matrix, bias)
+        size = output_size(conv, x.shape[2:])
         channels = conv.out_channels
         return out.view(-1, *size, channels).permute(0, 3, 1, 2) if last else out.view(-1, channels, *size)
 
@@ -119,7 +120,8 @@ def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
     height, width = output_size(conv, x.shape[2:])
     if x.shape[1] != conv.in_channels or min(height, width, *x.shape[2:]) < 1:
         return False
-    pixels, taps = x.shape[2] * x.shape[3], conv.kernel_size[0] * conv.kernel_size[1]
+    pixels = x.shape[2] * x.shape[3]
+    taps = conv.kernel_size[0] * conv.kernel_size[1]
     return pixels <= max(1, LARGEST_WORK * taps) and pixels * height * width <= LARGEST_MATRIX * taps
 
 
@@ -141,7 +143,8 @@ def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:
 def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
     """The tap (row, column) on the only pixel of a map, where the output has one pixel too and a tap falls on it."""
     left, _, top, _ = conv._reversed_padding_repeated_twice
-    (row, over), (column, beside) = divmod(top, conv.dilation[0]), divmod(left, conv.dilation[1])
+    (row, over) = divmod(top, conv.dilation[0])
+    (column, beside) = divmod(left, conv.dilation[1])
     joined = not (over or beside) and row < conv.kernel_size[0] and column < conv.kernel_size[1]
     return (row, column) if joined and output_size(conv, torch.Size((1, 1))) == (1, 1) else None
 
@@ -183,7 +186,9 @@ class _StridedDepthwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _Context, x: Tensor, conv: nn.Conv2d) -> Tensor:
-        ctx.conv, ctx.size, ctx.dtype = conv, x.shape, x.dtype
+        ctx.conv = conv
+        ctx.size = x.shape
+        ctx.dtype = x.dtype
         out: Tensor = conv(x)
         return out
 

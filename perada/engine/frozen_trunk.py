@@ -41,9 +41,13 @@ class FrozenTrunk:
     def __init__(
         self, shapes: dict[str, torch.Size], needed: tuple[str, ...], image: torch.Size, share: float = 0.0
     ) -> None:
-        self.shapes, self.needed, self.image, self.share = shapes, needed, image, share
+        self.shapes = shapes
+        self.needed = needed
+        self.image = image
+        self.share = share
         self.size = sum(shapes[path].numel() for path in needed)
-        self.rows, self.spoil = 0, False
+        self.rows = 0
+        self.spoil = False
         self._given: dict[str, Tensor] | None = None
         self._kinds: dict[str, tuple[torch.dtype, torch.memory_format]] = {}
         self._seen: dict[str, Tensor] | None = None
@@ -78,10 +82,12 @@ class FrozenTrunk:
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
         """Features (R, F) of images (R, ...), through a model with this prefix's :class:`Constant` modules."""
-        self._given, self._seen = None, {}
+        self._given = None
+        self._seen = {}
         with suppress(_Enough), torch.no_grad():
             model.eval()(x_R)
-        seen, self._seen = self._seen, None
+        seen = self._seen
+        self._seen = None
         self._kinds = {path: (value.dtype, _layout(value)) for path, value in seen.items()}
         return torch.cat([seen[path].flatten(1) for path in self.needed], 1)
 
@@ -121,7 +127,8 @@ class Constant(Wrapper):
 
     def __init__(self, original: nn.Module, path: str, prefix: FrozenTrunk) -> None:
         super().__init__(original)
-        self.path, self.prefix = path, prefix
+        self.path = path
+        self.prefix = prefix
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """What the original gives, computed now or given before."""
@@ -217,7 +224,8 @@ def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
     first, again = (_outputs(model, x, training) for x, training in ((x_R, False), (x_R[:2], True)))
 
     def constant(path: str) -> bool:
-        one, two = first[path], again.get(path)
+        one = first[path]
+        two = again.get(path)
         if one is None or two is None or one.changing or two.changing:
             return False
         if (len(one.number), len(two.number)) != (len(x_R), 2) or one.shape[1:] != two.shape[1:]:

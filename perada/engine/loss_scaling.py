@@ -52,7 +52,9 @@ class LossScales:
 
         It gives (C,) whose gradients are all finite: who is to take the step.
         """
-        options, scale, good_steps = self.options, self.scale[rows], self.good_steps[rows]
+        options = self.options
+        scale = self.scale[rows]
+        good_steps = self.good_steps[rows]
         finite = torch.ones_like(self.stepped[rows])
         if gradients:  # the largest magnitude is NaN or infinite if any entry is
             largest = [torch.linalg.vector_norm(value.reshape(len(value), -1), torch.inf, 1) for value in gradients]
@@ -156,10 +158,13 @@ class MaskedAdam(MaskedOptimizer):
         self, parameters: list[Tensor], lr: float, weight_decay: float = 0, *, decoupled: bool = False
     ) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
-        self.betas, self.eps, self.decoupled = (0.9, 0.999), 1e-8, decoupled
+        self.betas = (0.9, 0.999)
+        self.eps = 1e-8
+        self.decoupled = decoupled
 
     def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
-        state, (beta1, beta2) = self.state[parameter], self.betas
+        state = self.state[parameter]
+        (beta1, beta2) = self.betas
         if not state:
             state["step"] = parameter.new_zeros(len(parameter))
             state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

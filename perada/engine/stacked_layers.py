@@ -37,7 +37,10 @@ class FoldContext:
 
     def begin(self, clients: int, counts: tuple[int, ...] | None, streams: Streams | None) -> None:
         """Start a pass."""
-        self.clients, self.counts, self.streams, self.draws = clients, counts, streams, 0
+        self.clients = clients
+        self.counts = counts
+        self.streams = streams
+        self.draws = 0
 
     def next_streams(self) -> Streams:
         """The streams of the next layer that draws; a RuntimeError where the pass was given none."""
@@ -151,7 +154,8 @@ def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     if bias is not None:
         return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
     if (dtype := autocast_dtype(x_CND, weight)) is not None:
-        x_CND, weight = x_CND.to(dtype), weight.to(dtype)
+        x_CND = x_CND.to(dtype)
+        weight = weight.to(dtype)
     out: Tensor = _BatchedProduct.apply(x_CND, weight)
     return out
 
@@ -190,7 +194,8 @@ class StackedBatchNorm(StackedLayer):
         momentum = norm.momentum
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        means, variances = self.running_mean, self.running_var
+        means = self.running_mean
+        variances = self.running_var
         if momentum is None and self.training and means is not None and variances is not None:
             batch = torch.zeros_like(means), torch.zeros_like(variances)
             out = self._normalise(x_R, *batch, 1.0)
@@ -205,9 +210,11 @@ class StackedBatchNorm(StackedLayer):
     def _normalise(self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float) -> Tensor:
         """Normalise with running statistics (C, D), which training mode updates."""
         norm = self.original[0]
-        weights, biases = self.stacked("weight"), self.stacked("bias")
+        weights = self.stacked("weight")
+        biases = self.stacked("bias")
         use_batch = self.training or means is None
-        clients, counts = self.context.clients, self.context.counts
+        clients = self.context.clients
+        counts = self.context.counts
         if self.context.together and counts is None and clients > 1:
             # One normalisation of C·D channels: last in memory, so that those of all clients can lie side by side.
             x_RSD = x_R.movedim(1, -1)

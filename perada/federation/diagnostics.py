@@ -53,7 +53,8 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
 
     ``public`` and ``test`` say which images it has, ``factors`` what its clients lack to send factors of LoRA.
     """
-    algorithm, name = settings.algorithm, type(settings.algorithm).__name__
+    algorithm = settings.algorithm
+    name = type(settings.algorithm).__name__
     lack: dict[Diagnostic, str] = {"lora_residual": factors} if factors else {}
     if not (algorithm.sends_updates and algorithm.global_model) or algorithm.is_ensemble:
         reason = f"{name} does not average what clients send into exactly one whole model; choose PerAda, FedAvg, Ditto"
@@ -137,7 +138,9 @@ class DiagnosticsPass:
         distance of a personal model from w (Theorem 2, second term, without its factor 2), from 0 to 1, is
         1/n Σ_i min(1, ‖p_m(x_i) − g(x_i)‖₁).
         """
-        size, own, device = self.data.public_size, list(self.places), next(iter(self.globals.values())).device
+        size = self.data.public_size
+        own = list(self.places)
+        device = next(iter(self.globals.values())).device
         far = torch.zeros(_rows(self.globals), dtype=torch.float64)
         near = torch.zeros(self.clients, dtype=torch.float64)
         for rows in torch.split(torch.arange(size), ROWS):
@@ -169,10 +172,14 @@ class DiagnosticsPass:
             classes = self.engine.shared_logits({k: v[:1] for k, v in self.globals.items()}, x[:1]).shape[-1]
             logits, h_BK = self._means(x, classes)
             if self.multilabel:
-                hits, errors = (logits > 0) == y.bool(), (h_BK - y).abs()
+                hits = (logits > 0) == y.bool()
+                errors = (h_BK - y).abs()
             else:
-                hits, errors = logits.argmax(-1) == y, 1 - h_BK.gather(1, y.unsqueeze(1))
-            right, missed, total = right + float(hits.sum()), missed + float(errors.sum()), total + hits.numel()
+                hits = logits.argmax(-1) == y
+                errors = 1 - h_BK.gather(1, y.unsqueeze(1))
+            right = right + float(hits.sum())
+            missed = missed + float(errors.sum())
+            total = total + hits.numel()
         return {"theory/ensemble_accuracy": right / total, "theory/ensemble_error": missed / total}
 
     def _means(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -210,7 +217,9 @@ def full_gradients(
     The numbers of images (C,) come with them. The model is in evaluation mode: L_m is then a function of the parameters
     alone. In each batch, the active clients are a prefix of the C; rows beyond a client's count are not looked at.
     """
-    engine, tensor_names, clients = cohort.engine, cohort.tensor_names, len(next(iter(roles[0].values())))
+    engine = cohort.engine
+    tensor_names = cohort.tensor_names
+    clients = len(next(iter(roles[0].values())))
     given = [(role, phase.name) for role in cohort.example_states for phase in cohort.phases]
     names = {
         name for asked in given for name in cohort.algorithm.trainable_keys(*asked, tensor_names, cohort.plan.round)
@@ -224,7 +233,8 @@ def full_gradients(
         for start in range(0, len(batch.clients), together):
             counts = batch.counts[start : start + together]
             part = slice(start, start + len(counts))
-            x, y = batch.x[part, : max(counts)], batch.y[part, : max(counts)]
+            x = batch.x[part, : max(counts)]
+            y = batch.y[part, : max(counts)]
             for stack in stacks:
                 with torch.enable_grad():
                     logits = engine.logits({key: value[part] for key, value in stack.items()}, x, counts=counts)
@@ -255,7 +265,9 @@ def gradient_norms(
     clients of the ``cohort``, or a stand-in, who ``received`` these whole states and whose training images come in
     ``batches``, each once. All ranks call it.
     """
-    algorithm, here, clients = settings.algorithm, shares.places, len(shares.plan.clients)
+    algorithm = settings.algorithm
+    here = shares.places
+    clients = len(shares.plan.clients)
     roles = [received] + ([cohort.kept["personal"]] if isinstance(algorithm, PerAda) else [])
     gradients, rows = full_gradients(cohort, settings, roles, batches if here else ())
     own = len(here)

@@ -36,8 +36,10 @@ class Evaluation:
     """
 
     def __init__(self, federation: Federation, metrics: Sequence[Metric], everywhere: Sequence[int]) -> None:
-        self.federation, self.metrics = federation, metrics
-        self.clients, self.multilabel = federation.num_clients, federation.settings.training.multilabel
+        self.federation = federation
+        self.metrics = metrics
+        self.clients = federation.num_clients
+        self.multilabel = federation.settings.training.multilabel
         self.everywhere = list(everywhere)
         self._owned = torch.zeros(self.clients, dtype=torch.bool)
         self._owned[federation.owned()] = True
@@ -57,7 +59,8 @@ class Evaluation:
 
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch of the test set, the ``index``-th of the evaluation."""
-        federation, owner = self.federation, to_device_async(batch.owner, batch.x.device)
+        federation = self.federation
+        owner = to_device_async(batch.owner, batch.x.device)
         self._sizes += batch.owner.cpu().bincount(minlength=self.clients)
         if self._states is not None and index % federation.ranks.size == federation.ranks.rank:
             members = federation.engine.shared_logits(self._states, batch.x)
@@ -70,7 +73,8 @@ class Evaluation:
             of_clients = self._shared_local if federation.personalized else self._local
             of_clients.update(shared.unsqueeze(0), batch.y, owner)
         if federation.personalized:
-            rows, own = torch.arange(len(owner), device=owner.device), None
+            rows = torch.arange(len(owner), device=owner.device)
+            own = None
             for places, clients, logits in everywhere_logits(federation, self.everywhere, batch.x):
                 self._everyone.update(logits, batch.y, models=places)
                 place = owner[:, None] == to_device_async(torch.tensor(clients), owner.device)
@@ -96,7 +100,8 @@ class Evaluation:
         local, shared, everyone = (one.all() for one in (self._local, self._global, self._everyone))
         for place, metric in enumerate(self.metrics):
             ending = f"_{metric.name}" if place else ""
-            home, away = f"personal/local_test{ending}", f"personal/global_test{ending}"
+            home = f"personal/local_test{ending}"
+            away = f"personal/global_test{ending}"
             per_client[home] = self._one(home, local[metric.name][0], 1)
             if not self.federation.personalized:
                 per_client[away] = self._one(away, shared[metric.name][0, 0], 0).expand(self.clients)
@@ -129,7 +134,8 @@ class Evaluation:
         test images of each client (M,), where clients have models of their own; and ``per_class``, scores of each
         class. A private run has neither confusions nor scores of classes.
         """
-        ranks, shared = self.federation.ranks, self._states is not None
+        ranks = self.federation.ranks
+        shared = self._states is not None
         names = [name for name, there in (("personal", self.federation.personalized), ("global", shared)) if there]
         found: dict[str, Any] = {
             "test_images": self._sizes.tolist(),
@@ -164,14 +170,18 @@ class ShiftedEvaluation:
     def __init__(
         self, federation: Federation, metrics: Sequence[Metric], everywhere: Sequence[int], others: bool = False
     ) -> None:
-        self.federation, self.everywhere, self.others = federation, everywhere, others
+        self.federation = federation
+        self.everywhere = everywhere
+        self.others = others
         multilabel = federation.settings.training.multilabel
         self._personal = Scores(metrics, multilabel, models=len(everywhere))
         self._shared = Scores(metrics, multilabel, models=federation.num_clients if others else 1)
 
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch, the ``index``-th of the evaluation."""
-        federation, engine, x = self.federation, self.federation.engine, batch.x
+        federation = self.federation
+        engine = self.federation.engine
+        x = batch.x
         if engine.trunk is not None and tuple(x.shape[1:]) == tuple(engine.trunk.image):
             x = engine.features(x)  # once, not for each model
         if federation.settings.algorithm.global_model and index % federation.ranks.size == federation.ranks.rank:
@@ -199,7 +209,8 @@ class ShiftedEvaluation:
         clients = self.federation.num_clients
         for scores in (self._personal, self._shared):
             scores.merge(self.federation.ranks)
-        found, personal = {}, self._personal.means()
+        found = {}
+        personal = self._personal.means()
         for name, values in self._shared.means().items():
             own = values[:, 0].expand(clients)
             if self.federation.personalized:
@@ -241,7 +252,8 @@ def everywhere_logits(
 
 def shared_logits(federation: Federation, x: Tensor) -> Tensor:
     """Logits (B, K) of the global model."""
-    average, multilabel = federation.settings.algorithm.average, federation.settings.training.multilabel
+    average = federation.settings.algorithm.average
+    multilabel = federation.settings.training.multilabel
     return ensemble(federation.engine.shared_logits(federation.server.members(), x), average, multilabel)
 
 
@@ -253,7 +265,8 @@ def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
     """
     stretches = [(owner, len(list(rows))) for owner, rows in groupby(batch.owner.tolist())]
     counts = torch.tensor([count for _, count in stretches])
-    starts, here = counts.cumsum(0) - counts, set(federation.owned())
+    starts = counts.cumsum(0) - counts
+    here = set(federation.owned())
     alike: dict[int, list[int]] = {}
     for place, (owner, count) in enumerate(stretches):
         if owner in here:

@@ -201,7 +201,8 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
         raise OptionError(
             f"metric={kind!r} is not for data with {data} an image; choose another", name="metric", value=kind
         )
-    metric_class, options = made, defaults | options | {count: classes}
+    metric_class = made
+    options = defaults | options | {count: classes}
 
     def compute(predictions: Tensor, labels: Tensor) -> Tensor:
         metric = metric_class(**options)

@@ -26,7 +26,8 @@ class Scores:
     """
 
     def __init__(self, metrics: Sequence[Metric], multilabel: bool, models: int = 1, groups: int = 1) -> None:
-        self.metrics, self.multilabel = metrics, multilabel
+        self.metrics = metrics
+        self.multilabel = multilabel
         self._counted = any(metric.compute is None for metric in metrics)
         self._kept = any(metric.compute is not None for metric in metrics)
         self._counts = torch.zeros(2, models, groups, dtype=torch.int64)  # right predictions, and all
@@ -90,7 +91,8 @@ class Scores:
 
         NaN where a model has no image of a group.
         """
-        shape, counts = self._counts.shape[1:], self._counts.cpu().float()
+        shape = self._counts.shape[1:]
+        counts = self._counts.cpu().float()
         found = {metric.name: counts[0] / counts[1] for metric in self.metrics if metric.compute is None}
         computed = {metric.name: metric.compute for metric in self.metrics if metric.compute is not None}
         values: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in computed}
@@ -123,7 +125,8 @@ class Tally:
     """
 
     def __init__(self, multilabel: bool) -> None:
-        self.multilabel, self._classes = multilabel, 0
+        self.multilabel = multilabel
+        self._classes = 0
         self._codes: list[Tensor] = []
         self._bins = torch.zeros(3, BINS, dtype=torch.float64)  # predictions, right ones, sum of confidences
 
@@ -133,14 +136,18 @@ class Tally:
         ``counted`` (B,) tells which images count, by default all.
         """
         if counted is not None:
-            logits, y, owner = logits[counted], y[counted], owner[counted]
+            logits = logits[counted]
+            y = y[counted]
+            owner = owner[counted]
         if self.multilabel:
             likely = logits.float().sigmoid()
             predicted = (likely > 0.5).long()
-            confidence, right = torch.maximum(likely, 1 - likely).flatten(), (predicted == y.long()).flatten()
+            confidence = torch.maximum(likely, 1 - likely).flatten()
+            right = (predicted == y.long()).flatten()
         else:
             confidence, predicted = logits.float().softmax(-1).max(-1)
-            right, self._classes = predicted == y, logits.shape[-1]
+            right = predicted == y
+            self._classes = logits.shape[-1]
             self._codes.append((owner * self._classes + y) * self._classes + predicted)
         confidence = double(confidence)  # float32 stops counting at 16 million
         self._bins = self._bins.to(confidence)

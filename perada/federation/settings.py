@@ -69,7 +69,8 @@ class Storage:
 
     def open(self, initial: Stacks, name: str = "") -> ClientStore:
         """Make a store; ``name`` tells the folders of several apart."""
-        kind, values = self.kind, [value for state in initial.values() for value in state.values()]
+        kind = self.kind
+        values = [value for state in initial.values() for value in state.values()]
         if kind == "auto":
             needed = self.clients * sum(value.numel() * value.element_size() for value in values)
             device = values[0].device if values else torch.device("cpu")
@@ -157,7 +158,8 @@ def without_factors(algorithm: Algorithm, tensor_names: TensorNames, sent: Colle
             "choose adapter='lora', without DoRA, on linear layers and convolutions"
         )
     both = any(pair.down in sent and pair.up in sent for pair in tensor_names.factors)
-    name, base = algorithm.kind, getattr(algorithm, "base", algorithm)
+    name = algorithm.kind
+    base = getattr(algorithm, "base", algorithm)
     if isinstance(base, RestOfWorld):
         return f"clients of {name} send means of factors that they moved, not factors; choose another algorithm"
     return "" if both else f"clients of {name} do not send both A and B of a layer; choose another algorithm"
@@ -185,7 +187,8 @@ def lora_ranks(
 
 def check_rule(settings: Settings) -> None:
     """Refuse, by a ValueError, a server rule beside an algorithm that works on the plain mean alone."""
-    algorithm, rule = settings.algorithm, type(settings.rule)
+    algorithm = settings.algorithm
+    rule = type(settings.rule)
     reasons = {
         "merges the exact mean of the clients' products B·A and would undo the rule; leave server_rule out, or choose "
         "algorithm='fedavg'": algorithm.merges_into_backbone,
@@ -203,7 +206,10 @@ def check_rule(settings: Settings) -> None:
 
 def check_server_images(settings: Settings, public: int, labelled: int) -> None:
     """Refuse, by a ValueError, what needs images that the server has not; the numbers that it has are given."""
-    rule, algorithm, distillation, lacking = settings.rule, settings.algorithm, settings.distillation, ""
+    rule = settings.rule
+    algorithm = settings.algorithm
+    distillation = settings.distillation
+    lacking = ""
     if rule.needs == "public" and not public:
         lacking = "on public images, and there are none; give a public set (public=...)"
     if rule.needs == "labelled" and not labelled:

@@ -23,7 +23,8 @@ class SharedStore:
     """
 
     def __init__(self, local: ClientStore, ranks: Ranks) -> None:
-        self.local, self.ranks = local, ranks
+        self.local = local
+        self.ranks = ranks
         self._holders: dict[int, int] = {}
 
     def holder(self, client: int) -> int:
@@ -95,7 +96,8 @@ class SharedStore:
             leaving: dict[int, list[int]] = {}
             coming: dict[int, list[int]] = {}
             for client in moving[start : start + TOGETHER]:
-                holder, self._holders[client] = self.holder(client), targets[client]
+                holder = self.holder(client)
+                self._holders[client] = targets[client]
                 if holder == self.ranks.rank:
                     leaving.setdefault(targets[client], []).append(client)
                 elif targets[client] == self.ranks.rank:

@@ -45,7 +45,8 @@ class ClientStore:
         }
         content = save(copies, {"format": "pt"})
         begin = 8 + int.from_bytes(content[:8], "little")
-        self.header, self.size = content[:begin], len(content) - begin
+        self.header = content[:begin]
+        self.size = len(content) - begin
         told = json.loads(content[8:begin])
         self._fields = [(*named[name], *told[name]["data_offsets"]) for name in told if name in named]
         self._like = {role: {key: value.to("meta") for key, value in state.items()} for role, state in initial.items()}
@@ -136,7 +137,8 @@ class ClientStore:
         """
         files = {}
         for client, name in saved.get("files", {}).items():
-            path, known = Path(saved["folder"], str(name)), _NAME.fullmatch(str(name))
+            path = Path(saved["folder"], str(name))
+            known = _NAME.fullmatch(str(name))
             if known is None or known[1] != str(client) or path.is_symlink():
                 raise _damaged(client, path)
             self.read(client, path)
@@ -174,13 +176,15 @@ class DiskStore(ClientStore):
 
     def __init__(self, initial: Stacks, folder: Path | None = None, prune: bool = True) -> None:
         super().__init__(initial)
-        self.temporary, self.prune = folder is None, prune
+        self.temporary = folder is None
+        self.prune = prune
         if folder is None:
             self._scratch = Scratch()
             folder = self._scratch.path
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.absolute()
-        self._session, self._count = secrets.token_hex(4), 0
+        self._session = secrets.token_hex(4)
+        self._count = 0
         self._files: set[Path] = set()  # in the folder, that were not deleted
         self._unsynced: list[Path] = []  # since the last checkpoint
         self._named: list[set[Path]] = [set(), set()]  # the files of the last two checkpoints
@@ -249,7 +253,8 @@ def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     """
     if not saved.get("files"):
         return saved
-    name, folder = next(iter(saved["files"].values())), Path(saved["folder"])
+    name = next(iter(saved["files"].values()))
+    folder = Path(saved["folder"])
     places = [parent / "clients" / own for parent in checkpoint.absolute().parents for own in ("", folder.name)]
     found = next((place for place in places if (place / name).is_file()), folder)
     if found == folder and "clients" not in folder.parts[-2:]:

@@ -271,8 +271,8 @@ class ServerRule(Options, ABC):
         """Refuse, by a ValueError, to aggregate the updates of so few clients. Most rules accept any number."""
 
     @abstractmethod
-    def __call__(self, given: Aggregation) -> State:
-        """Return a state with the names of ``given.updates``, without the client axis.
+    def __call__(self, aggregation: Aggregation) -> State:
+        """Return a state with the names of ``aggregation.updates``, without the client axis.
 
         Of integer tensors (counters of BatchNorm) it holds the maximum, not an average.
         """
@@ -283,9 +283,9 @@ class Mean(ServerRule):
 
     function_of_mean = True
 
-    def __call__(self, given: Aggregation) -> State:
+    def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
-        return mean(given.updates, given.weights)
+        return mean(aggregation.updates, aggregation.weights)
 
 
 class ComposedRule(ServerRule):
@@ -301,7 +301,8 @@ class ComposedRule(ServerRule):
         self.aggregate = Mean() if aggregate is None else aggregate
         self.weighted = self.aggregate.weighted
         self.function_of_mean = self.function_of_mean and self.aggregate.function_of_mean
-        self.needs, self.needs_factors = self.aggregate.needs, self.needs_factors or self.aggregate.needs_factors
+        self.needs = self.aggregate.needs
+        self.needs_factors = self.needs_factors or self.aggregate.needs_factors
 
     @property
     def kind(self) -> str:
@@ -312,9 +313,9 @@ class ComposedRule(ServerRule):
         """Refuse what the inner rule refuses."""
         self.aggregate.check(clients)
 
-    def _aggregate(self, given: Aggregation) -> State:
+    def _aggregate(self, aggregation: Aggregation) -> State:
         """Result of the inner rule, whose tensors stay apart from this rule's."""
-        inner = {key.removeprefix(_INNER): state for key, state in given.state.items() if key.startswith(_INNER)}
-        result = self.aggregate(replace(given, state=inner))
-        given.state.update({_INNER + key: state for key, state in inner.items()})
+        inner = {key.removeprefix(_INNER): state for key, state in aggregation.state.items() if key.startswith(_INNER)}
+        result = self.aggregate(replace(aggregation, state=inner))
+        aggregation.state.update({_INNER + key: state for key, state in inner.items()})
         return result

@@ -102,7 +102,8 @@ def truncated(pair: Pair, rank: int, before: Tensor) -> Pair:
     Rows of A whose singular value is 0, but for rounding, may be any that are orthogonal to the others. They are those
     of A ``before`` (..., rank, in), made orthogonal: otherwise rounding would choose what is trained next.
     """
-    (left, up), (right, down) = torch.linalg.qr(pair[0]), torch.linalg.qr(pair[1].mT)
+    (left, up) = torch.linalg.qr(pair[0])
+    (right, down) = torch.linalg.qr(pair[1].mT)
     u, s, vt = torch.linalg.svd(up @ down.mT, full_matrices=False)
     kept = min(rank, s.shape[-1])
     noise = max(*left.shape, *right.shape) * torch.finfo(s.dtype).eps
@@ -143,8 +144,10 @@ class _OnProducts(ComposedRule):
 
     needs_factors = True
 
-    def __call__(self, given: Aggregation) -> State:
-        factors = [pair for pair in given.factors if pair.down in given.updates and pair.up in given.updates]
+    def __call__(self, aggregation: Aggregation) -> State:
+        factors = [
+            pair for pair in aggregation.factors if pair.down in aggregation.updates and pair.up in aggregation.updates
+        ]
         if not factors:
             raise OptionError(
                 f"server_rule={type(self).__name__} averages products of LoRA's factors, and clients send no pair of "
@@ -153,25 +156,25 @@ class _OnProducts(ComposedRule):
                 value=type(self).__name__,
             )
         factor_names = {name for pair in factors for name in (pair.down, pair.up)}
-        rest = given.updates.part(range(len(given.weights)), without=factor_names)
-        result = self._aggregate(replace(given, updates=rest)) if rest.names else {}
-        weights = given.weights.tolist()
+        rest = aggregation.updates.part(range(len(aggregation.weights)), without=factor_names)
+        result = self._aggregate(replace(aggregation, updates=rest)) if rest.names else {}
+        weights = aggregation.weights.tolist()
         squared_error = 0.0
         squared_norm = 0.0
         for down, up, scale in factors:
-            sent = {name: given.updates.gathered(name) for name in (up, down)}
+            sent = {name: aggregation.updates.gathered(name) for name in (up, down)}
             pairs = pairs_of(sent[up], sent[down])
-            ((_, before),) = pairs_of(given.previous[up][None], given.previous[down][None])
+            ((_, before),) = pairs_of(aggregation.previous[up][None], aggregation.previous[down][None])
             merged = self._merged(pairs, weights, before)
             for name, value in zip((up, down), merged, strict=True):
                 # The memory layout stays that of the previous state: the last bits of a convolution depend on it.
-                row = torch.empty_like(given.previous[name], dtype=sent[name].dtype, device=sent[name].device)
+                row = torch.empty_like(aggregation.previous[name], dtype=sent[name].dtype, device=sent[name].device)
                 result[name] = row.copy_(value.reshape(row.shape))
             product = stacked(pairs, weights)
             squared_error += (scale * norm(minus(product, merged))) ** 2
             squared_norm += (scale * norm(product)) ** 2
-        given.metrics["updates/lora_error"] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
-        return {name: result[name] for name in given.updates.names}
+        aggregation.metrics["updates/lora_error"] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
+        return {name: result[name] for name in aggregation.updates.names}
 
     @abstractmethod
     def _merged(self, pairs: Sequence[Pair], weights: Sequence[float], before: Tensor) -> Pair:

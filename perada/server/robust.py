@@ -33,7 +33,8 @@ class Krum(ServerRule):
     def __init__(self, suspected: float = 0.2, keep: int | None = None) -> None:
         check_number("suspected", suspected, gt=0, lt=0.5, hint="the share of the clients that may be hostile")
         check_integer("keep", keep, optional=True)
-        self.suspected, self.keep = suspected, keep
+        self.suspected = suspected
+        self.keep = keep
 
     def check(self, clients: int) -> None:
         """Refuse so few clients a round that none is suspected, or that the suspected ones could be close together."""
@@ -48,16 +49,16 @@ class Krum(ServerRule):
                 value=share,
             )
 
-    def __call__(self, given: Aggregation) -> State:
+    def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
-        distances = squared_distances(inner_products(given)).nan_to_num(torch.inf)
+        distances = squared_distances(inner_products(aggregation)).nan_to_num(torch.inf)
         clients = len(distances)
         suspects = floor_share(self.suspected, clients)
         distances.fill_diagonal_(torch.inf)  # no neighbour of its own
         scores = distances.sort(1)[0][:, : max(1, clients - suspects - 2)].sum(1)
         kept = clients - suspects if self.keep is None else min(self.keep, clients)
         chosen = scores.argsort(stable=True)[:kept].sort()[0]
-        return mean(_rows(given, chosen), client_weights("uniform", [1] * kept))
+        return mean(_rows(aggregation, chosen), client_weights("uniform", [1] * kept))
 
 
 class GeometricMedian(ServerRule):
@@ -74,15 +75,15 @@ class GeometricMedian(ServerRule):
         check_number("smoothing", smoothing, gt=0, le=1)
         self.smoothing = smoothing
 
-    def __call__(self, given: Aggregation) -> State:
+    def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
-        products = inner_products(given)
+        products = inner_products(aggregation)
         sound = products.diagonal().isfinite()
         if not sound.any():
-            return mean(given.updates, given.weights)
+            return mean(aggregation.updates, aggregation.weights)
         chosen = sound.nonzero().flatten()
         products = products[chosen][:, chosen]
-        own = given.weights.to(products)[chosen]
+        own = aggregation.weights.to(products)[chosen]
         first = (squared_distances(products).clamp(min=0).sqrt() @ own).argmin()  # a far update would blur the mean
         share = torch.eye(len(own), dtype=own.dtype)[first]
         for _ in range(_STEPS):  # the state is a mean of the updates, so its distances follow from their products
@@ -90,10 +91,11 @@ class GeometricMedian(ServerRule):
             distances = squares.clamp(min=0).sqrt()
             least = self.smoothing * distances.median()
             pull = own / distances.clamp(min=least) if least > 0 else own * (distances <= 0)
-            before, share = share, pull / pull.sum()
+            before = share
+            share = pull / pull.sum()
             if (share - before).abs().max() <= _TOLERANCE:
                 break
-        return mean(_rows(given, chosen), share.cpu())
+        return mean(_rows(aggregation, chosen), share.cpu())
 
 
 class NormClipping(ComposedRule):
@@ -112,18 +114,20 @@ class NormClipping(ComposedRule):
         check_number("max_norm", max_norm, gt=0, optional=True)
         self.max_norm = max_norm
 
-    def __call__(self, given: Aggregation) -> State:
+    def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
-        updates = given.updates.gathered_all()
-        floating = {name for name, value in updates.items() if value.is_floating_point() and name in given.previous}
-        parameters = floating & given.parameters
-        statistics = floating - given.parameters
+        updates = aggregation.updates.gathered_all()
+        floating = {
+            name for name, value in updates.items() if value.is_floating_point() and name in aggregation.previous
+        }
+        parameters = floating & aggregation.parameters
+        statistics = floating - aggregation.parameters
         for names, max_norm in ((parameters, self.max_norm), (statistics, None)):
-            norms = inner_products(given, names).diagonal().clamp(min=0).sqrt()
+            norms = inner_products(aggregation, names).diagonal().clamp(min=0).sqrt()
             limit = norms.nanmedian() if max_norm is None else max_norm
             scale = (limit / norms).clamp(max=1).nan_to_num(1.0).where(norms.isfinite(), 0)
-            updates |= {name: _shortened(updates[name], given.previous[name], scale) for name in names}
-        return self._aggregate(replace(given, updates=Updates(updates)))
+            updates |= {name: _shortened(updates[name], aggregation.previous[name], scale) for name in names}
+        return self._aggregate(replace(aggregation, updates=Updates(updates)))
 
 
 class FLTrust(ServerRule):
@@ -146,23 +150,26 @@ class FLTrust(ServerRule):
     def __init__(self, labels: bool = True, images: int = 256) -> None:
         check_choice("labels", labels, [False, True])
         check_integer("images", images)
-        self.labels, self.images = labels, images
+        self.labels = labels
+        self.images = images
         self.needs = "labelled" if labels else "public"
 
-    def __call__(self, given: Aggregation) -> State:
+    def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
-        trust = self.trust(given)
+        trust = self.trust(aggregation)
         if trust.sum() <= 0:
-            updates = given.updates.gathered_all()
-            return {name: given.previous.get(name, value[0]).clone() for name, value in updates.items()}
-        return NormClipping()(replace(given, weights=trust / trust.sum()))
+            updates = aggregation.updates.gathered_all()
+            return {name: aggregation.previous.get(name, value[0]).clone() for name, value in updates.items()}
+        return NormClipping()(replace(aggregation, weights=trust / trust.sum()))
 
-    def trust(self, given: Aggregation) -> Tensor:
+    def trust(self, aggregation: Aggregation) -> Tensor:
         """The clients' weights (C,) from 0 to 1, before they are divided by their sum."""
-        if given.predict is None:
+        if aggregation.predict is None:
             raise ValueError("FLTrust needs predictions on images, and Aggregation.predict is None; give it")
-        before, _ = given.predict({key: value[None] for key, value in given.previous.items()}, self.images, self.labels)
-        after, targets = given.predict(given.updates, self.images, self.labels)
+        before, _ = aggregation.predict(
+            {key: value[None] for key, value in aggregation.previous.items()}, self.images, self.labels
+        )
+        after, targets = aggregation.predict(aggregation.updates, self.images, self.labels)
         moved = (double(after) - double(before)).flatten(1).cpu()
         sound = moved.isfinite().all(1)
         if not sound.any():
@@ -174,38 +181,38 @@ class FLTrust(ServerRule):
         return F.cosine_similarity(moved, towards[None]).clamp(min=0).where(sound, 0)
 
 
-def inner_products(given: Aggregation, names: Collection[str] | None = None) -> Tensor:
+def inner_products(aggregation: Aggregation, names: Collection[str] | None = None) -> Tensor:
     """Compute the inner products (C, C) of the clients' changes, of all floating-point tensors together.
 
     Args:
-        given: The updates and the state before the round.
+        aggregation: The updates and the state before the round.
         names: Names that count; all by default.
 
     Returns:
         The products in double precision, on the CPU.
     """
-    clients = len(given.weights)
+    clients = len(aggregation.weights)
     products = torch.zeros(clients, clients, dtype=torch.float64)
-    for name, value in given.updates.gathered_all().items():
-        if not value.is_floating_point() or name not in given.previous:
+    for name, value in aggregation.updates.gathered_all().items():
+        if not value.is_floating_point() or name not in aggregation.previous:
             continue
         if names is not None and name not in names:
             continue
         # From the state before the round: between rows far from zero, differences would be lost.
-        change = (double(value) - double(given.previous[name]).to(value.device)).flatten(1)
+        change = (double(value) - double(aggregation.previous[name]).to(value.device)).flatten(1)
         with torch.autocast(value.device.type, enabled=False):  # it would multiply in half precision
             products += (change @ change.T).to("cpu", torch.float64)
     return products
 
 
 def squared_distances(products: Tensor) -> Tensor:
-    """Squared distances (C, C) of vectors whose inner products (C, C) are given."""
+    """Squared distances (C, C) of vectors whose inner products (C, C) are aggregation."""
     squares = products.diagonal()
     return squares[:, None] + squares - 2 * products
 
 
-def _rows(given: Aggregation, chosen: Tensor) -> State:
-    return {name: value[chosen.to(value.device)] for name, value in given.updates.gathered_all().items()}
+def _rows(aggregation: Aggregation, chosen: Tensor) -> State:
+    return {name: value[chosen.to(value.device)] for name, value in aggregation.updates.gathered_all().items()}
 
 
 def _shortened(value: Tensor, previous: Tensor, scale: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ class _Coordinatewise(ServerRule):
 
     weighted = False
 
-    def __call__(self, given: Aggregation) -> State:
+    def __call__(self, aggregation: Aggregation) -> State:
         result: State = {}
-        for name, value in given.updates.gathered_all().items():
+        for name, value in aggregation.updates.gathered_all().items():
             if value.is_floating_point():
                 ordered, _ = value.sort(0)
                 result[name] = self._reduce(ordered)
             else:
-                result |= mean({name: value}, given.weights)
+                result |= mean({name: value}, aggregation.weights)
         return result
 
     @abstractmethod
@@ -42,7 +42,8 @@ class Median(_Coordinatewise):
     """
 
     def _reduce(self, ordered: Tensor) -> Tensor:
-        low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+        low = ordered[(len(ordered) - 1) // 2]
+        high = ordered[len(ordered) // 2]
         return low.clone() if len(ordered) % 2 else low / 2 + high / 2  # halved first: the sum may not fit in float16
 
 
@@ -92,7 +93,8 @@ class ModifiedLocalGD(ComposedRule):
         super().__init__(aggregate)
         check_number("alpha", alpha, gt=0, le=1, optional=True)
         check_number("power", power, gt=0)
-        self.alpha, self.power = alpha, power
+        self.alpha = alpha
+        self.power = power
 
     def share(self, round: int) -> float:
         """The α of a round, counted from 0.
@@ -102,14 +104,15 @@ class ModifiedLocalGD(ComposedRule):
         """
         return 1 - (round + 2) ** -self.power if self.alpha is None else self.alpha
 
-    def __call__(self, given: Aggregation) -> State:
+    def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
-        target, alpha = self._aggregate(given), self.share(given.round)
+        target = self._aggregate(aggregation)
+        alpha = self.share(aggregation.round)
         if alpha == 1:
             return target
-        known = given.state.get("initial", {})
-        initial = known | {key: given.previous[key].clone() for key in target if key not in known}
-        given.state["initial"] = initial
+        known = aggregation.state.get("initial", {})
+        initial = known | {key: aggregation.previous[key].clone() for key in target if key not in known}
+        aggregation.state["initial"] = initial
         moved = {}
         for key, end in target.items():
             exact = torch.promote_types(end.dtype, torch.float32)
@@ -128,18 +131,18 @@ class _Optimizer(ComposedRule):
         check_number("lr", lr, gt=0)
         self.lr = lr
 
-    def __call__(self, given: Aggregation) -> State:
-        target = self._aggregate(given)  # whose statistics stay: a variance that overshot could become negative
+    def __call__(self, aggregation: Aggregation) -> State:
+        target = self._aggregate(aggregation)  # whose statistics stay: a variance that overshot could become negative
         return target | {
-            key: self._moved(given, key, value)
+            key: self._moved(aggregation, key, value)
             for key, value in target.items()
-            if key in given.parameters and value.is_floating_point()
+            if key in aggregation.parameters and value.is_floating_point()
         }
 
-    def _moved(self, given: Aggregation, key: str, target: Tensor) -> Tensor:
+    def _moved(self, aggregation: Aggregation, key: str, target: Tensor) -> Tensor:
         exact = torch.promote_types(target.dtype, torch.float32)  # τ² and small changes would vanish in half precision
-        previous = given.previous[key].to(target.device, exact)
-        step = self._step(given.state, key, target.to(exact) - previous)
+        previous = aggregation.previous[key].to(target.device, exact)
+        step = self._step(aggregation.state, key, target.to(exact) - previous)
         return (previous + self.lr * step).to(target.dtype)
 
     @abstractmethod
@@ -171,9 +174,9 @@ class FedAvgM(_Optimizer):
         check_number("momentum", momentum, ge=0, lt=1)
         self.momentum = momentum
 
-    def __call__(self, given: Aggregation) -> State:
+    def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
-        return self._aggregate(given) if (self.lr, self.momentum) == (1, 0) else super().__call__(given)
+        return self._aggregate(aggregation) if (self.lr, self.momentum) == (1, 0) else super().__call__(aggregation)
 
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
         return _keep(state, "momentum", key, self.momentum * _kept(state, "momentum", key, delta, 0.0) + delta)
@@ -204,7 +207,9 @@ class FedAdam(_Optimizer):
         check_number("beta1", beta1, ge=0, lt=1)
         check_number("tau", tau, gt=0)
         check_number("beta2", beta2, ge=0, lt=1)
-        self.beta1, self.beta2, self.tau = beta1, beta2, tau
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.tau = tau
 
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
         first = _kept(state, "momentum", key, delta, 0.0)

@@ -58,7 +58,8 @@ class SecureSums:
         >>> SecureSums(fraction_bits=8).to_integers(torch.tensor([1.5, -0.25]), 3).tolist()
         [384, -64]
         """
-        values, limit = double(values), self.limit(sites)
+        values = double(values)
+        limit = self.limit(sites)
         least, most = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)
         if not -limit < least <= most < limit:  # of NaN too
             wrong = values[~(values.abs() < limit)][0]
@@ -93,7 +94,8 @@ class SecureSums:
         Counters of BatchNorm are averaged too, and rounded: their maximum is not a sum.
         """
         own = torch.tensor([shares[place] for place in updates.places], dtype=torch.float64)
-        sums, all_shares = dict[str, Tensor](), sum(shares)
+        sums = dict[str, Tensor]()
+        all_shares = sum(shares)
         for key, value in updates.own.items():
             shared = double(value) * own.to(value.device).view(-1, *[1] * (value.dim() - 1))
             sums[key] = self.to_integers(shared, updates.clients).sum(0)
