@@ -34,79 +34,87 @@ ROWS = 256
 """Public images that run at once."""
 
 
-def check_asked(asked: bool | Sequence[Diagnostic]) -> None:
-    """Refuse, by a ValueError, what is neither yes, no, nor a list of diagnostics."""
-    if isinstance(asked, bool):
+def check_diagnostics(choice: bool | Sequence[Diagnostic]) -> None:
+    """Reject, by a ValueError, what is neither true, false, nor a list of diagnostics."""
+    if isinstance(choice, bool):
         return
-    if isinstance(asked, str) or not isinstance(asked, Sequence):
+    if isinstance(choice, str) or not isinstance(choice, Sequence):
         raise OptionError(
-            f"diagnostics={asked!r} cannot be used; give true, false, or a list of {', '.join(ALL)}",
+            f"diagnostics={choice!r} cannot be used; give true, false, or a list of {', '.join(ALL)}",
             name="diagnostics",
-            value=asked,
+            value=choice,
         )
-    for name in asked:
+    for name in choice:
         check_choice("diagnostics", name, ALL)
 
 
 def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -> dict[Diagnostic, str]:
-    """Why a run cannot measure some diagnostics, and what to do.
+    """Find which diagnostics a run cannot measure, each with the reason and the remedy.
 
-    ``public`` and ``test`` say which images it has, ``factors`` what its clients lack to send factors of LoRA.
+    Args:
+        settings: The options of the run.
+        public: Whether there are public images.
+        test: Whether there are test images.
+        factors: What clients lack to send factors of LoRA; empty if nothing.
     """
     algorithm = settings.algorithm
     name = type(settings.algorithm).__name__
-    lack: dict[Diagnostic, str] = {"lora_residual": factors} if factors else {}
+    reasons: dict[Diagnostic, str] = {"lora_residual": factors} if factors else {}
     if not (algorithm.sends_updates and algorithm.global_model) or algorithm.is_ensemble:
         reason = f"{name} does not average what clients send into exactly one whole model; choose PerAda, FedAvg, Ditto"
-        found: dict[Diagnostic, str] = dict.fromkeys(ALL, reason)
+        of_mean: dict[Diagnostic, str] = dict.fromkeys(ALL, reason)
         if (
             algorithm.sends_updates
             and not algorithm.is_ensemble
             and not (settings.client_privacy or settings.secure_sums)
         ):
-            del found["lora_residual"]  # needs no whole model
-        return found | lack
+            del of_mean["lora_residual"]  # needs no complete model
+        return of_mean | reasons
     if settings.secure_sums is not None:
         return dict.fromkeys(ALL, "with secure_sums nobody may see a client's models; leave diagnostics out")
     if settings.client_privacy is not None:
         reason = "with client_privacy nobody may see a client's models, and no ledger counts it; leave diagnostics out"
         return dict.fromkeys(ALL, reason)
-    found = lack
     if algorithm.inference != "personal":
-        found["personal_distance"] = f"clients of {name} have no personal models; choose PerAda or Ditto"
+        reasons["personal_distance"] = f"clients of {name} have no personal models; choose PerAda or Ditto"
     if not public:
-        found |= dict.fromkeys(ON_PUBLIC, "the data has no public set; give one (public=...)")
+        reasons |= dict.fromkeys(ON_PUBLIC, "the data has no public set; give one (public=...)")
     if not test:
-        found["ensemble_error"] = "the data has no test images; give some (test=[...])"
+        reasons["ensemble_error"] = "the data has no test images; give some (test=[...])"
     if settings.loss_scaling is not None:
-        found["gradient_norms"] = "gradients need scaled losses in precision='16-mixed'; give 'bf16-mixed'"
+        reasons["gradient_norms"] = "gradients need scaled losses in precision='16-mixed'; give 'bf16-mixed'"
     if settings.privacy is not None:
-        found["gradient_norms"] = (
+        reasons["gradient_norms"] = (
             "they would show gradients of private images without noise, which no ledger counts; measure them without "
             "privacy, on data that are not private"
         )
-        found["personal_distance"] = (
+        reasons["personal_distance"] = (
             "it would show personal models, which the server's ledger does not count, in a log beside that ledger; "
             "measure it without privacy, on data that are not private"
         )
-    return found
+    return reasons
 
 
-def choose(asked: bool | Sequence[Diagnostic], obstacles: Mapping[Diagnostic, str]) -> tuple[Diagnostic, ...]:
-    """What to measure: all that can be, or what was asked for by name, which is a ValueError where it cannot be.
+def choose_diagnostics(
+    choice: bool | Sequence[Diagnostic], obstacles: Mapping[Diagnostic, str]
+) -> tuple[Diagnostic, ...]:
+    """Choose what to measure: all that can be, or what was asked for by name.
 
-    >>> choose(True, {"gradient_norms": "they are private", "lora_residual": "no adapter of LoRA"})
+    Raises:
+        OptionError: If what was asked for by name cannot be measured.
+
+    >>> choose_diagnostics(True, {"gradient_norms": "they are private", "lora_residual": "no adapter of LoRA"})
     ('distillation_distance', 'personal_distance', 'ensemble_error', 'update_norms')
     """
-    if isinstance(asked, bool):
-        return tuple(name for name in ALL if asked and name not in obstacles)
-    for name in asked:
+    if isinstance(choice, bool):
+        return tuple(name for name in ALL if choice and name not in obstacles)
+    for name in choice:
         if name in obstacles:
             raise OptionError(
                 f"diagnostics: {name} cannot be measured: {obstacles[name]}, or take it out of the list",
                 name="diagnostics",
             )
-    return tuple(name for name in ALL if name in asked)
+    return tuple(name for name in ALL if name in choice)
 
 
 @dataclass
@@ -114,24 +122,42 @@ class DiagnosticsPass:
     """Measures the models of a round on public and on test images.
 
     Every local and personal model runs on the process that holds it; sums over them are all that travels.
+
+    Attributes:
+        engine: Runs the models.
+        data: Public and test images.
+        updates: The local models θ_m (C, ...).
+        globals: Global models (G, ...), the same on all processes; the last is w.
+        personal: The personal models v_m (p, ...) of this process.
+        places: Where these stand among the round's clients.
+        clients: Number of clients of the round.
+        multilabel: Whether images have several labels.
     """
 
     engine: Engine
     data: FederationData
-    updates: Updates  # the local models θ_m (C, ...)
-    globals: State  # global models (G, ...), the same on all processes; the last is w
-    personal: State  # the personal models v_m (p, ...) of this process
-    places: Sequence[int]  # where they stand among the round's clients
-    clients: int  # of the round
+    updates: Updates
+    globals: State
+    personal: State
+    places: Sequence[int]
+    clients: int
     multilabel: bool
 
     def measure(self, names: Collection[str]) -> dict[str, float]:
-        """The metrics asked for by ``names``; all processes call it."""
-        found = self._distances(names) if ON_PUBLIC & set(names) else {}
-        return found | (self._ensemble_error() if "ensemble_error" in names else {})
+        """Measure the diagnostics called ``names``. A collective: all processes call it."""
+        metrics: dict[str, float] = {}
+        if ON_PUBLIC & set(names):
+            metrics |= self._distances(names)
+        if "ensemble_error" in names:
+            metrics |= self._ensemble_error()
+        return metrics
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.globals.values())).device
 
     def _distances(self, names: Collection[str]) -> dict[str, float]:
-        """One pass over the public set.
+        """Make one pass over the public set.
 
         The ensemble distillation distance of a global model (section 5, before Theorem 1), from 0 to 2, is
         Φ = 1/n Σ_i ‖g(x_i) − 1/C Σ_m h_m(x_i)‖₁: of the aggregated model and, where there was distillation, of w. The
@@ -139,37 +165,41 @@ class DiagnosticsPass:
         1/n Σ_i min(1, ‖p_m(x_i) − g(x_i)‖₁).
         """
         size = self.data.public_size
-        own = list(self.places)
-        device = next(iter(self.globals.values())).device
-        far = torch.zeros(_rows(self.globals), dtype=torch.float64)
-        near = torch.zeros(self.clients, dtype=torch.float64)
+        places = list(self.places)
+        ensemble_distances = torch.zeros(_rows(self.globals), dtype=torch.float64)
+        personal_distances = torch.zeros(self.clients, dtype=torch.float64)
         for rows in torch.split(torch.arange(size), ROWS):
-            x = self.data.public_images(rows, device)
+            x = self.data.public_images(rows, self._device)
             g_GBK = probabilities(self.engine.shared_logits(self.globals, x), self.multilabel)
             if "distillation_distance" in names:
                 _, h_BK = self._means(x, g_GBK.shape[-1])
-                far += (g_GBK - h_BK).abs().sum((1, 2)).to(far)
-            if own:
+                ensemble_distances += (g_GBK - h_BK).abs().sum((1, 2)).to(ensemble_distances)
+            if places:
                 p_CBK = probabilities(self.engine.shared_logits(self.personal, x), self.multilabel)
-                near[own] += (p_CBK - g_GBK[-1]).abs().sum(-1).clamp(max=1).sum(1).to(near)
-        self.updates.ranks.sum_([near])
-        found = {}
+                distances_CB = (p_CBK - g_GBK[-1]).abs().sum(-1).clamp(max=1)
+                personal_distances[places] += distances_CB.sum(1).to(personal_distances)
+        self.updates.ranks.sum_([personal_distances])
+        metrics: dict[str, float] = {}
         if "distillation_distance" in names:
             models = ["theory/averaged_distance", "theory/distilled_distance"]
-            found = dict(zip(models, (far / size).tolist(), strict=False))  # without distillation only the first
+            # Without distillation there is only the first.
+            metrics = dict(zip(models, (ensemble_distances / size).tolist(), strict=False))
         if "personal_distance" in names:
-            found |= mean_and_spread("theory/personal_distance", near / size)
-        return found
+            metrics |= mean_and_spread("theory/personal_distance", personal_distances / size)
+        return metrics
 
     def _ensemble_error(self) -> dict[str, float]:
-        """One pass of the local models over the test images.
+        """Make one pass of the local models over the test images.
 
-        The accuracy of their averaged logits, and the errors of the teachers as the proof of Theorem 1 has them (C.3):
-        E (1 − 1/C Σ_m h_m(x)_y); for several labels an image the mean over labels.
+        Measures the accuracy of their averaged logits, and the errors of the teachers as the proof of Theorem 1 has
+        them (C.3): E (1 − 1/C Σ_m h_m(x)_y); for several labels an image the mean over labels.
         """
-        right = missed = total = 0.0
-        for x, y in self.data.test_batches(next(iter(self.globals.values())).device):
-            classes = self.engine.shared_logits({k: v[:1] for k, v in self.globals.items()}, x[:1]).shape[-1]
+        total_hits = 0.0
+        total_errors = 0.0
+        total = 0.0
+        for x, y in self.data.test_batches(self._device):
+            one_model = {name: value[:1] for name, value in self.globals.items()}
+            classes = self.engine.shared_logits(one_model, x[:1]).shape[-1]
             logits, h_BK = self._means(x, classes)
             if self.multilabel:
                 hits = (logits > 0) == y.bool()
@@ -177,15 +207,15 @@ class DiagnosticsPass:
             else:
                 hits = logits.argmax(-1) == y
                 errors = 1 - h_BK.gather(1, y.unsqueeze(1))
-            right = right + float(hits.sum())
-            missed = missed + float(errors.sum())
-            total = total + hits.numel()
-        return {"theory/ensemble_accuracy": right / total, "theory/ensemble_error": missed / total}
+            total_hits += float(hits.sum())
+            total_errors += float(errors.sum())
+            total += hits.numel()
+        return {"theory/ensemble_accuracy": total_hits / total, "theory/ensemble_error": total_errors / total}
 
     def _means(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Means over the local models of all processes of their logits and of their predictions, (B, K) each."""
+        """Average the logits and the predictions of the local models of all processes, (B, K) each."""
         sums = torch.zeros(2, len(x), classes, device=x.device)
-        local = {key: value for key, value in self.updates.own.items() if key in self.globals}
+        local = {name: value for name, value in self.updates.own.items() if name in self.globals}
         if _rows(local):
             logits = self.engine.shared_logits(local, x)
             sums = torch.stack([double(logits).sum(0), probabilities(logits, self.multilabel).sum(0)])
@@ -212,24 +242,35 @@ def _per_client(values: Tensor, like: Tensor) -> Tensor:
 def full_gradients(
     cohort: Cohort, settings: Settings, roles: Sequence[State], batches: Iterable[CohortBatch]
 ) -> tuple[list[State], Tensor]:
-    """Gradient (C, ...), for each role, of every client's mean loss L_m over all of its training images.
+    """Compute the gradient of every client's mean loss L_m over all of its training images.
 
-    The numbers of images (C,) come with them. The model is in evaluation mode: L_m is then a function of the parameters
-    alone. In each batch, the active clients are a prefix of the C; rows beyond a client's count are not looked at.
+    The model is in evaluation mode: L_m is then a function of only the parameters.
+
+    Args:
+        cohort: The clients, and what they train.
+        settings: Options of the run.
+        roles: For each role the states (C, ...) at which the gradient is taken.
+        batches: All training images, each once. The active clients of a batch are a prefix of the C; rows beyond a
+            client's count are padding.
+
+    Returns:
+        The gradients (C, ...) of each role, and the clients' numbers of images (C,).
     """
     engine = cohort.engine
     tensor_names = cohort.tensor_names
     clients = len(next(iter(roles[0].values())))
-    given = [(role, phase.name) for role in cohort.example_states for phase in cohort.phases]
-    names = {
-        name for asked in given for name in cohort.algorithm.trainable_keys(*asked, tensor_names, cohort.plan.round)
-    }
-    whole = [{key: state[key] for key in tensor_names.keys} for state in roles]
-    stacks = [{k: v.detach().clone().requires_grad_(k in names) for k, v in state.items()} for state in whole]
+    trained: set[str] = set()
+    for role in cohort.example_states:
+        for phase in cohort.phases:
+            trained.update(cohort.algorithm.trainable_keys(role, phase.name, tensor_names, cohort.plan.round))
+    stacks = []
+    for state in roles:
+        leaves = {name: state[name].detach().clone().requires_grad_(name in trained) for name in tensor_names.keys}
+        stacks.append(leaves)
     together = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
-    rows = torch.zeros(clients, dtype=torch.float64)
+    images = torch.zeros(clients, dtype=torch.float64)
     for batch in batches:
-        rows[: len(batch.clients)] += torch.tensor(batch.counts)
+        images[: len(batch.clients)] += torch.tensor(batch.counts)
         for start in range(0, len(batch.clients), together):
             counts = batch.counts[start : start + together]
             part = slice(start, start + len(counts))
@@ -237,15 +278,18 @@ def full_gradients(
             y = batch.y[part, : max(counts)]
             for stack in stacks:
                 with torch.enable_grad():
-                    logits = engine.logits({key: value[part] for key, value in stack.items()}, x, counts=counts)
+                    logits = engine.logits({name: value[part] for name, value in stack.items()}, x, counts=counts)
                     losses = client_losses(logits, y, counts, settings.training.multilabel)
                     (losses * torch.tensor(counts, device=losses.device)).sum().backward()
-    found = []
+    gradients = []
     for stack in stacks:
-        leaves = {key: leaf for key, leaf in stack.items() if leaf.requires_grad}
-        sums = {key: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for key, leaf in leaves.items()}
-        found.append({key: double(total) / _per_client(rows, total) for key, total in sums.items()})
-    return found, rows
+        means = {}
+        for name, leaf in stack.items():
+            if leaf.requires_grad:
+                total = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                means[name] = double(total) / _per_client(images, total)
+        gradients.append(means)
+    return gradients, images
 
 
 def gradient_norms(
@@ -256,34 +300,47 @@ def gradient_norms(
     shares: Shares,
     ranks: Ranks,
 ) -> dict[str, float]:
-    """Squared norms of the gradients that PerAda's convergence theorems bound, at the start of a round.
+    """Measure squared norms of the gradients that PerAda's convergence theorems bound, at the start of a round.
 
     ``theory/global_gradient`` is ‖∇L(w^t)‖², the term e = 0 of Theorem 3 (equations 18 to 20): L is the mean of the L_m
     over the round's clients, by the run's weights (1/M in the paper). ``theory/personal_gradient`` is
     ‖∇_v P_m(v_m^t, w^t)‖², the term s = 0 of Theorem 4, with P_m(v, w) = L_m(v) + λ/2 ‖v − w‖²: its mean over clients,
-    and the standard deviation; only of PerAda and Ditto, whose objective that is. The gradients are full ones, of the
-    clients of the ``cohort``, or a stand-in, who ``received`` these whole states and whose training images come in
-    ``batches``, each once. All ranks call it.
+    and the standard deviation; only of PerAda and Ditto, whose objective that is. The gradients are full ones. A
+    collective: all ranks call it.
+
+    Args:
+        cohort: The clients of this rank, or a stand-in.
+        received: The complete states (C, ...) that they received.
+        settings: Options of the run.
+        batches: Their training images, each once.
+        shares: The round's clients and who trains them.
+        ranks: The processes.
     """
     algorithm = settings.algorithm
-    here = shares.places
+    places = shares.places
+    own = len(places)
     clients = len(shares.plan.clients)
-    roles = [received] + ([cohort.kept["personal"]] if isinstance(algorithm, PerAda) else [])
-    gradients, rows = full_gradients(cohort, settings, roles, batches if here else ())
-    own = len(here)
+    roles = [received]
+    if isinstance(algorithm, PerAda):
+        roles.append(cohort.kept["personal"])
+    gradients, own_images = full_gradients(cohort, settings, roles, batches if places else ())
     images = torch.zeros(clients, dtype=torch.float64)
-    images[here] = rows[:own]
+    images[places] = own_images[:own]
     ranks.sum_([images])
-    weights = client_weights(settings.weighting, images.int().tolist())[here]
-    sent = {key: value for key, value in gradients[0].items() if key in cohort.received}
-    total = {key: (value[:own] * _per_client(weights, value)).sum(0) for key, value in sent.items()}
-    ranks.sum_(total.values())
-    found = {"theory/global_gradient": float(sum(value.square().sum() for value in total.values()))}
+    weights = client_weights(settings.weighting, images.int().tolist())[places]
+    mean_gradient = {}
+    for name, value in gradients[0].items():
+        if name in cohort.received:
+            mean_gradient[name] = (value[:own] * _per_client(weights, value)).sum(0)
+    ranks.sum_(mean_gradient.values())
+    square = sum(value.square().sum() for value in mean_gradient.values())
+    metrics = {"theory/global_gradient": float(square)}
     if isinstance(algorithm, PerAda):
         norms = torch.zeros(clients, dtype=torch.float64)
-        for key, value in gradients[1].items():
-            pull = double(cohort.kept["personal"][key]) - double(received[key])
-            norms[here] += (value + algorithm.prox_strength * pull)[:own].flatten(1).square().sum(1).to(norms)
+        for name, value in gradients[1].items():
+            pull = double(cohort.kept["personal"][name]) - double(received[name])
+            gradient = (value + algorithm.prox_strength * pull)[:own]
+            norms[places] += gradient.flatten(1).square().sum(1).to(norms)
         ranks.sum_([norms])
-        found |= mean_and_spread("theory/personal_gradient", norms)
-    return found
+        metrics |= mean_and_spread("theory/personal_gradient", norms)
+    return metrics

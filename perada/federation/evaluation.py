@@ -18,14 +18,17 @@ from perada.federation.scores import Scores, Tally, probabilities
 
 
 def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
-    """Entropies (B,) of predictions, in nats, of logits (B, K); if ``multilabel`` the mean of K Bernoulli ones.
+    """Compute the entropies (B,) of predictions, in nats, from logits (B, K).
+
+    With several labels an image it is the mean over K Bernoulli distributions.
 
     >>> predictive_entropy(torch.zeros(1, 4), False).exp().tolist()
     [4.0]
     """
     p = probabilities(logits, multilabel)
-    terms = -torch.xlogy(p, p) - (torch.xlogy(1 - p, 1 - p) if multilabel else 0)
-    return terms.mean(-1) if multilabel else terms.sum(-1)
+    if multilabel:
+        return (-torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)).mean(-1)
+    return -torch.xlogy(p, p).sum(-1)
 
 
 class Evaluation:
@@ -73,61 +76,77 @@ class Evaluation:
             of_clients = self._shared_local if federation.personalized else self._local
             of_clients.update(shared.unsqueeze(0), batch.y, owner)
         if federation.personalized:
-            rows = torch.arange(len(owner), device=owner.device)
-            own = None
-            for places, clients, logits in everywhere_logits(federation, self.everywhere, batch.x):
-                self._everyone.update(logits, batch.y, models=places)
-                place = owner[:, None] == to_device_async(torch.tensor(clients), owner.device)
-                theirs = logits[place.long().argmax(1), rows]  # of the images' owners, where those are among them
-                own = theirs if own is None else torch.where(place.any(1, keepdim=True), theirs, own)
-            if len(self.everywhere) < self.clients:
-                own = own_logits(federation, batch)
-            if own is not None:
-                counted = None if federation.ranks.size == 1 else to_device_async(self._owned, owner.device)[owner]
-                self._local.update(own.unsqueeze(0), batch.y, owner, counted=counted)
-                self._tallies["personal"].update(own, batch.y, owner, counted)
+            self._score_personal_models(batch, owner)
+
+    def _score_personal_models(self, batch: EvalBatch, owner: Tensor) -> None:
+        """Score personal models on everyone's images, and each image's owner (B,) by its own model."""
+        federation = self.federation
+        rows = torch.arange(len(owner), device=owner.device)
+        by_owner: Tensor | None = None
+        for places, clients, logits in everywhere_logits(federation, self.everywhere, batch.x):
+            self._everyone.update(logits, batch.y, models=places)
+            # Logits of the images' owners are taken from the same pass, where they are among these clients.
+            is_owner = owner[:, None] == to_device_async(torch.tensor(clients), owner.device)
+            of_owners = logits[is_owner.long().argmax(1), rows]
+            if by_owner is None:
+                by_owner = of_owners
+            else:
+                by_owner = torch.where(is_owner.any(1, keepdim=True), of_owners, by_owner)
+        if len(self.everywhere) < self.clients:
+            by_owner = own_logits(federation, batch)
+        if by_owner is None:
+            return
+        # On several processes each counts the images whose owner's model it has.
+        counted = None if federation.ranks.size == 1 else to_device_async(self._owned, owner.device)[owner]
+        self._local.update(by_owner.unsqueeze(0), batch.y, owner, counted=counted)
+        self._tallies["personal"].update(by_owner, batch.y, owner, counted)
 
     def result(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """What all processes have counted: scores by name, and those of each client (M,), NaN where it has none.
+        """Merge what all processes have counted. A collective: all of them call it, once.
 
-        The first metric has the plain names. What scores each class is in ``per_class`` too, (M, K) or (K,).
+        Returns:
+            Scores by name, and those of each client (M,), NaN where it has none. The first metric has the plain names.
+            What scores each class is in ``per_class`` too, (M, K) or (K,).
         """
         ranks = self.federation.ranks
-        for counted in (self._local, self._everyone, self._global, self._members):
-            counted.merge(ranks)
-        found: dict[str, float] = {}
+        for scores in (self._local, self._everyone, self._global, self._members):
+            scores.merge(ranks)
+        results: dict[str, float] = {}
         per_client: dict[str, Tensor] = {}
-        local, shared, everyone = (one.all() for one in (self._local, self._global, self._everyone))
+        local = self._local.all()
+        shared = self._global.all()
+        everyone = self._everyone.all()
         for place, metric in enumerate(self.metrics):
             ending = f"_{metric.name}" if place else ""
-            home = f"personal/local_test{ending}"
-            away = f"personal/global_test{ending}"
-            per_client[home] = self._one(home, local[metric.name][0], 1)
+            on_local = f"personal/local_test{ending}"
+            on_global = f"personal/global_test{ending}"
+            per_client[on_local] = self._mean_of_classes(on_local, local[metric.name][0], 1)
+            results |= spread(on_local, per_client[on_local], metric.lower_is_better, self._sizes, self._recent)
             if not self.federation.personalized:
-                per_client[away] = self._one(away, shared[metric.name][0, 0], 0).expand(self.clients)
+                global_score = self._mean_of_classes(on_global, shared[metric.name][0, 0], 0)
+                per_client[on_global] = global_score.expand(self.clients)
             elif self.everywhere:
-                scores = everyone[metric.name][:, 0]
-                known = scores.new_full((self.clients, *scores.shape[1:]), torch.nan)  # whatever torch's default is
-                known[self.everywhere] = scores
-                per_client[away] = self._one(away, known, 1)
-            for name in (home, away):
-                if name in per_client:
-                    if name == home:
-                        found |= spread(name, per_client[name], metric.lower_is_better, self._sizes, self._recent)
-                    else:
-                        found |= spread(name, per_client[name], metric.lower_is_better)
+                of_sampled = everyone[metric.name][:, 0]
+                of_all = of_sampled.new_full((self.clients, *of_sampled.shape[1:]), torch.nan)
+                of_all[self.everywhere] = of_sampled
+                per_client[on_global] = self._mean_of_classes(on_global, of_all, 1)
+            if on_global in per_client:
+                results |= spread(on_global, per_client[on_global], metric.lower_is_better)
             if self._global:
                 name = f"global/global_test{ending}"
-                found[name] = float(self._one(name, shared[metric.name][0, 0], 0))
+                results[name] = float(self._mean_of_classes(name, shared[metric.name][0, 0], 0))
         if self._members:
             (members,) = self._members.means().values()
-            found |= {"global/best_mode": float(members.max()), "global/worst_mode": float(members.min())}
-            entropies = [entropy.cpu() for entropy in self._entropies]
-            found["global/entropy"] = float(torch.cat([one for own in ranks.gather(entropies) for one in own]).mean())
-        return found, per_client
+            results["global/best_mode"] = float(members.max())
+            results["global/worst_mode"] = float(members.min())
+            entropies: list[Tensor] = []
+            for of_rank in ranks.gather([entropy.cpu() for entropy in self._entropies]):
+                entropies += of_rank
+            results["global/entropy"] = float(torch.cat(entropies).mean())
+        return results, per_client
 
     def details(self) -> dict[str, Any]:
-        """What all processes have counted besides the scores, in plain types; all of them call it, once.
+        """Return what all processes have counted besides the scores, in plain types; all of them call it, once.
 
         That are ``test_images``, the numbers of images that each client is scored on (M,); ``predictions``, by
         ``personal`` and ``global`` a :meth:`.Tally.record`; ``global/local_test``, the global model's score on the
@@ -135,25 +154,28 @@ class Evaluation:
         class. A private run has neither confusions nor scores of classes.
         """
         ranks = self.federation.ranks
-        shared = self._states is not None
-        names = [name for name, there in (("personal", self.federation.personalized), ("global", shared)) if there]
-        found: dict[str, Any] = {
+        names = []
+        if self.federation.personalized:
+            names.append("personal")
+        if self._states is not None:
+            names.append("global")
+        details: dict[str, Any] = {
             "test_images": self._sizes.tolist(),
             "predictions": {name: self._tallies[name].record(ranks) for name in names},
         }
         if self.federation.protection.private:  # their rows tell how many images of each class a client has
-            for predicted in found["predictions"].values():
-                predicted.pop("confusion", None)
+            for predictions in details["predictions"].values():
+                predictions.pop("confusion", None)
         else:  # scores of one class show how few images of it a client has
-            found["per_class"] = {name: scores.tolist() for name, scores in self.per_class.items()}
+            details["per_class"] = {name: scores.tolist() for name, scores in self.per_class.items()}
         if len(names) == 2:
             self._shared_local.merge(ranks)
             (scores,) = self._shared_local.means().values()
-            found["global/local_test"] = scores[0].tolist()
-        return found
+            details["global/local_test"] = scores[0].tolist()
+        return details
 
-    def _one(self, name: str, scores: Tensor, axes: int) -> Tensor:
-        """Scores with so many axes; of those for each class, which are kept, the mean of the classes that occur."""
+    def _mean_of_classes(self, name: str, scores: Tensor, axes: int) -> Tensor:
+        """Return scores with so many axes: of those for each class, which are kept, the mean of classes that occur."""
         if scores.dim() == axes:
             return scores
         self.per_class[name] = scores
@@ -198,26 +220,28 @@ class ShiftedEvaluation:
             scores.update(logits, batch.y, models=places)
             return
         owner = to_device_async(batch.owner, batch.y.device)
-        for place, client, own in zip(places, clients, logits, strict=True):
-            scores.update(own.unsqueeze(0), batch.y, models=[place], counted=owner != client)
+        for place, client, of_client in zip(places, clients, logits, strict=True):
+            scores.update(of_client.unsqueeze(0), batch.y, models=[place], counted=owner != client)
 
     def result(self) -> dict[str, tuple[Tensor, float]]:
-        """What all processes have counted, by metric; all of them call it. Scores of classes are their mean.
+        """Merge what all processes have counted. A collective: all of them call it.
 
-        Each personal model's score (M,), NaN where it was not run, and the global one's, NaN where there is none.
+        Returns:
+            By metric each personal model's score (M,), NaN where it was not run, and the global one's, NaN where there
+            is none. Scores of classes are their mean.
         """
         clients = self.federation.num_clients
         for scores in (self._personal, self._shared):
             scores.merge(self.federation.ranks)
-        found = {}
+        results = {}
         personal = self._personal.means()
         for name, values in self._shared.means().items():
-            own = values[:, 0].expand(clients)
+            per_client = values[:, 0].expand(clients)
             if self.federation.personalized:
-                own = values.new_full((clients,), torch.nan)
-                own[list(self.everywhere)] = personal[name][:, 0]
-            found[name] = own, float(values[:, 0].nanmean())
-        return found
+                per_client = values.new_full((clients,), torch.nan)
+                per_client[list(self.everywhere)] = personal[name][:, 0]
+            results[name] = per_client, float(values[:, 0].nanmean())
+        return results
 
 
 def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
@@ -258,29 +282,36 @@ def shared_logits(federation: Federation, x: Tensor) -> Tensor:
 
 
 def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
-    """Logits (B, K) of each image by its owner's personal model: each image runs once.
+    """Run each image through its owner's personal model, once.
 
-    Stretches of one owner's images are stacked with others that are at most twice as long. Logits are zero for images
-    whose owner another process has, and ``None`` where that goes for all.
+    Images of a client follow one another in a batch, but clients have unequal numbers. A stack of models takes as many
+    images of each, so stretches of one owner's images are stacked with others that are at most twice as long.
+
+    Returns:
+        Logits (B, K), zero for images whose owner another process has; None where that holds for all.
     """
     stretches = [(owner, len(list(rows))) for owner, rows in groupby(batch.owner.tolist())]
     counts = torch.tensor([count for _, count in stretches])
     starts = counts.cumsum(0) - counts
-    here = set(federation.owned())
-    alike: dict[int, list[int]] = {}
+    owned = set(federation.owned())
+    by_length: dict[int, list[int]] = {}
     for place, (owner, count) in enumerate(stretches):
-        if owner in here:
-            alike.setdefault(count.bit_length(), []).append(place)
-    logits = None
-    for places in alike.values():
+        if owner in owned:
+            by_length.setdefault(count.bit_length(), []).append(place)
+    logits: Tensor | None = None
+    for places in by_length.values():
         for begin in range(0, len(places), GROUP):
             part = places[begin : begin + GROUP]
             step = torch.arange(int(counts[part].max()))
-            rows = starts[part, None] + step.minimum(counts[part, None] - 1)  # the last image fills what is too short
+            # The last image of a stretch fills it up to the length of the longest; what it gives twice is left out.
+            rows = starts[part, None] + step.minimum(counts[part, None] - 1)
             real = (step < counts[part, None]).flatten().nonzero().flatten()
             states = federation.personal_states([stretches[place][0] for place in part])
             with torch.no_grad():
-                run = federation.engine.logits(states, batch.x[to_device_async(rows, batch.x.device)]).flatten(0, 1)
-            logits = run.new_zeros(len(batch.x), *run.shape[1:]) if logits is None else logits
-            logits[to_device_async(rows.flatten()[real], run.device)] = run[to_device_async(real, run.device)]
+                x = batch.x[to_device_async(rows, batch.x.device)]
+                outputs = federation.engine.logits(states, x).flatten(0, 1)
+            if logits is None:
+                logits = outputs.new_zeros(len(batch.x), *outputs.shape[1:])
+            real_rows = to_device_async(rows.flatten()[real], outputs.device)
+            logits[real_rows] = outputs[to_device_async(real, outputs.device)]
     return logits

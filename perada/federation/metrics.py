@@ -57,10 +57,10 @@ class Metric:
     lower_is_better: bool = False
 
 
-def _over_classes(score: Compute, both: bool, predictions: Tensor, labels: Tensor) -> Tensor:
+def _over_classes(score: Compute, needs_both: bool, predictions: Tensor, labels: Tensor) -> Tensor:
     """Mean score of the classes that occur, or that occur ``both`` ways; NaN where there is none."""
     truth = labels.long() if labels.dim() == 2 else torch.nn.functional.one_hot(labels, predictions.shape[-1])
-    occur = (truth.sum(0) > 0) & ((truth.sum(0) < len(truth)) | (not both))
+    occur = (truth.sum(0) > 0) & ((truth.sum(0) < len(truth)) | (not needs_both))
     scores = [score(predictions[:, k], truth[:, k]) for k in occur.nonzero().flatten().tolist()]
     return torch.stack(scores).mean() if scores else torch.tensor(math.nan)
 
@@ -101,18 +101,18 @@ def score_names(choice: MetricChoice) -> dict[str, bool]:
     >>> score_names(["accuracy", "ece"])["global/global_test_ece"]
     True
     """
-    found: dict[str, bool] = {}
+    scores: dict[str, bool] = {}
     for place, (metric, kind, _) in enumerate(_entries(choice)):
-        made = _torchmetrics(f"Multiclass{NAMED[kind][0]}" if kind in NAMED else kind)
-        lower_is_better = made is not None and made.higher_is_better is False
+        metric_class = _torchmetrics(f"Multiclass{NAMED[kind][0]}" if kind in NAMED else kind)
+        lower_is_better = metric_class is not None and metric_class.higher_is_better is False
         for name in ("personal/local_test", "personal/global_test", "global/global_test"):
             full = f"{name}_{metric}" if place else name
-            found[full] = lower_is_better
+            scores[full] = lower_is_better
             if name != "global/global_test":
-                found |= {f"{full}_std": True, f"{full}_worst": lower_is_better, f"{full}_p10": lower_is_better}
+                scores |= {f"{full}_std": True, f"{full}_worst": lower_is_better, f"{full}_p10": lower_is_better}
             if name == "personal/local_test":
-                found |= {f"{full}_weighted": lower_is_better, f"{full}_recent": lower_is_better}
-    return found
+                scores |= {f"{full}_weighted": lower_is_better, f"{full}_recent": lower_is_better}
+    return scores
 
 
 def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[Metric]:
@@ -153,13 +153,13 @@ def _entries(choice: object) -> list[tuple[str, str, dict[str, Any]]]:
 
 def _entry(entry: object) -> tuple[str, str, dict[str, Any]]:
     kind, given = next(iter(entry.items())) if isinstance(entry, Mapping) and len(entry) == 1 else (entry, {})
-    known = [*OWN, *NAMED, "auto"]
-    if not isinstance(kind, str) or not (kind in known or _torchmetrics(kind)):
+    known_names = [*OWN, *NAMED, "auto"]
+    if not isinstance(kind, str) or not (kind in known_names or _torchmetrics(kind)):
         classes = [name for name in dir(torchmetrics.classification) if _torchmetrics(name)]
         # A class of torchmetrics without the task that its name begins with, such as F1Score.
         for_tasks = [name for name in classes if name in (f"Multiclass{kind}", f"Multilabel{kind}")]
-        close = [*near_names(str(kind), known, limit=2), *for_tasks] or near_names(str(kind), classes, limit=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known)}"
+        close = [*near_names(str(kind), known_names, limit=2), *for_tasks] or near_names(str(kind), classes, limit=3)
+        hint = f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known_names)}"
         raise OptionError(
             f"metric={kind!r} is unknown: {hint} (or a classification class of torchmetrics)", name="metric", value=kind
         )
@@ -170,7 +170,7 @@ def _entry(entry: object) -> tuple[str, str, dict[str, Any]]:
             value=kind,
         )
     options = dict(given or {})
-    if options and kind in known:
+    if options and kind in known_names:
         raise OptionError(
             f"metric {kind!r} takes no options; name the class of torchmetrics that has them", name="metric", value=kind
         )
@@ -178,8 +178,10 @@ def _entry(entry: object) -> tuple[str, str, dict[str, Any]]:
 
 
 def _torchmetrics(name: str) -> type[torchmetrics.Metric] | None:
-    found = getattr(torchmetrics.classification, name, None) if name.startswith(("Multiclass", "Multilabel")) else None
-    return found if inspect.isclass(found) and issubclass(found, torchmetrics.Metric) else None
+    metric_class = (
+        getattr(torchmetrics.classification, name, None) if name.startswith(("Multiclass", "Multilabel")) else None
+    )
+    return metric_class if inspect.isclass(metric_class) and issubclass(metric_class, torchmetrics.Metric) else None
 
 
 def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, classes: int) -> Metric:
@@ -195,13 +197,13 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
         return Metric(name, OWN[kind])
     prefix, count = ("Multilabel", "num_labels") if multilabel else ("Multiclass", "num_classes")
     base, defaults = NAMED.get(kind, (kind, {}))
-    made = _torchmetrics(prefix + base if kind in NAMED else kind)
-    if made is None or not made.__name__.startswith(prefix):
+    metric_type = _torchmetrics(prefix + base if kind in NAMED else kind)
+    if metric_type is None or not metric_type.__name__.startswith(prefix):
         data = "several labels" if multilabel else "one class"
         raise OptionError(
             f"metric={kind!r} is not for data with {data} an image; choose another", name="metric", value=kind
         )
-    metric_class = made
+    metric_class = metric_type
     options = defaults | options | {count: classes}
 
     def compute(predictions: Tensor, labels: Tensor) -> Tensor:
@@ -243,16 +245,19 @@ def spread(
     with the ``sizes`` (M,) of what each was scored on, ``_weighted``. With ``recent``, whether each client took part
     lately, ``_recent`` is the mean over those that did. All are NaN where no such client has a score.
     """
-    known = ~values.isnan()
-    own = values[known]
-    found = {name: float(own.mean()), f"{name}_std": float(own.std(correction=0)) if len(own) else math.nan}
+    scored = ~values.isnan()
+    scores = values[scored]
+    statistics = {
+        name: float(scores.mean()),
+        f"{name}_std": float(scores.std(correction=0)) if len(scores) else math.nan,
+    }
     worst, tenth = (1.0, 0.9) if lower_is_better else (0.0, 0.1)
     for ending, share in (("_worst", worst), ("_p10", tenth)):
-        found[name + ending] = float(own.double().quantile(share)) if len(own) else math.nan
+        statistics[name + ending] = float(scores.double().quantile(share)) if len(scores) else math.nan
     if sizes is not None:
-        weights = sizes[known].double()
-        found[f"{name}_weighted"] = float((own * weights).sum() / weights.sum()) if len(own) else math.nan
+        weights = sizes[scored].double()
+        statistics[f"{name}_weighted"] = float((scores * weights).sum() / weights.sum()) if len(scores) else math.nan
     if recent is not None:
         took_part = torch.tensor(recent, dtype=torch.bool, device=values.device)
-        found[f"{name}_recent"] = float(values[known & took_part].mean())
-    return found
+        statistics[f"{name}_recent"] = float(values[scored & took_part].mean())
+    return statistics

@@ -35,8 +35,8 @@ class Participation:
         (3, 1)
         """
         clients = len(self.last_rounds)
-        turn = math.ceil(clients / (self.clients_per_round or clients))
-        return min(turn, self.rounds)
+        rounds_for_all = math.ceil(clients / (self.clients_per_round or clients))
+        return min(rounds_for_all, self.rounds)
 
     @property
     def recent(self) -> list[bool]:
@@ -68,10 +68,10 @@ class Participation:
             return None
         which = ""
         if not anonymous:
-            shown = [names[client] if names else str(client) for client in stale]
+            shown_names = [names[client] if names else str(client) for client in stale]
             since = [
                 f"{name} since round {self.last_rounds[client]}" if self.last_rounds[client] else f"{name} in none"
-                for client, name in zip(stale, shown, strict=True)
+                for client, name in zip(stale, shown_names, strict=True)
             ]
             which = f" (client {abbreviated(since, 10)})"
         drawn = self.clients_per_round

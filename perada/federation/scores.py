@@ -46,24 +46,32 @@ class Scores:
         models: Sequence[int] | None = None,
         counted: Tensor | None = None,
     ) -> None:
-        """Add a batch: logits (p, B, K) of p ``models``, by default all, and classes (B,) or labels (B, K).
+        """Add a batch.
 
-        ``groups`` (B,) are those of the images, by default group 0; ``counted`` (B,) tells which count, by default all.
+        Args:
+            logits: Logits (p, B, K) of p models.
+            y: Classes (B,) or labels (B, K).
+            groups: Groups (B,) of the images, by default group 0.
+            models: Which p models, by default all.
+            counted: Whether each image (B,) counts, by default all do.
         """
-        models = range(self._counts.shape[1]) if models is None else models
-        groups = y.new_zeros(len(y), dtype=torch.int64) if groups is None else groups
+        if models is None:
+            models = range(self._counts.shape[1])
+        if groups is None:
+            groups = y.new_zeros(len(y), dtype=torch.int64)
         if self._counted:
             if self.multilabel:
                 right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
-                every = torch.full_like(right, logits.shape[-1])
+                predictions_made = torch.full_like(right, logits.shape[-1])
             else:
                 right = (logits.argmax(-1) == y).long()
-                every = torch.ones_like(right)
-            both = torch.stack([right, every])
-            both = both if counted is None else both * counted
-            self._counts = to_device_async(self._counts, both.device)
-            sums = both.new_zeros(*both.shape[:2], self._counts.shape[2]).index_add_(2, groups, both)
-            self._counts.index_add_(1, to_device_async(torch.tensor(models), both.device), sums)
+                predictions_made = torch.ones_like(right)
+            counts = torch.stack([right, predictions_made])
+            if counted is not None:
+                counts = counts * counted
+            self._counts = to_device_async(self._counts, counts.device)
+            sums = counts.new_zeros(*counts.shape[:2], self._counts.shape[2]).index_add_(2, groups, counts)
+            self._counts.index_add_(1, to_device_async(torch.tensor(models), counts.device), sums)
         if not self._kept:
             return
         # In double precision, which the device may not have: in single, confident predictions would be ranked alike.
@@ -83,8 +91,11 @@ class Scores:
             self._pieces = [piece for pieces in ranks.gather(self._pieces) for piece in pieces]
 
     def means(self) -> dict[str, Tensor]:
-        """Scores (P, G) by each metric; of one that scores each class, the mean of the classes that occur."""
-        return {name: scores if scores.dim() == 2 else scores.nanmean(-1) for name, scores in self.all().items()}
+        """Compute scores (P, G) by each metric; of one that scores each class, the mean of the classes that occur."""
+        means = {}
+        for name, scores in self.all().items():
+            means[name] = scores if scores.dim() == 2 else scores.nanmean(-1)
+        return means
 
     def all(self) -> dict[str, Tensor]:
         """Scores (P, G) by each metric, or (P, G, K) by one that scores each class, on the CPU.
@@ -93,24 +104,29 @@ class Scores:
         """
         shape = self._counts.shape[1:]
         counts = self._counts.cpu().float()
-        found = {metric.name: counts[0] / counts[1] for metric in self.metrics if metric.compute is None}
-        computed = {metric.name: metric.compute for metric in self.metrics if metric.compute is not None}
-        values: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in computed}
-        for models in dict.fromkeys(models for models, *_ in self._pieces):
-            own = zip(*(tensors for of, *tensors in self._pieces if of == models), strict=True)
-            predictions, labels, groups = (torch.cat(parts, dim) for parts, dim in zip(own, (1, 0, 0), strict=True))
+        results = {metric.name: counts[0] / counts[1] for metric in self.metrics if metric.compute is None}
+        functions = {metric.name: metric.compute for metric in self.metrics if metric.compute is not None}
+        values: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in functions}
+        # Batches of the same models are scored together: a metric such as AUROC is not a mean over batches.
+        for models in dict.fromkeys(piece[0] for piece in self._pieces):
+            pieces = [piece for piece in self._pieces if piece[0] == models]
+            predictions = torch.cat([piece[1] for piece in pieces], 1)
+            labels = torch.cat([piece[2] for piece in pieces])
+            groups = torch.cat([piece[3] for piece in pieces])
             sizes = groups.bincount(minlength=shape[1]).tolist()
             for group, rows in enumerate(torch.split(groups.argsort(stable=True), sizes)):
-                for place, model in enumerate(models if len(rows) else ()):
-                    for name, compute in computed.items():
+                if not len(rows):
+                    continue
+                for place, model in enumerate(models):
+                    for name, compute in functions.items():
                         score = compute(predictions[place, rows], labels[rows])
                         values[name][model, group] = score.to(torch.get_default_dtype())
         for name, scores in values.items():
             classes = next(iter(scores.values())).shape if scores else ()
-            found[name] = torch.full((*shape, *classes), torch.nan)
+            results[name] = torch.full((*shape, *classes), torch.nan)
             for (model, group), score in scores.items():
-                found[name][model, group] = score
-        return found
+                results[name][model, group] = score
+        return results
 
 
 BINS = 15
@@ -164,10 +180,10 @@ class Tally:
         """
         bins = self._bins.double().cpu()
         ranks.sum_([bins])
-        own = torch.cat(self._codes).cpu() if self._codes else torch.empty(0, dtype=torch.int64)
-        codes, counts = torch.cat(ranks.gather(own)).unique(return_counts=True)
+        own_codes = torch.cat(self._codes).cpu() if self._codes else torch.empty(0, dtype=torch.int64)
+        codes, counts = torch.cat(ranks.gather(own_codes)).unique(return_counts=True)
         classes = max(ranks.gather(self._classes))
-        found: dict[str, Any] = {
+        record: dict[str, Any] = {
             "calibration": {
                 "count": bins[0].long().tolist(),
                 "right": bins[1].long().tolist(),
@@ -175,8 +191,9 @@ class Tally:
             }
         }
         if not self.multilabel:
-            found["confusion"] = [
+            # A code is client · K² + class · K + predicted class.
+            record["confusion"] = [
                 [code // classes**2, code // classes % classes, code % classes, count]
                 for code, count in zip(codes.tolist(), counts.tolist(), strict=True)
             ]
-        return found
+        return record

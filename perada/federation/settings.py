@@ -157,12 +157,12 @@ def without_factors(algorithm: Algorithm, tensor_names: TensorNames, sent: Colle
             f"the adapter has none of LoRA's factors A and B: what is trained are {tensor_names.parameter_range}; "
             "choose adapter='lora', without DoRA, on linear layers and convolutions"
         )
-    both = any(pair.down in sent and pair.up in sent for pair in tensor_names.factors)
+    sends_both = any(pair.down in sent and pair.up in sent for pair in tensor_names.factors)
     name = algorithm.kind
     base = getattr(algorithm, "base", algorithm)
     if isinstance(base, RestOfWorld):
         return f"clients of {name} send means of factors that they moved, not factors; choose another algorithm"
-    return "" if both else f"clients of {name} do not send both A and B of a layer; choose another algorithm"
+    return "" if sends_both else f"clients of {name} do not send both A and B of a layer; choose another algorithm"
 
 
 def lora_ranks(
@@ -174,8 +174,8 @@ def lora_ranks(
     """
     most = max((initial[pair.down].shape[0] for pair in tensor_names.factors), default=0)
     clients = enumerate(zip(names, sizes, strict=True))
-    found = [algorithm.lora_rank(number, name, size, most) for number, (name, size) in clients if most]
-    ranks = tuple(rank for rank in found if rank is not None)
+    of_clients = [algorithm.lora_rank(number, name, size, most) for number, (name, size) in clients if most]
+    ranks = tuple(rank for rank in of_clients if rank is not None)
     grouped = [pair.down for pair in tensor_names.factors if initial[pair.down].shape[0] != initial[pair.up].shape[1]]
     if ranks and grouped:
         raise ValueError(

@@ -55,43 +55,56 @@ class SharedStore:
         The ``broken`` ones keep what they had.
         """
         for rank, share in enumerate(shares):
-            self._holders |= dict.fromkeys((client for client in share.clients if client not in broken), rank)
-        own = shares[self.ranks.rank].clients
-        places = [place for place, client in enumerate(own) if client not in broken]
+            for client in share.clients:
+                if client not in broken:
+                    self._holders[client] = rank
+        own_clients = shares[self.ranks.rank].clients
+        places = [place for place, client in enumerate(own_clients) if client not in broken]
         kept = {role: gather(state, places) for role, state in rows.items()}
-        self.local.scatter([own[place] for place in places], kept)
+        self.local.scatter([own_clients[place] for place in places], kept)
 
     def state_dict(self) -> dict[str, Any]:
         """The clients written so far, for a checkpoint: those of all ranks on rank 0, which writes it."""
-        own = self.local.state_dict()
+        saved = self.local.state_dict()
         if self.ranks.size == 1:
-            return own
-        own["initial"] = own["initial"].cpu()
-        if "rows" in own:
-            own["rows"] = {client: row.cpu() for client, row in own["rows"].items()}
-        return joined(self.ranks.collect(own))
+            return saved
+        saved["initial"] = saved["initial"].cpu()
+        if "rows" in saved:
+            saved["rows"] = {client: row.cpu() for client, row in saved["rows"].items()}
+        return joined(self.ranks.collect(saved))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of a store saved by :meth:`state_dict`, of which this rank holds its part."""
         written = {**saved.get("rows", {}), **saved.get("files", {})}
         self._holders = {client: client % self.ranks.size for client in written}
-        self.local.load_state_dict(restricted(saved, {c for c in written if self.holder(c) == self.ranks.rank}))
+        own_clients = {client for client in written if self.holder(client) == self.ranks.rank}
+        self.local.load_state_dict(restricted(saved, own_clients))
 
     def grow(self, saved: dict[str, Any], numbers: Sequence[int], others: Sequence[int], kept: Stacks) -> None:
-        """Take over a saved store whose client k is client ``numbers[k]`` from now on; all ranks call it.
+        """Take over a saved store with more clients; all ranks call it.
 
-        The ``others`` keep what is given, by role and without a client axis.
+        Args:
+            saved: The store, as of :meth:`state_dict`.
+            numbers: Its client k is client ``numbers[k]`` from now on.
+            others: The new clients.
+            kept: What each of them keeps, by role and without a client axis.
         """
-        read = {client: self.local.read(client, path) for client, path in self.local.files_of(saved).items()}
-        rows = {numbers[client]: row.clone() for client, row in {**saved.get("rows", {}), **read}.items()}
-        self.load_state_dict({name: saved[name] for name in ("header", "initial")} | {"rows": rows})
-        own = [client for client in others if self.holder(client) == self.ranks.rank]
-        self._holders |= {client: self.holder(client) for client in others}
-        self.local.scatter(own, {role: expand(state, len(own)) for role, state in kept.items()})
+        rows = dict(saved.get("rows", {}))
+        for client, path in self.local.files_of(saved).items():
+            rows[client] = self.local.read(client, path)
+        renumbered = {numbers[client]: row.clone() for client, row in rows.items()}
+        self.load_state_dict({"header": saved["header"], "initial": saved["initial"], "rows": renumbered})
+        for client in others:
+            self._holders[client] = self.holder(client)
+        own_clients = [client for client in others if self.holder(client) == self.ranks.rank]
+        self.local.scatter(own_clients, {role: expand(state, len(own_clients)) for role, state in kept.items()})
 
     def _move(self, targets: Mapping[int, int]) -> None:
         """Move the written ones of the clients named in ``targets`` to the ranks named there."""
-        moving = [c for c, target in targets.items() if c in self._holders and self.holder(c) != target]
+        moving = []
+        for client, target in targets.items():
+            if client in self._holders and self.holder(client) != target:
+                moving.append(client)
         for start in range(0, len(moving), TOGETHER):
             leaving: dict[int, list[int]] = {}
             coming: dict[int, list[int]] = {}
@@ -113,14 +126,18 @@ class SharedStore:
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One saved store of those that several processes saved, each of clients of its own."""
-    whole: dict[str, Any] = {}
+    """Join the stores that several processes saved, each with clients of its own, into one."""
+    store: dict[str, Any] = {}
     for part in parts:
-        whole |= part | {name: whole.get(name, {}) | part[name] for name in ("rows", "files") if name in part}
-    return whole
+        clients = {name: store.get(name, {}) | part[name] for name in ("rows", "files") if name in part}
+        store |= part | clients
+    return store
 
 
 def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any]:
-    """What a saved store says of some clients."""
-    parts = {name: saved[name] for name in ("rows", "files") if name in saved}
-    return saved | {name: {c: held for c, held in part.items() if c in clients} for name, part in parts.items()}
+    """Leave all but some clients out of a saved store."""
+    restricted_store = dict(saved)
+    for name in ("rows", "files"):
+        if name in saved:
+            restricted_store[name] = {client: saved[name][client] for client in saved[name] if client in clients}
+    return restricted_store

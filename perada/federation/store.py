@@ -38,17 +38,20 @@ class ClientStore:
 
     def __init__(self, initial: Stacks, host: bool = False) -> None:
         self.host = host
-        named = {f"{role}/{key}": (role, key) for role, state in initial.items() for key in state}
-        copies = {  # of tensors that may share memory
-            name: initial[role][key].detach().clone(memory_format=torch.contiguous_format)
-            for name, (role, key) in named.items()
-        }
+        names: dict[str, tuple[str, str]] = {}
+        copies: dict[str, Tensor] = {}
+        for role, state in initial.items():
+            for key, value in state.items():
+                names[f"{role}/{key}"] = (role, key)
+                # Tensors may share memory, which safetensors refuses.
+                copies[f"{role}/{key}"] = value.detach().clone(memory_format=torch.contiguous_format)
         content = save(copies, {"format": "pt"})
+        # A safetensors file begins with the size of its header, in 8 bytes, and the header in JSON.
         begin = 8 + int.from_bytes(content[:8], "little")
         self.header = content[:begin]
         self.size = len(content) - begin
-        told = json.loads(content[8:begin])
-        self._fields = [(*named[name], *told[name]["data_offsets"]) for name in told if name in named]
+        fields = json.loads(content[8:begin])
+        self._fields = [(*names[name], *fields[name]["data_offsets"]) for name in fields if name in names]
         self._like = {role: {key: value.to("meta") for key, value in state.items()} for role, state in initial.items()}
         device = next((value.device for value in copies.values()), None)
         self._initial = torch.from_numpy(np.frombuffer(content, np.uint8)[begin:].copy()).to(device)
@@ -92,9 +95,10 @@ class ClientStore:
 
     def _write(self, client: int, row: Tensor) -> None:
         if self.host:
-            pinned = self._initial.device.type == "cuda"
             place = self.written.get(client)
-            place = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned) if place is None else place
+            if place is None:
+                pinned = self._initial.device.type == "cuda"
+                place = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned)
             self.written[client] = place.copy_(row, non_blocking=True)
         else:
             self.written[client] = row.to(self._initial.device, copy=True)
@@ -138,11 +142,11 @@ class ClientStore:
         files = {}
         for client, name in saved.get("files", {}).items():
             path = Path(saved["folder"], str(name))
-            known = _NAME.fullmatch(str(name))
-            if known is None or known[1] != str(client) or path.is_symlink():
+            fields = _NAME.fullmatch(str(name))
+            if fields is None or fields[1] != str(client) or path.is_symlink():
                 raise _damaged(client, path)
             self.read(client, path)
-            if known[2] != digest_of(path)[:32]:
+            if fields[2] != digest_of(path)[:32]:
                 raise _damaged(client, path)
             files[client] = path
         return files
@@ -156,8 +160,8 @@ class ClientStore:
             raise FileNotFoundError(f"{str(path)!r} is missing, the states of client {client}; {_REMEDY}")
         begin = len(self.header)
         with path.open("rb") as file:
-            whole = path.stat().st_size == begin + self.size and file.read(begin) == self.header
-        if not whole:
+            complete = path.stat().st_size == begin + self.size and file.read(begin) == self.header
+        if not complete:
             raise _damaged(client, path)
         return torch.from_file(str(path), shared=False, size=begin + self.size, dtype=torch.uint8)[begin:]
 
@@ -222,23 +226,28 @@ class DiskStore(ClientStore):
             return super().state_dict()
         for client, path in self.written.items():
             if path.parent != self.folder:
-                self.written[client] = own = self.folder / path.name
-                if not own.exists():
+                copy = self.folder / path.name
+                self.written[client] = copy
+                if not copy.exists():
                     try:
-                        os.link(path, own)
+                        os.link(path, copy)
                     except OSError:  # on another file system
-                        with path.open("rb") as content, open_atomic(own, durable=False) as file:
+                        with path.open("rb") as content, open_atomic(copy, durable=False) as file:
                             shutil.copyfileobj(content, file)
-                self._unsynced.append(own)
+                self._unsynced.append(copy)
         sync([*(path for path in self._unsynced if path.exists()), self.folder])
         self._unsynced = []
         self._named = [self._named[1], set(self.written.values())]
-        for path in self._files - (self._named[0] | self._named[1]) if self.prune else ():
-            path.unlink(missing_ok=True)
-            self._files.remove(path)
-        files = {client: path.name for client, path in self.written.items()}
-        whole = {"header": self.header, "initial": self._initial}
-        return whole | {"folder": str(self.folder), "files": files}
+        if self.prune:
+            for path in self._files - (self._named[0] | self._named[1]):
+                path.unlink(missing_ok=True)
+                self._files.remove(path)
+        return {
+            "header": self.header,
+            "initial": self._initial,
+            "folder": str(self.folder),
+            "files": {client: path.name for client, path in self.written.items()},
+        }
 
     def _take(self, files: dict[int, Path]) -> None:
         self.written |= files  # they are read where they are
@@ -255,8 +264,10 @@ def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
         return saved
     name = next(iter(saved["files"].values()))
     folder = Path(saved["folder"])
-    places = [parent / "clients" / own for parent in checkpoint.absolute().parents for own in ("", folder.name)]
-    found = next((place for place in places if (place / name).is_file()), folder)
-    if found == folder and "clients" not in folder.parts[-2:]:
+    for parent in checkpoint.absolute().parents:
+        for place in (parent / "clients", parent / "clients" / folder.name):
+            if (place / name).is_file():
+                return saved | {"folder": str(place)}
+    if "clients" not in folder.parts[-2:]:
         raise ValueError(f"the checkpoint names files in {str(folder)!r}, which is not a run's; {_REMEDY}")
-    return saved | {"folder": str(found)}
+    return saved | {"folder": str(folder)}

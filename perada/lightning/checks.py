@@ -17,7 +17,7 @@ from perada.core.text import abbreviated
 from perada.data import FederatedDataModule
 from perada.engine.fold_check import check_fold
 from perada.engine.frozen_trunk import FrozenTrunk
-from perada.federation.diagnostics import Diagnostic, choose, obstacles
+from perada.federation.diagnostics import Diagnostic, choose_diagnostics, obstacles
 from perada.federation.settings import Settings, check_distilled_batch_norm, without_factors
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
@@ -180,7 +180,7 @@ def with_diagnostics(
     sent = tensor_names.keys if algorithm.global_model else names_sent(module, algorithm)
     lack = without_factors(algorithm, tensor_names, sent)
     found = obstacles(settings, bool(data.public_size), bool(data.val_dataloader()), lack)
-    chosen = choose(asked, found)
+    chosen = choose_diagnostics(asked, found)
     if asked is True:
         for reason in dict.fromkeys(found.values()):
             names = [

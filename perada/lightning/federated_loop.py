@@ -18,7 +18,7 @@ from perada.core.ranks import Ranks
 from perada.core.states import get_state
 from perada.data import CohortBatch, EvalBatch, FederatedDataModule
 from perada.data.batches.workers import lost_worker
-from perada.federation.diagnostics import Diagnostic, check_asked
+from perada.federation.diagnostics import Diagnostic, check_diagnostics
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
 from perada.lightning import checkpoint as checkpoints
@@ -132,7 +132,7 @@ class FederatedLoop(pl.Callback):
         check_integer("seed", self.seed, 0, le=None)
         check_integer("max_failures", self.max_failures, 0, optional=True, hint="no limit by default")
         check_choice("drop_outliers", self.drop_outliers, [False, True])
-        check_asked(self.diagnostics)
+        check_diagnostics(self.diagnostics)
         client_weights(self.weighting, [1])
         if not isinstance(self.resume_allow, list | tuple):
             raise OptionError(

@@ -56,9 +56,9 @@ def norm(pair: Pair) -> float:
     return float((torch.linalg.qr(up)[1] @ torch.linalg.qr(down.mT)[1].mT).norm())
 
 
-def minus(one: Pair, other: Pair) -> Pair:
+def minus(minuend: Pair, subtrahend: Pair) -> Pair:
     """The difference of two products as one pair."""
-    return torch.cat([one[0], other[0]], -1), torch.cat([one[1], -other[1]], -2)
+    return torch.cat([minuend[0], subtrahend[0]], -1), torch.cat([minuend[1], -subtrahend[1]], -2)
 
 
 def by_name(pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
@@ -102,15 +102,15 @@ def truncated(pair: Pair, rank: int, before: Tensor) -> Pair:
     Rows of A whose singular value is 0, but for rounding, may be any that are orthogonal to the others. They are those
     of A ``before`` (..., rank, in), made orthogonal: otherwise rounding would choose what is trained next.
     """
-    (left, up) = torch.linalg.qr(pair[0])
-    (right, down) = torch.linalg.qr(pair[1].mT)
-    u, s, vt = torch.linalg.svd(up @ down.mT, full_matrices=False)
+    (left_q, up_r) = torch.linalg.qr(pair[0])
+    (right_q, down_r) = torch.linalg.qr(pair[1].mT)
+    u, s, vt = torch.linalg.svd(up_r @ down_r.mT, full_matrices=False)
     kept = min(rank, s.shape[-1])
-    noise = max(*left.shape, *right.shape) * torch.finfo(s.dtype).eps
-    size = torch.linalg.matrix_norm(up) * torch.linalg.matrix_norm(down)
+    noise = max(*left_q.shape, *right_q.shape) * torch.finfo(s.dtype).eps
+    size = torch.linalg.matrix_norm(up_r) * torch.linalg.matrix_norm(down_r)
     free = (s <= noise * size.unsqueeze(-1)).unsqueeze(-1)[..., :kept, :]
-    new_up = left @ (u * s.unsqueeze(-2))[..., :kept].where(~free.mT, 0)
-    new_down = vt[..., :kept, :] @ right.mT
+    new_up = left_q @ (u * s.unsqueeze(-2))[..., :kept].where(~free.mT, 0)
+    new_down = vt[..., :kept, :] @ right_q.mT
     new_down = torch.linalg.qr(before[..., :kept, :].where(free, new_down).mT)[0].mT.where(free, new_down)
     signs = new_down.gather(-1, new_down.abs().argmax(-1, keepdim=True)).sign()
     more = rank - kept
@@ -126,9 +126,9 @@ def corrected(pairs: Sequence[Pair], weights: Sequence[float], strength: float) 
     With A for mean(A), B' = mean(B) + (mean(B·A) − mean(B)·A)·Aᵀ·(A·Aᵀ + strength)⁻¹.
     """
     up, down = by_name(pairs, weights)
-    left, right = residual(pairs, weights)
+    residual_up, residual_down = residual(pairs, weights)
     gram = down @ down.mT + strength * torch.eye(down.shape[-2], dtype=down.dtype)
-    return up + torch.linalg.solve(gram, (left @ (right @ down.mT)).mT).mT, down
+    return up + torch.linalg.solve(gram, (residual_up @ (residual_down @ down.mT)).mT).mT, down
 
 
 def _sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -83,14 +83,16 @@ class GeometricMedian(ServerRule):
             return mean(aggregation.updates, aggregation.weights)
         chosen = sound.nonzero().flatten()
         products = products[chosen][:, chosen]
-        own = aggregation.weights.to(products)[chosen]
-        first = (squared_distances(products).clamp(min=0).sqrt() @ own).argmin()  # a far update would blur the mean
-        share = torch.eye(len(own), dtype=own.dtype)[first]
+        own_weights = aggregation.weights.to(products)[chosen]
+        first = (
+            squared_distances(products).clamp(min=0).sqrt() @ own_weights
+        ).argmin()  # a far update would blur the mean
+        share = torch.eye(len(own_weights), dtype=own_weights.dtype)[first]
         for _ in range(_STEPS):  # the state is a mean of the updates, so its distances follow from their products
             squares = products.diagonal() - 2 * products @ share + share @ products @ share
             distances = squares.clamp(min=0).sqrt()
             least = self.smoothing * distances.median()
-            pull = own / distances.clamp(min=least) if least > 0 else own * (distances <= 0)
+            pull = own_weights / distances.clamp(min=least) if least > 0 else own_weights * (distances <= 0)
             before = share
             share = pull / pull.sum()
             if (share - before).abs().max() <= _TOLERANCE:

@@ -70,8 +70,10 @@ class TrimmedMean(_Coordinatewise):
 
     def _reduce(self, ordered: Tensor) -> Tensor:
         cut = floor_share(self.trim, len(ordered))
-        left = ordered[cut : len(ordered) - cut]
-        return mean({"": left}, client_weights("uniform", [1] * len(left)))[""]  # halves are summed as elsewhere
+        remaining = ordered[cut : len(ordered) - cut]
+        return mean({"": remaining}, client_weights("uniform", [1] * len(remaining)))[
+            ""
+        ]  # halves are summed as elsewhere
 
 
 class ModifiedLocalGD(ComposedRule):
@@ -110,8 +112,8 @@ class ModifiedLocalGD(ComposedRule):
         alpha = self.share(aggregation.round)
         if alpha == 1:
             return target
-        known = aggregation.state.get("initial", {})
-        initial = known | {key: aggregation.previous[key].clone() for key in target if key not in known}
+        initial_known = aggregation.state.get("initial", {})
+        initial = initial_known | {key: aggregation.previous[key].clone() for key in target if key not in initial_known}
         aggregation.state["initial"] = initial
         moved = {}
         for key, end in target.items():

@@ -93,16 +93,16 @@ class SecureSums:
 
         Counters of BatchNorm are averaged too, and rounded: their maximum is not a sum.
         """
-        own = torch.tensor([shares[place] for place in updates.places], dtype=torch.float64)
+        own_shares = torch.tensor([shares[place] for place in updates.places], dtype=torch.float64)
         sums = dict[str, Tensor]()
         all_shares = sum(shares)
         for key, value in updates.own.items():
-            shared = double(value) * own.to(value.device).view(-1, *[1] * (value.dim() - 1))
+            shared = double(value) * own_shares.to(value.device).view(-1, *[1] * (value.dim() - 1))
             sums[key] = self.to_integers(shared, updates.clients).sum(0)
         updates.ranks.sum_(sums.values())
-        found = {key: self.real(total) / all_shares for key, total in sums.items()}
+        means = {key: self.real(total) / all_shares for key, total in sums.items()}
         return {
-            key: (found[key] if value.is_floating_point() else found[key].round()).to(value.dtype)
+            key: (means[key] if value.is_floating_point() else means[key].round()).to(value.dtype)
             for key, value in updates.own.items()
         }
 

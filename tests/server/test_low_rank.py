@@ -210,20 +210,22 @@ def test_lora_fair_is_nearer_to_the_mean_than_the_means_are_and_leaves_a():
     assert after < 0.9 * before
     size = distance(wanted, {key: 0 * value for key, value in wanted.items()})
     assert case.metrics == {"updates/lora_error": pytest.approx(after / size, rel=1e-10)}
-    assert lora_residual(FACTORS, updates, case.weights) == pytest.approx(before / size, rel=1e-10)
+    assert lora_residual(FACTORS, Updates(updates), case.weights) == pytest.approx(before / size, rel=1e-10)
     assert distance(products(SVD()(given(updates))), wanted) < after  # the best there is
 
 
 def test_there_is_no_residual_where_one_factor_is_the_same():
     updates, weights = uploads(), given(uploads()).weights
-    assert lora_residual(FACTORS, updates, weights) > 0.5
+    assert lora_residual(FACTORS, Updates(updates), weights) > 0.5
     for side in ("A", "B"):
         same = {key: value[:1].expand_as(value) if key.endswith(side) else value for key, value in updates.items()}
-        assert lora_residual(FACTORS, same, weights) < 1e-15
-    assert lora_residual(FACTORS, {key: 0 * value for key, value in updates.items()}, weights) == 0
-    assert lora_residual(FACTORS, {"head": updates["head"]}, weights) == 0
+        assert lora_residual(FACTORS, Updates(same), weights) < 1e-15
+    assert lora_residual(FACTORS, Updates({key: 0 * value for key, value in updates.items()}), weights) == 0
+    assert lora_residual(FACTORS, Updates({"head": updates["head"]}), weights) == 0
     part = {key: value for key, value in updates.items() if not key.startswith("fc")}
-    assert lora_residual(FACTORS, part, weights) == pytest.approx(lora_residual(FACTORS[1:], updates, weights))
+    assert lora_residual(FACTORS, Updates(part), weights) == pytest.approx(
+        lora_residual(FACTORS[1:], Updates(updates), weights)
+    )
 
 
 @pytest.mark.parametrize("rule", [SVD(), LoRAFair()])
