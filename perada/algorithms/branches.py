@@ -13,7 +13,7 @@ from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep,
 from perada.algorithms.fedavg import FedAvg
 from perada.core.checks import check_number
 from perada.core.rounds import Phase
-from perada.core.states import Factors, State, expand, partition
+from perada.core.states import Factors, State, expand, partition, per_client
 
 
 def check_branches(name: str, tensor_names: TensorNames) -> None:
@@ -90,12 +90,7 @@ class _Weighted(Algorithm):
 def weighted(states: State, weights: State) -> State:
     """A stack (C, ...) with each client's B times its weight (C,)."""
     named = {key.removesuffix(OF): weight for key, weight in weights.items()}
-    return states | {key: _rows(weight, states[key]) * states[key] for key, weight in named.items()}
-
-
-def _rows(clients: Tensor, like: Tensor) -> Tensor:
-    """Values (C,) of clients, to go with a stack (C, ...)."""
-    return clients.view(-1, *[1] * (like.dim() - 1))
+    return states | {key: per_client(weight, states[key]) * states[key] for key, weight in named.items()}
 
 
 def _zeros(state: Mapping[str, Tensor], keys: frozenset[str]) -> State:
@@ -285,7 +280,7 @@ class RestOfWorld(Algorithm):
         others = {}
         for key, name in twins(tensor_names).items():
             mean = received[key]
-            share = _rows(received[SHARE], received[key])
+            share = per_client(received[SHARE], received[key])
             others[name] = mean + share * (mean - own[key])
         return {"personal": own, "others": others}
 

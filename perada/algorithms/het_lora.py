@@ -25,7 +25,7 @@ from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
 from perada.core.checks import OptionError, check_integer
 from perada.core.rounds import Phase
-from perada.core.states import Factors, State, cut_ranks, expand, partition
+from perada.core.states import Factors, State, cut_ranks, expand, partition, per_client
 from perada.server.aggregate import Aggregation, ServerRule
 from perada.server.low_rank import norm, pairs_of
 
@@ -256,7 +256,7 @@ class _ByNorm(ServerRule):
             for name in (pair.down, pair.up):
                 if name in updates:
                     value = scaled[name]
-                    scaled[name] = value * factor.to(value).view(-1, *[1] * (value.dim() - 1))
+                    scaled[name] = value * per_client(factor.to(value), value)
         result = self.rule(replace(given, updates=updates.replace(scaled)))
         self._warn_of_lost(given, result)
         return result

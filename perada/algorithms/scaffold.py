@@ -4,11 +4,10 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Stacks, TensorNames
 from perada.core.checks import check_number
-from perada.core.states import State, expand, partition
+from perada.core.states import State, expand, partition, per_client
 
 CONTROL = "control/"
 """FrozenTrunk of the names under which control variates travel beside the model."""
@@ -64,7 +63,7 @@ class Scaffold(Algorithm):
         finite = [value.reshape(len(value), -1).isfinite().all(1) for value in gradients.values()]
         taken = torch.stack(finite).all(0)  # in float16, steps of other clients are skipped
         for key, value in gradients.items():
-            sums[key] += value.where(_rows(taken, value), 0)
+            sums[key] += value.where(per_client(taken, value), 0)
         step.states["steps"]["taken"] += taken
 
     def end_round(
@@ -76,8 +75,8 @@ class Scaffold(Algorithm):
         moved = {}
         for key, before in kept["control"].items():
             server = received[CONTROL + key]
-            mean = trained["gradients"][key] / _rows(steps, before)
-            controls[key] = (before - server + mean).where(_rows(steps > 0, before), before)
+            mean = trained["gradients"][key] / per_client(steps, before)
+            controls[key] = (before - server + mean).where(per_client(steps > 0, before), before)
             moved[CONTROL + key] = server + (controls[key] - before)
         return {"control": controls}, trained["local"] | moved
 
@@ -105,8 +104,3 @@ def _control(server_state: Mapping[str, State], global_state: State, tensor_name
     """c, under the names that it travels by."""
     zeros = {CONTROL + key: torch.zeros_like(global_state[key]) for key in tensor_names.parameters}
     return server_state.get("control", zeros)
-
-
-def _rows(clients: Tensor, like: Tensor) -> Tensor:
-    """Values (C,) of clients, to go with a stack (C, ...)."""
-    return clients.view(-1, *[1] * (like.dim() - 1))

@@ -318,6 +318,15 @@ def _beyond(value: Tensor, axis: int, ranks: Tensor) -> Tensor:
     return outside.view(len(outside), *[1] * axis, -1, *[1] * (value.dim() - axis - 2))
 
 
+def per_client(values: Tensor, stack: Tensor) -> Tensor:
+    """View values (C,) of clients so that they multiply a stack (C, ...).
+
+    >>> per_client(torch.ones(2), torch.ones(2, 3, 4)).shape
+    torch.Size([2, 1, 1])
+    """
+    return values.view(-1, *[1] * (stack.dim() - 1))
+
+
 def numel(state: State) -> int:
     """Number of scalars in a state."""
     return sum(value.numel() for value in state.values())

@@ -8,7 +8,7 @@ the images of a batch.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,7 +19,7 @@ from torch.func import functional_call
 from perada.core.checks import OptionError, check_choice
 from perada.core.rounds import CohortBatch
 from perada.core.seeding import Streams
-from perada.core.states import State, batch_norms, expand, tied_names, to_device_async, train_mode, unstack
+from perada.core.states import State, batch_norms, expand, per_client, tied_names, to_device_async, train_mode, unstack
 from perada.core.text import abbreviated
 from perada.engine.fold import Fold, fold
 from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
@@ -54,8 +54,8 @@ class Engine:
         self.memory_format = torch.channels_last if channels_last else torch.preserve_format
         folded = fold(model)
         if folded.missing:
-            named = [f"{path} ({name})" for path, name in folded.missing.items()]
-            message = f"trained layers without a stacked twin: {abbreviated(named, 4)}"
+            layers = [f"{path} ({name})" for path, name in folded.missing.items()]
+            message = f"trained layers without a stacked twin: {abbreviated(layers, 4)}"
             if kind == "folded":
                 raise OptionError(
                     f"engine='folded' cannot run {message}; use engine='loop' or 'auto'", name="engine", value="folded"
@@ -66,7 +66,7 @@ class Engine:
         self.trunk: FrozenTrunk | None = None
         self._single = model
         self._tied = tied_names(model)
-        self._full_batch = _call if compile is None else torch.compile(_call, **compile)
+        self._full_batch: ModelCall = _call if compile is None else torch.compile(_call, **compile)
         self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
 
     @property
@@ -75,22 +75,30 @@ class Engine:
         return self._fold.model
 
     def folded(self, random_only: bool = False) -> Fold:
-        """The model folded anew, with the prefix if one was found."""
-        return fold(self.model, random_only=random_only, wrap=None if self.trunk is None else self.trunk.wrap)
+        """Fold the model anew, with the frozen trunk if one was found."""
+        wrap = None if self.trunk is None else self.trunk.wrap
+        return fold(self.model, random_only=random_only, wrap=wrap)
 
     def find_trunk(self, image: Tensor, least_share: float = 0.0) -> FrozenTrunk | None:
         """Find what of the model no trained tensor precedes; from then on, images may be given as its features.
 
-        The example (channels, height, width) is prepared, and on the model's device. A prefix that was found stays.
+        Args:
+            image: An example (channels, height, width), prepared and on the model's device.
+            least_share: Share of a pass's floating-point operations that it must save, or it is not used.
+
+        Returns:
+            The trunk, which stays once it was found; None if there is none.
         """
-        if self.trunk is None and (prefix := find_trunk(self.model, image, least_share)):
-            self.trunk = prefix
+        if self.trunk is None:
+            self.trunk = find_trunk(self.model, image, least_share)
+            if self.trunk is None:
+                return None
             self._fold = self.folded(random_only=self.kind == "loop")
             self._single = self.folded(random_only=True).model
         return self.trunk
 
     def features(self, x: Tensor) -> Tensor:
-        """Features (B, F) of images (B, channels, height, width), which may stand for them in every other method."""
+        """Compute features (B, F) of images (B, channels, height, width), which may stand for them in other methods."""
         assert self.trunk is not None
         return self.trunk.features(self._single, self.format(x))
 
@@ -104,7 +112,7 @@ class Engine:
         streams: Streams | None = None,
         batch_statistics: bool = False,
     ) -> Tensor:
-        """Logits of C states, each on its own images.
+        """Compute the logits of C states, each on its own images.
 
         Args:
             states: Stack with leading axis C; in training, running statistics in it are updated in place.
@@ -119,13 +127,31 @@ class Engine:
         Returns:
             Logits (C, B, K), in single precision at least; rows beyond a client's count are meaningless.
         """
-        real = None if counts is None or all(count == x.shape[1] for count in counts) else tuple(counts)
-        (train_mode if training else nn.Module.eval)(self._fold.model)
-        if batch_statistics and not training:
-            for norm in batch_norms(self._fold.model):
-                norm.train()
-            states = self._with_own_buffers(states)
-        logits = (self._folded if self.kind == "folded" else self._loop)(states, x, real, streams)
+        return self._logits(states, x, self._full_batch, training, counts, streams, batch_statistics)
+
+    def _logits(
+        self,
+        states: State,
+        x: Tensor,
+        full_batch: "ModelCall",
+        training: bool,
+        counts: Sequence[int] | None,
+        streams: Streams | None,
+        batch_statistics: bool = False,
+    ) -> Tensor:
+        """Compute logits as :meth:`logits` does; ``full_batch`` calls the model where no row is padding."""
+        padded = counts is not None and any(count != x.shape[1] for count in counts)
+        real = tuple(counts) if counts is not None and padded else None
+        if training:
+            train_mode(self._fold.model)
+        else:
+            self._fold.model.eval()
+            if batch_statistics:
+                for norm in batch_norms(self._fold.model):
+                    norm.train()
+                states = self._with_own_buffers(states)
+        run = self._folded if self.kind == "folded" else self._loop
+        logits = run(states, x, full_batch, real, streams)
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def outputs(
@@ -138,25 +164,21 @@ class Engine:
         counts: Sequence[int] | None = None,
         streams: Streams | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits (C, B, K), as of :meth:`logits`, and what the module ``head`` was given for them, (C, B, F).
-
-        The pass is never compiled.
-        """
-        given: list[Tensor] = []
-        hook = self._fold.model.get_submodule(head).register_forward_pre_hook(lambda _, args: given.append(args[0]))
-        compiled = self._full_batch
-        self._full_batch = _call
+        """Compute logits (C, B, K), as :meth:`logits` does, and what the module ``head`` got for them, (C, B, F)."""
+        head_inputs: list[Tensor] = []
+        module = self._fold.model.get_submodule(head)
+        hook = module.register_forward_pre_hook(lambda _, args: head_inputs.append(args[0]))
         try:
-            logits = self.logits(states, x, training=training, counts=counts, streams=streams)
+            # Not compiled: a compiler may leave out the hook.
+            logits = self._logits(states, x, _call, training, counts, streams)
         finally:
             hook.remove()
-            self._full_batch = compiled
         clients, rows = x.shape[:2]
         if self.kind == "folded":
-            found = given[0].reshape(clients, rows, -1)
+            representations = head_inputs[0].reshape(clients, rows, -1)
         else:
-            found = torch.stack([_padded(one.flatten(1), rows) for one in given])
-        return logits, found.to(logits.dtype)
+            representations = torch.stack([_padded(of_client.flatten(1), rows) for of_client in head_inputs])
+        return logits, representations.to(logits.dtype)
 
     def _with_own_buffers(self, states: State) -> State:
         """Copy what a norm in training mode writes to: its running statistics and its counter."""
@@ -174,40 +196,56 @@ class Engine:
     def shared_logits(
         self, states: State, x: Tensor, rows: int | None = None, *, batch_statistics: bool = False
     ) -> Tensor:
-        """Logits (C, B, K) of C states (C, ...) on the same images (B, ...), in evaluation mode and without gradients.
+        """Compute logits of C states on the same images, in evaluation mode and without gradients.
 
-        At most about so many ``rows`` run at once, an image counted for each state; of many images, a group at a time
-        of one state. By default 512 images of 32×32 on a CPU, whose caches larger batches outgrow, and 131,072 on a
-        GPU; fewer of larger ones, but 16. A token of a text counts as 32 numbers, since the model makes a vector of it.
+        Args:
+            states: Stack (C, ...).
+            x: Images (B, ...) or their features.
+            rows: At most about so many rows run at once, an image counted for each state; of many images, a group at a
+                time of one state. By default 512 images of 32×32 on a CPU, whose caches larger batches outgrow, and
+                131,072 on a GPU; fewer for larger images, at least 16. A token of a text counts as 32 numbers, since
+                the model makes a vector of it.
+            batch_statistics: Take the images as one batch, by whose statistics norms normalise as in :meth:`logits`:
+                however many they are, they run at once.
 
-        With ``batch_statistics`` the images are one batch, by whose statistics norms normalise as in :meth:`logits`:
-        however many they are, they run at once.
+        Returns:
+            Logits (C, B, K).
         """
-        size = x[0].numel() * (1 if x.is_floating_point() else 32)
-        rows = rows or max(16, 3 * 2 ** (27 if x.is_cuda else 19) // size)
-        chunks = zip(*(torch.split(value, max(1, rows // len(x))) for value in states.values()), strict=True)
+        if rows is None:
+            numbers = x[0].numel() * (1 if x.is_floating_point() else 32)
+            rows = max(16, 3 * 2 ** (27 if x.is_cuda else 19) // numbers)
+        states_at_once = max(1, rows // len(x))
+        images_at_once = len(x) if batch_statistics else rows
+        count = len(next(iter(states.values())))
         parts = []
         with torch.no_grad():
-            for chunk in chunks:
-                own = dict(zip(states, chunk, strict=True))
-                clients = len(chunk[0])
+            for start in range(0, count, states_at_once):
+                chunk = {name: value[start : start + states_at_once] for name, value in states.items()}
+                clients = min(states_at_once, count - start)
                 groups = [
-                    self.logits(own, group.expand(clients, *group.shape), batch_statistics=batch_statistics)
-                    for group in x.split(len(x) if batch_statistics else rows)
+                    self.logits(chunk, group.expand(clients, *group.shape), batch_statistics=batch_statistics)
+                    for group in x.split(images_at_once)
                 ]
                 parts.append(torch.cat(groups, 1))
         return torch.cat(parts)
 
-    def _folded(self, states: State, x: Tensor, counts: tuple[int, ...] | None, streams: Streams | None) -> Tensor:
+    def _folded(
+        self,
+        states: State,
+        x: Tensor,
+        full_batch: "ModelCall",
+        counts: tuple[int, ...] | None,
+        streams: Streams | None,
+    ) -> Tensor:
+        """Run all clients as one batch."""
         clients, rows = x.shape[:2]
         # Batches with padding, each of another shape, would be compiled again and again.
-        call = self._full_batch if counts is None else _call
+        call = full_batch if counts is None else _call
         self._fold.context.begin(clients, counts, streams)
         self._fold.context.together = x.is_cuda or call is not _call
-        tensors = {
-            key: value.repeat_interleave(rows, 0).flatten(0, 1) if key in self._fold.row_keys else value
-            for key, value in states.items()
-        }
+        tensors = dict(states)
+        for name in self._fold.row_keys & states.keys():
+            tensors[name] = states[name].repeat_interleave(rows, 0).flatten(0, 1)
         logits = call(self._fold.model, tensors, self.format(x.flatten(0, 1)), self._tied)
         return logits.view(clients, rows, *logits.shape[1:])
 
@@ -217,15 +255,27 @@ class Engine:
             x = self.trunk.feed(x)
         return x.to(memory_format=self.memory_format) if x.dim() == 4 else x
 
-    def _loop(self, states: State, x: Tensor, counts: tuple[int, ...] | None, streams: Streams | None) -> Tensor:
+    def _loop(
+        self,
+        states: State,
+        x: Tensor,
+        full_batch: "ModelCall",
+        counts: tuple[int, ...] | None,
+        streams: Streams | None,
+    ) -> Tensor:
+        """Run one client after another."""
         outputs = []
         for client, images in enumerate(x):
             real = images if counts is None else images[: counts[client]]
             self._fold.context.begin(1, None, None if streams is None else streams[client : client + 1])
-            own = {key: value[client] for key, value in states.items()}
-            logits = self._full_batch(self._fold.model, own, self.format(real), self._tied)
+            state = {name: value[client] for name, value in states.items()}
+            logits = full_batch(self._fold.model, state, self.format(real), self._tied)
             outputs.append(_padded(logits, len(images)))
         return torch.stack(outputs)
+
+
+ModelCall = Callable[[nn.Module, State, Tensor, Mapping[str, str]], Tensor]
+"""Calls a module with other tensors by name; see :func:`_call`."""
 
 
 def _call(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str]) -> Tensor:
@@ -264,9 +314,11 @@ def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
     """Each client's mean (C, ...) of ``values`` (C, B, ...) over its first ``counts`` rows, the real ones."""
     if all(count == values.shape[1] for count in counts):
         return values.mean(1)
-    more = [1] * (values.dim() - 2)
-    real = real_rows(counts, values.shape[1], values.device).view(*values.shape[:2], *more)
-    return values.where(real, 0).sum(1) / to_device_async(torch.tensor(counts), values.device).view(-1, *more)
+    real = real_rows(counts, values.shape[1], values.device)
+    while real.dim() < values.dim():
+        real = real.unsqueeze(-1)
+    sums = values.where(real, 0).sum(1)
+    return sums / per_client(to_device_async(torch.tensor(counts), values.device), sums)
 
 
 def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
@@ -279,9 +331,15 @@ def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
 
 
 def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multilabel: bool) -> Tensor:
-    """Logits (..., classes) of the ensemble of K models, from theirs (K, ..., classes).
+    """Average the outputs of K models.
 
-    Either ``logits`` are averaged, or ``probabilities``: those of each class's own Bernoulli if ``multilabel``.
+    Args:
+        logits: Their logits (K, ..., classes).
+        average: Whether ``logits`` or ``probabilities`` are averaged.
+        multilabel: Whether probabilities are those of each class's own Bernoulli.
+
+    Returns:
+        Logits (..., classes) of the ensemble.
 
     >>> ensemble(torch.tensor([[0.0, 2.0], [2.0, 0.0]]), "probabilities", False).softmax(-1).tolist()
     [0.5, 0.5]
@@ -296,9 +354,15 @@ def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multil
 
 
 def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clients: int, multilabel: bool) -> Tensor:
-    """Mean losses (C, K) of K models, a stack (K, ...), on each of C clients' images, in evaluation mode.
+    """Compute the mean losses (C, K) of K models on each of C clients' images, in evaluation mode.
 
-    In each batch, the active clients are a prefix of all; rows beyond a client's count are not looked at.
+    Args:
+        engine: Runs the models.
+        members: The models (K, ...).
+        batches: The clients' images. The active clients of a batch are a prefix of all; rows beyond a client's count
+            are padding.
+        clients: C.
+        multilabel: Whether images have several labels.
     """
     states = unstack(members)
     device = next(iter(members.values())).device

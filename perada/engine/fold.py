@@ -64,52 +64,70 @@ class Fold:
 
 
 def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = None) -> Fold:
-    """Build the stacked twin of ``model``, sharing all its frozen modules; ``requires_grad`` tells what is trained.
+    """Build the stacked twin of a model, sharing all its frozen modules.
 
-    With ``random_only`` just the layers that draw random numbers are replaced, for the loop over clients: it runs the
-    single model, but must draw from the same streams. ``wrap`` puts something around what stands at a path.
+    Args:
+        model: The single model; ``requires_grad`` tells what is trained.
+        random_only: Replace only the layers that draw random numbers, for the loop over clients: it runs the single
+            model, but must draw from the same streams.
+        wrap: Puts something around what stands at a path.
     """
-    context = FoldContext()
-    rows: set[str] = set()
-    missing: dict[str, str] = {}
-    seen: dict[int, nn.Module] = {}
+    folder = _Folder(random_only, wrap)
+    return Fold(folder.visit(model, ""), folder.context, frozenset(folder.row_keys), folder.missing)
 
-    def visit(module: nn.Module, path: str) -> nn.Module:
-        if id(module) not in seen:
-            made = replace(module, path)
-            seen[id(module)] = made if wrap is None else wrap(made, path)
-        return seen[id(module)]
 
-    def replace(module: nn.Module, path: str) -> nn.Module:
+class _Folder:
+    """Replaces the modules of a model by their twins."""
+
+    def __init__(self, random_only: bool, wrap: Wrap | None) -> None:
+        self.context = FoldContext()
+        self.row_keys: set[str] = set()
+        self.missing: dict[str, str] = {}
+        self._random_only = random_only
+        self._wrap = wrap
+        self._seen: dict[int, nn.Module] = {}  # a module may stand in several places, and so must its twin
+
+    def visit(self, module: nn.Module, path: str) -> nn.Module:
+        """Return what stands for a module in the folded model."""
+        if id(module) not in self._seen:
+            replacement = self._replacement(module, path)
+            self._seen[id(module)] = replacement if self._wrap is None else self._wrap(replacement, path)
+        return self._seen[id(module)]
+
+    def _replacement(self, module: nn.Module, path: str) -> nn.Module:
         kind = type(module)
         if draws(module):
-            return RANDOM_TWINS[kind](module, context)
+            return RANDOM_TWINS[kind](module, self.context)
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
         if TWINS.get(kind) is StackedBatchNorm and not trained and module._buffers["running_var"] is not None:
             return FrozenBatchNorm(module)
         if type(module) is nn.Conv2d and not trained:
             return FrozenConv2d(module)
-        if random_only or not trained:
-            trained = set()
-        elif kind in TWINS and trained == {n for n, p in module.named_parameters() if p.requires_grad}:
-            return TWINS[kind](module, context)
-        elif trained <= ROW_PARAMETERS.get(kind, frozenset()):
-            rows.update(f"{path}.{name}".lstrip(".") for name in trained)
-        else:
-            missing[path or "the model itself"] = kind.__name__
-        owner = None if random_only else OWNER_TWINS.get(kind)
-        param_dicts = owner.param_dicts(module) if owner else frozenset()
-        children = {
-            name: child if name in param_dicts else child and visit(child, f"{path}.{name}".lstrip("."))
-            for name, child in module._modules.items()
-        }
-        if owner and param_dicts:
-            twin: nn.Module = owner(module, children, context)
-            return twin
-        same = all(children[name] is child for name, child in module._modules.items())
-        return module if same else shell(module, children)
+        if trained and not self._random_only:
+            all_trained = {name for name, value in module.named_parameters() if value.requires_grad}
+            if kind in TWINS and trained == all_trained:
+                return TWINS[kind](module, self.context)
+            if trained <= ROW_PARAMETERS.get(kind, frozenset()):
+                self.row_keys.update(f"{path}.{name}".lstrip(".") for name in trained)
+            else:
+                self.missing[path or "the model itself"] = kind.__name__
+        return self._container(module, path)
 
-    return Fold(visit(model, ""), context, frozenset(rows), missing)
+    def _container(self, module: nn.Module, path: str) -> nn.Module:
+        """Return a module that holds what stands for its children; the module itself if nothing changes."""
+        owner = None if self._random_only else OWNER_TWINS.get(type(module))
+        param_dicts = owner.param_dicts(module) if owner else frozenset()
+        children: dict[str, nn.Module | None] = {}
+        for name, child in module._modules.items():
+            if child is None or name in param_dicts:
+                children[name] = child
+            else:
+                children[name] = self.visit(child, f"{path}.{name}".lstrip("."))
+        if owner and param_dicts:
+            twin: nn.Module = owner(module, children, self.context)
+            return twin
+        unchanged = all(children[name] is child for name, child in module._modules.items())
+        return module if unchanged else shell(module, children)
 
 
 def draws(module: nn.Module) -> bool:

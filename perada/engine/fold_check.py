@@ -25,12 +25,17 @@ ROWS = 2  # of a client: enough for a BatchNorm, few enough for a large model on
 def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str | None:
     """Compare a folded pass with one client after another.
 
-    The single model's trained layers have stacked twins; ``x`` are prepared images of some clients (C, B, ...), or
-    texts. It gives why the model cannot be folded; ``None`` if both agree, or nothing can be said.
+    Args:
+        model: The single model, whose trained layers have stacked twins.
+        x: Prepared images of some clients (C, B, ...), or texts.
+        channels_last: Whether images run in that memory format.
+
+    Returns:
+        Why the model cannot be folded; None if both agree, or nothing can be said.
     """
-    found = _difference(model, x, channels_last, 1e-4)
-    if found is None or found.startswith(FAILS):
-        return found
+    difference = _difference(model, x, channels_last, 1e-4)
+    if difference is None or difference.startswith(FAILS):
+        return difference
     # The two round otherwise, by much in TF32. What differs in double precision too is a finding.
     device = torch.device("cpu") if x.device.type == "mps" else x.device
     exact = x.to(device, torch.float64 if x.is_floating_point() else x.dtype)
@@ -39,7 +44,8 @@ def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str 
 
 def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: float) -> str | None:
     """What differs between a folded pass and one client after another; see :func:`check_fold`."""
-    folded, loop = (Engine(model, kind, channels_last=channels_last) for kind in ("folded", "loop"))
+    folded = Engine(model, "folded", channels_last=channels_last)
+    loop = Engine(model, "loop", channels_last=channels_last)
     two = x[:2, :ROWS] if len(x) > 1 else torch.stack([x[0, :ROWS], x[0, :ROWS].flip(-1)])
     states = stack(perturbed_states(get_state(model), parameter_keys(model), clients=2))
     # Where something asks for a sign, the negated images of one client decide otherwise.
@@ -52,11 +58,12 @@ def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: flo
             except Exception:  # whatever a network does in training, as with one image
                 conclusive = False
                 continue
-            found = _compare(folded, states, batch, training, separate, tolerance)
-            if found is not None and not _repeats(loop, states, batch, training, separate):
-                conclusive = False  # such as one that draws from torch's global stream, so that no two passes agree
-            elif found is not None:
-                return found
+            difference = _compare(folded, states, batch, training, separate, tolerance)
+            if difference is not None:
+                if _repeats(loop, states, batch, training, separate):
+                    return difference
+                # A network that draws from torch's global stream: no two passes agree.
+                conclusive = False
         if conclusive:
             batches = [two[:, :1]]  # what could be mixed was seen: now whether evaluation reads weights in other ways
     return _backward_failure(folded, states, two[:, :1])
@@ -65,11 +72,11 @@ def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: flo
 def _backward_failure(folded: Engine, states: State, x: Tensor) -> str | None:
     """Why gradients cannot be taken through a folded pass; ``None`` if they can."""
     trained = parameter_keys(folded.model)
-    own = {key: value.requires_grad_(key in trained) for key, value in clone(states).items()}
+    leaves = {key: value.requires_grad_(key in trained) for key, value in clone(states).items()}
     try:
         with torch.enable_grad(), seeded(0, "fold check"):
-            logits = folded.logits(own, x)
-            torch.autograd.grad(logits.sum(), [own[key] for key in trained], allow_unused=True)
+            logits = folded.logits(leaves, x)
+            torch.autograd.grad(logits.sum(), [leaves[key] for key in trained], allow_unused=True)
     except Exception as error:  # whatever the network does in the backward pass
         return f"{FAILS} ({type(error).__name__}: {' '.join(str(error).split())[:150]})"
     return None
@@ -121,6 +128,6 @@ def _repeats(engine: Engine, states: State, x: Tensor, training: bool, logits: T
 
 
 def _logits(engine: Engine, states: State, x: Tensor, training: bool, seed: int = 0) -> Tensor:
-    own = clone(states)  # training updates running statistics in place
+    copies = clone(states)  # training updates running statistics in place
     with torch.no_grad(), seeded(seed, "fold check"):
-        return engine.logits(own, x, training=training, streams=Streams.derived(0, "fold check", clients=(0, 1)))
+        return engine.logits(copies, x, training=training, streams=Streams.derived(0, "fold check", clients=(0, 1)))

@@ -66,36 +66,37 @@ class FrozenConv2d(Frozen):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, in, H, W) to (B, out, H', W')."""
         conv: nn.Conv2d = self.original[0]
-        half = autocast_dtype(x, conv.weight)
-        dtype = half or x.dtype
-        other = half is None and conv.weight.dtype != dtype  # an error, which is torch's to raise
-        if other or torch.compiler.is_compiling() or is_hooked(conv):
+        cast_dtype = autocast_dtype(x, conv.weight)
+        dtype = cast_dtype or x.dtype
+        mismatched = cast_dtype is None and conv.weight.dtype != dtype  # an error, which is torch's to raise
+        if mismatched or torch.compiler.is_compiling() or is_hooked(conv):
             return conv(x)  # type: ignore[no-any-return]  # a tensor
         if dtype == torch.bfloat16 and is_strided_depthwise(conv, x):
             return _StridedDepthwise.apply(x, conv)  # type: ignore[no-any-return]  # a tensor
         if not is_small_map(conv, x):
             return conv(x)  # type: ignore[no-any-return]  # a tensor
-        last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-        matrix, bias = self._matrix(conv, x.shape[2:], dtype, last)
-        rows = (x.permute(0, 2, 3, 1) if last else x).flatten(1)
-        out = F.linear(rows.to(dtype), matrix, bias)
-        size = output_size(conv, x.shape[2:])
-        channels = conv.out_channels
-        return out.view(-1, *size, channels).permute(0, 3, 1, 2) if last else out.view(-1, channels, *size)
+        channels_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        matrix, bias = self._matrix(conv, x.shape[2:], dtype, channels_last)
+        height, width = output_size(conv, x.shape[2:])
+        if channels_last:
+            out = F.linear(x.permute(0, 2, 3, 1).flatten(1).to(dtype), matrix, bias)
+            return out.view(-1, height, width, conv.out_channels).permute(0, 3, 1, 2)
+        out = F.linear(x.flatten(1).to(dtype), matrix, bias)
+        return out.view(-1, conv.out_channels, height, width)
 
     def _matrix(
-        self, conv: nn.Conv2d, size: torch.Size, dtype: torch.dtype, last: bool
+        self, conv: nn.Conv2d, size: torch.Size, dtype: torch.dtype, channels_last: bool
     ) -> tuple[Tensor, Tensor | None]:
         tensors = [value for value in (conv.weight, conv.bias) if value is not None]
         weights = tuple((id(value), value.data_ptr(), value._version) for value in tensors)
         if weights != self._weights:  # a later tensor may have the address of an earlier one
             self._kept.clear()
             self._weights = weights
-        key = (size, dtype, last)
+        key = (size, dtype, channels_last)
         if key not in self._kept:
             # Not in inference mode, whose tensors cannot be part of a later training step.
             with torch.inference_mode(False), torch.no_grad():
-                matrix, bias = small_map_matrix(conv, size, last)
+                matrix, bias = small_map_matrix(conv, size, channels_last)
                 self._kept[key] = matrix.to(dtype), None if bias is None else bias.to(dtype)
             for old in list(self._kept)[:-2]:
                 del self._kept[old]
@@ -103,14 +104,17 @@ class FrozenConv2d(Frozen):
 
 
 def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """In which dtype autocast has a product of the two computed; ``None`` where it leaves them as they are."""
-    half = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
-    return torch.get_autocast_dtype(x.device.type) if half else None
+    """Return the dtype in which autocast computes a product of the two; None where it leaves them as they are."""
+    # Autocast leaves double precision alone.
+    if not torch.is_autocast_enabled(x.device.type) or torch.float64 in (x.dtype, weight.dtype):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether something is done before or after a module's own pass, such as weights that are made anew."""
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
 
 
 def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
@@ -132,21 +136,29 @@ def is_strided_depthwise(conv: nn.Conv2d, x: Tensor) -> bool:
 
 
 def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:
-    """Height and width of what a convolution makes of a map of this ``size``."""
+    """Compute height and width of what a convolution makes of a map of this ``size``."""
     left, right, top, bottom = conv._reversed_padding_repeated_twice
-    padded = size[0] + top + bottom, size[1] + left + right
-    spans = [dilation * (kernel - 1) + 1 for dilation, kernel in zip(conv.dilation, conv.kernel_size, strict=True)]
-    height, width = ((padded[axis] - spans[axis]) // conv.stride[axis] + 1 for axis in (0, 1))
+    kernel_height = conv.dilation[0] * (conv.kernel_size[0] - 1) + 1
+    kernel_width = conv.dilation[1] * (conv.kernel_size[1] - 1) + 1
+    height = (size[0] + top + bottom - kernel_height) // conv.stride[0] + 1
+    width = (size[1] + left + right - kernel_width) // conv.stride[1] + 1
     return height, width
 
 
 def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
-    """The tap (row, column) on the only pixel of a map, where the output has one pixel too and a tap falls on it."""
+    """Find the tap (row, column) that falls on the only pixel of a map.
+
+    Returns:
+        None where the output has more than one pixel, or no tap falls on the pixel.
+    """
+    if output_size(conv, torch.Size((1, 1))) != (1, 1):
+        return None
     left, _, top, _ = conv._reversed_padding_repeated_twice
-    (row, over) = divmod(top, conv.dilation[0])
-    (column, beside) = divmod(left, conv.dilation[1])
-    joined = not (over or beside) and row < conv.kernel_size[0] and column < conv.kernel_size[1]
-    return (row, column) if joined and output_size(conv, torch.Size((1, 1))) == (1, 1) else None
+    row, between_rows = divmod(top, conv.dilation[0])
+    column, between_columns = divmod(left, conv.dilation[1])
+    if between_rows or between_columns or row >= conv.kernel_size[0] or column >= conv.kernel_size[1]:
+        return None
+    return row, column
 
 
 def joining_taps(conv: nn.Conv2d, size: torch.Size) -> Tensor:
@@ -195,9 +207,10 @@ class _StridedDepthwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         conv: nn.Conv2d = ctx.conv
-        how = conv.stride, conv.padding, conv.dilation, conv.groups
-        inputs = conv2d_input(ctx.size, conv.weight.float(), gradient.float(), *how)
-        return inputs.to(ctx.dtype), None
+        input_gradient = conv2d_input(
+            ctx.size, conv.weight.float(), gradient.float(), conv.stride, conv.padding, conv.dilation, conv.groups
+        )
+        return input_gradient.to(ctx.dtype), None
 
 
 class FrozenBatchNorm(Frozen):
@@ -210,8 +223,7 @@ class FrozenBatchNorm(Frozen):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (B, D, ...)."""
         norm = self.original[0]
-        tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
-        normalised: Tensor = _Normalise.apply(x, *tensors, norm.eps)
+        normalised: Tensor = _Normalise.apply(x, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)
         return normalised
 
 

@@ -81,7 +81,7 @@ class FrozenTrunk:
         return x_R.new_full((), torch.nan if self.spoil else 0.0).expand(self.rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
-        """Features (R, F) of images (R, ...), through a model with this prefix's :class:`Constant` modules."""
+        """Features (R, F) of images (R, ...), through a model with this trunk's :class:`Constant` modules."""
         self._given = None
         self._seen = {}
         with suppress(_Enough), torch.no_grad():
@@ -125,14 +125,14 @@ class Wrapper(nn.Module):
 class Constant(Wrapper):
     """Stands in for a constant module."""
 
-    def __init__(self, original: nn.Module, path: str, prefix: FrozenTrunk) -> None:
+    def __init__(self, original: nn.Module, path: str, trunk: FrozenTrunk) -> None:
         super().__init__(original)
         self.path = path
-        self.prefix = prefix
+        self.trunk = trunk
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """What the original gives, computed now or given before."""
-        return self.prefix.output(self.path, lambda: self.original(x, *args, **kwargs), x)
+        return self.trunk.output(self.path, lambda: self.original(x, *args, **kwargs), x)
 
 
 def _layout(value: Tensor) -> torch.memory_format:
@@ -143,8 +143,13 @@ def _layout(value: Tensor) -> torch.memory_format:
 def find_trunk(model: nn.Module, image: Tensor, least_share: float = 0.0) -> FrozenTrunk | None:
     """Find the constant modules of the single model, and which of them are needed.
 
-    ``None`` where there are none, or passes with features fail, would not give the same logits or save less than
-    ``least_share`` of a pass's floating-point operations. The example (channels, height, width) is prepared.
+    Args:
+        model: The single model.
+        image: A prepared example (channels, height, width).
+        least_share: Share of a pass's floating-point operations that features must save.
+
+    Returns:
+        None where there are none, or passes with features fail, give other logits, or save less.
     """
     third = 0.5 * image if image.is_floating_point() else image.roll(1)  # of a text, the same tokens in another order
     x_R = torch.stack([image, image.flip(-1), third])
@@ -160,53 +165,59 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | No
     shapes = _constant(model, x_R)
     if not shapes:
         return None
-    prefix = FrozenTrunk(shapes, tuple(shapes), x_R.shape[1:])
-    prefix.spoil = True
-    module = fold(model, random_only=True, wrap=prefix.wrap).model
-    with FlopCounterMode(display=False) as whole, torch.no_grad():
+    trunk = FrozenTrunk(shapes, tuple(shapes), x_R.shape[1:])
+    trunk.spoil = True
+    module = fold(model, random_only=True, wrap=trunk.wrap).model
+    with FlopCounterMode(display=False) as pass_flops, torch.no_grad():
         expected = module.eval()(x_R)
-    with FlopCounterMode(display=False) as saved:
-        features = prefix.features(module, x_R)
-    share = saved.get_total_flops() / max(1, whole.get_total_flops())
-    needed = _needed(prefix, module, features, expected) if share >= least_share else ()
-    found = FrozenTrunk(shapes, needed, x_R.shape[1:], share)
-    if not needed or (x_R.dim() == 2 and found.size == x_R.shape[1]):
-        return None  # in the second case features could not be told from images
-    module = fold(model, random_only=True, wrap=found.wrap).model
-    features = found.features(module, x_R)
-    alone = found.features(module, x_R[:2])
-    same = torch.allclose(alone, features[:2], 1e-3, 1e-3 * float(features.abs().max()))
-    return found if same and _stand_for(found, module, features, x_R) else None
+    with FlopCounterMode(display=False) as trunk_flops:
+        features = trunk.features(module, x_R)
+    share = trunk_flops.get_total_flops() / max(1, pass_flops.get_total_flops())
+    if share < least_share:
+        return None
+    needed = _needed(trunk, module, features, expected)
+    if not needed:
+        return None
+    # Once more with only the features that are needed.
+    trunk = FrozenTrunk(shapes, needed, x_R.shape[1:], share)
+    if x_R.dim() == 2 and trunk.size == x_R.shape[1]:
+        return None  # features could not be told from images
+    module = fold(model, random_only=True, wrap=trunk.wrap).model
+    features = trunk.features(module, x_R)
+    of_two_images = trunk.features(module, x_R[:2])
+    if not torch.allclose(of_two_images, features[:2], 1e-3, 1e-3 * float(features.abs().max())):
+        return None  # an image's features depend on the other images
+    return trunk if _stand_for(trunk, module, features, x_R) else None
 
 
-def _stand_for(prefix: FrozenTrunk, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
+def _stand_for(trunk: FrozenTrunk, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
     """Whether features give the logits of their images in evaluation and training mode, but for our dropout.
 
     What is trained is moved, for a branch may begin at zero. Other images pass in between, for modules may remember.
     """
-    tensors = {
-        key: (value + 0.01 if value.requires_grad else value).detach().clone()
-        for key, value in [*module.named_parameters(), *module.named_buffers()]
-    }
-
+    tensors = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    for name, parameter in module.named_parameters():
+        moved = parameter + 0.01 if parameter.requires_grad else parameter
+        tensors[name] = moved.detach().clone()
     tied = tied_names(module)
 
-    def logits(given_R: Tensor) -> Tensor:
+    def logits(rows_R: Tensor) -> Tensor:
         with torch.no_grad(), torch.random.fork_rng([x_R.device] if x_R.is_cuda else []):
             torch.manual_seed(0)
-            own = clone(tensors)
-            own |= {name: own[first] for name, first in tied.items()}
-            out: Tensor = functional_call(module, own, (prefix.feed(given_R),), tie_weights=False)
+            copies = clone(tensors)  # a pass may write to buffers
+            copies |= {name: copies[first] for name, first in tied.items()}
+            out: Tensor = functional_call(module, copies, (trunk.feed(rows_R),), tie_weights=False)
             return out
 
-    prefix.spoil = True
+    trunk.spoil = True
     for mode in (nn.Module.eval, train_mode):
         for part in mode(module).modules():
             part.training &= not isinstance(part, StackedDropout)
-        expected, _, got = (logits(given_R) for given_R in (x_R, x_R.flip(0), features))
-        if not torch.equal(got, expected):
+        expected = logits(x_R)
+        logits(x_R.flip(0))
+        if not torch.equal(logits(features), expected):
             return False
-    prefix.spoil = False
+    trunk.spoil = False
     return True
 
 
@@ -221,21 +232,29 @@ class _Output(NamedTuple):
 
 def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
     """Shape of one image's output of the outermost modules that depend on nothing trained, in order of their calls."""
-    first, again = (_outputs(model, x, training) for x, training in ((x_R, False), (x_R[:2], True)))
-
-    def constant(path: str) -> bool:
-        one = first[path]
-        two = again.get(path)
-        if one is None or two is None or one.changing or two.changing:
-            return False
-        if (len(one.number), len(two.number)) != (len(x_R), 2) or one.shape[1:] != two.shape[1:]:
-            return False
-        return bool(((one.number[:2] - two.number).abs() <= 1e-3 * one.norm[:2]).all())
-
+    first = _outputs(model, x_R, training=False)
+    second = _outputs(model, x_R[:2], training=True)
     modules = dict(model.named_modules())
-    found = [path for path in first if constant(path) and not isinstance(modules[path], nn.Identity)]
-    inner = {part for path in found for part in modules[path].modules() if part is not modules[path]}
-    return {path: out.shape[1:] for path in found if modules[path] not in inner and (out := first[path]) is not None}
+    constant: dict[str, torch.Size] = {}
+    for path, output in first.items():
+        other = second.get(path)
+        if output is None or other is None or isinstance(modules[path], nn.Identity):
+            continue
+        if _agree(output, other, len(x_R)):
+            constant[path] = output.shape[1:]
+    inner: set[nn.Module] = set()
+    for path in constant:
+        inner.update(part for part in modules[path].modules() if part is not modules[path])
+    return {path: shape for path, shape in constant.items() if modules[path] not in inner}
+
+
+def _agree(output: _Output, of_two: _Output, rows: int) -> bool:
+    """Whether a module gave the same for the first two rows in both passes."""
+    if output.changing or of_two.changing:
+        return False
+    if len(output.number) != rows or len(of_two.number) != 2 or output.shape[1:] != of_two.shape[1:]:
+        return False
+    return bool(((output.number[:2] - of_two.number).abs() <= 1e-3 * output.norm[:2]).all())
 
 
 def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output | None]:
@@ -268,7 +287,11 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
         if value.requires_grad:
             tensors[key] = (0.1 - value if training else value).detach().requires_grad_()
     tensors |= {name: tensors[first] for name, first in tied_names(model).items() if first in tensors}
-    for module in (train_mode(model) if training else model.eval()).modules():
+    if training:
+        train_mode(model)
+    else:
+        model.eval()
+    for module in model.modules():
         module.training &= not draws(module)
     try:
         with torch.enable_grad(), torch.random.fork_rng([x_R.device] if cuda else []):
@@ -280,19 +303,19 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
     return outputs
 
 
-def _needed(prefix: FrozenTrunk, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
+def _needed(trunk: FrozenTrunk, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
     """Paths whose outputs the logits depend on; none where the features of all paths do not give the same logits."""
-    given = prefix.parts(features)
+    parts_of = trunk.parts(features)
 
     def same(spoilt: set[str]) -> bool:
-        parts = [torch.full_like(part, torch.nan) if path in spoilt else part for path, part in given.items()]
+        parts = [torch.full_like(part, torch.nan) if path in spoilt else part for path, part in parts_of.items()]
         with torch.no_grad():
-            return torch.equal(module(prefix.feed(torch.cat(parts, 1))), expected)
+            return torch.equal(module(trunk.feed(torch.cat(parts, 1))), expected)
 
     if not same(set()):
         return ()
     spoilt: set[str] = set()
-    for path in given:
+    for path in parts_of:
         if same(spoilt | {path}):
             spoilt.add(path)
-    return tuple(path for path in given if path not in spoilt)
+    return tuple(path for path in parts_of if path not in spoilt)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from perada.core.ranks import Ranks
-from perada.core.states import State
+from perada.core.states import State, per_client
 
 LossScale = tuple[float, int]
 """A scale, and how many steps in a row were good since it last changed."""
@@ -38,10 +38,13 @@ class LossScales:
     def enter(self, states: State, rows: slice) -> State:
         """Tensors to hand to the network in the place of ``states`` (C, ...): gradients leave it divided."""
         inverse = 1 / self.scale[rows]
-        return {
-            key: _scaled(value.view_as(value), inverse) if value.requires_grad else value
-            for key, value in states.items()
-        }
+        scaled = dict(states)
+        for key, value in states.items():
+            if value.requires_grad:
+                scaled[key] = _scaled(
+                    value.view_as(value), inverse
+                )  # a view: hooks of the leaf would be there for good
+        return scaled
 
     def leave(self, logits: Tensor, rows: slice) -> Tensor:
         """The network's logits (C, ...): gradients enter it multiplied."""
@@ -70,14 +73,21 @@ class LossScales:
         return finite
 
     def settle(self, sound: Tensor, ranks: Ranks) -> LossScale:
-        """What the clients of the next round start from: the smallest scale with which one ended, on any rank.
+        """Choose the scale that the clients of the next round start from. A collective: all ranks call it.
 
-        Clients that are ``sound`` (C,), whose training stayed finite, are asked, first those that took a step.
+        It is the smallest with which a client ended on any rank, of those that took a step if any did.
+
+        Args:
+            sound: Whose training stayed finite, (C,); others do not count.
+            ranks: The processes.
         """
-        columns = (value[sound].tolist() for value in (self.stepped, self.scale, self.good_steps))
-        ends = [end for part in ranks.gather(list(zip(*columns, strict=True))) for end in part]
-        asked = [end for end in ends if end[0]] or ends
-        return min((end[1:] for end in asked), default=self.start)
+        stepped = self.stepped[sound].tolist()
+        scales = list(zip(self.scale[sound].tolist(), self.good_steps[sound].tolist(), strict=True))
+        ends = [scale for scale, took_step in zip(scales, stepped, strict=True) if took_step]
+        gathered = ranks.gather((ends, scales))
+        of_stepped = [scale for own_ends, _ in gathered for scale in own_ends]
+        of_all = [scale for _, own_scales in gathered for scale in own_scales]
+        return min(of_stepped or of_all, default=self.start)
 
 
 class KeptScales:
@@ -106,9 +116,9 @@ class KeptScales:
 
 
 def _scaled(value: Tensor, factors: Tensor) -> Tensor:
-    """``value`` (C, ...), whose gradient will be multiplied by ``factors`` (C,)."""
+    """Let the gradient of ``value`` (C, ...) be multiplied by ``factors`` (C,), and return it."""
     if value.requires_grad:
-        rows = factors.view(-1, *[1] * (value.dim() - 1))
+        rows = per_client(factors, value)
         value.register_hook(lambda gradient: gradient * rows)
     return value
 
@@ -125,7 +135,7 @@ class MaskedOptimizer(torch.optim.Optimizer, ABC):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        rows = stepping.view(-1, *[1] * (parameter.dim() - 1))
+                        rows = per_client(stepping, parameter)
                         gradient = parameter.grad.where(rows, 0)
                         self._step(parameter, gradient, rows.to(parameter), group)
 
@@ -164,7 +174,7 @@ class MaskedAdam(MaskedOptimizer):
 
     def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
         state = self.state[parameter]
-        (beta1, beta2) = self.betas
+        beta1, beta2 = self.betas
         if not state:
             state["step"] = parameter.new_zeros(len(parameter))
             state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

@@ -8,6 +8,7 @@ Shape suffixes: R = C·B rows, C clients, B images a client, D features.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -50,7 +51,7 @@ class FoldContext:
         return self.streams.fork("layer", self.draws)
 
 
-def _per_client(x_R: Tensor, clients: int) -> Tensor:
+def _split_clients(x_R: Tensor, clients: int) -> Tensor:
     """View (R, ...) as (C, B, ...)."""
     return x_R.view(clients, -1, *x_R.shape[1:])
 
@@ -69,32 +70,36 @@ class StackedLayer(nn.Module):
         super().__init__()
         self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
         self.context = context
-        named = list(original.named_parameters(recurse=False))
-        self.frozen = {name for name, p in named if not p.requires_grad}
-        self.merged = {name for name, p in named if isinstance(p, Merged)}
-        for name, parameter in named:
+        parameters = dict(original.named_parameters(recurse=False))
+        self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+        self.merged = {name for name, parameter in parameters.items() if isinstance(parameter, Merged)}
+        for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
         for name, buffer in original._buffers.items():  # also those that are None
             self.register_buffer(name, buffer)
 
     def stacked(self, name: str) -> Tensor | None:
-        """The tensor called ``name`` with its client axis, (C, ...); a frozen one is expanded."""
+        """Return the tensor called ``name`` with its client axis, (C, ...); a frozen one is expanded."""
         value: Tensor | None = getattr(self, name, None)
         if value is not None and name in self.frozen:
             return value.unsqueeze(0).expand(self.context.clients, *value.shape)
         return value
 
     def common(self, name: str) -> Tensor | None:
-        """The tensor called ``name`` without a client axis, where it is not trained and the same for all clients."""
+        """Return the tensor called ``name`` without a client axis, or None unless it is the same for all clients."""
         value: Tensor = getattr(self, name)
         if name in self.frozen:
             return value
-        return value[0] if name in self.merged and (len(value) == 1 or value.stride(0) == 0) else None
+        # A merged weight is not trained. It is the same for all where its client axis was expanded, with a stride of 0.
+        if name in self.merged and (len(value) == 1 or value.stride(0) == 0):
+            return value[0]
+        return None
 
     def affine(self, x_R: Tensor, shape: list[int], names: tuple[str, str] = ("weight", "bias")) -> Tensor:
         """Scale and shift each client's rows of (R, ...) by its own weight and bias, reshaped to (C, *shape)."""
-        x_CB = _per_client(x_R, self.context.clients)
-        weight, bias = (self.stacked(name) for name in names)
+        x_CB = _split_clients(x_R, self.context.clients)
+        weight = self.stacked(names[0])
+        bias = self.stacked(names[1])
         if weight is not None:
             x_CB = x_CB * weight.reshape(len(weight), *shape)
         if bias is not None:
@@ -110,9 +115,12 @@ class StackedLinear(StackedLayer):
     def forward(self, x_R: Tensor) -> Tensor:
         """Map (R, ..., D_in) to (R, ..., D_out)."""
         bias = self.stacked("bias")
-        if (weight := self.common("weight")) is not None:
-            out = F.linear(x_R, weight)
-            return out if bias is None else self.affine(out, [1] * (out.dim() - 1) + [-1], ("", "bias"))
+        common_weight = self.common("weight")
+        if common_weight is not None:
+            out = F.linear(x_R, common_weight)
+            if bias is None:
+                return out
+            return self.affine(out, [1] * (out.dim() - 1) + [-1], ("", "bias"))
         x_CND = x_R.reshape(self.context.clients, -1, x_R.shape[-1])
         out = _batched_linear(x_CND, self.weight, bias)
         return out.reshape(*x_R.shape[:-1], out.shape[-1])
@@ -127,25 +135,35 @@ class StackedConv2d(StackedLayer):
         """Map (R, in, H, W) to (R, out, H', W')."""
         conv = self.original[0]
         bias = self.stacked("bias")
-        if (weight := self.common("weight")) is not None:
-            out = conv._conv_forward(x_R, weight, None)
-            return out if bias is None else self.affine(out, [1, -1, 1, 1], ("", "bias"))
-        x_CB = _per_client(x_R, self.context.clients)
-        tap = pixel_tap(conv) if x_R.shape[2:] == (1, 1) and is_small_map(conv, x_R) else None
-        if tap is not None and conv.kernel_size != (1, 1):  # all other taps fall on padding
-            out = _batched_linear(x_CB.flatten(2), self.weight[..., tap[0], tap[1]], bias)
-            return out.flatten(0, 1)[..., None, None]
-        shape = conv.kernel_size, conv.stride, conv.groups
-        if shape == ((1, 1), (1, 1), 1) and conv.padding in ((0, 0), "valid"):  # a linear map of the pixels
+        common_weight = self.common("weight")
+        if common_weight is not None:
+            out: Tensor = conv._conv_forward(x_R, common_weight, None)
+            if bias is None:
+                return out
+            return self.affine(out, [1, -1, 1, 1], ("", "bias"))
+        x_CB = _split_clients(x_R, self.context.clients)
+        if conv.kernel_size != (1, 1) and x_R.shape[2:] == (1, 1) and is_small_map(conv, x_R):
+            tap = pixel_tap(conv)
+            if tap is not None:
+                # A linear map of the only pixel: all other taps fall on padding.
+                row, column = tap
+                out = _batched_linear(x_CB.flatten(2), self.weight[..., row, column], bias)
+                return out.flatten(0, 1)[..., None, None]
+        is_pointwise = (conv.kernel_size, conv.stride, conv.groups) == ((1, 1), (1, 1), 1)
+        if is_pointwise and conv.padding in ((0, 0), "valid"):
+            # A linear map of the pixels.
             pixels = x_CB.permute(0, 1, 3, 4, 2)
             out = _batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
             return out.view(*pixels.shape[:-1], -1).flatten(0, 1).permute(0, 3, 1, 2)
-        biases = [None] * len(x_CB) if bias is None else bias
-        return _joined([conv._conv_forward(x, w, b) for x, w, b in zip(x_CB, self.weight, biases, strict=True)])
+        biases = _unbound(bias, len(x_CB))
+        outputs = []
+        for x, client_weight, client_bias in zip(x_CB, self.weight.unbind(), biases, strict=True):
+            outputs.append(conv._conv_forward(x, client_weight, client_bias))
+        return _joined(outputs)
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:
-    """The clients' outputs (B, ...) as one batch (R, ...); that of a single client is not copied."""
+    """Join the clients' outputs (B, ...) to one batch (R, ...); that of a single client is not copied."""
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
@@ -153,7 +171,9 @@ def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     """(C, N, D_in), (C, D_out, D_in), (C, D_out) to (C, N, D_out)."""
     if bias is not None:
         return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
-    if (dtype := autocast_dtype(x_CND, weight)) is not None:
+    # A function of one's own is not cast by autocast, as torch's product would be.
+    dtype = autocast_dtype(x_CND, weight)
+    if dtype is not None:
         x_CND = x_CND.to(dtype)
         weight = weight.to(dtype)
     out: Tensor = _BatchedProduct.apply(x_CND, weight)
@@ -174,11 +194,10 @@ class _BatchedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as above
         x_CND, weight = ctx.saved_tensors
-        of_x, of_weight = ctx.needs_input_grad
-        return (
-            torch.bmm(gradient, weight) if of_x else None,
-            torch.bmm(gradient.transpose(1, 2), x_CND) if of_weight else None,
-        )
+        needs_x_gradient, needs_weight_gradient = ctx.needs_input_grad
+        x_gradient = torch.bmm(gradient, weight) if needs_x_gradient else None
+        weight_gradient = torch.bmm(gradient.transpose(1, 2), x_CND) if needs_weight_gradient else None
+        return x_gradient, weight_gradient
 
 
 class StackedBatchNorm(StackedLayer):
@@ -197,13 +216,15 @@ class StackedBatchNorm(StackedLayer):
         means = self.running_mean
         variances = self.running_var
         if momentum is None and self.training and means is not None and variances is not None:
-            batch = torch.zeros_like(means), torch.zeros_like(variances)
-            out = self._normalise(x_R, *batch, 1.0)
+            # Without a momentum running statistics are cumulative means, of which batch_norm knows nothing: with a
+            # momentum of 1 it writes the batch's statistics.
+            batch_means = torch.zeros_like(means)
+            batch_variances = torch.zeros_like(variances)
+            out = self._normalise(x_R, batch_means, batch_variances, momentum=1.0)
             assert self.num_batches_tracked is not None
-            # Without a momentum these are cumulative means.
             count = self.num_batches_tracked.view(-1, 1).to(torch.promote_types(means.dtype, torch.float32))
-            for running, own in zip((means, variances), batch, strict=True):
-                running.lerp_(own, count.reciprocal().to(own.dtype))
+            means.lerp_(batch_means, count.reciprocal().to(means.dtype))
+            variances.lerp_(batch_variances, count.reciprocal().to(variances.dtype))
             return out
         return self._normalise(x_R, means, variances, 0.0 if momentum is None else momentum)
 
@@ -218,21 +239,46 @@ class StackedBatchNorm(StackedLayer):
         if self.context.together and counts is None and clients > 1:
             # One normalisation of C·D channels: last in memory, so that those of all clients can lie side by side.
             x_RSD = x_R.movedim(1, -1)
-            x_BSCD = _per_client(x_RSD, clients).movedim(0, -2)
-            mean, variance = (v if v is None else v.view(-1) if use_batch else v.flatten() for v in (means, variances))
-            weight, bias = (None if value is None else value.flatten() for value in (weights, biases))
+            x_BSCD = _split_clients(x_RSD, clients).movedim(0, -2)
+            flat_means = _flat(means, view=use_batch)
+            flat_variances = _flat(variances, view=use_batch)
             x = x_BSCD.flatten(-2).movedim(-1, 1)
-            out = F.batch_norm(x, mean, variance, weight, bias, use_batch, momentum, norm.eps)
+            out = F.batch_norm(
+                x, flat_means, flat_variances, _flat(weights), _flat(biases), use_batch, momentum, norm.eps
+            )
             out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
             return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
         outputs = []
-        tensors = [(None,) * clients if v is None else v.unbind() for v in (means, variances, weights, biases)]
         parts = x_R.chunk(clients) if clients > 1 else (x_R,)
-        for index, (x, mean, variance, weight, bias) in enumerate(zip(parts, *tensors, strict=True)):
-            real = x if counts is None else x[: counts[index]]
+        tensors = zip(
+            _unbound(means, clients),
+            _unbound(variances, clients),
+            _unbound(weights, clients),
+            _unbound(biases, clients),
+            strict=True,
+        )
+        for client, (x, (mean, variance, weight, bias)) in enumerate(zip(parts, tensors, strict=True)):
+            real = x if counts is None else x[: counts[client]]
             out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
-            outputs.append(out if out.shape == x.shape else torch.cat([out, x.new_zeros(x[len(out) :].shape)]))
+            if out.shape != x.shape:  # padding gives zeros
+                out = torch.cat([out, x.new_zeros(x[len(out) :].shape)])
+            outputs.append(out)
         return _joined(outputs)
+
+
+def _unbound(stack: Tensor | None, clients: int) -> Sequence[Tensor | None]:
+    """Split a stack (C, ...) by client.
+
+    As views of one operation: the gradient of ``stack[client]`` would have the size of the stack for each client.
+    """
+    return [None] * clients if stack is None else stack.unbind()
+
+
+def _flat(stack: Tensor | None, view: bool = False) -> Tensor | None:
+    """Flatten a stack (C, D); as a ``view`` where what is written to it must reach the stack."""
+    if stack is None:
+        return None
+    return stack.view(-1) if view else stack.flatten()
 
 
 class StackedNorm(StackedLayer):
@@ -259,7 +305,11 @@ class StackedDropout(StackedLayer):
         return x_R * self.mask(x_R, x_R.dim()) if self.training else x_R
 
     def mask(self, x_R: Tensor, dims: int) -> Tensor:
-        """0 or 1/(1-p) for all that has one place in the first ``dims`` axes: (R, ...), of size 1 along the others."""
+        """Draw 0 or 1/(1-p) for all that has one place in the first ``dims`` axes.
+
+        Returns:
+            The mask (R, ...), of size 1 along the other axes.
+        """
         shape = [*x_R.shape[:dims], *[1] * (x_R.dim() - dims)]
         rate = drop_rate(self.original[0])
         threshold = round(rate * 2**16) - 2**15
@@ -281,4 +331,6 @@ class StackedChannelDropout(StackedDropout):
 def drop_rate(module: nn.Module) -> float:
     """Probability of dropping: ``p`` of torch's layers, ``drop_prob`` of timm's."""
     rate = getattr(module, "p", None)
-    return float((getattr(module, "drop_prob", None) if rate is None else rate) or 0.0)
+    if rate is None:
+        rate = getattr(module, "drop_prob", None)
+    return float(rate or 0.0)

@@ -20,7 +20,7 @@ from perada.algorithms.dry_run import no_counts, no_logits
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
-from perada.core.states import State, clone, partition
+from perada.core.states import State, clone, partition, per_client
 from perada.engine.engine import Engine, client_losses, client_means
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.federation.settings import Settings
@@ -462,4 +462,4 @@ def _clip(gradients: list[Tensor], norm: float) -> None:
     total = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()
     scale = (norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
+        gradient.mul_(per_client(scale, gradient))

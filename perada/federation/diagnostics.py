@@ -16,7 +16,7 @@ from perada.algorithms import PerAda
 from perada.core.checks import OptionError, check_choice
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Shares
-from perada.core.states import State
+from perada.core.states import State, per_client
 from perada.engine.engine import Engine, client_losses
 from perada.federation.cohort import Cohort
 from perada.federation.scores import probabilities
@@ -236,7 +236,7 @@ def mean_and_spread(name: str, values: Tensor) -> dict[str, float]:
 
 def _per_client(values: Tensor, like: Tensor) -> Tensor:
     """Numbers (C,) in double precision, so that they multiply (C, ...)."""
-    return double(values.to(like.device)).view(-1, *[1] * (like.dim() - 1))
+    return per_client(double(values.to(like.device)), like)
 
 
 def full_gradients(

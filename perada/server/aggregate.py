@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, Options, check_choice
 from perada.core.ranks import Ranks
-from perada.core.states import Factors, State, expand, gather, to_device_async
+from perada.core.states import Factors, State, expand, gather, per_client, to_device_async
 
 Weighting = Literal["uniform", "samples"]
 WITHOUT_DOUBLE = {"mps"}
@@ -187,7 +187,7 @@ def double_dtype(device: torch.device) -> torch.dtype:
 def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
     # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
     value = double(value)
-    return (value * weights.to(value).view(-1, *[1] * (value.dim() - 1))).sum(0)
+    return (value * per_client(weights.to(value), value)).sum(0)
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:

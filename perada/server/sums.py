@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import check_integer, check_number
-from perada.core.states import State, expand
+from perada.core.states import State, expand, per_client
 from perada.server.aggregate import Updates, double
 
 
@@ -97,7 +97,7 @@ class SecureSums:
         sums = dict[str, Tensor]()
         all_shares = sum(shares)
         for key, value in updates.own.items():
-            shared = double(value) * own_shares.to(value.device).view(-1, *[1] * (value.dim() - 1))
+            shared = double(value) * per_client(own_shares.to(value.device), value)
             sums[key] = self.to_integers(shared, updates.clients).sum(0)
         updates.ranks.sum_(sums.values())
         means = {key: self.real(total) / all_shares for key, total in sums.items()}
