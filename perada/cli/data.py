@@ -237,7 +237,9 @@ def _notes(inspection: Inspection) -> list[str]:
         notes.append(f"fewer than {MIN_IMAGES_OF_CLIENT} training images: {names}")
     untested_clients = inspection.images[:, 1] == 0
     if untested_clients.any():
-        notes.append(f"no test images: {abbreviated(np.array(inspection.clients)[untested_clients].tolist(), MAX_LISTED)}")
+        notes.append(
+            f"no test images: {abbreviated(np.array(inspection.clients)[untested_clients].tolist(), MAX_LISTED)}"
+        )
     return notes
 
 

@@ -82,12 +82,12 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
         division.dataset.known = load_splits(site_file.state).get(split_key(division.dataset), {})
     all_clients = division.share_out()
     num_clients = len(all_clients.train)
-    check_whole("data: client", index, 0, most=num_clients - 1, hint="of the partition's clients")
+    check_integer("data: client", index, 0, le=num_clients - 1, hint="of the partition's clients")
     data = single_client_data(all_clients, index)
     if class_names is not None and data.classes is not None and tuple(data.classes) != class_names:
         raise ValueError(
-            f"the site's classes are {some(data.classes)}, and the recipe's {some(class_names)}; give the site's data "
-            "as a folder (root) or a table, whose classes are taken by their names"
+            f"the site's classes are {abbreviated(data.classes)}, and the recipe's {abbreviated(class_names)}; give "
+            "the site's data as a folder (root) or a table, whose classes are taken by their names"
         )
     parsed_data = cli.config["data"]
     options = {key: value for key, value in vars(parsed_data).items() if key not in (*SHARED_DATA_OPTIONS, "data")}
@@ -95,7 +95,7 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
     recipe = Recipe(text, cli.model, cli.loop, cli.trainer, FederatedDataModule(data, **options, seed=seed))
 
     algorithm = cli.loop.algorithm
-    adds_up_logits = cli.loop.secure_sums is not None and algorithm.distills and not algorithm.own_teachers
+    adds_up_logits = cli.loop.secure_sums is not None and algorithm.uses_distillation and not algorithm.own_teachers
     is_private = cli.loop.privacy is not None or cli.loop.client_privacy is not None
     if adds_up_logits or is_private:
         # The public images are those of the recipe as it was written, with its data set and partition.

@@ -276,7 +276,7 @@ class PublicImages:
 
     def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
         """Return public images, augmented and prepared for the network, on a device."""
-        images = send(self._raw_images(indices % self.public_size), device)
+        images = to_device_async(self._raw_images(indices % self.public_size), device)
         return self._preparation(augment_public_images(images, indices, self.public_size, self._preparation))
 
     def digest(self, positions: Tensor) -> str:

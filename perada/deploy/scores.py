@@ -32,7 +32,9 @@ def mean_scores(
         suffix = f"_{metric.name}" if index else ""
         local_scores = [local_score(fact, metric) for fact in facts]
         if any(map(math.isfinite, local_scores)):
-            scores |= spread(f"personal/local_test{suffix}", torch.tensor(local_scores), metric.lower_is_better, weights, recent)
+            scores |= spread(
+                f"personal/local_test{suffix}", torch.tensor(local_scores), metric.lower_is_better, weights, recent
+            )
         if metric.compute is None and global_counts:
             correct = sum(correct for correct, _ in global_counts)
             total = sum(total for _, total in global_counts)

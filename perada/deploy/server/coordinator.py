@@ -104,7 +104,7 @@ class Coordinator:
         self.sample = terms.sample or self.settings.clients_per_round
         self.images = recipe.public_images()
         self._check_recipe()
-        self.server = Server(Site(module.engine, module.tensor_names, self.settings), module.initial_state)
+        self.server = Server(LocalTrainer(module.engine, module.tensor_names, self.settings), module.initial_state)
         if not terms.resume and (folder / SERVER_STATE).exists():
             raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
         self._lock = FolderLock(folder, "server")
@@ -548,7 +548,7 @@ class Coordinator:
         received: State = {}
         if not self.settings.algorithm.compares_models:  # otherwise what a site receives depends on its images
             plan = RoundPlan(progress.done, (0,), ((0,),))
-            received = self.server.sending(plan, max(1, len(progress.roster)))
+            received = self.server.broadcast(plan, max(1, len(progress.roster)))
         squared_move = 0.0
         squared_norm = 0.0
         for key, value in mean.items():
@@ -699,7 +699,7 @@ class Coordinator:
             state = shared
             narrowed_state = shared
         else:
-            received = self.server.sending(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
+            received = self.server.broadcast(RoundPlan(progress.done, (client,), ((0,),)), len(progress.roster))
             state = {key: value[0] for key, value in received.items()}
             narrowed_state = self._narrow(state, client)
         request = self._request(

@@ -60,7 +60,7 @@ class Roster:
         if self.client_level is not None and progress.client_level is not None:
             self.client_level.load_state_dict(progress.client_level)
         self.outside: dict[str, str] = {}
-        self._slot = recipe.module.tensor_names
+        self._tensor_names = recipe.module.tensor_names
         self._initial = recipe.template.initial
 
     @property
@@ -71,7 +71,7 @@ class Roster:
     def _lora_ranks(self, members: Sequence[Member]) -> tuple[int, ...]:
         names = [member.name for member in members]
         sizes = [None if self.settings.private else member.size for member in members]
-        return lora_ranks(self.settings.algorithm, self._slot, self._initial, names, sizes)
+        return lora_ranks(self.settings.algorithm, self._tensor_names, self._initial, names, sizes)
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -253,11 +253,12 @@ def close_round(
         images: Public images.
         record: Record of the round.
         updates: Responses and updates by the number of the site. After a secure sum each update is its mean.
-        summed_logits: Sum of the sites' logits after a secure sum, as of :meth:`.Server.close`.
+        summed_logits: Sum of the sites' logits after a secure sum, the ``logit_sum`` of a
+            :class:`~perada.federation.server.RoundContext`.
     """
     progress = roster.progress
     client_level = roster.client_level
-    report = RoundReport([])
+    result = ServerResult()
     counted = list(updates)
     if client_level is not None and not recipe.noisy:
         # Which training breaks depends on images, so that a site whose training broke must count too.
@@ -267,8 +268,8 @@ def close_round(
         masked = [roster.numbers[name] for name in record.masked]
         client_level.spend(client_level.cost(roster.plan(masked)) if masked else [])
     if counted:
-        _aggregate(recipe, server, roster, images, counted, updates, summed_logits, report)
-        record.outliers = {progress.roster[client].name: multiple for client, multiple in report.outliers.items()}
+        result = _aggregate(recipe, server, roster, images, counted, updates, summed_logits)
+        record.outliers = {progress.roster[client].name: multiple for client, multiple in result.outliers.items()}
 
     metrics: dict[str, float] = {}
     if client_level is not None and (counted or record.masked):
@@ -277,11 +278,11 @@ def close_round(
     if not counted:
         record.void = record.void or "all broke"
     else:
-        record.void = "the new state was not finite" if report.broken_server else ""
+        record.void = "the new state was not finite" if result.discarded else ""
     responses = {client: response for client, (response, _) in updates.items()}
     roster.note_round(record, responses)
     facts = [response.facts for response in responses.values()]
-    metrics |= report.metrics
+    metrics |= result.metrics
     metrics |= round_metrics(recipe, record, progress.roster, facts, server.ranks_of(list(updates)))
     progress.history.append({"round": float(progress.done), **metrics})
     progress.records.append(record)
@@ -289,7 +290,7 @@ def close_round(
     progress.asked = []
     if record.void:
         log.warning("round %d: %s", record.round + 1, record.void)
-    if report.diverged:
+    if result.diverged:
         log.warning("round %d: the distillation diverged", record.round + 1)
 
 
@@ -301,29 +302,25 @@ def _aggregate(
     counted: Sequence[int],
     updates: UpdatesBySite,
     summed_logits: Tensor | None,
-    report: RoundReport,
-) -> None:
-    """Compute the next global state from the updates of the sites that count, and fill the report."""
+) -> ServerResult:
+    """Compute the next global state from the updates of the sites that count."""
     plan = roster.plan(counted)
     everyone = list(range(len(plan.clients)))
     sizes = [member.size or 1 for member in roster.progress.roster]
     states = [_update_of(recipe, updates, client, plan.round) for client in plan.clients]
-    sent = stack(states) if states[0] else {}
-    received = server.sending(plan, len(sizes))
+    site_updates = Updates(stack(states) if states[0] else {}, everyone, len(everyone))
+    context = RoundContext(
+        plan=plan,
+        received=site_updates.replace(server.broadcast(plan, len(sizes))),
+        train_sizes=sizes,
+        data=images,
+        level=roster.client_level,
+        logit_sum=summed_logits,
+    )
     if roster.client_level is not None and not recipe.noisy:
         roster.client_level.spend(roster.client_level.cost(plan))
     with recipe.context():
-        server.close(
-            plan,
-            Updates(sent, everyone, len(everyone)),
-            Updates(received, everyone, len(everyone)),
-            everyone,
-            roster.client_level,
-            sizes,
-            images,
-            report,
-            summed=summed_logits,
-        )
+        return server.aggregate(context, site_updates, valid=everyone)
 
 
 def _update_of(recipe: Recipe, updates: UpdatesBySite, client: int, round: int) -> State:

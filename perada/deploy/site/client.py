@@ -48,12 +48,12 @@ class TrainingResult(NamedTuple):
     """What came of a site's training.
 
     Attributes:
-        trained: States of the client (the client axis has length 1).
+        trained: Results of the client (the client axis has length 1).
         losses: Finite losses by role; empty where training is private.
         failure: Why a sample could not be read; "" if all could.
     """
 
-    trained: Trained
+    trained: ClientResults
     losses: dict[str, float]
     failure: str
 
@@ -105,7 +105,7 @@ class Client:
             self._check_public_images()
             check_first(simulated, self.data.trial_batch([0]), fits=True)
         self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
-        self._site = Site(self.module.engine, self.module.slot, self.settings, self._protection)
+        self._trainer = LocalTrainer(self.module.engine, self.module.tensor_names, self.settings, self._protection)
         self.images = recipe.public_images()
         self._public_digests: dict[int, str] = {}  # of the public images of the last round, by the round
         self.planned = self._plan_steps()
@@ -322,19 +322,19 @@ class Client:
             else:
                 client_state = self._client_state(state)
                 start = self._received(request, received)
-            cohort = Cohort(self._site, plan, client_state, start, request.factor, tuning)
+            cohort = Cohort(self._trainer, plan, client_state, start, request.factor, tuning)
             sampling = None if protection.images is None else protection.images.sampling(tuning)
             batches = self.batches(plan, sampling) if only_step is None else [only_step]
             for batch in batches:
                 cohort.step(batch)
-            trained = cohort.close()
+            trained = cohort.finish()
         losses: dict[str, float] = {}
         is_private = self.recipe.loop.privacy is not None or self.recipe.loop.client_privacy is not None
         if not is_private:
-            for role, loss in cohort.mean_losses().items():
+            for role, loss in trained.losses.items():
                 if math.isfinite(float(loss[0])):
                     losses[role] = float(loss[0])
-        return TrainingResult(trained, losses, failure=next(iter(cohort.failed.values()), ""))
+        return TrainingResult(trained, losses, failure=next(iter(trained.failed.values()), ""))
 
     def public_images_digest(self, round: int) -> str:
         """Return a digest of the public images whose logits are in the sum of a round; "" if there are none.
@@ -451,7 +451,9 @@ class Client:
         """Return what the client has kept, (1, ...) by role."""
         if state.training.client_state is not None:
             return _to(state.training.client_state, self.recipe.device)
-        return first_kept(self.settings.algorithm.initial_client_state(self.recipe.template.initial, self.module.tensor_names))
+        return first_kept(
+            self.settings.algorithm.initial_client_state(self.recipe.template.initial, self.module.tensor_names)
+        )
 
     def _received(self, request: Request, received: State) -> State:
         """Return what the client starts from, (1, ...); of several global models it chooses its own."""

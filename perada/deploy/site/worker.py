@@ -245,7 +245,7 @@ class SiteWorker:
         else:
             problem = f"{failure or 'the training became NaN or infinite'}; the personal state stays"
 
-        is_usable = bool(trained.counts[0]) or tuning
+        is_usable = bool(trained.accepted[0]) or tuning
         if is_usable and losses:
             facts |= self._allowed("losses", {"losses": losses})
         sent: State = {}
@@ -540,7 +540,7 @@ def _check_request(request: Request, client: Client, state: RunState) -> None:
 
 def _lora_factors(client: Client, request: Request) -> tuple[Any, ...]:
     """Return the LoRA factors that are cut to the site's rank; none if it has the adapter's."""
-    return tuple(client.module.slot.factors) if request.rank else ()
+    return tuple(client.module.tensor_names.factors) if request.rank else ()
 
 
 def _unpack_received(client: Client, message: bytes, request: Request) -> State:
