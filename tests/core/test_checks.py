@@ -49,7 +49,7 @@ def test_what_else_is_let_pass():
     check_integer("option", None, optional=True)
     check_integer("option", "full", also=["full"])
     assert refused(check_integer, "all", also=["full"]).endswith("give a whole number of 1 or more, or 'full'")
-    assert refused(check_number, -1, above=0, optional=True, hint="why").endswith("above 0, or leave it out (why)")
+    assert refused(check_number, -1, gt=0, optional=True, hint="why").endswith("above 0, or leave it out (why)")
 
 
 def test_choices_are_told_apart_by_their_type():
