@@ -9,7 +9,7 @@ import torch
 from perada.algorithms import FedAvg, TensorNames
 from perada.core.states import Factors
 from perada.data import Phase
-from perada.federation.server import megabytes_held, parameter_counts
+from perada.federation.server import megabytes_of_clients, parameter_counts
 
 SIZES, RANKS = (7, 11, 13, 29, 64, 192), (8, 4, 2)
 
@@ -35,7 +35,7 @@ def test_counts_do_not_depend_on_the_order_of_names():
         order = sorted(state, key=lambda name: crc32(f"{seed}{name}".encode()))
         sent = {name: state[name] for name in order}
         counts = parameter_counts(Ordered(order), phases, tensor_names, 0, opened, sent, RANKS)
-        return counts["params/trained"], counts["params/sent"], megabytes_held(sent, tensor_names, RANKS, 3)
+        return counts["params/trained"], counts["params/sent"], megabytes_of_clients(sent, tensor_names, RANKS, 3)
 
     (found,) = {counted(seed) for seed in range(50)}
     numbers = 2 * sum(SIZES) * Fraction(sum(RANKS), 3)

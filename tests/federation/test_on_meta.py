@@ -27,7 +27,7 @@ from perada.federation import Federation
 from perada.federation.evaluation import Evaluation
 from perada.federation.metrics import make_metrics
 from perada.federation.settings import LocalTraining, Settings, Storage
-from perada.models.adapted import insert_adapter, make_slot
+from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.privacy import Privacy
 from perada.privacy.gradients import Query, SampleGradients
@@ -117,8 +117,8 @@ def federation(algorithm, backbone="net", adapter="full", **settings):
     training = LocalTraining("sgd", {"personal": 0.1, "local": 0.1}, momentum=0.9)
     options = {"seed": 0, "storage": Storage("device")} | settings
     settings = Settings(algorithm, training, Distillation(2, 4), "uniform", phases, **options)
-    slot = make_slot(model, adapted.backbone.head)
-    return Federation(Engine(model), slot, lambda index: get_state(model), settings, len(SIZES)), served
+    tensor_names = find_tensor_names(model, adapted.backbone.head)
+    return Federation(Engine(model), tensor_names, lambda index: get_state(model), settings, len(SIZES)), served
 
 
 def on_meta(served, batches):
@@ -131,14 +131,14 @@ def run_rounds(made, served, rounds=2):
     steps, rest = Watch(), Watch()
     for round in range(rounds):
         with rest:
-            cohort = made.open(served.shares(round))
+            cohort = made.begin_round(served.shares(round))
         batches = list(served.cohort_loader(cohort.plan))
         with steps:
             for batch in on_meta(served, batches):
                 cohort.step(batch)
         rest.waits.clear()
         with rest:
-            made.close(served)
+            made.end_round(served)
     return steps, rest
 
 

@@ -242,7 +242,7 @@ def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
 
     def reads_nothing(*given):
         trained, losses, _ = train(*given)
-        return trained._replace(counts=torch.tensor([False])), losses, "no image can be read"
+        return replace(trained, accepted=torch.tensor([False])), losses, "no image can be read"
 
     client.train = reads_nothing
     coordinator = made.coordinator(LocalTransport(workers))

@@ -2,6 +2,7 @@
 """Deployed runs with privacy of whole sites in secure sums: each site adds its noise, and keeps its own account."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -150,17 +151,17 @@ def test_what_a_site_sends_beside_is_its_size_alone(tiny, tmp_path):
 
 
 def test_a_site_whose_training_broke_adds_noise_alone_and_nobody_sees_it(tiny, tmp_path, monkeypatch):
-    made, real = noisy(tiny, tmp_path, rounds=1, sizes=FOUR), Cohort.close
+    made, real = noisy(tiny, tmp_path, rounds=1, sizes=FOUR), Cohort.finish
     seen = masked_vectors(monkeypatch)
 
     def broken(self):
         trained = real(self)
         if self.plan.clients == (1,):
             trained.sent[next(iter(trained.sent))][:] = math.nan
-            return trained._replace(counts=torch.zeros(1, dtype=torch.bool))
+            return replace(trained, accepted=torch.zeros(1, dtype=torch.bool))
         return trained
 
-    monkeypatch.setattr(Cohort, "close", broken)
+    monkeypatch.setattr(Cohort, "finish", broken)
     transport = Liar(workers := made.workers())
     (record,) = made.coordinator(transport).run().records
     assert record.summed == made.names and record.failed == {}
