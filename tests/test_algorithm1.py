@@ -142,6 +142,7 @@ def test_three_rounds_equal_algorithm_1(
                 "optimizer": optimizer.lower(),
                 "student_mode": student_mode,
                 "teacher_mode": teacher_mode,
+                "trust_region": None,
             },
             engine=engine,
             logger=False,

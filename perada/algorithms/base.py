@@ -189,7 +189,7 @@ class ServerStep:
         state: The server's own tensors, ``{name: state}``, kept between rounds and in checkpoints. The algorithm may
             replace entries. Those whose names begin with ``rule/`` are the server rule's.
         rule: The server rule, which :meth:`mean` applies.
-        distill: Distils the ensemble of a stack of teachers into a state, as :class:`perada.server.Distiller` does.
+        distiller: What :meth:`distill` calls, a :class:`perada.server.Distiller`.
         predict: As of :class:`perada.server.Aggregation`, given the state before the round, too.
         metrics: What is measured in the step, for the metrics of the round; the server rule's too.
     """
@@ -204,7 +204,7 @@ class ServerStep:
     weights: Tensor
     state: dict[str, State]
     rule: ServerRule
-    distill: Callable[..., State]
+    distiller: Callable[..., State]
     predict: Callable[[State, Updates | State, int, bool], tuple[Tensor, Tensor | None]] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -228,6 +228,13 @@ class ServerStep:
         result = self.rule(aggregation)
         self.state.update({RULE + name: state for name, state in aggregation.state.items()})
         return result
+
+    def distill(self, student: State, teachers: Updates | State, average_from: float | None = None) -> State:
+        """Distil the ensemble of a stack of teachers into a state, as :class:`perada.server.Distiller` does.
+
+        How far the student may go follows from its distance from :attr:`previous`.
+        """
+        return self.distiller(student, teachers, average_from, self.previous)
 
 
 class Algorithm(Options):

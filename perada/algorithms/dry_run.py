@@ -109,7 +109,7 @@ class DryRun:
                     weights=client_weights("uniform", self.clients),
                     state=server_state,
                     rule=self.rule,
-                    distill=lambda student, *_, **__: student,
+                    distiller=lambda student, *_, **__: student,
                     predict=partial(_predicted, self.num_classes or 2),
                 )
                 global_state = global_state | call("server_step", algorithm.server_step, server)

@@ -101,14 +101,19 @@ def _states_after(
             weights=client_weights("uniform", [1] * TRIED_CLIENTS),
             state=state,
             rule=rule,
-            distill=_distilled,
+            distiller=_distilled,
         )
         previous |= algorithm.server_step(step)
         state = step.state
     return {"": previous} | state
 
 
-def _distilled(student: State, teachers: Updates | State, average_from: float | None = None) -> State:
+def _distilled(
+    student: State,
+    teachers: Updates | State,
+    average_from: float | None = None,
+    previous: State | None = None,
+) -> State:
     """Stand in for a distiller, which is given the mean of the clients' logits, and of no other teachers."""
     rows = teachers.gathered_all() if isinstance(teachers, Updates) else teachers
     return {name: value + rows[name].mean(0) if name in rows else value for name, value in student.items()}

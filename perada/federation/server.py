@@ -311,7 +311,7 @@ class Server:
             weights=client_weights(weighting, [context.train_sizes[client] for client in clients]),
             state=dict(self.server_state),
             rule=settings.rule,
-            distill=distiller,
+            distiller=distiller,
             predict=partial(self._predict, context) if settings.rule.needs else None,
         )
 

@@ -249,14 +249,17 @@ def check_distilled_batch_norm(settings: Settings, tensor_names: TensorNames, pu
     ``public`` is the number of public images.
     """
     distillation = settings.distillation
-    uses_statistics = "train" in (distillation.student_mode, distillation.teacher_mode)
+    modes = (distillation.student_mode, distillation.teacher_mode)
+    uses_statistics = modes != ("eval", "eval")
     if not (settings.algorithm.uses_distillation and distillation.steps and uses_statistics):
         return
+    # Teachers in the mode "public" see the images of all steps together.
+    one_image_at_once = distillation.batch_size == 1 and ("train" in modes or distillation.steps == 1)
     if not any(key.endswith("running_var") for key in tensor_names.keys):
         return
     if public == 1:
         cause = "the public set has 1 image"
-    elif distillation.batch_size == 1:
+    elif one_image_at_once:
         cause = "distillation: batch_size is 1"
     else:
         return

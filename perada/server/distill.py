@@ -94,10 +94,15 @@ class Distillation:
         temperature: Softens both distributions.
         student_mode: ``"train"``: the student's norms use the public images of a step and move their running
             statistics, and dropout draws from streams derived from the seed; ``"eval"``: neither.
-        teacher_mode: ``"train"``: the trained norms of a teacher use the statistics of the public images of a step, as
-            they did of the client's images in training; ``"eval"``: its running statistics, which are those of its
-            client. The teachers stay as they are and drop nothing in either mode. Without trained BatchNorm both are
-            the same.
+        teacher_mode: Whose statistics the trained norms of a teacher use. ``"public"``: those of the round's public
+            images, up to 512 at a time, so that each image is looked at once. ``"train"``: those of the public images
+            of a step, as in a training step of the client. ``"eval"``: its running statistics, which are those of its
+            client's images. In each mode the teachers stay as they are and drop nothing. Without trained BatchNorm all
+            are the same.
+        trust_region: Largest distance of the distilled model from the clients' average, as a share of the distance
+            between that average and the model from which the round started. A student that ends farther away is moved
+            back along the straight line, so that with less than 1 distillation never undoes the clients' progress,
+            whatever its steps and rate. ``None`` (the paper has no such limit) leaves the student where it ends.
         until_round: Rounds from this one on (counted from 0) are not distilled; ``None`` distils every round.
         validate_every: Score the student every so many steps, and after the last one, on the labelled
             ``server_validation`` set, keep the best and fall back to the average where none is better; 0 (the paper
@@ -118,7 +123,8 @@ class Distillation:
     schedule: Literal["cosine", "constant"] = "cosine"
     temperature: float = 1.0
     student_mode: Literal["train", "eval"] = "eval"
-    teacher_mode: Literal["train", "eval"] = "eval"
+    teacher_mode: Literal["public", "train", "eval"] = "public"
+    trust_region: float | None = 0.5
     until_round: int | None = None
     validate_every: int = 0
     guard: Literal["predictions"] | None = None
@@ -133,7 +139,9 @@ class Distillation:
         check_choice(name("schedule"), self.schedule, ["cosine", "constant"])
         check_number(name("temperature"), self.temperature, ge=0.001, le=1000)
         check_choice(name("student_mode"), self.student_mode, ["train", "eval"])
-        check_choice(name("teacher_mode"), self.teacher_mode, ["train", "eval"])
+        check_choice(name("teacher_mode"), self.teacher_mode, ["public", "train", "eval"])
+        if self.trust_region is not None:
+            check_number(name("trust_region"), self.trust_region, gt=0, hint="null sets no limit")
         if self.guard is not None:
             check_choice(name("guard"), self.guard, ["predictions"])
         if self.share_steps and self.student_mode == "train":
@@ -175,7 +183,7 @@ class TeacherBatches:
     A simulation, and each site of a deployment, make the same ones of the same steps.
 
     Attributes:
-        batches: Indices of public images, those of each batch in ascending order.
+        batches: Indices of public images.
         rows: Where the images of the steps, (steps, B), are among the rows of all batches, one after another.
         batch_statistics: Whether norms use the statistics of each batch.
     """
@@ -191,6 +199,10 @@ class TeacherBatches:
             # An image's logits are the same in any batch, so each image is looked at once.
             distinct, rows = torch.unique(indices, return_inverse=True)
             return cls(distinct.split(PUBLIC_BATCH), rows, False)
+        if options.teacher_mode == "public":
+            distinct, rows = _distinct_in_order_of_use(indices)
+            # Of nearly equal sizes, since the statistics of a few images that are left over would be poor.
+            return cls(distinct.tensor_split(math.ceil(len(distinct) / PUBLIC_BATCH)), rows, True)
         # A batch has the images of one step. Statistics do not depend on their order, so that steps on the same images,
         # such as those on all of the public set, share a batch.
         in_order, order = indices.sort(dim=1, stable=True)
@@ -208,6 +220,58 @@ class TeacherBatches:
         """Yield the logits (C, B, K) of teachers (C, ...) on each batch, whose prepared ``images`` are read for it."""
         for batch in self.batches:
             yield engine.shared_logits(teachers, images(batch), batch_statistics=self.batch_statistics)
+
+
+def _distinct_in_order_of_use(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct positions in the order in which steps (R, B) first use them, and each index as a place there.
+
+    Steps draw at random. In the order of the public set, which may be sorted by class, batches would differ in kind.
+
+    >>> _distinct_in_order_of_use(torch.tensor([[7, 3], [5, 7]]))
+    (tensor([7, 3, 5]), tensor([[0, 1],
+            [2, 0]]))
+    """
+    distinct, inverse = torch.unique(indices, return_inverse=True)
+    uses = torch.arange(indices.numel())
+    first_use = torch.full_like(distinct, indices.numel()).scatter_reduce(0, inverse.flatten(), uses, "amin")
+    order = first_use.argsort()
+    return distinct[order], order.argsort()[inverse]
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """States whose ``names`` together are at most ``radius`` (Euclidean distance) away from those of a ``center``."""
+
+    center: State
+    radius: float
+    names: tuple[str, ...]
+
+    @classmethod
+    def around(cls, average: State, previous: State, names: Iterable[str], share: float) -> "TrustRegion":
+        """Return the region around an ``average``, whose radius is a ``share`` of its distance from ``previous``."""
+        names = tuple(name for name in names if name in previous)
+        return cls(average, share * _distance(average, previous, names), names)
+
+    def project(self, state: State) -> State:
+        """Move a state that is outside back along the straight line to the center; counters stay.
+
+        >>> region = TrustRegion({"w": torch.zeros(2)}, 1.0, ("w",))
+        >>> region.project({"w": torch.tensor([0.0, 4.0])})["w"].tolist()
+        [0.0, 1.0]
+        """
+        distance = _distance(state, self.center, self.names)
+        if not distance > self.radius:  # NaN stays, for the caller to see
+            return state
+        share = self.radius / distance
+        return {
+            key: self.center[key].lerp(value, share) if value.is_floating_point() else value
+            for key, value in state.items()
+        }
+
+
+def _distance(one: State, other: State, names: Iterable[str]) -> float:
+    squares = [(double(one[name]) - double(other[name])).square().sum() for name in names]
+    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
 
 
 class ServerData(Protocol):
@@ -259,13 +323,20 @@ class Distiller:
     diverged: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, student: State, teachers: Updates | State, average_from: float | None = None) -> State:
+    def __call__(
+        self,
+        student: State,
+        teachers: Updates | State,
+        average_from: float | None = None,
+        previous: State | None = None,
+    ) -> State:
         """The refined state; the ``student``, from which it starts, is not changed.
 
         The teachers are a stack (C, ...), the same on all ranks, or the :class:`Updates` of the clients of all ranks.
         Names that they lack are the student's, and are not trained.
         With ``average_from`` the result is the mean of the student's states after the steps whose index is at least
         this share of :attr:`Distillation.steps`, instead of the last state (stochastic weight averaging).
+        The trust region is measured by the ``previous`` global state; without it there is no limit.
         """
         self.student, device = student, next(iter(student.values())).device
         scales, refined = self.scales.open("student", 1, device), student
@@ -284,9 +355,13 @@ class Distiller:
             average_logits = None if self.options.guard is None else self._public_logits(student, batches)
             if average_logits is None or ensemble_looks_better(average_logits, targets):
                 pairs = self._pairs(indices, batches, targets, divided)
+                trained = [name for name in self.parameters if name in sent]
+                region = None
+                if self.options.trust_region is not None and previous is not None:
+                    region = TrustRegion.around(student, previous, trained, self.options.trust_region)
                 with torch.enable_grad():
                     refined = self.train(
-                        student, pairs, average_from, scales, rows if divided else None, sent.own.keys()
+                        student, pairs, average_from, scales, rows if divided else None, trained, region
                     )
                 self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
                 # A result that is not finite is dealt with below.
@@ -373,11 +448,12 @@ class Distiller:
         scales: LossScales | None = None,
         rows: int | None = None,
         names: Collection[str] | None = None,
+        region: TrustRegion | None = None,
     ) -> State:
         """The state after the student's steps, each on images (B, ...) and the teachers' mean logits (B, K).
 
         Where images are divided among the ranks, ``rows`` is their number on all of them. Of the parameters those among
-        ``names`` are trained, by default all.
+        ``names`` are trained, by default all. What is scored, and the result, is the state in the trust ``region``.
         """
         options, engine, training = self.options, self.engine, self.options.student_mode == "train"
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
@@ -412,9 +488,13 @@ class Distiller:
                 for key, value in _first(trained).items():
                     averages[key] = averages.get(key, value).lerp(value, 1 / (step - first + 1))
             if best and ((step + 1) % options.validate_every == 0 or step + 1 == options.steps):
-                reached = _first(state) | averages
+                reached = _within(region, _first(state) | averages)
                 best = max(best, (self._accuracy(reached), reached), key=lambda pair: pair[0])
-        return best[1] if best else _first(state) | averages
+        return best[1] if best else _within(region, _first(state) | averages)
+
+
+def _within(region: TrustRegion | None, state: State) -> State:
+    return state if region is None else region.project(state)
 
 
 def _first(stacked: State) -> State:

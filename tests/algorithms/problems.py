@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.adapters import DualLoraConfig
+from perada.api import DISTILLATION
 from perada.data import Phase
 
 ROUNDS, CLIENTS_PER_ROUND, BATCH, EPOCHS, CLASSES = 3, 3, 4, 2, 3
@@ -97,13 +98,19 @@ def finetune(algorithm, problem="net-full", engine="folded", rounds=ROUNDS, drop
         "lr_server": LR_SERVER,
         "server_optimizer": "sgd",
     }
+    given = PROBLEMS[problem] | common | QUIET | options
+    if "distillation" not in given:
+        # The references distil as the paper says: nothing limits the student.
+        shorthands = {name: given.pop(name) for name in tuple(given) if name in DISTILLATION}
+        fields = {DISTILLATION[name]: value for name, value in shorthands.items()}
+        given["distillation"] = {"teacher_mode": "eval", "trust_region": None} | fields
     return perada.finetune(
         network(problem.partition("-")[0], dropout),
         task(),
         algorithm=algorithm,
         engine=engine,
         rounds=rounds,
-        **PROBLEMS[problem] | common | QUIET | options,
+        **given,
     )
 
 

@@ -87,7 +87,7 @@ def test_the_ensemble_is_the_mean_of_logits_in_evaluation_mode(kind):
         def public_images(self, indices, device):
             return x[indices]
 
-    student, options = models(1)[0], Distillation(2, lr=0.1, optimizer="sgd")
+    student, options = models(1)[0], Distillation(2, lr=0.1, optimizer="sgd", teacher_mode="eval")
     distiller = Distiller(Engine(network(), kind), options, parameter_keys(student), Public())
     refined = distiller(get_state(student), stack([get_state(teacher) for teacher in teachers]))
     pairs = [(x[rows], expected[rows]) for rows in Public().public_indices(0, 2, 3)]
