@@ -432,9 +432,14 @@ def test_batches_of_one_image_are_refused_where_a_batch_norm_is_trained(call, ti
     with pytest.raises(ValueError, match=message):
         call(norms(), data, **common | mode | options)
     if "distillation" in says or "public" in says:
-        evaluated = {"distillation": mode["distillation"] | {"student_mode": "eval"}}
+        evaluated = {"distillation": mode["distillation"] | {"student_mode": "eval", "teacher_mode": "eval"}}
         assert len(call(norms(), data, **common | evaluated).metrics["rounds"]) == 1
         assert len(call(tiny.net(), data, **common | mode).metrics["rounds"]) == 1
+
+
+def test_steps_on_one_image_are_distilled_where_teachers_see_those_of_all_steps(call, tiny):
+    options = {"distillation": {"steps": 2, "batch_size": 1}, "distill_steps": None, "distill_batch_size": None}
+    assert len(call(norms(), tiny.data(), rounds=1, logger=False, **options).metrics["rounds"]) == 1
 
 
 @pytest.mark.parametrize("name", VARIANTS)
