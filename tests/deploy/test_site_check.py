@@ -36,7 +36,7 @@ def test_a_step_is_measured_and_nothing_is_kept(tiny, tmp_path, monkeypatch):
         assert measure_step(client).memory < after.memory / 100
     assert after.memory < more.memory - 0.3  # of that step, not of all that ever was
     assert more.seconds >= 0.3
-    assert more.steps == 5  # two passes through 9 images, by 4
+    assert more.num_steps == 5  # two passes through 9 images, by 4
     assert state_bytes(worker) is None
     assert format_memory(more) == f"{more.memory:.2f} GB"
     assert format_memory(more._replace(device_memory=1.5)).endswith(" GB, and 1.50 GB on the GPU")
