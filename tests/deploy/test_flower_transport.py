@@ -100,11 +100,11 @@ def test_replies_to_messages_of_before_do_not_put_the_deadline_off():
     grid = Grid({"a": [None], **{name: [None] for name in "bcdef"}})
     made = carried(grid)
     made.exchange(dict.fromkeys("bcdef", b"before"), 1, 0.01)
-    made._under_way = [replace(sent, expires=sent.expires + 60) for sent in made._under_way]
+    made._pending = [replace(sent, expires=sent.expires + 60) for sent in made._pending]
     stop = threading.Event()
 
     def disturb():
-        for sent in list(made._under_way):
+        for sent in list(made._pending):
             stop.wait(0.05)
             sent.reply = b"of before"
             made._arrived.set()

@@ -215,7 +215,7 @@ def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
     made.coordinator(Liar(workers, keep)).run()
     assert codes == ["other", "other", "ok", "other"]
     assert adverts[0] == adverts[1] is not None and adverts[2] is None  # not beside those of a later attempt
-    assert "keys for attempt 0 again" in caplog.text
+    assert "keys for attempt 0 were requested again" in caplog.text
 
 
 def test_a_step_out_of_its_turn_is_refused_before_anything_is_computed(tiny, tmp_path, caplog):
