@@ -185,6 +185,6 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
     try:
         return ALGORITHMS[name](**options)
     except TypeError as error:
-        known = ", ".join(inspect.signature(ALGORITHMS[name]).parameters) or "none at all"
+        option_names = ", ".join(inspect.signature(ALGORITHMS[name]).parameters) or "none at all"
         what = f"algorithm={name!r} cannot be made with {options}"
-        raise ValueError(f"{what}: {error}; its options are {known}") from None
+        raise ValueError(f"{what}: {error}; its options are {option_names}") from None

@@ -83,14 +83,14 @@ class _Weighted(Algorithm):
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """Both branches, weighted."""
-        own = kept["personal"]
-        return weighted(expand(global_state, len(next(iter(own.values())))) | own, kept[WEIGHT])
+        own_branch = kept["personal"]
+        return weighted(expand(global_state, len(next(iter(own_branch.values())))) | own_branch, kept[WEIGHT])
 
 
 def weighted(states: State, weights: State) -> State:
     """A stack (C, ...) with each client's B times its weight (C,)."""
-    named = {key.removesuffix(OF): weight for key, weight in weights.items()}
-    return states | {key: per_client(weight, states[key]) * states[key] for key, weight in named.items()}
+    weight_of = {key.removesuffix(OF): weight for key, weight in weights.items()}
+    return states | {key: per_client(weight, states[key]) * states[key] for key, weight in weight_of.items()}
 
 
 def _zeros(state: Mapping[str, Tensor], keys: frozenset[str]) -> State:
@@ -134,8 +134,8 @@ class FedDPA(_Weighted):
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the own branch beside the received one, and one on the global branch alone."""
-        both = weighted(step.states["shared"] | step.states["personal"], step.states[WEIGHT])
-        step.descend("personal", step.loss(both, stream="personal"))
+        both_branches = weighted(step.states["shared"] | step.states["personal"], step.states[WEIGHT])
+        step.descend("personal", step.loss(both_branches, stream="personal"))
         step.descend("local", step.loss(step.states["local"] | step.states["absent"], stream="local"))
 
     def end_round(
@@ -174,7 +174,8 @@ class FedDPAF(FedAvg):
     def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """What was received, with zeros in place of the own branch."""
         return {
-            "local": received | {own: torch.zeros_like(received[name]) for own, name in twins(tensor_names).items()}
+            "local": received
+            | {own_branch: torch.zeros_like(received[name]) for own_branch, name in twins(tensor_names).items()}
         }
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
@@ -205,13 +206,13 @@ class OwnBranch(_Weighted):
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """The whole model, in which the private branch is a copy of the shared one, and the weights."""
-        copied = {own: initial[name] for own, name in twins(tensor_names).items()}
+        copied = {own_branch: initial[name] for own_branch, name in twins(tensor_names).items()}
         return {"personal": initial | copied, WEIGHT: self.weights(initial, tensor_names)}
 
     def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The own branch, and zeros in place of the global one."""
-        own = partition(kept["personal"], tensor_names.shared)[1]
-        return {"personal": own, "absent": _zeros(kept["personal"], tensor_names.shared)}
+        own_branch = partition(kept["personal"], tensor_names.shared)[1]
+        return {"personal": own_branch, "absent": _zeros(kept["personal"], tensor_names.shared)}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """The own branch and head."""
@@ -264,25 +265,25 @@ class RestOfWorld(Algorithm):
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """The individual branch, gate and head, and the RoW branch."""
-        others, own = partition(initial, tensor_names.shared)
-        return {"personal": own, "others": others}
+        others, own_branch = partition(initial, tensor_names.shared)
+        return {"personal": own_branch, "others": others}
 
     def broadcast(self, sending: Broadcast) -> State:
         """v̄, and what a client's own part in it is."""
         mean = {key: sending.global_state[key] for key in twins(sending.tensor_names)}
-        some = next(iter(mean.values()))
+        example = next(iter(mean.values()))
         others = sending.num_clients - 1
-        return expand(mean | {SHARE: some.new_tensor(1 / others if others > 0 else 0.0)}, len(sending.clients))
+        return expand(mean | {SHARE: example.new_tensor(1 / others if others > 0 else 0.0)}, len(sending.clients))
 
     def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The individual branch and all else, and the RoW branch."""
-        own = kept["personal"]
+        own_branch = kept["personal"]
         others = {}
         for key, name in twins(tensor_names).items():
             mean = received[key]
             share = per_client(received[SHARE], received[key])
-            others[name] = mean + share * (mean - own[key])
-        return {"personal": own, "others": others}
+            others[name] = mean + share * (mean - own_branch[key])
+        return {"personal": own_branch, "others": others}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """All but the RoW branch."""
@@ -290,8 +291,8 @@ class RestOfWorld(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the individual branch and all else."""
-        both = step.states["others"] | step.states["personal"]
-        step.descend("personal", step.loss(both, stream="personal"))
+        both_branches = step.states["others"] | step.states["personal"]
+        step.descend("personal", step.loss(both_branches, stream="personal"))
 
     def end_round(
         self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames

@@ -224,9 +224,9 @@ class _Refused(ValueError):
     """A method of the algorithm or the rule gives what does not fit."""
 
 
-def _tried(who: str, function: Callable[..., T], *given: object) -> T:
+def _tried(who: str, function: Callable[..., T], *arguments: object) -> T:
     try:
-        return function(*given)
+        return function(*arguments)
     except _Refused:
         raise
     except Exception as error:  # whatever a class of the caller's own does
@@ -240,32 +240,32 @@ class _TriedRule(ServerRule):
     def __init__(self, rule: ServerRule) -> None:
         self.rule = rule
 
-    def __call__(self, given: Aggregation) -> State:
+    def __call__(self, aggregation: Aggregation) -> State:
         name = type(self.rule).__name__
-        result: State = _tried(name, self.rule, given)
+        result: State = _tried(name, self.rule, aggregation)
         _check_state(
             name,
             result,
-            {key: given.previous.get(key, value[0]) for key, value in given.updates.gathered_all().items()},
+            {key: aggregation.previous.get(key, value[0]) for key, value in aggregation.updates.gathered_all().items()},
         )
-        _check_stacks(f"{name}, in given.state,", given.state, given.state)
+        _check_stacks(f"{name}, in given.state,", aggregation.state, aggregation.state)
         return result
 
 
-def _check_stacks(who: str, found: object, expected: Mapping[str, State], clients: int | None = None) -> None:
+def _check_stacks(who: str, stacks: object, expected: Mapping[str, State], clients: int | None = None) -> None:
     """Refuse what is not the states of certain roles."""
-    if not isinstance(found, Mapping) or set(found) != set(expected):
-        given = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-        raise _Refused(f"{who} gives {given} instead of states of the roles {sorted(expected)}")
-    for role, state in found.items():
+    if not isinstance(stacks, Mapping) or set(stacks) != set(expected):
+        shown_roles = sorted(map(str, stacks)) if isinstance(stacks, Mapping) else type(stacks).__name__
+        raise _Refused(f"{who} gives {shown_roles} instead of states of the roles {sorted(expected)}")
+    for role, state in stacks.items():
         _check_state(f"{who} gives {role!r}, which", state, state if clients is None else expected[role], clients)
 
 
-def _check_state(who: str, found: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
+def _check_state(who: str, state: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
     """Refuse what is not tensors by name, with the shapes of ``expected`` behind an axis of ``clients``, if any."""
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise _Refused(f"{who} gives {type(found).__name__}; give tensors by name, {{name: tensor}}")
-    for name, value in found.items():
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise _Refused(f"{who} gives {type(state).__name__}; give tensors by name, {{name: tensor}}")
+    for name, value in state.items():
         if name not in expected:
             raise _Refused(
                 f"{who} gives {name!r}, and there is no trained tensor of that name; what else clients send goes into "
@@ -277,7 +277,7 @@ def _check_state(who: str, found: object, expected: State, clients: int | None =
         if tuple(value.shape) != shape or value.dtype != expected[name].dtype:
             wanted = f"{shape} of {expected[name].dtype}"
             raise _Refused(f"{who} gives {name!r} of shape {tuple(value.shape)} of {value.dtype} instead of {wanted}")
-    missing = sorted(expected.keys() - found.keys())
+    missing = sorted(expected.keys() - state.keys())
     if missing and not partial:
         raise _Refused(f"{who} lacks {missing[0]!r}" + f" and {len(missing) - 1} more names" * (len(missing) > 1))
 

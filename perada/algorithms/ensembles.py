@@ -326,17 +326,17 @@ class FedEnsemble(AlgorithmWrapper):
                 weights = weights[rows.cpu()] / weights[rows.cpu()].sum()
                 clients = tuple(clients[row] for row in rows.tolist())
             prefix = f"mode_{mode}/"
-            own = {k.removeprefix(prefix): state for k, state in server.state.items() if k.startswith(prefix)}
+            mode_state = {k.removeprefix(prefix): state for k, state in server.state.items() if k.startswith(prefix)}
             mine = replace(
                 server,
                 clients=clients,
                 previous=modes[mode],
                 updates=server.updates.part(rows.tolist(), without=(MODE,)),
                 weights=weights,
-                state=own,
+                state=mode_state,
             )
             modes[mode] = modes[mode] | self.base.server_step(mine)
-            server.state.update({prefix + name: state for name, state in own.items()})
+            server.state.update({prefix + name: state for name, state in mode_state.items()})
         return _stacked(modes)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:

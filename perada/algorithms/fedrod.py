@@ -50,15 +50,17 @@ class FedROD(Algorithm):
     def client_step(self, step: ClientStep) -> None:
         """A step of θ_m, and one of φ_m."""
         logits, features = step.outputs("local")
-        own = logits.detach()
+        personal_logits = logits.detach()
         for value in step.states["personal"].values():  # weight (C, K, F), bias (C, K)
-            own = own + (features.detach() @ value.mT if value.dim() == 3 else value.unsqueeze(1))
+            personal_logits = personal_logits + (
+                features.detach() @ value.mT if value.dim() == 3 else value.unsqueeze(1)
+            )
         balance = double(step.class_counts(logits.shape[-1])) ** self.gamma  # rounded alike for any number of clients
         step.descend("local", step.loss(logits + balance.log().to(logits).unsqueeze(1)))
-        step.descend("personal", step.loss(own))
+        step.descend("personal", step.loss(personal_logits))
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """The global model, whose head has φ_m added."""
-        own = kept["personal"]
-        whole = expand(global_state, len(next(iter(own.values()))))
-        return whole | {key: whole[key] + value for key, value in own.items()}
+        own_head = kept["personal"]
+        models = expand(global_state, len(next(iter(own_head.values()))))
+        return models | {key: models[key] + value for key, value in own_head.items()}

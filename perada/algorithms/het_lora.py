@@ -89,9 +89,9 @@ class HetLoRA(AlgorithmWrapper):
     def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int:
         """What the options say of a client."""
         if isinstance(self.ranks, Mapping):
-            named = {str(key): rank for key, rank in self.ranks.items()}
-            found = named.get(name, named.get(str(number)))
-            if found is None:
+            rank_of = {str(key): value for key, value in self.ranks.items()}
+            rank = rank_of.get(name, rank_of.get(str(number)))
+            if rank is None:
                 raise OptionError(
                     f"ranks={self.ranks!r} has no rank of client {name!r}; add it, or give a list",
                     name="ranks",
@@ -106,14 +106,14 @@ class HetLoRA(AlgorithmWrapper):
                     name="sizes",
                     value=self.sizes,
                 )
-            found = turns[number % len(turns) if self.sizes is None or size is None else bisect(self.sizes, size)]
-        if found > most:
+            rank = turns[number % len(turns) if self.sizes is None or size is None else bisect(self.sizes, size)]
+        if rank > most:
             raise OptionError(
-                f"ranks: client {name!r} has {found}, and the adapter has r={most}; give the adapter the largest rank "
-                f"(adapter_options={{'r': {found}}})",
+                f"ranks: client {name!r} has {rank}, and the adapter has r={most}; give the adapter the largest rank "
+                f"(adapter_options={{'r': {rank}}})",
                 name="ranks",
             )
-        return found
+        return rank
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Refuse an adapter without factors, and what the base cannot work with."""
@@ -122,10 +122,10 @@ class HetLoRA(AlgorithmWrapper):
 
     def broadcast(self, sending: Broadcast) -> State:
         """As the base, cut to each client's rank, and the rank."""
-        some = sending.global_state[sending.tensor_names.factors[0].down]
-        ranks = sending.lora_ranks or (some.shape[0],) * len(sending.clients)
-        given = torch.tensor(ranks, device=some.device)
-        return cut_ranks(self.base.broadcast(sending), sending.tensor_names.factors, given) | {RANK: given}
+        example = sending.global_state[sending.tensor_names.factors[0].down]
+        ranks = sending.lora_ranks or (example.shape[0],) * len(sending.clients)
+        rank_tensor = torch.tensor(ranks, device=example.device)
+        return cut_ranks(self.base.broadcast(sending), sending.tensor_names.factors, rank_tensor) | {RANK: rank_tensor}
 
     def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """As the base, with what a client keeps cut, too: at first it keeps factors of rank r."""
@@ -239,12 +239,12 @@ class _ByNorm(ServerRule):
         """Refuse what the rule refuses."""
         self.rule.check(clients)
 
-    def __call__(self, given: Aggregation) -> State:
-        updates = given.updates
+    def __call__(self, aggregation: Aggregation) -> State:
+        updates = aggregation.updates
         scaled = dict(updates.own)
         for pair in self._factors:
             # A factor that clients do not send is the server's.
-            previous = {name: given.previous[name] for name in (pair.down, pair.up)}
+            previous = {name: aggregation.previous[name] for name in (pair.down, pair.up)}
             factors = expand(previous, len(updates.places)) | scaled
             norms = torch.zeros(updates.clients, dtype=torch.float64)
             for place, product in zip(updates.places, pairs_of(factors[pair.up], factors[pair.down]), strict=True):
@@ -252,23 +252,23 @@ class _ByNorm(ServerRule):
             updates.ranks.sum_([norms])
             if norms.sum() <= 0:
                 continue
-            factor = (norms / norms.sum() / given.weights.to(norms))[updates.places]
+            factor = (norms / norms.sum() / aggregation.weights.to(norms))[updates.places]
             for name in (pair.down, pair.up):
                 if name in updates:
                     value = scaled[name]
                     scaled[name] = value * per_client(factor.to(value), value)
-        result = self.rule(replace(given, updates=updates.replace(scaled)))
-        self._warn_of_lost(given, result)
+        result = self.rule(replace(aggregation, updates=updates.replace(scaled)))
+        self._warn_of_lost(aggregation, result)
         return result
 
-    def _warn_of_lost(self, given: Aggregation, result: State) -> None:
+    def _warn_of_lost(self, aggregation: Aggregation, result: State) -> None:
         """Say where rows of A and columns of B became zero alike: neither ever has a gradient again."""
         for pair in self._factors:
-            before, after = (_used(given.previous | state, pair, self._most) for state in ({}, result))
+            before, after = (_used(aggregation.previous | state, pair, self._most) for state in ({}, result))
             if after < before:
                 warnings.warn(
-                    f"round {given.round + 1}: none of its clients has LoRA of a rank above {after}: what the server "
-                    "has beyond is zero now, and stays so, as it has no gradient; draw more clients a round, or choose "
+                    f"round {aggregation.round + 1}: none of its clients has LoRA of a rank above {after}: what the "
+                    "server has beyond is zero now, and stays so, as it has no gradient; draw more clients a round, or choose "
                     "server_rule='svd'",
                     stacklevel=2,
                 )

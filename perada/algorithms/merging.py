@@ -71,8 +71,8 @@ class FLoRA(_Merging):
     def server_step(self, server: ServerStep) -> State:
         """Merge, begin anew, and average the rest."""
         names = {key for pair in server.tensor_names.factors for key in (pair.up, pair.down)}
-        rest = server.updates.part(range(len(server.clients)), without=names)
-        state = server.mean(rest, server.weights) if rest.names else {}
+        others = server.updates.part(range(len(server.clients)), without=names)
+        state = server.mean(others, server.weights) if others.names else {}
         for place, pair in enumerate(server.tensor_names.factors):
             state[pair.base] = _plus(server.previous[pair.base], _mean_product(server, pair))
             state[pair.up] = torch.zeros_like(server.previous[pair.up])

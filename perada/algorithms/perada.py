@@ -188,8 +188,8 @@ class APFL(Algorithm):
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """v_m, the mixture, and α."""
-        some = next(iter(initial.values()))
-        alpha = torch.full((), self.alpha, dtype=double_dtype(some.device), device=some.device)
+        example = next(iter(initial.values()))
+        alpha = torch.full((), self.alpha, dtype=double_dtype(example.device), device=example.device)
         return {"personal": initial, "mixed": initial, "share": {"alpha": alpha}}
 
     def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
@@ -198,12 +198,12 @@ class APFL(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """One pass of the mixture and one of w_m."""
-        own = step.states["personal"]
+        personal = step.states["personal"]
         local = step.states["local"]
         alpha = step.states["share"]["alpha"]
         leaf = alpha.detach().clone().requires_grad_(self.lr_alpha > 0)
-        trained = tuple(key for key, value in own.items() if value.requires_grad)
-        step.descend("personal", step.loss(_mixture(own, local, leaf, trained), stream="personal"))
+        trained = tuple(key for key, value in personal.items() if value.requires_grad)
+        step.descend("personal", step.loss(_mixture(personal, local, leaf, trained), stream="personal"))
         if leaf.grad is not None:
             gradient = leaf.grad.nan_to_num(0, 0, 0)  # not finite where the step is skipped for overflow
             alpha.sub_(self.lr_alpha * gradient).clamp_(0, 1)
@@ -221,10 +221,10 @@ class APFL(Algorithm):
         return kept["mixed"]
 
 
-def _mixture(own: State, local: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:
+def _mixture(personal: State, local: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:
     """α own + (1 − α) local for ``parameters``, with α (C,) of each client. The other tensors are the client's own."""
-    mixed = dict(own)
+    mixed = dict(personal)
     for key in parameters:
-        share = alpha.to(own[key]).view(-1, *[1] * (own[key].dim() - 1))
-        mixed[key] = share * own[key] + (1 - share) * local[key].detach()
+        share = alpha.to(personal[key]).view(-1, *[1] * (personal[key].dim() - 1))
+        mixed[key] = share * personal[key] + (1 - share) * local[key].detach()
     return mixed

@@ -45,9 +45,9 @@ class Scaffold(Algorithm):
     def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """y, the sum of the gradients, and how many they are."""
         gradients = {key: torch.zeros_like(value) for key, value in kept["control"].items()}
-        some = next(iter(gradients.values()))
+        example = next(iter(gradients.values()))
         local = partition(received, _names(tensor_names))[1]
-        return {"local": local, "gradients": gradients, "steps": {"taken": some.new_zeros(len(some))}}
+        return {"local": local, "gradients": gradients, "steps": {"taken": example.new_zeros(len(example))}}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """The model y alone."""
@@ -61,10 +61,10 @@ class Scaffold(Algorithm):
         step.descend("local", step.loss("local"), slope=slope)
         gradients = {key: own for key in sums if (own := local[key].grad) is not None}
         finite = [value.reshape(len(value), -1).isfinite().all(1) for value in gradients.values()]
-        taken = torch.stack(finite).all(0)  # in float16, steps of other clients are skipped
+        took_step = torch.stack(finite).all(0)  # in float16, steps of other clients are skipped
         for key, value in gradients.items():
-            sums[key] += value.where(per_client(taken, value), 0)
-        step.states["steps"]["taken"] += taken
+            sums[key] += value.where(per_client(took_step, value), 0)
+        step.states["steps"]["taken"] += took_step
 
     def end_round(
         self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames

@@ -64,8 +64,8 @@ class PartialSharing(Algorithm, ABC):
 
     def personal(self, kept: Stacks, global_state: State) -> State:
         """The newest shared part with the client's own."""
-        own = kept["personal"]
-        return expand(global_state, len(next(iter(own.values())))) | own
+        own_part = kept["personal"]
+        return expand(global_state, len(next(iter(own_part.values())))) | own_part
 
 
 class FedBN(PartialSharing):

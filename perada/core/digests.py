@@ -58,15 +58,15 @@ class WrongFormat(ValueError):
     """A file is whole, and of another release's format."""
 
 
-def check_format(what: Path | str, found: object, known: int) -> None:
+def check_format(what: Path | str, version: object, known: int) -> None:
     """Refuse, by a :class:`WrongFormat`, what is not of the format that this release reads.
 
     >>> check_format("the checkpoint", 1, 1)
     """
-    if type(found) is not int or found != known:
+    if type(version) is not int or version != known:
         named = repr(str(what)) if isinstance(what, Path) else what
         raise WrongFormat(
-            f"{named} is of format {printable(str(found)[:40])}, and this release of perada reads format {known}; "
+            f"{named} is of format {printable(str(version)[:40])}, and this release of perada reads format {known}; "
             "read it with the release that wrote it"
         )
 
@@ -90,9 +90,9 @@ def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()
         return
     remedy = "take a copy of the folder that is whole, or save the run again"
     lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
-    found = [_LINE.fullmatch(line) for line in lines]
-    digests = {line[2]: line[1] for line in found if line is not None}
-    if None in found or not set(needed) <= digests.keys():
+    version = [_LINE.fullmatch(line) for line in lines]
+    digests = {line[2]: line[1] for line in version if line is not None}
+    if None in version or not set(needed) <= digests.keys():
         raise ValueError(f"{str(path)!r} is damaged: it does not list the digests of {', '.join(needed)}; {remedy}")
     for name, digest in digests.items():
         file = folder / name

@@ -154,7 +154,7 @@ def _keep(path: Path, other: Path) -> None:
         second.replace(other)
 
 
-def check_links(folder: Path, own: re.Pattern[str]) -> None:
+def check_links(folder: Path, pattern: re.Pattern[str]) -> None:
     """Refuse links that lead out of a folder, among what is called as in ``own`` and in folders among these.
 
     The Hub's cache keeps the files of a snapshot in a folder ``blobs`` of its own, which may be linked to.
@@ -165,7 +165,7 @@ def check_links(folder: Path, own: re.Pattern[str]) -> None:
     root = folder.resolve()
     allowed = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
     for path in folder.iterdir():
-        for one in _with_content(path) if own.fullmatch(path.name) else ():
+        for one in _with_content(path) if pattern.fullmatch(path.name) else ():
             if one.is_symlink() and not any(one.resolve().is_relative_to(place) for place in allowed):
                 raise ValueError(
                     f"{str(one)!r} is a link to {str(one.resolve())!r}, out of the folder; if you trust it, put a copy "

@@ -130,8 +130,8 @@ def workers_start() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held = {signal.SIGINT, signal.SIGTERM}
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    blocked = {signal.SIGINT, signal.SIGTERM}
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield
     finally:

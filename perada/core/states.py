@@ -293,11 +293,11 @@ def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> Stat
 def narrowed(state: State, factors: Iterable[Factors], rank: int) -> State:
     """A state (no client axis) without what :func:`cut_ranks` makes zero, whose tensors are smaller then."""
     axes = rank_axes(factors)
-    found = dict(state)
+    narrow_state = dict(state)
     for key, value in state.items():
         if (axis := axes.get(key.rpartition("/")[2])) is not None:
-            found[key] = value.narrow(axis, 0, min(rank, value.shape[axis]))
-    return found
+            narrow_state[key] = value.narrow(axis, 0, min(rank, value.shape[axis]))
+    return narrow_state
 
 
 def widened(value: Tensor, shape: Sequence[int]) -> Tensor:
@@ -306,9 +306,9 @@ def widened(value: Tensor, shape: Sequence[int]) -> Tensor:
     >>> widened(torch.ones(1, 2), (2, 3)).tolist()
     [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
     """
-    whole = value.new_zeros(shape)
-    whole[tuple(map(slice, value.shape))] = value
-    return whole
+    padded = value.new_zeros(shape)
+    padded[tuple(map(slice, value.shape))] = value
+    return padded
 
 
 def _beyond(value: Tensor, axis: int, ranks: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ class _Chunk:
         self.tensor_names = cohort.tensor_names
         self.full: Stacks = {}
         for role, state in opened.items():
-            merged, rest = partition(_rows(state, start, stop), cohort.tensor_names.merged)
-            self.full[role] = merged | clone(rest)
+            merged, unmerged = partition(_rows(state, start, stop), cohort.tensor_names.merged)
+            self.full[role] = merged | clone(unmerged)
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 

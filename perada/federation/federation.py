@@ -106,23 +106,23 @@ class Federation:
         self._shares = shares
         self.tuned = None  # what was tuned from an earlier global state is outdated
         self.store.bring(shares.parts)
-        own = shares.trained
+        own_plan = shares.trained
         losses = None
         if loader and settings.algorithm.compares_models:
             losses = compare(
                 self.engine,
                 self.server.members(),
-                map(one_of, loader(own)),
-                len(own.clients),
+                map(one_of, loader(own_plan)),
+                len(own_plan.clients),
                 settings.training.multilabel,
             )
         # Before any training: a round that is interrupted has been counted.
         self.protection.spend(shares.plan, self.ranks)
-        received = self.server.broadcast(own, self.num_clients, losses)
-        self.cohort = Cohort(self.trainer, own, self.store.local.gather(own.clients), received, factor)
+        received = self.server.broadcast(own_plan, self.num_clients, losses)
+        self.cohort = Cohort(self.trainer, own_plan, self.store.local.gather(own_plan.clients), received, factor)
         if loader and "gradient_norms" in settings.diagnostics:
-            models = expand(self.global_state, len(own.clients)) | received  # with the names that are not sent
-            batches = map(one_of, loader(own))
+            models = expand(self.global_state, len(own_plan.clients)) | received  # with the names that are not sent
+            batches = map(one_of, loader(own_plan))
             self._gradients = gradient_norms(self.cohort, models, settings, batches, shares, self.ranks)
         return self.cohort
 
@@ -248,9 +248,11 @@ class Federation:
         for plan in groups:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
             self.protection.spend(plan, self.ranks, tuning=True)
-            own = shares.trained
-            received = self.server.broadcast(own, self.num_clients, algorithm=algorithm)
-            cohort = Cohort(self.trainer, own, self.tuned.local.gather(own.clients), received, factor, tuning=True)
+            own_plan = shares.trained
+            received = self.server.broadcast(own_plan, self.num_clients, algorithm=algorithm)
+            cohort = Cohort(
+                self.trainer, own_plan, self.tuned.local.gather(own_plan.clients), received, factor, tuning=True
+            )
             for batch in loader(shares.own):
                 cohort.step(batch)
             results = cohort.finish(shares, self.ranks)

@@ -331,12 +331,12 @@ class Server:
             Probabilities (C, N, K), and labels as 0 and 1 (N, K) or None.
         """
         multilabel = self.settings.training.multilabel
-        own = models.own if isinstance(models, Updates) else models
-        clients = len(next(iter(own.values())))
+        own_models = models.own if isinstance(models, Updates) else models
+        clients = len(next(iter(own_models.values())))
         # A rank may have no client. It runs the model before the round for the shape of the logits, and drops them.
         states = expand(previous, max(1, clients))
         if clients:
-            states = states | own
+            states = states | own_models
         batches = []
         labels = []
         for x, y in self._images(context, images, labelled):

@@ -66,8 +66,8 @@ class Updates:
         """Make updates of a stack that every rank holds, and of which each takes its share."""
         clients = len(next(iter(stack.values())))
         places = list(range(ranks.rank, clients, ranks.size))
-        own = {name: value[ranks.rank :: ranks.size] for name, value in stack.items()}
-        updates = cls(own, places, clients, ranks)
+        own_rows = {name: value[ranks.rank :: ranks.size] for name, value in stack.items()}
+        updates = cls(own_rows, places, clients, ranks)
         updates._gathered = dict(stack)
         return updates
 
