@@ -268,8 +268,8 @@ class _ByNorm(ServerRule):
             if after < before:
                 warnings.warn(
                     f"round {aggregation.round + 1}: none of its clients has LoRA of a rank above {after}: what the "
-                    "server has beyond is zero now, and stays so, as it has no gradient; draw more clients a round, or choose "
-                    "server_rule='svd'",
+                    "server has beyond is zero now, and stays so, as it has no gradient; draw more clients a round, or "
+                    "choose server_rule='svd'",
                     stacklevel=2,
                 )
                 return
