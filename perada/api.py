@@ -18,7 +18,7 @@ from perada.core.checks import OptionError, check_integer, check_options
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
 from perada.data import FederatedData, FederatedDataModule
-from perada.data.batches.workers import worker_deaths_named
+from perada.data.batches.workers import explain_worker_deaths
 from perada.engine.engine import EngineName
 from perada.federation.diagnostics import Diagnostic
 from perada.federation.settings import ClientOptimizer, StoreKind
@@ -177,7 +177,7 @@ def finetune(  # noqa: D417, PLR0913  # one argument an option, of which `_expla
     }
     early = described_early(loop, module, data)
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir), early, loop.resume_allow)
-    with quiet(), plain_data(path, trainer), no_trace_if_refused(trainer), worker_deaths_named():
+    with quiet(), plain_data(path, trainer), no_trace_if_refused(trainer), explain_worker_deaths():
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return loop.outcome(module)
 

@@ -21,9 +21,9 @@ from perada.core.text import abbreviated, printable
 from perada.data import IID, ByDomain, HuggingFace, Images, ImageTable
 from perada.data.inspection import Inspection, inspect_division
 from perada.data.partitions.division import Division
-from perada.data.sets.folders import best_proposal, list_images
+from perada.data.sets.folders import list_images, propose_layout
 from perada.data.sets.manifest import SPLITS
-from perada.data.sets.tables import BINARY, read_table, separator_of
+from perada.data.sets.tables import BINARY, guess_separator, read_table
 from perada.privacy.accounting import check_target
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
@@ -111,7 +111,7 @@ def make_division(source: str, images_class: type[Source], options: dict[str, An
     if isinstance(images, Images):
         has_clients = "{client}" in images.layout
     else:
-        has_clients = images.client is not None or "client" in images.listed[0]
+        has_clients = images.client is not None or "client" in images.listing.columns
     return Division(images, ByDomain("client") if has_clients else IID(1))
 
 
@@ -309,10 +309,10 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
         options = table_options(images)
         image_table = ImageTable(**options)
         num_images = len(image_table.read_manifest().paths)  # which also checks the files and the labels
-        has_clients = image_table.client is not None or "client" in image_table.listed[0]
+        has_clients = image_table.client is not None or "client" in image_table.listing.columns
     else:
         files = list_images(Path(images))
-        layout = best_proposal(files)
+        layout = propose_layout(files)
         if not layout:
             raise ValueError(_no_layout_message(images, files))
         options = {"root": images, "layout": layout}
@@ -368,7 +368,7 @@ def table_options(path: str) -> dict[str, Any]:
     if label != "label":
         options["label"] = label
     if isinstance(label, str) and all(isinstance(cell, str) for cell in values[label]):
-        separator = separator_of(values[label])
+        separator = guess_separator(values[label])
         if separator is not None:
             options["separator"] = separator
     return options

@@ -79,7 +79,7 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
     division.download()
     if isinstance(division.dataset, OwnImages):
         # The split of former starts, which stays the same when images are added.
-        division.dataset.known = load_splits(site_file.state).get(split_key(division.dataset), {})
+        division.dataset.fixed_splits = load_splits(site_file.state).get(split_key(division.dataset), {})
     all_clients = division.share_out()
     num_clients = len(all_clients.train)
     check_integer("data: client", index, 0, le=num_clients - 1, hint="of the partition's clients")

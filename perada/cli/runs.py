@@ -34,7 +34,7 @@ from perada.core.checks import OptionError, check_integer
 from perada.core.text import printable
 from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
-from perada.data.batches.workers import worker_deaths_named
+from perada.data.batches.workers import explain_worker_deaths
 from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.callbacks import TRAINER_DEFAULTS, default_components, listed
 from perada.lightning.checkpoint import described_early, find_checkpoint
@@ -207,7 +207,7 @@ class PeradaCLI(LightningCLI):
         with (
             plain_data(self.config[subcommand].ckpt_path, self.trainer),
             no_trace_if_refused(self.trainer),
-            worker_deaths_named(),
+            explain_worker_deaths(),
         ):
             super()._run_subcommand(subcommand)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of what the datasets of the clients and the server hold, and what they find."""
+"""Checks of the clients' and the server's datasets, and the facts that they find."""
 
 import hashlib
 import warnings
@@ -17,73 +17,74 @@ from perada.core.checks import OptionError, check_integer
 from perada.core.text import abbreviated
 from perada.data.batches.datasets import (
     LABEL_KEYS,
-    Kind,
+    TensorFormat,
     as_labels,
-    check_kind,
-    check_label_kinds,
+    check_label_formats,
+    check_same_format,
     declared_labels,
-    entries,
+    image_and_label,
     isolated_randomness,
-    kind,
     length,
     read_item,
-    resolved,
+    resolve_subset,
+    tensor_format,
 )
 from perada.data.batches.samples import MapStore, Store, TensorStore, make_store
 from perada.data.federated import FederatedData, warn_of_look_alikes
 from perada.data.sets.base import ImageSet, class_names
 
-Labels = Tensor | list[Any]  # of one client; a list where some are words
-_CHUNK = 4096  # images of a tensor gathered at a time
+Labels = Tensor | list[Any]
+"""Labels of one client; a list if some are words."""
+SCAN_LIMIT = 50_000
+"""Labels of datasets that declare none are read from all samples, up to this many. Beyond, they are checked on use."""
+COUNT_LIMIT = 200_000
+"""Numbers of samples by client and class that a run keeps, at most."""
+_CHUNK = 4096  # images of a tensor that are gathered at once
 
 
-def _digests(store: Store) -> Iterator[bytes]:
-    """A hash of each image, client after client; equal images have equal ones, others do not (128 bits)."""
+def _image_hashes(store: Store) -> Iterator[bytes]:
+    """Yield a hash (128 bits) of each image, client after client."""
     if isinstance(store, MapStore):
         for client, size in enumerate(store.sizes):
             for index in range(size):
                 with isolated_randomness():
                     image, _ = store.item(client, index, resize=False)
-                yield from _hashes(image.unsqueeze(0))
+                yield from _hash_each(image.unsqueeze(0))
         return
     for rows in torch.split(store.table, _CHUNK):
-        yield from _hashes(store.images[rows.to(store.images.device)])
+        yield from _hash_each(store.images[rows.to(store.images.device)])
 
 
-def _hashes(images: Tensor) -> Iterator[bytes]:
-    """A hash of each of the images (N, ...)."""
+def _hash_each(images: Tensor) -> Iterator[bytes]:
+    """Yield a hash of each of the images (N, ...), which covers shape and dtype."""
     prefix = f"{tuple(images.shape[1:])} {images.dtype} ".encode()
     for row in images.reshape(len(images), -1).contiguous().cpu().view(torch.uint8).numpy():
         yield hashlib.blake2b(prefix + row.tobytes(), digest_size=16).digest()
 
 
-def _refuse_copies(store: Store, which: str, server_images: Mapping[bytes, str]) -> None:
-    """Refuse clients' images that are among the server's, whose names are given by their hash.
+def _check_no_copies(store: Store, kind: str, server_images: Mapping[bytes, str]) -> None:
+    """Raise an OptionError if the server has one of the clients' images.
 
-    ``which`` is how the message calls the clients' images, such as ``"test "``.
+    Args:
+        store: The clients' images.
+        kind: Their name in the message, such as ``"test "``.
+        server_images: Names of the server's images by their hash.
     """
-    digests = _digests(store)
+    hashes = _image_hashes(store)
     for client, size in enumerate(store.sizes):
-        for index, digest in enumerate(islice(digests, size)):
-            if digest in server_images:
+        for index, image_hash in enumerate(islice(hashes, size)):
+            if image_hash in server_images:
                 raise OptionError(
-                    f"privacy: {which}image {index} of client {client} is also {server_images[digest]}: no ledger "
-                    "counts what the server does with a client's image. Take such images out of the server's set, or "
-                    "give another set",
+                    f"privacy: {kind}image {index} of client {client} is also {server_images[image_hash]}: the ledgers "
+                    "do not account for what the server does with a client's image. Remove such images from the "
+                    "server's set, or use another set",
                     name="privacy",
                 )
 
 
-# Labels of datasets that have no `targets` are found by reading every sample, up to this many; beyond, they are
-# checked as they are used.
-SCAN_LIMIT = 50_000
-COUNT_LIMIT = 200_000
-"""Numbers of samples by client and class that a run keeps, at most."""
-
-
 @dataclass
 class Checked:
-    """What the checks found: a store for each part, and the facts about the task."""
+    """The checked data: a store for each part, and the facts about the task."""
 
     train: Store
     test: Store | None
@@ -92,82 +93,102 @@ class Checked:
     num_classes: int
     classes: list[str] | None
     multilabel: bool
-    image: Kind
+    image: TensorFormat
     held_out: Sequence[Dataset[Any]] = ()
-    """What each client sets aside of its training images; it is neither trained nor scored on."""
+    """Training images that each client holds out, and that it neither trains nor is scored on."""
 
     def check_channels(self, channels: int) -> None:
-        """Refuse clients' and public images that a backbone cannot take; a single uint8 channel fits any."""
-        public = None if self.public is None else first_image(self.public)
-        for name, found in (("training", self.image), ("public", public)):
-            if found is None or len(found[0]) != 3 or found[0][0] == channels:
+        """Raise a ValueError for images that do not fit the backbone's channels; a uint8 channel can be repeated."""
+        formats = {"training": self.image}
+        if self.public is not None:
+            formats["public"] = first_image_format(self.public)
+        for name, (shape, dtype) in formats.items():
+            if len(shape) != 3 or shape[0] == channels:
                 continue
-            if found[0][0] != 1 or found[1] != torch.uint8:
+            if shape[0] != 1 or dtype != torch.uint8:
                 raise ValueError(
-                    f"{name} images are {found[1]} of shape {found[0]} and the backbone takes {channels} channels: "
-                    f"convert them to {channels} (uint8 images of 1 are repeated), or give a network of your own for "
-                    f"{found[0][0]} as backbone"
+                    f"{name} images are {dtype} of shape {shape} and the backbone takes {channels} channels: "
+                    f"convert them to {channels} (uint8 images of 1 are repeated), or give your own network for "
+                    f"{shape[0]} as backbone"
                 )
 
     def check_overlap(self) -> None:
-        """Refuse images of the server's that clients have, the same to the last byte; files are all read for it.
+        """Check that the server has no image of a client, byte by byte. Reads all images.
 
-        A client has its training images, those that it holds out of them, and its test images: whatever the server
-        does with one of them, no ledger counts it.
+        A client's images are its training images, those that it holds out of them, and its test images: the ledgers do
+        not account for what the server does with them.
 
-        Images are compared as they are stored, before they are resized or augmented, with their shape and type; grey
-        uint8 images (H, W) and (1, H, W) are alike. What a dataset draws at random is drawn alike for all. A changed
-        copy of an image, by as little as one pixel, is another image.
+        Images are compared as they are stored, before they are resized or augmented, with their shape and dtype; grey
+        uint8 images (H, W) and (1, H, W) are equal. Datasets that draw at random draw the same for all images. A copy
+        that differs by a single pixel is another image.
 
         Raises:
-            ValueError: If the public or the validation set of the server holds an image of a client.
+            OptionError: If the public or the validation set of the server has an image of a client.
         """
         server_images: dict[bytes, str] = {}
         for name, store in (("public", self.public), ("server_validation", self.server_validation)):
-            for index, digest in enumerate(_digests(store)) if store is not None else ():
-                server_images.setdefault(digest, f"image {index} of the {name} set")
+            if store is None:
+                continue
+            for index, image_hash in enumerate(_image_hashes(store)):
+                server_images.setdefault(image_hash, f"image {index} of the {name} set")
         if not server_images:
             return
-        held_out = make_store(self.held_out) if self.held_out else None
-        for which, store in (("", self.train), ("held-out ", held_out), ("test ", self.test)):
-            if store is not None:
-                _refuse_copies(store, which, server_images)
+        _check_no_copies(self.train, "", server_images)
+        if self.held_out:
+            _check_no_copies(make_store(self.held_out), "held-out ", server_images)
+        if self.test is not None:
+            _check_no_copies(self.test, "test ", server_images)
 
     def extreme_tokens(self) -> list[int]:
-        """The least and the greatest token of the texts that are in memory, of each set that a model will see."""
-        stores = (self.train, self.test, self.public)
-        texts = [store.images for store in stores if isinstance(store, TensorStore) and len(store.images)]
-        return sorted({int(token) for images in texts for token in images.aminmax()})
+        """Return the smallest and largest tokens of the texts in memory, of each set that a model will see."""
+        extremes = set()
+        for store in (self.train, self.test, self.public):
+            if isinstance(store, TensorStore) and len(store.images):
+                smallest, largest = store.images.aminmax()
+                extremes |= {int(smallest), int(largest)}
+        return sorted(extremes)
 
     def class_counts(self) -> dict[str, list[list[int]]]:
-        """Samples (M, K) of each client and class by ``train`` and ``test``; with several labels, those that have each.
+        """Count the samples (M, K) of each client and class, or with several labels, the samples that have each.
 
-        A part is left out if it is too large to read every label, or for more than ``COUNT_LIMIT`` numbers.
+        Returns:
+            The counts of ``train`` and ``test``, without a part whose labels are not all known or that would take more
+            than ``COUNT_LIMIT`` numbers.
         """
         counts = {}
         for part, store in (("train", self.train), ("test", self.test)):
-            few = store is not None and len(store.sizes) * self.num_classes <= COUNT_LIMIT
-            clients: Sequence[Tensor | None] = store.client_labels() if store is not None and few else [None]
-            known = [labels for labels in clients if labels is not None]
-            if len(known) == len(clients):
-                counts[part] = [
-                    (own.long().sum(0) if self.multilabel else own.bincount(minlength=self.num_classes)).tolist()
-                    for own in known
-                ]
+            if store is None or len(store.sizes) * self.num_classes > COUNT_LIMIT:
+                continue
+            known_labels = [labels for labels in store.client_labels() if labels is not None]
+            if len(known_labels) == len(store.sizes):
+                counts[part] = [self._count_classes(labels) for labels in known_labels]
         return counts
+
+    def _count_classes(self, labels: Tensor) -> list[int]:
+        """Count the samples (K,) of each class in labels (N,), or of each label in (N, K)."""
+        if self.multilabel:
+            counts = labels.long().sum(0)
+        else:
+            counts = labels.bincount(minlength=self.num_classes)
+        numbers: list[int] = counts.tolist()
+        return numbers
 
 
 def check(data: FederatedData, num_classes: int | None = None, image_size: int | None = None) -> Checked:
-    """Open the data and verify them; uint8 images are resized to ``image_size``, unless it is None.
+    """Open and check the data.
 
-    The number of classes K is ``num_classes``, or what the data say, or what is found in the labels. Words become
-    their places in ``classes``, or in their sorted order over all clients, which then is ``classes``. The names that
-    Hugging Face's datasets carry are taken over, unless ``num_classes`` is another number.
+    Labels that are words become their index in ``data.classes``, or in the sorted words of all clients, which then are
+    the classes. The class names of Hugging Face's datasets are used unless ``num_classes`` is another number.
+
+    Args:
+        data: The data.
+        num_classes: Number of classes K; None for that of the data, or else for what the labels show.
+        image_size: Height and width to resize uint8 images to; None keeps them.
 
     Raises:
         ValueError: If there are no clients, a client has no samples, shapes differ, a label is out of range, the
-            data say another number of classes, labels are words at some clients alone, or names of classes differ.
-        TypeError: If items, images or labels are of a type that cannot be used.
+            data have another number of classes, only some clients have words as labels, or class names differ.
+        TypeError: If items, images or labels have an unsupported type.
     """
     if num_classes is not None and data.num_classes not in (None, num_classes):
         raise ValueError(
@@ -175,107 +196,164 @@ def check(data: FederatedData, num_classes: int | None = None, image_size: int |
             "num_classes out"
         )
     num_classes = num_classes or data.num_classes
-    declared = num_classes is not None or data.classes is not None
+    is_declared = num_classes is not None or data.classes is not None
     _check_counts(data)
     check_integer("num_classes", num_classes, optional=True)
-    sets = {"training": data.train, "test": data.test if any(map(length, data.test)) else []}
-    sets["validation"] = [] if data.server_validation is None else [data.server_validation]
+    sets = {"training": data.train, "test": [], "validation": []}
+    if any(length(dataset) for dataset in data.test):
+        sets["test"] = data.test
+    if data.server_validation is not None:
+        sets["validation"] = [data.server_validation]
     stores = {part: make_store(datasets, size=image_size) for part, datasets in sets.items() if len(datasets)}
     public = None if data.public is None else make_store([data.public], labelled=False, size=image_size)
-    named = num_classes or (None if data.classes is None else len(data.classes))
-    given = {part: _known_labels(part, store, named) for part, store in stores.items()}
-    words = _words(given)
+
+    declared_count = num_classes
+    if not num_classes and data.classes is not None:
+        declared_count = len(data.classes)
+    raw_labels = {part: _known_labels(part, store, declared_count) for part, store in stores.items()}
+    words = _words(raw_labels)
     warn_of_look_alikes("labels", words or ())
-    classes = data.classes or words or _carried(sets, num_classes)
-    numbers = {word: number for number, word in enumerate(classes or ())} if words else None
-    found = {part: _numbered(store, given[part], numbers) for part, store in stores.items()}
-    known = [(client, labels) for part in found.values() for client, labels in enumerate(part) if len(labels)]
-    first = known[0][1]
-    check_label_kinds(known)
-    multilabel = first.ndim == 2
+    classes = data.classes or words or _hugging_face_classes(sets, num_classes)
+    class_numbers = None
+    if words:
+        class_numbers = {word: number for number, word in enumerate(classes or ())}
+    labels_of_parts = {}
+    for part, store in stores.items():
+        labels_of_parts[part] = _number_labels(store, raw_labels[part], class_numbers)
+    nonempty = []
+    for labels_of_clients in labels_of_parts.values():
+        nonempty += [(client, labels) for client, labels in enumerate(labels_of_clients) if len(labels)]
+    check_label_formats(nonempty)
+    _, first_labels = nonempty[0]
+    multilabel = first_labels.ndim == 2
+    # The number of classes that names of Hugging Face's datasets give is known, that of words is not.
+    infers_classes = not is_declared and (classes is None or words is not None)
+    num_classes = _check_classes(labels_of_parts, classes, num_classes, multilabel, infers_classes)
+    for store in stores.values():
+        if isinstance(store, MapStore) and not multilabel:
+            store.classes = store.classes or range(num_classes)
+    return Checked(
+        train=stores["training"],
+        test=stores.get("test"),
+        public=public,
+        server_validation=stores.get("validation"),
+        num_classes=num_classes,
+        classes=None if classes is None else list(classes),
+        multilabel=multilabel,
+        image=_common_format(stores, image_size),
+    )
+
+
+def _check_classes(
+    labels_of_parts: Mapping[str, list[Tensor]],
+    classes: Sequence[str] | None,
+    num_classes: int | None,
+    multilabel: bool,
+    infers_classes: bool,
+) -> int:
+    """Check that the labels are of the classes, and return the number of classes K.
+
+    Args:
+        labels_of_parts: Labels of each client by part of the data.
+        classes: Names of the classes, if there are any.
+        num_classes: Number of classes; None for the number of names, or else for what the labels show.
+        multilabel: Whether labels are vectors.
+        infers_classes: Whether the labels are all that is known of the classes.
+
+    Raises:
+        ValueError: If the classes, their number and the labels do not match.
+    """
     if classes is not None:
         num_classes = num_classes or len(classes)
         class_names("the data", classes, num_classes)
         if num_classes == 1 and not multilabel:
             raise ValueError(
                 f"all images are of one class ({classes[0]}), and nothing can be learned: add images of another; "
-                "where an image has a label or not, give vectors of zeros and ones (a list of columns of a table)"
+                "if each image has the label or not, give vectors of zeros and ones (a list of columns of a table)"
             )
     if multilabel:
-        _warn_of_one_hot(found["training"])
-    elif not declared and (num_classes is None or words):
-        _check_inferred_classes(found)
-    if num_classes is None:
-        num_classes = first.shape[1] if multilabel else int(max(labels.max() for _, labels in known)) + 1
-    if multilabel and first.shape[1] != num_classes:
+        _warn_of_one_hot(labels_of_parts["training"])
+    elif infers_classes:
+        _check_inferred_classes(labels_of_parts)
+    all_labels = [labels for labels_of_clients in labels_of_parts.values() for labels in labels_of_clients]
+    nonempty = [labels for labels in all_labels if len(labels)]
+    if num_classes is None and multilabel:
+        num_classes = nonempty[0].shape[1]
+    elif num_classes is None:
+        num_classes = int(max(labels.max() for labels in nonempty)) + 1
+    if multilabel and nonempty[0].shape[1] != num_classes:
         raise ValueError(
-            f"labels have {first.shape[1]} entries but num_classes is {num_classes}: make the two equal, or leave "
-            "num_classes out"
+            f"labels have {nonempty[0].shape[1]} entries but num_classes is {num_classes}: make the two equal, or "
+            "leave num_classes out"
         )
-    for part, clients in found.items():
-        for client, labels in enumerate(clients):
-            who = "the server" if part == "validation" else f"client {client}"
-            check_labels(f"{who} has the {part} label", labels, num_classes, multilabel)
-    for store in stores.values():
-        if isinstance(store, MapStore) and not multilabel:
-            store.classes = store.classes or range(num_classes)
-    image = _common_kind(stores, image_size)
-    test, validation = stores.get("test"), stores.get("validation")
-    names = None if classes is None else list(classes)
-    return Checked(stores["training"], test, public, validation, num_classes, names, multilabel, image)
+    for part, labels_of_clients in labels_of_parts.items():
+        for client, labels in enumerate(labels_of_clients):
+            owner = "the server" if part == "validation" else f"client {client}"
+            check_labels(f"{owner} has the {part} label", labels, num_classes, multilabel)
+    return num_classes
 
 
-def _check_inferred_classes(found: Mapping[str, list[Tensor]]) -> None:
-    """Refuse labels from which the number of classes is inferred, where they are no numbering of classes.
+def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]]) -> None:
+    """Check that labels from which the number of classes is inferred number the classes.
 
     Raises:
         ValueError: If all training images are of one class, or most of the classes would have no image.
     """
-    trained = torch.cat(found["training"]).unique().tolist()
+    trained = torch.cat(labels_of_parts["training"]).unique().tolist()
     if len(trained) == 1:
         raise ValueError(
             f"all training images have the label {trained[0]}, and nothing can be learned from one class: add images "
-            "of another, or set num_classes if other clients have them. Where an image has a label or not, give float "
+            "of another, or set num_classes if other clients have them. If each image has the label or not, give float "
             "vectors (1,) of zeros and ones"
         )
-    used = torch.cat([labels for clients in found.values() for labels in clients]).unique().tolist()
-    count = used[-1] + 1
-    # Negative labels are refused later, with the client that has them.
-    if used[0] >= 0 and count - len(used) > len(used):
-        shown = abbreviated(list(map(str, used)))
+    all_labels = torch.cat([torch.cat(labels_of_clients) for labels_of_clients in labels_of_parts.values()])
+    used = all_labels.unique().tolist()
+    num_classes = used[-1] + 1
+    num_unused = num_classes - len(used)
+    # Negative labels are rejected later, with the client that has them.
+    if used[0] >= 0 and num_unused > len(used):
         raise ValueError(
-            f"the labels go up to {used[-1]}, which makes {count} classes, and {count - len(used)} of them have no "
-            f"image (there are {shown}): number the classes from 0 without gaps, take out images whose label means "
-            f"that they have none (often 255), or set num_classes={count} if this is meant"
+            f"the labels go up to {used[-1]}, which makes {num_classes} classes, and {num_unused} of them have no "
+            f"image (there are {abbreviated([str(label) for label in used])}): number the classes from 0 without "
+            "gaps, take out images whose label means that they have none (often 255), or set "
+            f"num_classes={num_classes} if this is intended"
         )
 
 
-def _warn_of_one_hot(clients: Sequence[Tensor]) -> None:
-    """Warn of vectors that may be one-hot classes, since they are trained as labels that do not exclude one another."""
-    labels = torch.cat(list(clients))
-    images, count = labels.shape
-    if images > 1 and count > 1 and bool(((labels == 0) | (labels == 1)).all()) and bool((labels.sum(1) == 1).all()):
+def _warn_of_one_hot(labels_of_clients: Sequence[Tensor]) -> None:
+    """Warn of vectors that may be one-hot classes, since they are trained as independent labels."""
+    labels = torch.cat(list(labels_of_clients))
+    num_images, num_labels = labels.shape
+    if num_images < 2 or num_labels < 2:
+        return
+    is_binary = bool(((labels == 0) | (labels == 1)).all())
+    if is_binary and bool((labels.sum(1) == 1).all()):
         warnings.warn(
-            f"each of the {images} training images has exactly one of {count} labels, and they are trained as labels "
-            "of which an image may have several: if they are one-hot classes, give the classes (labels.argmax(1))",
-            stacklevel=3,
+            f"each of the {num_images} training images has exactly one of {num_labels} labels, and they are trained as "
+            "labels of which an image may have several: if they are one-hot classes, give the classes "
+            "(labels.argmax(1))",
+            stacklevel=4,
         )
 
 
-def _common_kind(stores: Mapping[str, Store], size: int | None) -> Kind:
-    """What all images are, by the first one of each client; tensors were compared when the store was made."""
-    image = None
+def _common_format(stores: Mapping[str, Store], size: int | None) -> TensorFormat:
+    """Check that the first images of all clients have the same format, and return it."""
+    common = None
     for part, store in stores.items():
-        for client in [0] if isinstance(store, TensorStore) else np.flatnonzero(store.sizes).tolist():
-            got = first_image(store, client, size)
-            check_kind(client, got, image or got, f"{part} data: ")
-            image = got
-    assert image is not None
-    return image
+        # The tensors of all clients were compared when the store was made.
+        clients = [0]
+        if isinstance(store, MapStore):
+            clients = np.flatnonzero(store.sizes).tolist()
+        for client in clients:
+            image_format = first_image_format(store, client, size)
+            check_same_format(client, image_format, common or image_format, f"{part} data: ")
+            common = image_format
+    assert common is not None
+    return common
 
 
 def _check_counts(data: FederatedData) -> None:
-    """Refuse missing clients, empty ones, and names that are not one for each."""
+    """Raise a ValueError for missing or empty clients, or names that do not match the clients."""
     if not len(data.train):
         raise ValueError("there are no clients: FederatedData.train is empty, give one dataset per client")
     if len(data.test) not in (0, len(data.train)):
@@ -290,108 +368,164 @@ def _check_counts(data: FederatedData) -> None:
     if names is not None and (len(names) != len(data.train) or len(set(names)) < len(names)):
         raise ValueError(
             f"client_names has {len(names)} names, {len(set(names))} of them different, for {len(data.train)} clients: "
-            "give each client a name of its own, or leave them out"
+            "give each client a unique name, or leave them out"
         )
     for name, server_set in (("public", data.public), ("server_validation", data.server_validation)):
         if server_set is not None and length(server_set) == 0:
             raise ValueError(f"the {name} set has no samples: give some, or None")
 
 
-def first_image(store: Store, client: int = 0, size: int | None = None) -> Kind:
-    """Shape and type of a client's first image, once it is resized to ``size``."""
+def first_image_format(store: Store, client: int = 0, size: int | None = None) -> TensorFormat:
+    """Return the format of a client's first image after it is resized to ``size``."""
     if isinstance(store, MapStore):
-        return kind(store.take(torch.tensor([client]), torch.tensor([0]))[0])
-    shape, dtype = kind(store.images)
-    return (shape if size is None or dtype != torch.uint8 else (*shape[:-2], size, size)), dtype
+        image, _ = store.take(torch.tensor([client]), torch.tensor([0]))
+        return tensor_format(image)
+    shape, dtype = tensor_format(store.images)
+    if size is not None and dtype == torch.uint8:
+        shape = (*shape[:-2], size, size)
+    return shape, dtype
 
 
 def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Labels]:
-    """Labels of every client, those that datasets declare, or else read sample by sample within SCAN_LIMIT."""
+    """Return the labels of every client as far as they can be known before training.
+
+    Labels that a dataset does not declare are read from all samples, or from the first one if there are more than
+    ``SCAN_LIMIT``.
+    """
     if isinstance(store, TensorStore):
         return [*store.client_labels()]
-    scan, found = sum(store.sizes) <= SCAN_LIMIT, list[Labels]()
+    num_samples = sum(store.sizes)
+    reads_all = num_samples <= SCAN_LIMIT
+    labels_of_clients: list[Labels] = []
     with isolated_randomness():
         for client, dataset in enumerate(store.datasets):
-            labels, size = declared_labels(dataset), store.sizes[client]
-            if size and labels is not None and not isinstance(resolved(dataset)[0], ImageSet):
-                words = isinstance(_label(dataset, client, 0), str)
-                labels = labels if words == isinstance(labels, list) else None  # not what the items have
-            if labels is None:
-                if not scan and num_classes is None:
-                    raise ValueError(
-                        f"client {client} declares no labels, and the {sum(store.sizes)} {part} samples are too many "
-                        "to read them all: give num_classes, or classes where they are words, or its dataset an "
-                        "attribute targets"
-                    )
-                read = [_label(dataset, client, index) for index in range(size if scan else min(1, size))]
-                words = any(isinstance(label, str) for label in read)
-                labels = read if words else torch.stack(read) if read else torch.empty(0, dtype=torch.int64)
-            found.append(labels)
-    return found
+            size = store.sizes[client]
+            declared = declared_labels(dataset)
+            if size and declared is not None and not _labels_match_items(declared, dataset, client):
+                declared = None
+            if declared is not None:
+                labels_of_clients.append(declared)
+                continue
+            if not reads_all and num_classes is None:
+                raise ValueError(
+                    f"client {client} declares no labels, and the {num_samples} {part} samples are too many to read "
+                    "them all: give num_classes, or classes if they are words, or its dataset an attribute targets"
+                )
+            num_read = size if reads_all else min(1, size)
+            labels = [_read_label(dataset, client, index) for index in range(num_read)]
+            if any(isinstance(label, str) for label in labels):
+                labels_of_clients.append(labels)
+            elif labels:
+                labels_of_clients.append(torch.stack(labels))
+            else:
+                labels_of_clients.append(torch.empty(0, dtype=torch.int64))
+    return labels_of_clients
 
 
-def _label(dataset: Dataset[Any], client: int, index: int) -> Any:  # noqa: ANN401
-    """The label of a sample: a word or a tensor."""
+def _labels_match_items(declared: Labels, dataset: Dataset[Any], client: int) -> bool:
+    """Whether the labels that a dataset declares are of the same kind, words or not, as those of its items.
+
+    A transform may turn one into the other. perada's own sets are not read.
+    """
+    base, _ = resolve_subset(dataset)
+    if isinstance(base, ImageSet):
+        return True
+    items_have_words = isinstance(_read_label(dataset, client, 0), str)
+    return items_have_words == isinstance(declared, list)
+
+
+def _read_label(dataset: Dataset[Any], client: int, index: int) -> Any:  # noqa: ANN401
+    """Read the label of a sample, a word or a tensor."""
     try:
-        label = entries(read_item(dataset, index, f"client {client}"), labelled=True)[1]
+        item = read_item(dataset, index, f"client {client}")
+        _, label = image_and_label(item, labelled=True)
         return label if isinstance(label, str) else as_labels(label, of_one_image=True)
     except TypeError as error:
         raise TypeError(f"client {client}, sample {index}: {error}") from None
 
 
-def _words(found: Mapping[str, list[Labels]]) -> list[str] | None:
-    """All words among the labels, sorted; None where all are numbers."""
-    clients = [(part, client, one) for part, own in found.items() for client, one in enumerate(own) if len(one)]
-    words = {
-        label for _, _, labels in clients if isinstance(labels, list) for label in labels if isinstance(label, str)
-    }
-    for part, client, labels in clients if words else ():
-        wrong = next((label for label in labels if not isinstance(label, str)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"client {client} has the {part} label {torch.as_tensor(wrong).tolist()}, and others are words, such "
-                f"as {min(words)!r}: give words to all, or numbers to all"
-            )
-    return sorted(words) or None
+def _words(labels_of_parts: Mapping[str, list[Labels]]) -> list[str] | None:
+    """Return all words that are labels, sorted, or None if all labels are numbers.
+
+    Raises:
+        ValueError: If some labels are words and others are numbers.
+    """
+    words = set()
+    for labels_of_clients in labels_of_parts.values():
+        for labels in labels_of_clients:
+            if isinstance(labels, list):
+                words |= {label for label in labels if isinstance(label, str)}
+    if not words:
+        return None
+    for part, labels_of_clients in labels_of_parts.items():
+        for client, labels in enumerate(labels_of_clients):
+            number = next((label for label in labels if not isinstance(label, str)), None)
+            if number is not None:
+                raise ValueError(
+                    f"client {client} has the {part} label {torch.as_tensor(number).tolist()}, and others are words, "
+                    f"such as {min(words)!r}: give words to all, or numbers to all"
+                )
+    return sorted(words)
 
 
-def _carried(sets: Mapping[str, Sequence[Any]], num_classes: int | None) -> list[str] | None:
-    """The names of classes that Hugging Face's datasets carry, where they are as many as there are classes."""
-    found: dict[str, list[str]] = {}
+def _hugging_face_classes(sets: Mapping[str, Sequence[Any]], num_classes: int | None) -> list[str] | None:
+    """Return the class names in the features of Hugging Face's datasets, unless ``num_classes`` is another number.
+
+    Raises:
+        ValueError: If datasets have different names.
+    """
+    names_of_sets: dict[str, list[str]] = {}
     for part, datasets in sets.items():
         for client, dataset in enumerate(datasets):
-            features = getattr(resolved(dataset)[0], "features", None)
+            base, _ = resolve_subset(dataset)
+            features = getattr(base, "features", None)
+            if not isinstance(features, Mapping):
+                continue
             for key in LABEL_KEYS:
-                feature = features.get(key) if isinstance(features, Mapping) else None
-                names = getattr(feature, "names", None)
-                found |= {} if names is None else {f"client {client}: the {part} set": list(names)}
-    for who, names in found.items():
-        first = next(iter(found))
-        if names != found[first]:
+                names = getattr(features.get(key), "names", None)
+                if names is not None:
+                    names_of_sets[f"client {client}: the {part} set"] = list(names)
+    if not names_of_sets:
+        return None
+    first_set, first_names = next(iter(names_of_sets.items()))
+    for name, names in names_of_sets.items():
+        if names != first_names:
             raise ValueError(
-                f"{who} has the classes {names}, and {first} has {found[first]}: number them alike, or give words as "
-                "labels"
+                f"{name} has the classes {names}, and {first_set} has {first_names}: number them alike, or give words "
+                "as labels"
             )
-    names = next(iter(found.values()), None)
-    return names if names and num_classes in (None, len(names)) else None
+    if not first_names or num_classes not in (None, len(first_names)):
+        return None
+    return first_names
 
 
-def _numbered(store: Store, given: list[Labels], numbers: dict[str, int] | None) -> list[Tensor]:
-    """The labels of every client, with ``numbers`` for words; a store that reads item by item is told of both."""
+def _number_labels(store: Store, labels_of_clients: list[Labels], class_numbers: dict[str, int] | None) -> list[Tensor]:
+    """Return the labels of every client with numbers in place of words.
+
+    A MapStore gets the class numbers, and the labels of clients of which all are known.
+    """
     if isinstance(store, MapStore):
-        store.classes = numbers
-        for client, labels in enumerate(given):
-            if isinstance(labels, list):
-                labels = torch.stack([store.number(client, word) for word in labels])
-            given[client] = labels
-            store.known[client] = labels if len(labels) == store.sizes[client] else None
-    return [labels for labels in given if isinstance(labels, Tensor)]
+        store.classes = class_numbers
+    numbered: list[Tensor] = []
+    for client, labels in enumerate(labels_of_clients):
+        if isinstance(labels, Tensor):
+            numbered.append(labels)
+        else:
+            assert isinstance(store, MapStore)
+            numbers = [int(store.class_number(client, word)) for word in labels]
+            numbered.append(torch.tensor(numbers, dtype=torch.int64))  # a client may have no images
+        if isinstance(store, MapStore):
+            all_known = len(labels) == store.sizes[client]
+            store.known_labels[client] = numbered[client] if all_known else None
+    return numbered
 
 
-def check_labels(what: str, labels: Tensor, num_classes: int, multilabel: bool) -> None:
-    """Refuse classes outside of 0..K-1, and values of vectors outside of [0, 1]; ``what`` begins the message."""
-    top = 1 if multilabel else num_classes - 1
-    wrong = labels[~((labels >= 0) & (labels <= top))]
-    if len(wrong):
-        remedy = "correct the label" + ("" if multilabel else f" or num_classes (now {num_classes})")
-        raise ValueError(f"{what} {wrong[0].item()}, outside 0..{top}: {remedy}")
+def check_labels(prefix: str, labels: Tensor, num_classes: int, multilabel: bool) -> None:
+    """Raise a ValueError, which begins with ``prefix``, for classes outside 0..K-1, or vectors outside [0, 1]."""
+    largest = 1 if multilabel else num_classes - 1
+    out_of_range = labels[~((labels >= 0) & (labels <= largest))]
+    if len(out_of_range):
+        remedy = "correct the label"
+        if not multilabel:
+            remedy += f" or num_classes (now {num_classes})"
+        raise ValueError(f"{prefix} {out_of_range[0].item()}, outside 0..{largest}: {remedy}")

@@ -30,7 +30,7 @@ from perada.data.batches.features import FeatureCache
 from perada.data.batches.public import augment_public_images, public_indices
 from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Samples, Store, loader
 from perada.data.batches.transforms import BatchT, Preparation
-from perada.data.checked import Checked, check, first_image
+from perada.data.checked import Checked, check, first_image_format
 from perada.data.federated import FederatedData
 from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.data.inspection import OnBroken, without_broken
@@ -42,52 +42,50 @@ from perada.data.shifts import Condition, CorruptedStore, Shift, ShiftsWhen, as_
 
 EvaluateOn = Literal["test", "validation"]
 Eligible = Callable[[Sequence[int]], Sequence[int]]
-TYPES: dict[str, tuple[type, str]] = {
-    "data": (FederatedData, "FederatedData(train=[...])"),
-    "dataset": (ImageSet, "Digits()"),
-    "partition": (Partition, "Dirichlet(20, 0.1)"),
-    "public": (ImageSet, "Photographs()"),
-    "shifts": (Mapping, "{'noise': 'gaussian_noise'}"),
-}
-"""What options may be, and an example."""
+"""Returns those of the given clients that may take part in a round."""
+BYTES_PER_MB = 10**6
+PUBLIC_STREAM = -2
+"""Index of the public set in the keys of what datasets draw at random. Rounds count from 0, test sets have -1."""
 
 
 class FederatedDataModule(pl.LightningDataModule):
     """Serves rounds of local training, the clients' test data, and the server's public images.
 
     Either ``data`` holds the clients' datasets, or ``dataset`` is divided by ``partition``. Sets that are tensors are
-    gathered by index, on the accelerator where they fit; others are read item by item.
+    gathered by index, on the accelerator if they fit; others are read item by item.
 
     Args:
-        data: The clients' datasets, in Python.
-        dataset: The images that are divided among the clients.
-        partition: How they are divided.
+        data: The clients' datasets (Python only).
+        dataset: Images to divide among the clients.
+        partition: How to divide them.
         public: Images for the server's distillation; labels are never read.
-        public_fraction: Instead of ``public``: share of the training images that is taken from the clients for it.
+        public_fraction: Instead of ``public``: share of the training images that the clients give up for it.
         validation_fraction: Share of the training images that the server gets with labels, to stop distilling early.
-        train_limit: Number of training images used, drawn at random; null for all.
-        test_limit: Number of test images used, likewise.
-        public_limit: Number of images of ``public`` used, likewise.
-        client_validation: Share of every client's training images, at least one, that it does not train on.
-        evaluate_on: Score the clients' ``test`` images, or in their place the ``validation`` ones so held out.
-        seed: Seed of the partition, the limits and the shares. What is drawn in training comes from the run's seed.
-        batch_size: Images in a client's batch, or full for all that the client has.
+        train_limit: Number of training images to use, drawn at random; null for all.
+        test_limit: Number of test images to use, drawn at random; null for all.
+        public_limit: Number of images of ``public`` to use, drawn at random; null for all.
+        client_validation: Share of every client's training images, at least one, that it holds out of training.
+        evaluate_on: Evaluate on the clients' ``test`` images, or instead on the ``validation`` images that they hold
+            out.
+        seed: Seed of the partition, the limits and the shares. Draws during training depend on the run's seed.
+        batch_size: Images in a client's batch, or full for all images of the client.
         eval_batch_size: Images in a batch of test data.
-        num_workers: Processes that read images from files; the batches are the same for any number.
+        num_workers: Processes that read images from files. The batches are the same for any number.
         image_size: Height and width to resize uint8 images to; null keeps them.
-        crop_padding: Shift training images at random by up to so many pixels; 0 for not.
-        flip: Mirror half of the training images.
-        augment_public: Change the public images of distillation in the same way, anew in each step; teachers and
+        crop_padding: Shift training images at random by up to this many pixels; 0 disables it.
+        flip: Mirror training images at random, with probability 0.5.
+        augment_public: Augment the public images of distillation in the same way, anew in each step. Teachers and
             student see the same images.
-        num_classes: Number of classes; null for what the dataset says.
-        device_cache_mb: Sets of tensors up to this size are kept on the accelerator, and features of their images.
+        num_classes: Number of classes; null for that of the dataset.
+        device_cache_mb: Keep sets of tensors up to this size on the accelerator, and cached features of their images.
         shifts: Shifted test sets by name: :class:`.Corruptions`, :class:`.LabelShift`, an image set with the same
             classes, whose test split is used, or short forms (docs/shifts.md). Not with ``evaluate_on: validation``.
-        shifts_when: Score them at the ``end`` of training, at every ``evaluation``, or in a ``test``, as always.
-        on_broken: Refuse images that cannot be read, with a list of all, before the first round; or skip them.
+        shifts_when: Evaluate on shifted test sets at the ``end`` of training, at every ``evaluation``, or only in a
+            ``test`` run, which always does.
+        on_broken: Reject images that cannot be read before the first round, with a list of all, or skip them.
 
     Raises:
-        ValueError: If an option is out of range or two exclude each other; the data are checked by ``setup``.
+        ValueError: If an option is out of range or two exclude each other. The data are checked by ``setup``.
     """
 
     num_clients: int
@@ -97,7 +95,7 @@ class FederatedDataModule(pl.LightningDataModule):
     classes: list[str] | None
     client_names: list[str] | None
     prepare: Preparation
-    """Makes a batch on its device ready for the model; those of the Trainer are so already."""
+    """Prepares a batch for the model on the batch's device. The Trainer's batches are prepared already."""
 
     def __init__(  # noqa: PLR0913  # one argument an option of recipes
         self,
@@ -128,18 +126,21 @@ class FederatedDataModule(pl.LightningDataModule):
         on_broken: OnBroken = "refuse",
     ) -> None:
         super().__init__()
-        for name, value in zip(TYPES, (data, dataset, partition, public, shifts), strict=True):
-            check_type(name, value, *TYPES[name])
-        given = (public, public_fraction, validation_fraction, train_limit, test_limit, public_limit)
+        check_type("data", data, FederatedData, "FederatedData(train=[...])")
+        check_type("dataset", dataset, ImageSet, "Digits()")
+        check_type("partition", partition, Partition, "Dirichlet(20, 0.1)")
+        check_type("public", public, ImageSet, "Photographs()")
+        check_type("shifts", shifts, Mapping, "{'noise': 'gaussian_noise'}")
         check_integer("seed", seed, 0, le=None)
         check_number("client_validation", client_validation, ge=0, lt=1, hint="a share of the training images")
         check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
         if evaluate_on == "validation" and not client_validation:
             raise ValueError(
-                "evaluate_on is 'validation' and client_validation is 0: say what share of their training images "
-                "clients hold out, for example client_validation=0.2"
+                "evaluate_on='validation' needs client_validation, the share of their training images that clients "
+                "hold out, got 0; set it, for example client_validation=0.2"
             )
-        self.data, self.division = data, None
+        self.data = data
+        self.division: Division | None = None
         if data is None:
             if dataset is None or partition is None:
                 raise OptionError(
@@ -148,11 +149,26 @@ class FederatedDataModule(pl.LightningDataModule):
                     name="dataset",
                     value=dataset,
                 )
-            self.division = Division(dataset, partition, *given, seed=seed)
-        elif dataset is not None or partition is not None or any(given):
+            self.division = Division(
+                dataset,
+                partition,
+                public=public,
+                public_fraction=public_fraction,
+                validation_fraction=validation_fraction,
+                train_limit=train_limit,
+                test_limit=test_limit,
+                public_limit=public_limit,
+                seed=seed,
+            )
+        # `is not None`, since the truth of a set is its length, for which its files would be read.
+        elif (
+            public_fraction
+            or validation_fraction
+            or any(option is not None for option in (dataset, partition, public, train_limit, test_limit, public_limit))
+        ):
             raise ValueError(
-                "data is given together with options that divide a dataset; put the public set and all else into "
-                "FederatedData, or give dataset and partition instead"
+                "data cannot be combined with options that divide a dataset; put the public set and everything else "
+                "into FederatedData, or give dataset and partition instead"
             )
         check_integer("batch_size", batch_size, also=["full"])
         check_integer("eval_batch_size", eval_batch_size)
@@ -164,10 +180,17 @@ class FederatedDataModule(pl.LightningDataModule):
         check_choice("augment_public", augment_public, [False, True])
         check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))
         check_choice("on_broken", on_broken, get_args(OnBroken))
-        self.client_validation, self.evaluate_on, self.seed = client_validation, evaluate_on, seed
-        self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
-        self.image_size, self.device_cache_mb, self.on_broken = image_size, device_cache_mb, on_broken
-        self.shifts, self.shifts_when = as_shifts(shifts or {}), shifts_when
+        self.client_validation = client_validation
+        self.evaluate_on = evaluate_on
+        self.seed = seed
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.image_size = image_size
+        self.device_cache_mb = device_cache_mb
+        self.on_broken = on_broken
+        self.shifts = as_shifts(shifts or {})
+        self.shifts_when = shifts_when
         self.conditions: list[Condition] = []
         self.prepare = Preparation(None, image_size, crop_padding, flip, augment_public=augment_public)
         self._num_classes = num_classes
@@ -180,7 +203,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._features: FeatureCache | None = None
 
     def prepare_data(self) -> None:
-        """Fetch missing files if that was asked for."""
+        """Download missing files of the datasets that allow it."""
         if self.division is not None:
             self.division.download()
         for shift in self.shifts.values():
@@ -188,7 +211,7 @@ class FederatedDataModule(pl.LightningDataModule):
                 shift.download()
 
     def setup(self, stage: str = "fit") -> None:
-        """Divide and check the data; once, however often it is called, as :attr:`checked` says."""
+        """Divide and check the data. Does so only once, however often it is called."""
         _ = self.checked
 
     @cached_property
@@ -197,45 +220,63 @@ class FederatedDataModule(pl.LightningDataModule):
 
         Raises:
             FileNotFoundError: If a dataset's files are missing.
-            ValueError: If the data cannot be divided as asked, or are not fit for training.
-            TypeError: If images or labels are of a type that cannot be used.
+            ValueError: If the data cannot be divided as configured, or do not fit the task.
+            TypeError: If images or labels have an unsupported type.
         """
-        given = self.data if self.division is None else self.division.share_out()
-        assert given is not None
-        on_test, validation = self.evaluate_on == "test", list[Dataset[Any]]()
-        data = given if on_test else replace(given, test=[])
+        if self.division is not None:
+            divided = self.division.share_out()
+        else:
+            assert self.data is not None
+            divided = self.data
+        evaluates_test = self.evaluate_on == "test"
+        # Test images that are not used are not read either.
+        data = divided if evaluates_test else replace(divided, test=[])
         data = without_broken(data, self.on_broken, self.num_workers)
+        held_out: list[Dataset[Any]] = []
         if self.client_validation:
-            train, validation = hold_out(data.train, self.client_validation, self.seed)
+            train, held_out = hold_out(data.train, self.client_validation, self.seed)
             data = replace(data, train=train)
-        self._record = self._recorded(data if on_test else replace(data, test=given.test), validation)
-        data = data if on_test else replace(data, test=validation)
-        found = check(data, self._num_classes, self.image_size)
-        found.held_out = validation if on_test else []
-        self.conditions = conditions(self.shifts, found, self.image_size) if on_test else []
-        self.prepare.check_shape(found.image[0])
-        if self.prepare.augment_public and found.public is not None:
-            self.prepare.check_shape(first_image(found.public)[0])
-        self.num_clients, self.train_sizes = len(data.train), found.train.sizes
-        self.num_classes, self.multilabel = found.num_classes, found.multilabel
-        self.classes = found.classes
+        if evaluates_test:
+            self._record = self._partition_record(data, held_out)
+        else:
+            # The record has all parts of the division, also the test images that are not used.
+            self._record = self._partition_record(replace(data, test=divided.test), held_out)
+            data = replace(data, test=held_out)
+        checked = check(data, self._num_classes, self.image_size)
+        if evaluates_test:
+            checked.held_out = held_out
+            self.conditions = conditions(self.shifts, checked, self.image_size)
+        else:
+            self.conditions = []
+        shape, _ = checked.image
+        self.prepare.check_shape(shape)
+        if self.prepare.augment_public and checked.public is not None:
+            public_shape, _ = first_image_format(checked.public)
+            self.prepare.check_shape(public_shape)
+        self.num_clients = len(data.train)
+        self.train_sizes = checked.train.sizes
+        self.num_classes = checked.num_classes
+        self.multilabel = checked.multilabel
+        self.classes = checked.classes
         self.client_names = None if data.client_names is None else list(data.client_names)
-        for store in (found.train, found.test):
+        for store in (checked.train, checked.test):
             if isinstance(store, MapStore):
                 store.client_names = self.client_names
-        return found
+        return checked
 
-    def _recorded(self, data: FederatedData, validation: Sequence[Dataset[Any]]) -> dict[str, Any]:
-        """What ``partition.json`` holds: each client's positions in the dataset, or sizes where the data was given."""
+    def _partition_record(self, data: FederatedData, held_out: Sequence[Dataset[Any]]) -> dict[str, Any]:
+        """Return the content of ``partition.json``: each client's positions in the dataset, or sizes without one."""
         if self.division is not None:
-            return self.division.record(data, validation)
-        held = {"client_validation_sizes": [length(own) for own in validation]} if validation else {}
-        return {
+            return self.division.record(data, held_out)
+        record: dict[str, Any] = {
             "num_clients": len(data.train),
-            "train_sizes": [length(own) for own in data.train],
-            "test_sizes": [length(own) for own in data.test] or [0] * len(data.train),
+            "train_sizes": [length(dataset) for dataset in data.train],
+            "test_sizes": [length(dataset) for dataset in data.test] or [0] * len(data.train),
             "public_size": 0 if data.public is None else length(data.public),
-        } | held
+        }
+        if held_out:
+            record["client_validation_sizes"] = [length(dataset) for dataset in held_out]
+        return record
 
     def configure_rounds(
         self,
@@ -247,82 +288,111 @@ class FederatedDataModule(pl.LightningDataModule):
         private: PrivateSampling | None = None,
         eligible: Eligible | None = None,
     ) -> None:
-        """Say how rounds go. Without it: seed 0, all clients, one epoch, no normalisation constants.
+        """Configure the rounds. The defaults are seed 0, all clients, one epoch, and no normalisation constants.
 
         Args:
             seed: The run's seed.
             clients_per_round: Clients C drawn in each round; None for all.
-            phases: The stretches of local training in a round.
-            image: What the backbone asks of images.
-            private: How batches are drawn where training is private, with the streams of each phase.
-            eligible: Gives those of the given clients that may still take part; None where all may.
+            phases: The phases of local training in a round.
+            image: Image size and normalisation of the backbone.
+            private: How batches are drawn in private training, with the streams of each phase.
+            eligible: Returns those of the given clients that may still take part; None if all may.
 
         Raises:
             ValueError: If there are fewer clients than are to be drawn, or the images do not fit the backbone.
         """
-        data, hint = self.checked, f"there are {self.num_clients} clients"
-        check_integer("clients_per_round", clients_per_round, le=self.num_clients, optional=True, hint=hint)
+        checked = self.checked  # sets num_clients
+        check_integer(
+            "clients_per_round",
+            clients_per_round,
+            le=self.num_clients,
+            optional=True,
+            hint=f"there are {self.num_clients} clients",
+        )
         if not phases:
             raise ValueError("there are no phases of local training; give at least one")
         if image is not None:
-            data.check_channels(image.input_size[0])
-        self._clients_per_round, self._phases = clients_per_round, phases
-        self._private, self._eligible, self._shares = private, eligible, None
-        self.prepare = replace(self.prepare, image=image, seed=seed, secure=bool(private and private.secure))
+            checked.check_channels(image.input_size[0])
+        self._clients_per_round = clients_per_round
+        self._phases = phases
+        self._private = private
+        self._eligible = eligible
+        self._shares = None
+        secure = private is not None and private.secure
+        self.prepare = replace(self.prepare, image=image, seed=seed, secure=secure)
 
     def plan(self, round: int) -> RoundPlan:
-        """Draw a round's clients: a function of the run's seed, the round and who may take part (refused if none)."""
+        """Draw a round's clients, as a function of the run's seed, the round and the eligible clients.
+
+        Raises:
+            ValueError: If no client is eligible.
+        """
         return self.shares(round).plan
 
     def shares(self, round: int) -> Shares:
-        """A round's clients and who trains them: drawn and divided once, when the round is first asked for."""
+        """Return a round's clients and the rank that trains each of them.
+
+        The last round is cached: eligibility may change during a round, but its clients must not.
+        """
         if self._shares is None or self._shares.plan.round != round:
-            count, at = len(self.checked.train.sizes), self.trainer
-            drawn = sample_cohort(self.prepare.seed, round, count, self._clients_per_round, self._eligible)
-            plan = self.plan_for(drawn, round)
-            self._shares = Shares.of(plan) if at is None else Shares.of(plan, at.world_size, at.global_rank)
+            num_clients = len(self.checked.train.sizes)
+            cohort = sample_cohort(self.prepare.seed, round, num_clients, self._clients_per_round, self._eligible)
+            plan = self.plan_for(cohort, round)
+            if self.trainer is None:
+                self._shares = Shares.of(plan)
+            else:
+                self._shares = Shares.of(plan, self.trainer.world_size, self.trainer.global_rank)
         return self._shares
 
     def plan_for(self, clients: Sequence[int], round: int, phases: Sequence[Phase] | None = None) -> RoundPlan:
-        """Plan a round of the given clients, in the given phases or those of every round."""
+        """Plan a round of the given clients. The phases are those of every round by default."""
         return make_plan(round, clients, self.checked.train.sizes, phases or self._phases, self.batch_size)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Serve this process's clients of the trainer's current round; ``len()`` is the round's number of steps."""
-        return self.cohort_loader(self.shares(self.trainer.current_epoch if self.trainer is not None else 0).own)
+        """Serve this rank's clients of the trainer's current round; ``len()`` is the round's number of steps."""
+        round = 0 if self.trainer is None else self.trainer.current_epoch
+        return self.cohort_loader(self.shares(round).own)
 
-    def trial_batch(self, clients: Sequence[int]) -> CohortBatch:
-        """The first batch of some clients, prepared, for trials at set-up; drawn alike with and without privacy."""
-        plan, store = self.plan_for(clients, 0), self.served(self.checked.train)
+    def first_batch(self, clients: Sequence[int]) -> CohortBatch:
+        """Return the first training batch of the given clients, prepared, for dry runs at set-up.
+
+        The batch is the same with and without privacy: a Poisson sample might be empty.
+        """
+        plan = self.plan_for(clients, 0)
+        store = self.samples_of(self.checked.train)
         batch = one_of(RoundBatches(store, plan, self.batch_size, self.prepare.seed)[0])
         for _, reason in batch.failed:
             raise ValueError(reason)
         return self.prepare(batch)
 
     def cohort_loader(self, plan: RoundPlan, private: PrivateSampling | None = None) -> DataLoader[Any]:
-        """Serve the cohort batches of any plan. Outside the Trainer, pass each through :meth:`prepare`.
+        """Serve the cohort batches of a plan. Outside the Trainer, pass each batch to :meth:`prepare`.
 
-        Where training is private, an item is a dict with the batch of each stream; ``private`` then says how they are
-        drawn, by default as :meth:`configure_rounds` was told.
+        Args:
+            plan: The clients and their numbers of steps.
+            private: How batches are drawn in private training, in which an item is a dict with the batch of each
+                stream. The default is that of :meth:`configure_rounds`.
         """
-        store, private = self.served(self.checked.train), private or self._private
-        batches = RoundBatches(store, plan, self.batch_size, self.prepare.seed, private)
+        store = self.samples_of(self.checked.train)
+        batches = RoundBatches(store, plan, self.batch_size, self.prepare.seed, private or self._private)
         return loader(batches, store, self.num_workers)
 
     def val_dataloader(self) -> DataLoader[EvalBatch] | list[DataLoader[EvalBatch]]:
         """Serve the images that clients are evaluated on, each once; an empty list if there are none."""
-        return [] if self.checked.test is None else self._in_order(self.served(self.checked.test))
+        if self.checked.test is None:
+            return []
+        return self._evaluation_loader(self.samples_of(self.checked.test))
 
     test_dataloader = predict_dataloader = val_dataloader
 
     def shift_loader(self, condition: Condition) -> DataLoader[EvalBatch]:
-        """Serve the images of one of the ``conditions``, each once, corrupted where it asks for that.
+        """Serve the images of one of the ``conditions``, each once, corrupted if it has a corruption.
 
-        A batch names the client that each image belongs to; an image of another set belongs to none, and has a 0.
+        A batch has the client that each image belongs to, which is 0 for images of another set.
         """
         if not condition.kind:
-            return self._in_order(self.served(condition.store))
-        return self._in_order(CorruptedStore(condition, self.prepare.seed, self.image_size))
+            return self._evaluation_loader(self.samples_of(condition.store))
+        return self._evaluation_loader(CorruptedStore(condition, self.prepare.seed, self.image_size))
 
     @property
     def public_size(self) -> int:
@@ -331,8 +401,9 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def tokens(self) -> bool:
-        """Whether samples are texts (L,) of int64 tokens, and no images."""
-        return self.checked.image[1] == torch.int64
+        """Whether samples are texts (L,) of int64 tokens instead of images."""
+        _, dtype = self.checked.image
+        return dtype == torch.int64
 
     @property
     def validation_size(self) -> int:
@@ -340,21 +411,26 @@ class FederatedDataModule(pl.LightningDataModule):
         return sum(self.checked.server_validation.sizes) if self.checked.server_validation else 0
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
-        """Draw the public images of each step of a round's distillation: a stream of permutations of the set.
+        """Draw the public images for the steps of a round's distillation, as a stream of permutations.
 
         Returns:
-            Integers (steps, B), B at most ``public_size``; derived from the run's seed and the round. They are
+            Indices (steps, B), with B at most ``public_size``, derived from the run's seed and the round. They are
             positions in the set, or with ``augment_public`` positions modulo ``public_size``.
         """
         return public_indices(self.public_size, round, steps, batch_size, self.prepare)
 
     def public_images(self, indices: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """Read public images, prepared for the model, on ``device``. The same index always gives the same image."""
-        store, size = self.checked.public, self.public_size
+        """Read public images (B, ...), prepared for the model, to ``device``.
+
+        An index always gives the same image, even if the dataset draws at random.
+        """
+        store = self.checked.public
         assert store is not None
-        positions = indices % size
-        images, _ = self.served(store).take(torch.zeros_like(positions), positions, (self.prepare.seed, -2))
-        return self.prepare(augment_public_images(to_device_async(images, device), indices, size, self.prepare))
+        positions = indices % self.public_size
+        owners = torch.zeros_like(positions)
+        images, _ = self.samples_of(store).take(owners, positions, (self.prepare.seed, PUBLIC_STREAM))
+        augmented = augment_public_images(to_device_async(images, device), indices, self.public_size, self.prepare)
+        return self.prepare(augmented)
 
     def validation_batches(self, device: torch.device | str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the server's labelled images, prepared, and their labels, on ``device``; nothing if there are none."""
@@ -366,56 +442,73 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What is done to images before the model sees them, but for random changes."""
+        """Preprocessing of the images before the model sees them, without augmentation."""
         source = None if self.division is None else self.division.dataset
         return preprocessing_of(self.checked, self.prepare, getattr(source, "full_scale", None))
 
     def partition_dict(self) -> dict[str, Any]:
-        """What ``partition.json`` holds."""
+        """Return the content of ``partition.json``."""
         self.setup()
         return self._record
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Names and hashes of the data, which a checkpoint holds so that a run resumes with the same data only."""
+        """Names and hashes of the data in a checkpoint, so that a run is resumed with the same data only."""
         return fingerprint_of(self.checked, self.client_names, self.evaluate_on)
 
     def transfer_batch_to_device(self, batch: BatchT, device: torch.device, dataloader_idx: int) -> BatchT:
-        """Move a batch; who owns the images of test data stays with the host, which arranges the evaluation by it."""
+        """Move a batch to the device, except the owners of test images.
+
+        The host needs the owners to arrange the evaluation, and would wait for the device to get them back.
+        """
         moved: BatchT = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return moved._replace(owner=batch.owner) if isinstance(batch, EvalBatch) else moved
+        if isinstance(batch, EvalBatch):
+            return moved._replace(owner=batch.owner)
+        return moved
 
     def on_after_batch_transfer(self, batch: BatchT, dataloader_idx: int) -> BatchT:
-        """Prepare a batch once it is on the device."""
+        """Prepare a batch on the device."""
         return self.prepare(batch)
 
     def use_features(
         self, encode: Callable[[Tensor], Tensor] | None, size: int = 0, image: tuple[int, ...] = ()
     ) -> None:
-        """From now on, serve features (F,) in place of the images that are always the same.
+        """Serve features (F,) from now on instead of images that are not augmented.
 
-        ``encode`` makes features (B, F), of F = ``size``, of images (B, ...) as they are stored; None serves images
-        again. ``image`` is the shape of the prepared images that features are of; others are served as they are.
+        Args:
+            encode: Computes features (B, F) of images (B, ...) as they are stored; None serves images again.
+            size: Number of features F of an image.
+            image: Shape of the prepared images that ``encode`` supports. Other images are served as they are.
         """
-        limit = self.device_cache_mb * 10**6
-        self._features = encode and FeatureCache(
-            encode, size, limit, suits=lambda images: tuple(self.prepare(images).shape[1:]) == image
+        if encode is None:
+            self._features = None
+            return
+        self._features = FeatureCache(
+            encode,
+            size,
+            limit_bytes=self.device_cache_mb * BYTES_PER_MB,
+            supports=lambda images: tuple(self.prepare(images).shape[1:]) == image,
         )
 
     def _labelled(self, store: Store | None, device: torch.device | str) -> Iterator[tuple[Tensor, Tensor]]:
         if store is not None:
-            for x, y, _ in self._in_order(self.served(store)):
+            for x, y, _ in self._evaluation_loader(self.samples_of(store)):
                 yield self.prepare(to_device_async(x, device)), to_device_async(y, device)
 
-    def _in_order(self, store: Samples) -> DataLoader[EvalBatch]:
+    def _evaluation_loader(self, store: Samples) -> DataLoader[EvalBatch]:
         return loader(EvalBatches(store, self.eval_batch_size, self.prepare.seed), store, self.num_workers)
 
-    def served(self, store: Store) -> Samples:
-        """A set as it is read: on the trainer's accelerator, if it is small, and as features, if they are."""
+    def samples_of(self, store: Store) -> Samples:
+        """Return a store's samples: on the trainer's accelerator if they are small, and as features if these are used.
+
+        Augmented images have no features, since they change from round to round.
+        """
         if isinstance(store, MapStore):
             return store
         if self.trainer is not None and self.trainer.strategy.root_device.type != "cpu":
-            store.to(self.trainer.strategy.root_device, self.device_cache_mb * 10**6)
-        augmented = store is self.checked.train and self.prepare.augments
-        augmented |= store is self.checked.public and self.prepare.augment_public
-        return store if self._features is None or augmented else self._features(store)
+            store.to(self.trainer.strategy.root_device, self.device_cache_mb * BYTES_PER_MB)
+        is_augmented = store is self.checked.train and self.prepare.augments
+        is_augmented |= store is self.checked.public and self.prepare.augment_public
+        if self._features is None or is_augmented:
+            return store
+        return self._features(store)

@@ -12,12 +12,12 @@ from perada.core.text import abbreviated, case_variants, look_alike
 
 
 def warn_of_look_alikes(what: str, names: Iterable[Any]) -> None:
-    """Warn of names that a reader cannot tell apart, or only by case; ``what`` are ``classes`` or the like."""
+    """Warn of names that look the same, or differ only in case; ``what`` is their plural noun, such as ``classes``."""
     texts = [str(name) for name in names]
     for group in case_variants(texts):
         warnings.warn(
             f"the {what} {' and '.join(map(ascii, group))} are different {what}, and differ only in capitals and "
-            "spaces. Write them alike if they are meant to be one",
+            "spaces. Spell them the same if they are meant to be one",
             stacklevel=3,
         )
     for group in look_alike(texts):
@@ -31,18 +31,19 @@ def warn_of_look_alikes(what: str, names: Iterable[Any]) -> None:
 
 @dataclass
 class FederatedData:
-    """One dataset per client, and what the server has.
+    """One dataset per client, and the data of the server.
 
     Args:
-        train: One map-style dataset per client, items (image, label). Images are uint8 (Ch, H, W) or (H, W), PIL, or
-            floating point that is ready for the model; texts are int64 tokens (L,). Labels are classes, or float
-            vectors (K,) for several labels. Items may be dicts instead, with ``image``, ``img`` or ``pixel_values`` and
-            ``label`` or ``labels``, and labels words, which are numbered in sorted order over all clients.
-        test: One per client, or an empty list for no evaluation. A client's test set may be empty.
-        public: Images without labels, for the server. Of items (image, anything) the second part is never looked at.
-        server_validation: Labelled data on the server, for an optional early stop of the distillation.
-        num_classes: Inferred from the labels when None.
-        classes: Names of the classes, in the order of their numbers; None takes labels that are words.
+        train: One map-style dataset per client with items (image, label). Images are uint8 (Ch, H, W) or (H, W), PIL
+            images, or floating-point values prepared for the model; texts are int64 tokens (L,). Labels are classes, or
+            float vectors (K,) for several labels. Items may be dicts instead, with ``image``, ``img`` or
+            ``pixel_values`` and ``label`` or ``labels``. Labels may be words, which are numbered in sorted order over
+            all clients.
+        test: One dataset per client, or an empty list for no evaluation. A client's test set may be empty.
+        public: Images without labels, for the server. The second part of items (image, anything) is ignored.
+        server_validation: Labelled data on the server, to stop the distillation early.
+        num_classes: Number of classes; None infers it from the labels.
+        classes: Names of the classes, in the order of their numbers; None uses labels that are words.
         client_names: Names of the clients, in the order of ``train``.
     """
 
@@ -58,39 +59,49 @@ class FederatedData:
         for name in ("classes", "client_names"):
             names = getattr(self, name)
             if names is not None and (isinstance(names, str) or not isinstance(names, Sequence)):
-                raise TypeError(
-                    f"FederatedData: {name}={names!r} cannot be used; give a list of names, or leave it out"
-                )
+                raise TypeError(f"FederatedData: {name} must be a list of names or None, got {names!r}")
         warn_of_look_alikes("classes", self.classes or ())
         warn_of_look_alikes("clients", self.client_names or ())
 
     def find(self, name: str | None) -> tuple[int, str]:
-        """The place and the name of one client: of the only one, whatever it is called then, or of that name.
+        """Find one client by its name. A single client is found whatever its name is, and takes the given one.
+
+        Returns:
+            The client's position in ``train``, and its name.
 
         Raises:
             ValueError: If there is no such client, or it has no name.
         """
-        names = list(map(str, self.client_names or ()))
+        names = [str(client_name) for client_name in self.client_names or ()]
         if len(self.train) == 1:
-            if not (name or names):
+            if name:
+                return 0, name
+            if not names:
                 raise ValueError("the client has no name; give one (name=, --client)")
-            return 0, name or names[0]
+            return 0, names[0]
         if name in names:
             return names.index(name), name
-        which = "none is named" if name is None else f"{name!r} is none of them"
-        known = f"name one of {abbreviated(names)}, or give the images of one alone" if names else "name them"
-        raise ValueError(f"the data are of {len(self.train)} clients, and {which}; {known}")
+        problem = "no client is named" if name is None else f"{name!r} is not one of them"
+        remedy = "name them"
+        if names:
+            remedy = f"name one of {abbreviated(names)}, or give the images of one client only"
+        raise ValueError(f"the data have {len(self.train)} clients, and {problem}; {remedy}")
 
     def parts(self) -> list[tuple[str, Dataset[Any]]]:
-        """All datasets, in the order of the fields, and what messages call each."""
-        parts = [(f"client {client}: the training set", one) for client, one in enumerate(self.train)]
-        parts += [(f"client {client}: the test set", one) for client, one in enumerate(self.test)]
-        server = ("the public set", self.public), ("the server's validation set", self.server_validation)
-        return parts + [(who, one) for who, one in server if one is not None]
+        """Return all datasets with their names in messages, in the order of the fields."""
+        parts = [(f"client {client}: the training set", dataset) for client, dataset in enumerate(self.train)]
+        parts += [(f"client {client}: the test set", dataset) for client, dataset in enumerate(self.test)]
+        if self.public is not None:
+            parts.append(("the public set", self.public))
+        if self.server_validation is not None:
+            parts.append(("the server's validation set", self.server_validation))
+        return parts
 
-    def with_datasets(self, made: Iterable[Dataset[Any]]) -> "FederatedData":
-        """The same with other datasets, in the order of the fields."""
-        left = iter(made)
-        train, test = ([next(left) for _ in sets] for sets in (self.train, self.test))
-        public, validation = (None if one is None else next(left) for one in (self.public, self.server_validation))
+    def with_datasets(self, datasets: Iterable[Dataset[Any]]) -> "FederatedData":
+        """Return a copy with other datasets, given in the order of :meth:`parts`."""
+        remaining = iter(datasets)
+        train = [next(remaining) for _ in self.train]
+        test = [next(remaining) for _ in self.test]
+        public = None if self.public is None else next(remaining)
+        validation = None if self.server_validation is None else next(remaining)
         return replace(self, train=train, test=test, public=public, server_validation=validation)

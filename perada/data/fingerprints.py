@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from perada.core.text import abbreviated
-from perada.data.batches.datasets import as_labels, isolated_randomness, resolved, seed_all
+from perada.data.batches.datasets import as_labels, isolated_randomness, resolve_subset, seed_all
 from perada.data.batches.samples import MapStore, Store, TensorStore
 from perada.data.checked import Checked
 from perada.data.sets.manifest import ImageFiles
@@ -86,7 +86,7 @@ def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
         for chunk in torch.split(chosen, _CHUNK):
             _update(image_hash, store.images[chunk.to(store.images.device)])
         image_hashes.append(image_hash.hexdigest())
-    labels = None if store.labels is None else [_hash_of(own) for own in store.client_labels()]
+    labels = None if store.labels is None else [_hash_of(client_labels) for client_labels in store.client_labels()]
     return {"labels": labels, "images": image_hashes}
 
 
@@ -96,28 +96,28 @@ def _fingerprint_of_items(store: MapStore) -> dict[str, list[str] | None]:
     label_hashes = list[str | None]()
     clients_to_read = set(_evenly_spaced(len(store.sizes), CLIENTS_LIMIT).tolist())
     for client, size in enumerate(store.sizes):
-        known = store.known[client] if store.labelled else None
-        labels_hash = None if known is None else _hash_of(known)
+        known_labels = store.known_labels[client] if store.labelled else None
+        labels_hash = None if known_labels is None else _hash_of(known_labels)
         if client not in clients_to_read:
             image_hashes.append(NOT_READ)
             label_hashes.append(NOT_READ if labels_hash is None else labels_hash)
             continue
-        base, rows = resolved(store.datasets[client])
+        base, rows = resolve_subset(store.datasets[client])
         if isinstance(base, ImageFiles):
             chosen = _evenly_spaced(size, FILES_LIMIT * size // total).tolist()
-            paths = [base.manifest.paths[rows[place]] for place in chosen]
+            paths = [base.manifest.paths[rows[index]] for index in chosen]
             with ThreadPoolExecutor(8) as pool:
                 images_hash: str | None = _hash_of_words(pool.map(base.digest, paths))
         else:
             samples = _read_samples(store, client, ITEMS_LIMIT * size // total)
             images_hash = None if samples is None else _hash_of_words(image for image, _ in samples)
-            if known is None and samples is not None:
+            if known_labels is None and samples is not None:
                 labels_hash = _hash_of_words(label for _, label in samples)
         image_hashes.append(images_hash)
         label_hashes.append(labels_hash)
     return {
         "labels": _all_or_none(label_hashes) if store.labelled else None,
-        # One client's generator tells of all: by chance, another one's items may have been the same twice.
+        # If one client's items changed from read to read, those of others may have been equal by chance.
         "images": _all_or_none(image_hashes),
     }
 
@@ -128,16 +128,21 @@ def _all_or_none(hashes: Sequence[str | None]) -> list[str] | None:
 
 
 def _read_samples(store: MapStore, client: int, limit: int) -> list[tuple[str, str]] | None:
-    """Hash images and labels of some of a client's items; None if they cannot be read, or change from read to read."""
+    """Hash images and labels of up to ``limit`` of a client's items.
+
+    Returns:
+        Pairs of the hashes of an image and its label; None if an item cannot be read, or changes from read to read.
+    """
     chosen = _evenly_spaced(store.sizes[client], limit).tolist()
     repeated = _evenly_spaced(len(chosen), REPEATED_ITEMS).tolist()
     try:
         with isolated_randomness():
             samples = [_hash_item(store, client, index) for index in chosen]
-            again = [_hash_item(store, client, chosen[place]) for place in repeated]
+            second_reads = [_hash_item(store, client, chosen[position]) for position in repeated]
     except Exception:  # whatever a dataset raises; the client's training reports it
         return None
-    return samples if again == [samples[place] for place in repeated] else None
+    first_reads = [samples[position] for position in repeated]
+    return samples if second_reads == first_reads else None
 
 
 def _hash_item(store: MapStore, client: int, index: int) -> tuple[str, str]:
@@ -147,7 +152,7 @@ def _hash_item(store: MapStore, client: int, index: int) -> tuple[str, str]:
 
 
 def _evenly_spaced(count: int, limit: int) -> Tensor:
-    """Up to ``limit`` of ``count`` places, at least two where there are two, with the first and the last."""
+    """Return up to ``limit`` of ``count`` positions, including the first and the last even if the limit is lower."""
     limit = min(count, max(2, limit))
     return torch.from_numpy(np.linspace(0, count - 1, limit).round().astype(np.int64))
 
@@ -184,19 +189,29 @@ def difference_in_names(former: Mapping[str, Any], here: Mapping[str, Any]) -> s
         ("clients", "give the former clients in the former order"),
         ("classes", "number the classes as before"),
     ):
-        before, now = former.get(what), here.get(what)
+        before = former.get(what)
+        now = here.get(what)
         if before == now:
             continue
-        if isinstance(before, list) and isinstance(now, list) and sorted(map(str, before)) == sorted(map(str, now)):
-            change = f"are {abbreviated(before)} in this order, and here they are {abbreviated(now)}"
-        else:
-            change = f"are {_names(before)}, and here they are {_names(now)}"
-            if isinstance(before, list) and isinstance(now, list):
-                pairs = zip(before, now, strict=False)
-                first = next((f" ({old!r} became {new!r})" for old, new in pairs if old != new), "")
-                change += first
-        return f"its {what} {change}; {remedy}"
+        return f"its {what} {_change_of_names(before, now)}; {remedy}"
     return None
+
+
+def _change_of_names(before: object, now: object) -> str:
+    """Describe how two lists of names differ; what is no list stands for data without names."""
+    if not isinstance(before, list) or not isinstance(now, list):
+        return f"are {_names(before)}, and here they are {_names(now)}"
+    if sorted(map(str, before)) == sorted(map(str, now)):
+        return f"are {abbreviated(before)} in this order, and here they are {abbreviated(now)}"
+    return f"are {_names(before)}, and here they are {_names(now)}{_first_change(before, now)}"
+
+
+def _first_change(before: Sequence[object], now: Sequence[object]) -> str:
+    """Describe the first difference of two lists in parentheses; an empty string if one begins with the other."""
+    for old, new in zip(before, now, strict=False):
+        if old != new:
+            return f" ({old!r} became {new!r})"
+    return ""
 
 
 def _names(names: object) -> str:
@@ -212,16 +227,18 @@ def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) ->
         ("public", "public images"),
         ("server_validation", "validation images on the server"),
     ):
-        before, now = former.get(part), here.get(part)
+        before = former.get(part)
+        now = here.get(part)
         if not isinstance(before, dict) or not isinstance(now, dict):
             continue  # the numbers of images are compared elsewhere
-        for what, whose in (("labels", f"the labels of the {title}"), ("images", f"the {title}")):
-            old, new = before.get(what), now.get(what)
+        for what, description in (("labels", f"the labels of the {title}"), ("images", f"the {title}")):
+            old = before.get(what)
+            new = now.get(what)
             if not isinstance(old, list) or not isinstance(new, list) or old == new:
                 continue
             if part in ("public", "server_validation"):
-                return f"{whose} are not those of the checkpoint"
-            return f"{whose} of {_clients(old, new, here.get('clients'))}"
+                return f"{description} are not those of the checkpoint"
+            return f"{description} of {_changed_clients(old, new, here.get('clients'))}"
     return None
 
 
@@ -234,31 +251,37 @@ def changed_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str |
             if before != now:
                 return title
             continue
-        for what, whose in (("labels", f"labels of the {title}"), ("images", title)):
+        for what, description in (("labels", f"labels of the {title}"), ("images", title)):
             # What changes from read to read cannot be compared.
             if before[what] is not None and now[what] is not None and before[what] != now[what]:
-                return whose
+                return description
     return None
 
 
-def _clients(old: Sequence[str], new: Sequence[str], names: Sequence[str] | None) -> str:
-    """Name the clients whose hashes differ, and the first one that has what was another's."""
-    shown = list(map(str, range(len(new)))) if names is None else list(map(repr, names))
+def _changed_clients(old: Sequence[str], new: Sequence[str], names: Sequence[str] | None) -> str:
+    """Name the clients whose hashes differ, and the first one whose data were another client's before."""
+    labels = [str(client) for client in range(len(new))]
+    if names is not None:
+        labels = [repr(name) for name in names]
     changed = [client for client, value in enumerate(new) if client >= len(old) or old[client] != value]
-    title = f"client{'s' * (len(changed) > 1)} {abbreviated([shown[client] for client in changed])}"
-    text = f"{title} are not those of the checkpoint"
+    noun = "clients" if len(changed) > 1 else "client"
+    text = f"{noun} {abbreviated([labels[client] for client in changed])} are not those of the checkpoint"
     for client in changed:
         if new[client] != NOT_READ and new[client] in old:
-            former = old.index(new[client])
-            owner = shown[former] if former < len(shown) else str(former)
-            return f"{text} (client {shown[client]} now has those of client {owner})"
+            former_client = old.index(new[client])
+            former_label = labels[former_client] if former_client < len(labels) else str(former_client)
+            return f"{text} (client {labels[client]} now has those of client {former_label})"
     return text
 
 
-def same_training_data(former: Mapping[str, Any], place: int, here: Mapping[str, Any], new_place: int) -> bool:
-    """Whether a client's training labels and images are those of another fingerprint's client, as far as is known."""
+def same_training_data(former: Mapping[str, Any], client: int, here: Mapping[str, Any], new_client: int) -> bool:
+    """Whether a client of one fingerprint has the training labels and images of a client of another.
+
+    What is not known in both fingerprints counts as equal.
+    """
     for what in ("labels", "images"):
-        old, new = former["train"][what], here["train"][what]
-        if old is not None and new is not None and old[place] != new[new_place]:
+        old = former["train"][what]
+        new = here["train"][what]
+        if old is not None and new is not None and old[client] != new[new_client]:
             return False
     return True

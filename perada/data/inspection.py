@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What perada understands of a source of images, and what is wrong with it, before anything is trained.
+"""Inspection of a source of images before training: how it is interpreted, and what is wrong with it.
 
-Images that cannot be read are found before the first round, all of them, and refused or left out.
+All images that cannot be read are found before the first round, and rejected or skipped.
 
 Shape suffixes: M clients, K classes.
 """
@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -32,12 +31,12 @@ from perada.core.files import write_atomic
 from perada.core.text import abbreviated
 from perada.data.batches.datasets import (
     declared_labels,
-    entries,
+    image_and_label,
     isolated_randomness,
     length,
-    place,
+    location_of,
     read_item,
-    resolved,
+    resolve_subset,
     tensor_source,
 )
 from perada.data.batches.transforms import (
@@ -48,7 +47,7 @@ from perada.data.batches.transforms import (
     load_pixels,
     to_image,
 )
-from perada.data.batches.workers import Reading, worker_deaths_named, worker_loader
+from perada.data.batches.workers import WorkerProgress, explain_worker_deaths, worker_loader
 from perada.data.federated import FederatedData
 from perada.data.partitions.division import Division, positions
 from perada.data.partitions.shares import Array
@@ -62,21 +61,23 @@ T = TypeVar("T")
 
 @dataclass
 class Inspection:
-    """What was found; ``leaks`` and the like hold the names of two images that are the same to the last byte.
+    """The results of an inspection.
+
+    Duplicates (``leaks``, ``shared``, ``repeated``) are pairs of names of images that are equal byte by byte.
 
     Attributes:
         clients: Names of the clients, or their numbers.
         classes: Names of the classes, or their numbers.
-        train: Training images (M, K) of each client and class; with several labels an image, those that have each.
-        test: Test images (M, K), likewise.
-        images: Training and test images (M, 2) of each client.
+        train: Number of training images (M, K) of each client and class; with several labels, of those that have each.
+        test: Number of test images (M, K) of each client and class.
+        images: Numbers of training and test images (M, 2) of each client.
         sizes: Width and height (N, 2) of each image that can be read.
         modes: Numbers of images by Pillow's mode, such as ``RGB`` or ``I;16``, or by number of channels.
-        broken: What is wrong with each file that cannot be read.
-        leaks: Test images that are training images too.
-        shared: Training images of one client that another one has too.
+        broken: Error of each file that cannot be read.
+        leaks: Test images that are also training images.
+        shared: Training images of one client that another client has, too.
         repeated: Training images that a client has more than once.
-        notes: What else was noticed.
+        notes: Warnings and remarks.
         several_labels: Whether an image may have several labels.
     """
 
@@ -96,128 +97,191 @@ class Inspection:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing must be fixed first."""
+        """Whether training can start: no image is broken or leaks."""
         return not (self.broken or self.leaks)
 
     @property
     def of_one_client(self) -> list[tuple[str, str]]:
-        """Classes whose training images one client alone has, and this client; none where there is one client."""
+        """Pairs of a class and the only client with training images of it; empty if there is one client only."""
         if len(self.clients) < 2:
             return []
-        alone = np.flatnonzero((self.train > 0).sum(0) == 1)
-        return [(self.classes[k], self.clients[int(self.train[:, k].argmax())]) for k in alone]
+        num_owners = (self.train > 0).sum(0)
+        pairs = []
+        for k in np.flatnonzero(num_owners == 1):
+            owner = int(self.train[:, k].argmax())
+            pairs.append((self.classes[k], self.clients[owner]))
+        return pairs
 
 
-class _Seen(NamedTuple):
-    """One image: its name, a hash of it, its width and height and its mode, or why it cannot be read."""
+class _ImageFacts(NamedTuple):
+    """The facts about one image, or the error if it cannot be read.
+
+    Attributes:
+        name: Path of the file, or position in its set.
+        digest: Hash of the file, or of the pixels of an image without one.
+        size: Width and height.
+        mode: Pillow's mode, or the number of channels.
+        error: Why the image cannot be read; empty if it can.
+        num_frames: Number of pictures in the file.
+        brightest: Largest value of a grey image with integers of more than 8 bits, else 0.
+    """
 
     name: str
     digest: bytes = b""
     size: tuple[int, int] = (0, 0)
     mode: str = ""
     error: str = ""
-    frames: int = 1  # pictures in the file
-    brightest: int = 0  # of grey images of more than 8 bits that are whole numbers
+    num_frames: int = 1
+    brightest: int = 0
 
 
 def inspect_division(division: Division) -> Inspection:
-    """Divide the images as a run would, and read every one of them.
+    """Divide the images as a run would, and read all of them.
 
     Raises:
         FileNotFoundError: If files are missing.
         ValueError: If the set cannot be read or divided.
     """
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as recorded_warnings:
         warnings.simplefilter("always")
         data = division.share_out()
-    # A partition may give no test images.
+    # A partition may assign no test images.
     test = data.test or [Subset(division.dataset.with_split(False), [])] * len(data.train)
-    sets: list[ImageSet] = [resolved(own[0])[0] for own in (data.train, test)]
-    width = data.num_classes or 1 + max(int(part.labels.max()) for part in sets if part.labels is not None)
-    seen: list[list[_Seen]] = []
-    for part in sets:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            looked = pool.map(partial(_look, part), range(len(part)))
-            seen.append(list(tqdm(looked, total=len(part), desc="reading", leave=False, disable=None)))
-    fine = [one for one in chain(*seen) if not one.error]
-    found = Inspection(
+    train_set: ImageSet = resolve_subset(data.train[0])[0]
+    test_set: ImageSet = resolve_subset(test[0])[0]
+    labels_of_sets = [images.labels for images in (train_set, test_set) if images.labels is not None]
+    num_classes = data.num_classes or 1 + max(int(labels.max()) for labels in labels_of_sets)
+    train_facts = _read_all(train_set)
+    test_facts = _read_all(test_set)
+    readable = [facts for facts in train_facts + test_facts if not facts.error]
+    messages = [" ".join(str(warning.message).split()) for warning in recorded_warnings]
+    inspection = Inspection(
         clients=list(data.client_names or map(str, range(len(data.train)))),
-        classes=list(data.classes or map(str, range(width))),
-        train=np.stack([_counts(own, width) for own in data.train]),
-        test=np.stack([_counts(own, width) for own in test]),
-        images=np.array([list(map(length, both)) for both in zip(data.train, test, strict=True)]),
-        sizes=np.array([one.size for one in fine], dtype=np.int64).reshape(-1, 2),
-        modes=Counter(one.mode for one in fine),
-        broken=[one.error for one in chain(*seen) if one.error],
-        notes=list(dict.fromkeys(" ".join(str(one.message).split()) for one in caught)),
-        several_labels=any(part.labels is not None and part.labels.ndim == 2 for part in sets),
+        classes=list(data.classes or map(str, range(num_classes))),
+        train=np.stack([_class_counts(dataset, num_classes) for dataset in data.train]),
+        test=np.stack([_class_counts(dataset, num_classes) for dataset in test]),
+        images=np.array([[length(dataset) for dataset in pair] for pair in zip(data.train, test, strict=True)]),
+        sizes=np.array([facts.size for facts in readable], dtype=np.int64).reshape(-1, 2),
+        modes=Counter(facts.mode for facts in readable),
+        broken=[facts.error for facts in train_facts + test_facts if facts.error],
+        notes=list(dict.fromkeys(messages)),
+        several_labels=any(labels.ndim == 2 for labels in labels_of_sets),
     )
-    found.notes += _of_modes(fine, getattr(sets[0], "full_scale", None) or WHOLE_SCALE)
-    _compare(found, seen[0], seen[1], {row: client for client, own in enumerate(data.train) for row in positions(own)})
-    return found
+    full_scale = getattr(train_set, "full_scale", None) or WHOLE_SCALE
+    inspection.notes += _notes_on_modes(readable, full_scale)
+    owners = {}
+    for client, dataset in enumerate(data.train):
+        owners.update(dict.fromkeys(positions(dataset), client))
+    _find_duplicates(inspection, train_facts, test_facts, owners)
+    return inspection
 
 
-def _counts(own: Dataset[Any], width: int) -> Array:
-    labels = declared_labels(own)
+def _read_all(images: ImageSet) -> list[_ImageFacts]:
+    """Read all images of a set with a thread per processor, and show the progress."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(partial(_read_facts, images), range(len(images)))
+        return list(tqdm(results, total=len(images), desc="reading", leave=False, disable=None))
+
+
+def _class_counts(dataset: Dataset[Any], num_classes: int) -> Array:
+    """Count the images (K,) of each class, or with several labels, the images that have each."""
+    labels = declared_labels(dataset)
     assert isinstance(labels, torch.Tensor)
-    counts: Array = (labels.bincount(minlength=width) if labels.ndim == 1 else labels.long().sum(0)).numpy()
-    return counts
+    if labels.ndim == 1:
+        counts = labels.bincount(minlength=num_classes)
+    else:
+        counts = labels.long().sum(0)
+    array: Array = counts.numpy()
+    return array
 
 
-def _compare(found: Inspection, train: list[_Seen], test: list[_Seen], owners: dict[int, int]) -> None:
-    """Find images that are the same to the last byte; ``owners`` are the clients of the training images."""
-    known: dict[bytes, list[tuple[str, int | None]]] = defaultdict(list)  # names and owners of equal training images
-    for row, one in enumerate(train):
-        alike = known[one.digest]
-        if alike and not one.error:
-            same = owners.get(row) in {owner for _, owner in alike}
-            (found.repeated if same else found.shared).append((one.name, alike[0][0]))
-        alike.append((one.name, owners.get(row)))
-    found.leaks = [(one.name, known[one.digest][0][0]) for one in test if not one.error and one.digest in known]
+def _find_duplicates(
+    inspection: Inspection, train: list[_ImageFacts], test: list[_ImageFacts], owners: Mapping[int, int]
+) -> None:
+    """Add images that are equal byte by byte to an inspection.
+
+    Args:
+        inspection: Its duplicates are filled in.
+        train: All images of the training split.
+        test: All images of the test split.
+        owners: Client of each training image by position. Images that no client has are missing.
+    """
+    names_of_digest: dict[bytes, list[str]] = defaultdict(list)
+    owners_of_digest: dict[bytes, set[int | None]] = defaultdict(set)
+    for position, facts in enumerate(train):
+        owner = owners.get(position)
+        copies = names_of_digest[facts.digest]
+        if copies and not facts.error:
+            pair = (facts.name, copies[0])
+            if owner in owners_of_digest[facts.digest]:
+                inspection.repeated.append(pair)
+            else:
+                inspection.shared.append(pair)
+        copies.append(facts.name)
+        owners_of_digest[facts.digest].add(owner)
+    for facts in test:
+        if not facts.error and facts.digest in names_of_digest:
+            inspection.leaks.append((facts.name, names_of_digest[facts.digest][0]))
 
 
-def _of_modes(fine: list[_Seen], white: float) -> list[str]:
+def _notes_on_modes(images: list[_ImageFacts], white: float) -> list[str]:
+    """Return remarks on dark grey images, and on files with several pictures."""
     notes = []
-    deep, several = [one.brightest for one in fine if one.brightest], [one.name for one in fine if one.frames > 1]
-    if deep and 2 * max(deep) < white:
-        fits = 2 ** max(deep).bit_length() - 1
+    brightest_pixels = [facts.brightest for facts in images if facts.brightest]
+    if brightest_pixels and 2 * max(brightest_pixels) < white:
+        brightest = max(brightest_pixels)
+        proposed_full_scale = 2 ** brightest.bit_length() - 1
         notes.append(
-            f"the brightest pixel of the grey images of more than 8 bits ({len(deep)}) is {max(deep)}, and {white:g} "
-            f"is white, so that they are dark: set full_scale to what is white, such as {fits}"
+            f"the brightest pixel of the grey images of more than 8 bits ({len(brightest_pixels)}) is {brightest}, and "
+            f"{white:g} is white, so that they are dark: set full_scale to the value of white, such as "
+            f"{proposed_full_scale}"
         )
-    if several:
-        notes.append(f"of files with several pictures ({abbreviated(several)}) the first is read")
+    multi_frame = [facts.name for facts in images if facts.num_frames > 1]
+    if multi_frame:
+        notes.append(f"only the first picture of files with several ({abbreviated(multi_frame)}) is read")
     return notes
 
 
-def _look(part: ImageSet, row: int) -> _Seen:
-    if not isinstance(part, ImageFiles):
-        item = part[row]
+def _read_facts(images: ImageSet, row: int) -> _ImageFacts:
+    """Read an image of a set."""
+    if not isinstance(images, ImageFiles):
+        item = images[row]
         image = to_image(item[0] if isinstance(item, tuple) else item)
         if image.ndim != 3:
             raise ValueError(
-                f"{type(part).__name__} has no images, and only images can be looked at; give a set of images"
+                f"{type(images).__name__} has no images, and only images can be inspected; give a set of images"
             )
         channels, height, width = image.shape
-        content, mode = image.contiguous().view(torch.uint8).numpy().tobytes(), f"{channels} channel"
-        digest = hashlib.sha256(content).digest()
-        return _Seen(f"{split_of(part)}, image {row}", digest, (width, height), mode + "s" * (channels > 1))
-    name = part.manifest.paths[row]
+        pixels = image.contiguous().view(torch.uint8).numpy().tobytes()
+        return _ImageFacts(
+            name=f"{split_of(images)}, image {row}",
+            digest=hashlib.sha256(pixels).digest(),
+            size=(width, height),
+            mode="1 channel" if channels == 1 else f"{channels} channels",
+        )
+    path = images.manifest.paths[row]
     try:
-        part.read(name)
-        content = part.content(name)
+        images.read(path)
+        content = images.content(path)
     except (OSError, ValueError) as error:
-        return _Seen(name, error=str(error))
+        return _ImageFacts(path, error=str(error))
     with Image.open(io.BytesIO(content)) as picture:
         load_pixels(picture)
-        brightest = int(np.asarray(picture).max()) if picture.mode.startswith("I") else 0
-        return _Seen(
-            name, hashlib.sha256(content).digest(), picture.size, picture.mode, "", _frames_in(picture), brightest
+        brightest = 0
+        if picture.mode.startswith("I"):
+            brightest = int(np.asarray(picture).max())
+        return _ImageFacts(
+            name=path,
+            digest=hashlib.sha256(content).digest(),
+            size=picture.size,
+            mode=picture.mode,
+            num_frames=_count_frames(picture),
+            brightest=brightest,
         )
 
 
-def _frames_in(picture: Image.Image) -> int:
-    """The number of frames of an opened file; 1 where its table of frames is damaged, since only the first is read."""
+def _count_frames(picture: Image.Image) -> int:
+    """Return the number of frames of an opened file, or 1 if its table of frames is damaged: only the first is read."""
     try:
         return int(getattr(picture, "n_frames", 1))
     except Exception:  # Pillow's plugins raise many types
@@ -225,113 +289,128 @@ def _frames_in(picture: Image.Image) -> int:
 
 
 def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> FederatedData:
-    """Read every image of the clients and the server once, and refuse or leave out those that cannot be read.
+    """Read every image of the clients and the server once, and reject or skip those that cannot be read.
 
-    Files are read by all processors at once. What was found of them is remembered until one changes (its size or its
-    time), in ``perada`` in the user's cache folder. Items of other datasets are read by ``workers`` processes.
+    Files are read with a thread per processor. The result is cached until a file changes (its size or a time stamp), in
+    ``perada`` in the user's cache folder. Items of other datasets are read by ``workers`` processes.
 
     Raises:
-        ValueError: If there are any, and they are refused; the message lists all.
+        ValueError: If images cannot be read and ``on_broken`` is "refuse". The message lists all of them.
         TypeError: If something is not a map-style dataset.
     """
     check_datasets(data)
-    parts, of_base = data.parts(), dict[int, list[np.ndarray[Any, Any]]]()
-    found = [resolved(dataset) for _, dataset in parts]
-    for base, rows in found:
-        of_base.setdefault(id(base), []).append(rows)
-    lost = dict[int, dict[int, str]]()  # of each dataset, which others may be Subsets of, the items and why
-    for (who, _), (base, _) in zip(parts, found, strict=True):
-        if id(base) not in lost:
-            wanted = np.unique(np.concatenate(of_base[id(base)])).tolist()
-            lost[id(base)] = _broken(base, wanted, who, workers)
-    sets, said = list[Dataset[Any]](), []
-    for (who, dataset), (base, rows) in zip(parts, found, strict=True):
-        broken = lost[id(base)]
-        gone = [place for place, row in enumerate(rows.tolist()) if row in broken] if broken else []
-        kept = np.setdiff1d(np.arange(length(dataset)), gone).tolist()
-        sets.append(Subset(dataset, kept) if gone else dataset)
-        said += [f"{who}: {broken[rows[place]]}" for place in gone]
-    if not said:
+    parts = data.parts()
+    # Clients often have Subsets of one dataset, whose items are read once. Each entry is a dataset and its rows in it.
+    bases = [resolve_subset(dataset) for _, dataset in parts]
+    rows_of_base: dict[int, list[np.ndarray[Any, Any]]] = defaultdict(list)
+    for base, rows in bases:
+        rows_of_base[id(base)].append(rows)
+    problems_of_base: dict[int, dict[int, str]] = {}
+    for (name, _), (base, _) in zip(parts, bases, strict=True):
+        if id(base) not in problems_of_base:
+            all_rows = np.unique(np.concatenate(rows_of_base[id(base)])).tolist()
+            problems_of_base[id(base)] = _find_broken(base, all_rows, name, workers)
+
+    datasets: list[Dataset[Any]] = []
+    messages = []
+    for (name, dataset), (base, rows) in zip(parts, bases, strict=True):
+        problems = problems_of_base[id(base)]
+        if not problems:
+            datasets.append(dataset)
+            continue
+        kept = []
+        for index, row in enumerate(rows.tolist()):
+            if row in problems:
+                messages.append(f"{name}: {problems[row]}")
+            else:
+                kept.append(index)
+        datasets.append(dataset if len(kept) == length(dataset) else Subset(dataset, kept))
+    if not messages:
         return data
-    what = f"{len(said)} image{'s' * (len(said) > 1)} cannot be read ({'; '.join(said)})"
+    noun = "image" if len(messages) == 1 else "images"
+    summary = f"{len(messages)} {noun} cannot be read ({'; '.join(messages)})"
     if on_broken == "refuse":
-        raise ValueError(f"{what}: fix them or take them out, or leave them out by on_broken: skip (--data.on_broken)")
-    warnings.warn(f"{what}: left out, as on_broken is skip", stacklevel=2)
-    return data.with_datasets(sets)
+        raise ValueError(f"{summary}: fix or remove them, or skip them with on_broken: skip (--data.on_broken)")
+    warnings.warn(f"{summary}: skipped, since on_broken is skip", stacklevel=2)
+    return data.with_datasets(datasets)
 
 
 def check_datasets(data: FederatedData) -> None:
-    """Refuse what is not a map-style dataset, before any is opened.
+    """Check that all datasets are map-style datasets, before any is opened.
 
     Raises:
         TypeError: If a client's or the server's dataset is a DataLoader, a dict of datasets or a stream, or the
             clients' datasets are not in a list.
     """
-    for name, sets in (("train", data.train), ("test", data.test)):
-        if not isinstance(sets, Sequence):
+    for name, datasets in (("train", data.train), ("test", data.test)):
+        if not isinstance(datasets, Sequence):
             raise TypeError(
-                f"FederatedData.{name} is a {type(sets).__name__}, and no list: give a list with one dataset per client"
+                f"FederatedData.{name} must be a list with one dataset per client, got a {type(datasets).__name__}"
             )
-    for who, dataset in data.parts():
+    for name, dataset in data.parts():
         base: Any = dataset
         while type(base) is Subset:
             base = base.dataset
-        wrong = ""
+        problem = ""
         if isinstance(base, DataLoader):
-            wrong = "which has batches and no items: give its .dataset"
+            problem = "which has batches instead of items: give its .dataset"
         elif isinstance(base, Mapping):
-            wrong = f"with the keys {', '.join(map(repr, base))}, and no dataset: give one of its entries"
+            problem = f"with the keys {', '.join(map(repr, base))}, not a dataset: give one of its entries"
         elif isinstance(base, IterableDataset) or not {"__len__", "__getitem__"} <= {*dir(type(base))}:
-            wrong = "whose items have no numbers: give a dataset with len() and [index], such as a list of its items"
-        if wrong:
-            raise TypeError(f"{who} is a {type(dataset).__name__}, {wrong}")
+            problem = "whose items have no index: give a dataset with len() and [index], such as a list of its items"
+        if problem:
+            raise TypeError(f"{name} is a {type(dataset).__name__}, {problem}")
 
 
-def _broken(base: Dataset[Any], rows: list[int], who: str, workers: int) -> dict[int, str]:
+def _find_broken(base: Dataset[Any], rows: list[int], name: str, workers: int) -> dict[int, str]:
+    """Read the rows of a dataset and return a description of each that cannot be read, by row."""
     if isinstance(base, ImageFiles) and not base.in_memory:
-        return _broken_files(base, rows)
+        return _find_broken_files(base, rows)
     source = tensor_source(base, False)
     if source is not None:
-        broken = [] if not source.images.is_floating_point() else (~source.images.flatten(1).isfinite().all(1)).tolist()
-        return {row: f"image {row} has NaN or infinity" for row in rows if broken and broken[row]}
-    reading = Reading(workers, partial(_named, base, who)) if workers else None
-    with isolated_randomness(), worker_deaths_named():
-        wrong = partial(_noted, base, who, reading)  # workers call it
-        return _reasons(rows, worker_loader(rows, workers, reading, collate_fn=wrong))
+        if not source.images.is_floating_point():
+            return {}
+        is_finite = source.images.flatten(1).isfinite().all(1).tolist()
+        return {row: f"image {row} has NaN or infinity" for row in rows if not is_finite[row]}
+    progress = None
+    if workers:
+        progress = WorkerProgress(workers, partial(_describe_sample, base, name))
+    with isolated_randomness(), explain_worker_deaths():
+        # Workers call the function that collates a batch, here a single row.
+        read_row = partial(_problem_of_row, base, name, progress)
+        problems = _show_progress(worker_loader(rows, workers, progress, collate_fn=read_row), len(rows))
+        return {row: _without_remedy(problem) for row, problem in zip(rows, problems, strict=True) if problem}
 
 
-def _broken_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
-    """Why files cannot be read, by row; the result is remembered until one of the files changes.
-
-    Nothing is remembered if the disk failed, since the next run may find the same files whole.
-    """
+def _find_broken_files(base: ImageFiles, rows: list[int]) -> dict[int, str]:
+    """Return a description of each file that cannot be read, by row. The result is cached until a file changes."""
     paths = {row: os.path.abspath(base.manifest.paths[row]) for row in rows}
-    cache = _cache_of(base, paths.values())
+    cache = _cache_file(base, paths.values())
     if cache is not None:
-        with suppress(OSError, ValueError):  # nothing is remembered of these files as they are now
-            remembered = json.loads(cache.read_text(encoding="utf-8"))
-            return {row: str(remembered[path]) for row, path in paths.items() if path in remembered}
+        with suppress(OSError, ValueError):  # the files have not been read in their present state
+            cached_problems = json.loads(cache.read_text(encoding="utf-8"))
+            return {row: str(cached_problems[path]) for row, path in paths.items() if path in cached_problems}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        problems = _progress(pool.map(partial(_problem_of_file, base), rows), len(rows))
-        broken = {row: problem for row, problem in zip(rows, problems, strict=True) if problem is not None}
-    reasons = {row: _without_remedy(str(problem)) for row, problem in broken.items()}
-    # A missing file has no state by which it could be remembered, and one that the disk did not give may be whole.
-    certain = all(type(problem) is UnreadableImageError for problem in broken.values())
-    if cache is not None and certain:
-        with suppress(OSError):  # the next run reads them again
+        results = _show_progress(pool.map(partial(_problem_of_file, base), rows), len(rows))
+        errors = {row: error for row, error in zip(rows, results, strict=True) if error is not None}
+    problems = {row: _without_remedy(str(error)) for row, error in errors.items()}
+    # A missing file has no state to compare later, and one that the disk failed to deliver may be intact next time.
+    is_certain = all(type(error) is UnreadableImageError for error in errors.values())
+    if cache is not None and is_certain:
+        with suppress(OSError):  # without a cache the next run reads the files again
             cache.parent.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({paths[row]: reason for row, reason in reasons.items()})
+            content = json.dumps({paths[row]: problem for row, problem in problems.items()})
             write_atomic(cache, content.encode(), durable=False)
-    return reasons
+    return problems
 
 
-def _cache_of(base: ImageFiles, paths: Iterable[str]) -> Path | None:
-    """The file that remembers which of these files are broken, by all their states; None if one has no state."""
+def _cache_file(base: ImageFiles, paths: Iterable[str]) -> Path | None:
+    """Return the cache file for these files in their present state; None if one of them has no state."""
     digest = hashlib.sha256(repr((type(base).__name__, base.mode, base.full_scale)).encode())
     try:
         for path in paths:
             state = os.stat(path)
-            # The time of the last change of status also tells a file that was put back with its former time.
+            # The time of the last status change reveals a file that was replaced with its former modification time.
             times = f"{state.st_mtime_ns}\0{state.st_ctime_ns}"
             digest.update(f"\0{path}\0{state.st_size}\0{times}".encode(errors="surrogateescape"))
     except (OSError, ValueError):
@@ -341,7 +420,7 @@ def _cache_of(base: ImageFiles, paths: Iterable[str]) -> Path | None:
 
 
 def _problem_of_file(base: ImageFiles, row: int) -> Exception | None:
-    """What stands in the way of reading a file, if anything does."""
+    """Read a file and return the error, if there is one."""
     try:
         base.read(base.manifest.paths[row])
     except (UnreadableImageError, MissingImageError) as error:
@@ -351,46 +430,42 @@ def _problem_of_file(base: ImageFiles, row: int) -> Exception | None:
     return None
 
 
-def _reasons(rows: list[int], problems: Iterable[str]) -> dict[int, str]:
-    """The problems that are not empty, by row."""
-    shown = _progress(problems, len(rows))
-    return {row: _without_remedy(problem) for row, problem in zip(rows, shown, strict=True) if problem}
-
-
-def _progress(results: Iterable[T], total: int) -> Iterable[T]:
+def _show_progress(results: Iterable[T], total: int) -> Iterable[T]:
     """Show the progress of a pass over all images."""
     return tqdm(results, total=total, desc="Read all images once", leave=False, disable=None)
 
 
 def _without_remedy(problem: str) -> str:
-    """A message without its last part, since a list of many ends in one remedy for all."""
+    """Remove the remedy from a message: a list of many problems ends with one remedy for all."""
     return _REMEDY.sub("", problem)
 
 
-def _named(dataset: Dataset[Any], who: str, owner: int, row: int) -> str:
-    """Name a sample of a dataset; where several clients have Subsets of it, ``who`` is the first of them."""
-    return f"sample {row}{place(dataset, row)} of {who}"
+def _describe_sample(dataset: Dataset[Any], name: str, owner: int, row: int) -> str:
+    """Name a sample of a dataset; ``name`` is that of the first client with a Subset of it, whoever the owner is."""
+    return f"sample {row}{location_of(dataset, row)} of {name}"
 
 
-def _noted(dataset: Dataset[Any], who: str, reading: Reading | None, row: int) -> str:
-    """As :func:`_wrong`, in a worker that notes what it reads."""
-    if reading is None:
-        return _wrong(dataset, who, row)
-    reading.begin(0, row)
-    reason = _wrong(dataset, who, row)
-    reading.end()
-    return reason
+def _problem_of_row(dataset: Dataset[Any], name: str, progress: WorkerProgress | None, row: int) -> str:
+    """Read an item, in a worker that records its progress if there are workers, and describe what is wrong with it."""
+    if progress is None:
+        return _problem_of_item(dataset, name, row)
+    progress.begin(0, row)
+    problem = _problem_of_item(dataset, name, row)
+    progress.end()
+    return problem
 
 
-def _wrong(dataset: Dataset[Any], who: str, row: int) -> str:
-    """Why an item cannot be read, or nothing."""
+def _problem_of_item(dataset: Dataset[Any], name: str, row: int) -> str:
+    """Read an item and describe what is wrong with it; an empty string if it can be used."""
     try:
-        item = read_item(dataset, row, who)
+        item = read_item(dataset, row, name)
     except (UnreadableImageError, MissingImageError) as error:
-        return str(error).removeprefix(f"{who}, ")
-    with suppress(TypeError, IndexError):  # of another kind than images, which is said later
-        try:  # a picture may be read only now
-            image = to_image(entries(item, labelled=False)[0])
+        return str(error).removeprefix(f"{name}, ")
+    # The checks of the data report items that are not images.
+    with suppress(TypeError, IndexError):
+        stored, _ = image_and_label(item, labelled=False)
+        try:
+            image = to_image(stored)  # reads the pixels of a PIL image that was only opened
         except ValueError as error:
             return f"sample {row} cannot be read ({_without_remedy(' '.join(str(error).split()))})"
         if image.is_floating_point() and not image.isfinite().all():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shifted test sets: what else than the test images the models are scored on, and the corruptions of ImageNet-C."""
+"""Shifted test sets, on which models are evaluated beside the test images, such as the corruptions of ImageNet-C."""
 
 import copy
 import inspect
@@ -30,29 +30,29 @@ ShiftsWhen = Literal["end", "evaluation", "test"]
 MAIN: tuple[str, ...] = CORRUPTIONS[:15]
 """The 15 kinds of the benchmark (Hendrycks & Dietterich, ICLR 2019, https://arxiv.org/abs/1903.12261)."""
 EXTRA: tuple[str, ...] = CORRUPTIONS[15:]
-"""The four that it holds back for validation."""
+"""The four kinds that the benchmark reserves for validation."""
 GROUPS = {"main": MAIN, "extra": EXTRA, "all": MAIN + EXTRA}
-"""Words for several kinds of corruption."""
+"""Names of groups of kinds."""
 LABEL_SHIFT = "label_shift"
-TAKEN = ("local_test", "global_test", "best_mode", "worst_mode", "entropy")
-"""What names of other scores begin with."""
-SMALLEST = 32
+RESERVED_PREFIXES = ("local_test", "global_test", "best_mode", "worst_mode", "entropy")
+"""Beginnings of the names of other scores."""
+MIN_SIZE = 32
 """Height and width in pixels that an image must have to be corrupted."""
 
 
 class Shift:
-    """A shift of the test images: :class:`Corruptions` or :class:`LabelShift`."""
+    """Base class of the shifts of the test images, :class:`Corruptions` and :class:`LabelShift`."""
 
 
 @dataclass(frozen=True)
 class Corruptions(Shift):
-    """All test images, corrupted in each of some kinds with each of some severities, as in ImageNet-C.
+    """All test images with each of the given corruptions at each of the given severities, as in ImageNet-C.
 
     Source: Hendrycks & Dietterich, ICLR 2019, https://arxiv.org/abs/1903.12261.
 
     Args:
-        kinds: Names of kinds, or one name; or ``main`` (15), ``extra`` (4), ``all`` (19).
-        severities: Whole numbers from 1, the mildest, to 5.
+        kinds: Names of kinds of corruption, or one name; or ``main`` (15), ``extra`` (4), ``all`` (19).
+        severities: Integers from 1, the mildest, to 5.
 
     Raises:
         ValueError: If a kind is unknown or named twice, or a severity is not one of 1 to 5.
@@ -66,41 +66,43 @@ class Corruptions(Shift):
             check_choice("shifts: kind", kind, [*GROUPS["all"]], hint=f"or one word for several: {', '.join(GROUPS)}")
         for severity in self.severities:
             check_integer("shifts: severity", severity, le=5)
-        for what, values in (("kinds", self.names), ("severities", self.severities)):
+        for option, values in (("kinds", self.names), ("severities", self.severities)):
             if not values or len(set(values)) < len(values):
                 raise OptionError(
-                    f"shifts: {what}={[*values]} cannot be used; give one at least, and each once",
-                    name=f"shifts: {what}",
+                    f"shifts: {option} must have at least one entry and each only once, got {[*values]}",
+                    name=f"shifts: {option}",
                     value=[*values],
                 )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The kinds, one by one."""
-        return GROUPS.get(self.kinds, (self.kinds,)) if isinstance(self.kinds, str) else tuple(self.kinds)
+        """The names of the kinds, with groups resolved."""
+        if isinstance(self.kinds, str):
+            return GROUPS.get(self.kinds, (self.kinds,))
+        return tuple(self.kinds)
 
 
 @dataclass(frozen=True)
 class LabelShift(Shift):
-    """For each client, the test images of all other clients: all that the clients have but its own.
+    """The test images of all other clients, for each client.
 
-    The images and their number of each class are the others', so the labels are distributed as theirs together.
+    The labels are then distributed as those of the other clients together.
     """
 
 
-Given = Shift | ImageSet | list[str] | str
-"""How a shift may be given: an object, kinds of corruption, or one of the words."""
+ShiftOption = Shift | ImageSet | list[str] | str
+"""Accepted values of a shift: an object, kinds of corruption, or one of the short forms."""
 
 
 class Condition(NamedTuple):
-    """Images that all models run on once, for a part of a shift or all of it.
+    """One set of images that all models are evaluated on, for a shift or a part of it.
 
     Attributes:
-        shift: The name of the shift.
+        shift: Name of the shift.
         store: The images, before they are corrupted.
-        kind: Of the corruption; empty where there is none.
-        severity: Of the corruption.
-        others: Whether a client's model is scored on the images of the other clients alone.
+        kind: Kind of the corruption; empty for none.
+        severity: Severity of the corruption.
+        others: Whether a client's model is evaluated on the images of the other clients only.
     """
 
     shift: str
@@ -110,26 +112,27 @@ class Condition(NamedTuple):
     others: bool = False
 
 
-def as_shifts(given: Mapping[str, Given]) -> dict[str, Shift | ImageSet]:
-    """The shifts by name, with objects for the short forms.
+def as_shifts(options: Mapping[str, ShiftOption]) -> dict[str, Shift | ImageSet]:
+    """Replace the short forms of shifts by objects.
 
     Raises:
-        ValueError: If a name cannot be used, or a value is not a shift.
+        OptionError: If a name is not allowed, or a value is not a shift.
     """
-    found: dict[str, Shift | ImageSet] = {}
-    for name, value in given.items():
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name.startswith(TAKEN) or name.endswith(SPREADS):
+    shifts: dict[str, Shift | ImageSet] = {}
+    for name, value in options.items():
+        is_reserved = name.startswith(RESERVED_PREFIXES) or name.endswith(SPREADS)
+        if is_reserved or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
             raise OptionError(
-                f"shifts: the name {name!r} cannot be used; give one of letters, digits, '_', '-' and '.', that is no "
-                f"other score's: not beginning with {', '.join(TAKEN)}, nor ending in {', '.join(SPREADS)}",
+                f"shifts: the name {name!r} is not allowed; use letters, digits, '_', '-' and '.'. It must not begin "
+                f"with {', '.join(RESERVED_PREFIXES)}, nor end in {', '.join(SPREADS)}, as other scores do",
                 name="shifts",
             )
         if isinstance(value, Shift | ImageSet):
-            found[name] = value
+            shifts[name] = value
         elif value == LABEL_SHIFT:
-            found[name] = LabelShift()
+            shifts[name] = LabelShift()
         elif isinstance(value, list) or value in (*GROUPS, *GROUPS["all"]):
-            found[name] = Corruptions(value)
+            shifts[name] = Corruptions(value)
         else:
             raise OptionError(
                 f"shifts: {name}={value!r} is not a shift; give {LABEL_SHIFT!r}, a kind of corruption "
@@ -137,40 +140,50 @@ def as_shifts(given: Mapping[str, Given]) -> dict[str, Shift | ImageSet]:
                 name=f"shifts: {name}",
                 value=value,
             )
-    return found
+    return shifts
 
 
 def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: int | None) -> list[Condition]:
-    """What the models run on, in order, after checking that it fits.
+    """Check that the shifts fit the data, and list the conditions to evaluate.
+
+    Args:
+        shifts: The shifts by name.
+        checked: The clients' data.
+        size: Height and width to resize uint8 images to; None keeps them.
 
     Raises:
-        ImportError: If corruptions are asked for and their library is missing.
+        ImportError: If there are corruptions and their library is missing.
         ValueError: If there are no test images, or a shift does not fit the clients' images and classes.
     """
-    found: list[Condition] = []
+    all_conditions: list[Condition] = []
     for name, shift in shifts.items():
         if checked.test is None:
             raise OptionError(
                 f"shifts: {name!r} needs test images, and the data has none; give some, or no shifts", name="shifts"
             )
         if isinstance(shift, ImageSet):
-            found.append(Condition(name, _labelled(name, shift, checked, size)))
+            all_conditions.append(Condition(name, _labelled_test_set(name, shift, checked, size)))
         elif isinstance(shift, Corruptions):
             _check_corruptible(name, checked)
-            found += [
-                Condition(name, checked.test, kind, severity) for kind in shift.names for severity in shift.severities
-            ]
+            for kind in shift.names:
+                all_conditions += [Condition(name, checked.test, kind, severity) for severity in shift.severities]
         else:
-            if sum(map(bool, checked.test.sizes)) < 2:
+            num_tested_clients = sum(1 for client_size in checked.test.sizes if client_size)
+            if num_tested_clients < 2:
                 raise OptionError(
-                    f"shifts: {name!r} needs test images of two clients, at least; leave it out", name="shifts"
+                    f"shifts: {name!r} needs test images of at least two clients; leave it out", name="shifts"
                 )
-            found.append(Condition(name, checked.test, others=True))
-    return found
+            all_conditions.append(Condition(name, checked.test, others=True))
+    return all_conditions
 
 
 def _check_corruptible(name: str, checked: Checked) -> None:
-    """Refuse to continue without the library, or with images that the corruptions are not made for."""
+    """Check that the libraries of the corruptions load, and support the images.
+
+    Raises:
+        ImportError: If a library does not load.
+        OptionError: If the images are not supported.
+    """
     try:
         import cv2  # noqa: F401  # whether it loads
 
@@ -183,40 +196,48 @@ def _check_corruptible(name: str, checked: Checked) -> None:
             "corruptions out"
         ) from error
     shape, dtype = checked.image
-    if dtype != torch.uint8 or len(shape) != 3 or shape[0] not in (1, 3) or min(shape[1:]) < SMALLEST:
+    is_supported = dtype == torch.uint8 and len(shape) == 3 and shape[0] in (1, 3)
+    if not is_supported or min(shape[1:]) < MIN_SIZE:
         raise OptionError(
             f"shifts: {name!r} cannot corrupt images {dtype} of shape {shape}; give uint8 images of 1 or 3 channels, "
-            f"and image_size={SMALLEST} or more, to which they are resized before",
+            f"and image_size={MIN_SIZE} or more, to which they are resized first",
             name="shifts",
         )
 
 
-def _labelled(name: str, images: ImageSet, checked: Checked, size: int | None) -> Store:
-    """The test split of another set, whose labels must be of the clients' classes."""
+def _labelled_test_set(name: str, images: ImageSet, checked: Checked, size: int | None) -> Store:
+    """Return the test split of another set, after checking that its labels are of the clients' classes."""
     test = images.with_split(False)
-    who = f"shifts: {name!r} ({split_of(test)})"
-    if test.labels is None or not len(test):
-        raise ValueError(f"{who} has no {'labels' if len(test) else 'images'}; give a set of labelled images")
+    title = f"shifts: {name!r} ({split_of(test)})"
+    if not len(test):
+        raise ValueError(f"{title} has no images; give a set of labelled images")
+    if test.labels is None:
+        raise ValueError(f"{title} has no labels; give a set of labelled images")
     if test.num_classes not in (None, checked.num_classes):
-        both = f"{test.num_classes} classes and the data has {checked.num_classes}"
-        raise ValueError(f"{who} has {both}; give a set with as many")
+        raise ValueError(
+            f"{title} must have {checked.num_classes} classes as the data, got {test.num_classes}; give another set"
+        )
     try:
-        found = check(FederatedData([test]), checked.num_classes, size)
-    except ValueError as error:  # the set is the only client of these data
-        said = str(error).replace("client 0 has the training", "it has the")
-        raise ValueError(f"{who}: {said}") from None
-    if found.multilabel != checked.multilabel:
-        kind = "several labels" if found.multilabel else "one class"
-        raise ValueError(f"{who} has {kind} an image, and the data has not; give a set of the same kind")
-    return found.train
+        checked_set = check(FederatedData([test]), checked.num_classes, size)
+    except ValueError as error:
+        # The message calls the set a client, since it is the only one of these data.
+        message = str(error).replace("client 0 has the training", "it has the")
+        raise ValueError(f"{title}: {message}") from None
+    if checked_set.multilabel != checked.multilabel:
+        labels = "several labels" if checked_set.multilabel else "one class"
+        raise ValueError(f"{title} has {labels} per image, unlike the data; give a set of the same kind")
+    return checked_set.train
 
 
 def corrupt(image: Tensor, kind: str, severity: int, seed: int) -> Tensor:
-    """Corrupt an image by ImageNet-C's function and parameters; the library is imagecorruptions-imaug.
+    """Corrupt an image with ImageNet-C's functions and parameters, from the library imagecorruptions-imaug.
 
-    The image is uint8 (1 or 3, H, W), on the CPU, with sides of ``SMALLEST`` pixels or more; a grey one is corrupted as
-    an RGB one with three equal channels, of which the green one is kept. All that is drawn follows from the seed; the
-    global streams stay as they are.
+    Args:
+        image: uint8 (1 or 3, H, W) on the CPU, with sides of at least ``MIN_SIZE`` pixels. A grey image is corrupted as
+            an RGB image with three equal channels, of which the green one is returned.
+        kind: Kind of corruption.
+        severity: From 1, the mildest, to 5.
+        seed: Seed of all draws. The global streams are restored.
     """
     import cv2
     from imagecorruptions import corruption_dict
@@ -225,21 +246,28 @@ def corrupt(image: Tensor, kind: str, severity: int, seed: int) -> Tensor:
         cv2.setNumThreads(0)  # the threads of OpenCV do not survive the fork of a worker
     pixels = image.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
     function = corruption_dict[kind]
-    # Two of them do not draw from NumPy's stream.
-    own = {"seed": derive_seed(seed, "own") % 2**32} if "seed" in inspect.signature(function).parameters else {}
+    options = {}
+    # Two of the functions take a seed instead of drawing from NumPy's stream.
+    if "seed" in inspect.signature(function).parameters:
+        options["seed"] = derive_seed(seed, "own") % 2**32
     with isolated_randomness(), np.errstate(all="ignore"):
         seed_all(seed)
-        found = np.asarray(function(Image.fromarray(pixels), severity, **own))
-    found = np.where(np.isfinite(found), found, pixels)  # a spatter of no drops divides by zero
-    corrupted = torch.from_numpy(found.astype(np.uint8)).permute(2, 0, 1)
+        values = np.asarray(function(Image.fromarray(pixels), severity, **options))
+    values = np.where(np.isfinite(values), values, pixels)  # a spatter of no drops divides by zero
+    corrupted = torch.from_numpy(values.astype(np.uint8)).permute(2, 0, 1)
     return corrupted[1:2] if len(image) == 1 else corrupted
 
 
 class CorruptedStore(Samples):
-    """The samples of a store, each image corrupted as it is read, on the host.
+    """The samples of a store, with each image corrupted on the host as it is read.
 
-    The draws follow from the run's seed, the kind, the severity and the image's place among all clients' images.
-    uint8 images are resized to ``size`` before they are corrupted, unless it is None.
+    The draws are derived from the run's seed, the kind, the severity and the image's position among all clients'
+    images.
+
+    Args:
+        condition: The images and their corruption.
+        seed: The run's seed.
+        size: Height and width to resize uint8 images to before they are corrupted; None keeps them.
     """
 
     by_item = True
@@ -249,16 +277,21 @@ class CorruptedStore(Samples):
         if isinstance(store, TensorStore):
             store = copy.copy(store)  # the original may be on an accelerator, where no worker can read
             store.to(torch.device("cpu"), store.images.nbytes)
-        self.store, self.sizes = store, store.sizes
-        self.kind, self.severity, self.seed, self.size = condition.kind, condition.severity, seed, size
+        self.store = store
+        self.sizes = store.sizes
+        self.kind = condition.kind
+        self.severity = condition.severity
+        self.seed = seed
+        self.size = size
 
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
         """Read rows of the store, and corrupt them."""
         images, labels, failed = self.store.read(owners, indices, key)
-        images = images if self.size is None else resize_uint8(images, self.size)
-        places = (self.starts[owners] + indices).tolist()
-        corrupted = [
-            corrupt(image, self.kind, self.severity, derive_seed(self.seed, f"shift/{self.kind}", self.severity, place))
-            for image, place in zip(images, places, strict=True)
-        ]
+        if self.size is not None:
+            images = resize_uint8(images, self.size)
+        positions = (self.starts[owners] + indices).tolist()
+        corrupted = []
+        for image, position in zip(images, positions, strict=True):
+            seed = derive_seed(self.seed, f"shift/{self.kind}", self.severity, position)
+            corrupted.append(corrupt(image, self.kind, self.severity, seed))
         return torch.stack(corrupted), labels, failed

@@ -70,7 +70,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     if settings.private:
         cohort = sample_cohort(settings.seed, 0, clients, settings.clients_per_round)
         tried = cohort[: settings.clients_per_chunk or clients]
-    batch = data.trial_batch(tried)
+    batch = data.first_batch(tried)
     if settings.algorithm.needs_class_counts and batch.classes is None and stage == "fit":
         raise no_counts(settings.algorithm)
     check_first(parts, batch, stage == "fit")
@@ -78,7 +78,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     if fresh and settings.privacy is not None and (prefix or stage != "fit"):  # else images were tried already
         with parts.precision():
             try_gradients(settings.privacy, parts.module, batch, features=prefix is not None)
-    if prefix is not None and stage == "fit" and isinstance(data.served(data.checked.train), FeatureStore):
+    if prefix is not None and stage == "fit" and isinstance(data.samples_of(data.checked.train), FeatureStore):
         share = f"{prefix.share:.0%} of a forward pass"
         rank_zero_info(
             f"the frozen layers before everything trained, {share}, run once for each image (cache_features)"

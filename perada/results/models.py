@@ -180,7 +180,7 @@ class Models:
     @property
     def preprocessing(self) -> Preprocessing:
         """What makes images ready for the models, as training did."""
-        return Preprocessing.of_record(self.info["preprocessing"])
+        return Preprocessing.from_record(self.info["preprocessing"])
 
     def predict(
         self,

@@ -264,7 +264,7 @@ class Run(Models):
         info, metrics, clients = saved.info, saved.metrics, saved.num_clients
         with naming(folder / RUN_FILE):
             check_record(info.get("privacy") or {}, clients)
-            Preprocessing.of_record(info["preprocessing"])
+            Preprocessing.from_record(info["preprocessing"])
         check_files(folder, saved.files)
         models = saved.global_models
         alone = models == 1 and not (folder / "global").is_dir() and (folder / CONFIG_FILE).is_file()  # as on the Hub

@@ -66,7 +66,7 @@ def test_skipped_they_are_as_if_they_had_never_been_there(root, holdout):
     assert (skipped.train_sizes == (4, 5)) == (not holdout)
     for one, other in zip(skipped.test_batches(), clean.test_batches(), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    for one, other in ((skipped.trial_batch([client]), clean.trial_batch([client])) for client in (0, 1)):
+    for one, other in ((skipped.first_batch([client]), clean.first_batch([client])) for client in (0, 1)):
         assert not one.failed and torch.equal(one.x, other.x) and torch.equal(one.y, other.y)
     record = skipped.partition_dict()
     assert [len(own) for own in record["train"]] == list(skipped.train_sizes)

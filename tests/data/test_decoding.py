@@ -53,7 +53,7 @@ def test_deep_images_are_scaled(tmp_path, values, name, full_scale, white):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        (np.full((2, 2), 5000, np.uint16), r"from 5000 to 5000, and 0 to 4095 is expected: set full_scale"),
+        (np.full((2, 2), 5000, np.uint16), r"from 5000 to 5000, but must be from 0 to 4095: set full_scale"),
         (np.full((2, 2), -5, np.int32), "from -5 to -5"),
         (np.full((2, 2), np.nan, np.float32), "from nan to nan"),
     ],

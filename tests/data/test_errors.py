@@ -156,7 +156,7 @@ def test_channels_that_the_backbone_does_not_take():
     refused(FederatedData([client(channels=2)]), "backbone takes 3 channels", image=rgb)
     refused(
         FederatedData([client(dtype=torch.float32)]),
-        "float32 .*backbone takes 3 channels: convert them to 3 .* a network of your own for 1 as backbone",
+        "float32 .*backbone takes 3 channels: convert them to 3 .* your own network for 1 as backbone",
         image=rgb,
     )
     refused(
@@ -175,8 +175,8 @@ def test_channels_that_the_backbone_does_not_take():
         ({"num_workers": -1}, "num_workers=-1 cannot be used; give a whole number of 0 or more"),
         ({"image_size": 0}, "image_size=0 cannot be used"),
         ({"crop_padding": -1}, "crop_padding=-1 cannot be used"),
-        ({"train_limit": 5}, "data is given together with options"),
-        ({"dataset": Digits()}, "data is given together with options"),
+        ({"train_limit": 5}, "data cannot be combined with options"),
+        ({"dataset": Digits()}, "data cannot be combined with options"),
     ],
 )
 def test_options(options, words):
@@ -191,9 +191,9 @@ def test_options(options, words):
         ({"public_fraction": 1.0}, r"public_fraction=1\.0 cannot be used; give a finite number from 0 to below 1"),
         ({"validation_fraction": -0.1}, r"validation_fraction=-0\.1 cannot be used"),
         ({"public_fraction": 0.5, "validation_fraction": 0.5}, "leave the clients nothing"),
-        ({"public": Photographs(5), "public_fraction": 0.5}, "both given"),
+        ({"public": Photographs(5), "public_fraction": 0.5}, "mutually exclusive: leave one out"),
         ({"train_limit": 0}, "train_limit=0 cannot be used; give a whole number of 1 or more, or leave it out"),
-        ({"train_limit": 20}, "30 clients .* there are 20"),
+        ({"train_limit": 20}, "30 clients .* got 20"),
         ({"dataset": Photographs(50)}, "has no labels"),
     ],
 )
@@ -321,7 +321,7 @@ GOOD = PIXELS, CLASSES
         ((PIXELS.float().permute(0, 2, 3, 1)[..., :1], CLASSES), r"\(6, 8, 8, 1\); its channels seem"),
         (
             (PIXELS, CLASSES.float()),
-            r"labels float32 \(6,\), which are neither .* return whole numbers \(N,\), a class",
+            r"labels float32 \(6,\), which are neither .* return integers \(N,\), a class",
         ),
         ((PIXELS, CLASSES.bool()), r"labels bool \(6,\)"),
         ((PIXELS, CLASSES[:, None]), r"labels int64 \(6, 1\)"),
@@ -375,7 +375,7 @@ def test_arrays_lists_and_grey_images_without_a_channel_axis_are_taken():
         (([[0], [1]], [[0], [3, 3]]), "returned the test row 3 for the clients 1 and 1"),
         (
             ([[0], [6]], [[0], [1]]),
-            r"returned the training row 6 for client 1, and there are 6, .* positions in train\.labels",
+            r"returned the training row 6 for client 1, outside 0..5; .* positions in train\.labels",
         ),
         (([[0], [1]], [[-1], [1]]), r"returned the test row -1 for client 0, .* test\.labels"),
         (

@@ -116,7 +116,7 @@ def test_every_mode_in_every_format(tmp_path, kind, mode):
     except (OSError, NotImplementedError, AssertionError):
         pytest.skip("Pillow does not read what it wrote")
     if expected.max() > 256:  # SPIDER's values are floats without a scale
-        with pytest.raises(UnreadableImageError, match=f"^{path} is not a .*, and 0 to 1 is expected: set full_scale"):
+        with pytest.raises(UnreadableImageError, match=f"^{path} is not a .* must be from 0 to 1: set full_scale"):
             read_image(path, "fix it")
         return
     check_all_ways(path, expected)

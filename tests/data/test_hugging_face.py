@@ -113,7 +113,7 @@ def test_several_labels_an_image(tmp_path):
         ({"label": "picture"}, "label: column 'picture' of {} holds"),
         ({"client": "hospital"}, "client: {} has no column 'hospital'"),
         ({"splits": ["dev"]}, "splits: {} has no split 'dev'; it has train, test"),
-        ({"splits": ["test", "train"], "name": "/nowhere/at-all"}, "the data set '/nowhere/at-all' cannot be had"),
+        ({"splits": ["test", "train"], "name": "/nowhere/at-all"}, "the dataset '/nowhere/at-all' cannot be loaded"),
     ],
 )
 def test_what_cannot_be_used_is_named_with_its_option(saved, options, message):
@@ -165,6 +165,6 @@ def test_splits_whose_columns_are_of_different_kinds_are_refused_in_one_line(tmp
     parts = {"train": part(range(6), ward=["a"] * 6), "test": part(range(6, 9), ward=["b"] * 3)}
     parts["test"] = parts["test"].cast_column("label", datasets.ClassLabel(names=[*"0123456789x"]))
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "mixed")
-    with pytest.raises(ValueError, match=r"^splits: train, test of .*mixed have columns that do not fit .*; cast"):
+    with pytest.raises(ValueError, match=r"^splits: train, test of .*mixed have columns that do not match .*; cast"):
         len(HuggingFace(str(tmp_path / "mixed")))
     assert len(HuggingFace(str(tmp_path / "mixed"), splits=["test"], test_share=0.5)) > 0

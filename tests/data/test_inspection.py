@@ -120,10 +120,10 @@ def test_dark_images_of_12_bits_and_stacks_of_pictures_are_worth_knowing(tmp_pat
         division = Division(Images(str(tmp_path), size=8, full_scale=white), ByDomain("client"))
         text = format_inspection(inspect_division(division))
         assert (
-            "bits (8) is 4030, and 65535 is white, so that they are dark: set full_scale to what is white, such as 4095"
-            in text
+            "bits (8) is 4030, and 65535 is white, so that they are dark: set full_scale to the value of white, such "
+            "as 4095" in text
         ) == dark
-        assert f"- of files with several pictures ({tmp_path}/a/x/stack.tif) the first is read" in text
+        assert f"- only the first picture of files with several ({tmp_path}/a/x/stack.tif) is read" in text
     assert "- all images are of the class x: a run needs two classes at least" in text
 
 
@@ -134,7 +134,7 @@ def test_dark_images_of_12_bits_and_stacks_of_pictures_are_worth_knowing(tmp_pat
         ("t.txt", r"'.*t\.txt' is a file, and no table of these kinds; give one: folder of images, table"),
         (
             "saved",
-            r"saved has no images: it is a set that datasets wrote: read it with the class HuggingFace, or as hf:",
+            r"saved has no images: it was written by datasets: read it with the class HuggingFace, or as hf:",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_words_are_numbered_over_all_clients(kind, classes):
     assert module.classes == order and module.num_classes == len(order)
     (test, *_) = module.test_batches()
     assert test[1].tolist() == [order.index(word) for word in given[2] * 2][: len(test[1])]
-    (first, second) = (module.trial_batch([client]).y[0].tolist() for client in (0, 1))
+    (first, second) = (module.first_batch([client]).y[0].tolist() for client in (0, 1))
     assert sorted(first) == sorted(order.index(word) for word in given[0]) and second == [order.index("bee")] * 2
 
 
@@ -123,10 +123,10 @@ def pairs(labels):
         ([LABELLED, DataLoader(LABELLED)], {}, "client 1: the training set is a DataLoader.*give its .dataset"),
         ([LABELLED], {"test": [Subset(DataLoader(LABELLED), [0])]}, "client 0: the test set .* give its .dataset"),
         ([LABELLED], {"public": DataLoader(LABELLED)}, "the public set is a DataLoader"),
-        ([LABELLED, Stream()], {}, "client 1: the training set is a Stream, whose items have no numbers"),
+        ([LABELLED, Stream()], {}, "client 1: the training set is a Stream, whose items have no index"),
         ([{"train": LABELLED}], {}, "client 0: the training set is a dict, with the keys 'train'.* one of its entries"),
-        (LABELLED, {}, "FederatedData.train is a TensorDataset, and no list: give a list with one dataset per client"),
-        ({"a": LABELLED}, {}, "FederatedData.train is a dict, and no list"),
+        (LABELLED, {}, "FederatedData.train must be a list with one dataset per client, got a TensorDataset"),
+        ({"a": LABELLED}, {}, "FederatedData.train must be a list .*, got a dict"),
         ([list(images(3, 1))], {}, "client 0, sample 0: the item is a Tensor: give .image, label."),
         ([dicts(images(2, 1), [0, 1], label="fine_label")], {}, "keys 'image', 'fine_label', 'id', which has no label"),
         ([dicts(images(2, 1), [0, 1], "x")], {"public": LABELLED}, "has no image: name one entry image, img or pixel"),
@@ -178,7 +178,7 @@ def test_of_many_classes_a_few_are_named():
 def test_many_words_that_nobody_declares_need_classes(monkeypatch):
     monkeypatch.setattr("perada.data.checked.SCAN_LIMIT", 2)
     with pytest.raises(
-        ValueError, match=r"declares no labels, and the 3 training samples are too many .* or classes where"
+        ValueError, match=r"declares no labels, and the 3 training samples are too many .* or classes if"
     ):
         opened(FederatedData([pairs(WORDS)]))
     assert opened(FederatedData([pairs(WORDS)], classes=WORDS)).num_classes == 3

@@ -50,13 +50,13 @@ def test_classes_in_columns_are_classes(kind, dtype, shape, classes):
         assert store.client_labels()[1].tolist() == labels.tolist()
         assert store.take(torch.zeros(6, dtype=torch.int64), torch.arange(6))[1].tolist() == labels.tolist()
     module = FederatedDataModule(FederatedData([dataset, dataset]), batch_size=6)
-    assert module.trial_batch([0]).y.shape == (1, 6)
+    assert module.first_batch([0]).y.shape == (1, 6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("labels", [torch.eye(3, dtype=torch.int64).repeat(2, 1), torch.ones(6, 2, dtype=torch.uint8)])
 def test_vectors_of_whole_numbers_say_what_to_give(kind, labels):
-    with pytest.raises(TypeError, match=r"labels are whole numbers of shape .*labels.argmax.*labels.float"):
+    with pytest.raises(TypeError, match=r"labels are integers of shape .*labels.argmax.*labels.float"):
         check(FederatedData([KINDS[kind](labels)]))
 
 
@@ -91,7 +91,7 @@ def test_a_single_class_is_refused_where_the_number_is_inferred(kind, label):
     [
         ([0, 1, 2, 255, 0, 1], r"go up to 255, which makes 256 classes, and 252 .* \(there are 0, 1, 2, 255\): number"),
         ([1000, 1001, 1002, 1003, 1004, 1005], "1000 of them have no image"),
-        ([0, 10, 20, 30, 40, 50], r"set num_classes=51 if this is meant"),
+        ([0, 10, 20, 30, 40, 50], r"set num_classes=51 if this is intended"),
     ],
 )
 def test_sparse_labels_are_refused_where_the_number_is_inferred(kind, labels, message):

@@ -95,9 +95,12 @@ def test_names_in_python():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"classes": ["a", "b"], "num_classes": 3}, "has 2 names for 3 classes in classes; give each class a name"),
+        (
+            {"classes": ["a", "b"], "num_classes": 3},
+            "has 2 names for 3 classes in classes; give each class a unique name",
+        ),
         ({"classes": ["a", "b", "a"]}, "has the name 'a' twice in classes"),
-        ({"client_names": ["a", "a"]}, "2 names, 1 of them different, for 2 clients: give each client a name"),
+        ({"client_names": ["a", "a"]}, "2 names, 1 of them different, for 2 clients: give each client a unique name"),
         ({"client_names": ["a"]}, "1 names, 1 of them different, for 2 clients"),
     ],
 )

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.samples import make_store
-from perada.data.checked import Checked, first_image
+from perada.data.checked import Checked, first_image_format
 
 GREY = torch.arange(6 * 16, dtype=torch.uint8).view(6, 4, 4)
 
@@ -39,7 +39,7 @@ def overlap(clients, public, make, make_public=None, size=None):
     train = make_store([make(own) for own in clients], size=size)
     server = make_store([(make_public or make)(public, labelled=False)], labelled=False, size=size)
     try:
-        Checked(train, None, server, None, 1, None, False, first_image(train)).check_overlap()
+        Checked(train, None, server, None, 1, None, False, first_image_format(train)).check_overlap()
     except ValueError as error:
         index, client, other = re.findall(r"\d+", str(error))
         return int(client), int(index), int(other)
@@ -119,7 +119,7 @@ def test_a_public_set_with_private_images_is_refused():
         data = FederatedData(clients, [tensors(GREY[4:])] * 2, tensors(GREY[5:]), num_classes=2)
         FederatedDataModule(data).checked.check_overlap()
     with pytest.raises(
-        ValueError, match=r"privacy: image 1 of client 1 is also image 0 of the public set: .* Take such"
+        ValueError, match=r"privacy: image 1 of client 1 is also image 0 of the public set: .* Remove such"
     ) as error:
         FederatedDataModule(FederatedData(clients, public=tensors(GREY[3:]), num_classes=2)).checked.check_overlap()
     assert "\n" not in str(error.value)

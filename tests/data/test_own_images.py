@@ -65,7 +65,7 @@ def test_a_class_that_is_not_among_the_named_ones_is_refused_by_name(hospitals):
         len(Images(str(hospitals), classes=["benign", "other"]))
     with pytest.raises(ValueError, match="the name 'a' twice"):
         Images(str(hospitals), classes=["a", "a"])
-    with pytest.raises(ValueError, match="classes='benign' cannot be used; give a list"):
+    with pytest.raises(ValueError, match="classes must be a list of names or None, got 'benign'"):
         Images(str(hospitals), classes="benign")
 
 
@@ -141,7 +141,7 @@ def test_no_patient_is_on_both_sides(tmp_path):
 
 def chosen(keys, share, seed, clients=None, classes=None, known=None):
     clients, classes = clients or [0] * len(keys), classes or [[]] * len(keys)
-    return {keys[row] for row in hashed_share(keys, clients, classes, share, seed, known, leave=True)}
+    return {keys[row] for row in hashed_share(keys, clients, classes, share, seed, known, protect_classes=True)}
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
@@ -266,9 +266,9 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
             ValueError,
             r"^layout: field=\'klass\' is unknown; did you mean \'class\'\?",
         ),
-        (["a/b/1.jpg"], "{client}/*", ValueError, r"has no \{class\}: say where the class stands"),
-        (["a/b/1.jpg"], "{class}/{class}/*", ValueError, r"the field \{class\} twice; put \*"),
-        (["a/b/1.jpg"], "{class}/*", FileNotFoundError, r"such as a/b/1\.jpg, do not have the layout '\{class\}/\*'"),
+        (["a/b/1.jpg"], "{client}/*", ValueError, r"has no \{class\}: add it where the class is"),
+        (["a/b/1.jpg"], "{class}/{class}/*", ValueError, r"the field \{class\} twice; replace one of them by \*"),
+        (["a/b/1.jpg"], "{class}/*", FileNotFoundError, r"such as a/b/1\.jpg, do not match the layout '\{class\}/\*'"),
         ([], "{class}/*", FileNotFoundError, "has no images: give a folder with .jpg"),
         (["x/a/1.jpg"], "{split}/{class}/*", ValueError, r"x/a/1\.jpg: the split 'x' is none of train, training, test"),
         (
@@ -303,7 +303,7 @@ def test_other_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"test_share=1\.5 cannot be used; give a finite number above 0 and below 1"):
         Images(str(tmp_path), test_share=1.5)
     root = write(tmp_path, "a/1.jpg", "a/2.jpg", "3.jpg")
-    with pytest.warns(UserWarning, match=r"1 of 3 images in .*, such as 3\.jpg, do not have the layout .*left out"):
+    with pytest.warns(UserWarning, match=r"1 of 3 images in .*, such as 3\.jpg, do not match the layout .*skipped"):
         assert len(Images(root, layout="{class}/*")) == 1
 
 
@@ -311,7 +311,7 @@ def test_images_of_kinds_that_are_not_read_are_counted(tmp_path):
     root = write(
         tmp_path, "north/a/1.jpg", "north/b/2.jpg", "north/a/3.gif", "north/b/4.DCM", "north/b/5.dcm", "north/Thumbs.db"
     )
-    left = r"files in .* are left out \(2 \.dcm, 1 \.gif\): convert them to PNG or TIFF to use them"
+    left = r"files in .* are skipped \(2 \.dcm, 1 \.gif\): convert them to PNG or TIFF to use them"
     with pytest.warns(UserWarning, match=left):
         assert len(Images(root, layout="{client}/{class}/*", test_share=0.5).read_manifest().paths) == 2
     with pytest.warns(UserWarning, match=left):
@@ -414,7 +414,7 @@ def test_measured_numbers_are_no_classes(tmp_path):
         (tmp_path / "t.csv").write_text("path,label,x\n" + lines)
         made = ImageTable(str(tmp_path / "t.csv"), test_share=0.1)
         if refused:
-            with pytest.raises(ValueError, match=r"label holds 6 different numbers in 6 rows, such as 0\.1, and no cl"):
+            with pytest.raises(ValueError, match=r"label holds 6 different numbers in 6 rows, such as 0\.1, instead"):
                 len(made)
         else:
             assert len(made.classes) == len(set(values.split()))
@@ -437,11 +437,11 @@ def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
 @pytest.mark.parametrize(
     ("file", "proposal"),
     [
-        ("a/Test/c/1.jpg", r": set layout to fit, such as \{client\}/\{split\}/\{class\}/\*$"),
-        ("c/1.jpg", r": set layout to fit, such as \{class\}/\*$"),
-        ("a/b/c/1.jpg", r": set layout to fit, such as \{client\}/\*\*/\{class\}/\*$"),
-        ("train/test/c/1.jpg", ": set layout to fit$"),
-        ("1.jpg", ": set layout to fit$"),
+        ("a/Test/c/1.jpg", r": set a layout that matches, such as \{client\}/\{split\}/\{class\}/\*$"),
+        ("c/1.jpg", r": set a layout that matches, such as \{class\}/\*$"),
+        ("a/b/c/1.jpg", r": set a layout that matches, such as \{client\}/\*\*/\{class\}/\*$"),
+        ("train/test/c/1.jpg", ": set a layout that matches$"),
+        ("1.jpg", ": set a layout that matches$"),
     ],
 )
 def test_a_layout_is_proposed(tmp_path, file, proposal):
@@ -495,11 +495,11 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, change, options, error, sa
 
 
 def test_tables_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.csv does not exist, and a table \(\.csv, \.tsv or"):
+    with pytest.raises(FileNotFoundError, match=r"none\.csv does not exist, expected a table \(\.csv, \.tsv or"):
         len(ImageTable(str(tmp_path / "none.csv")))
     (tmp_path / "short.csv").write_text("path,label\n1.jpg\n")
     with pytest.raises(
-        ValueError, match=r"short\.csv cannot be read \(row 2 has 1 fields and the header 2\), and a table"
+        ValueError, match=r"short\.csv cannot be read \(row 2 has 1 fields and the header 2\), expected a table"
     ):
         len(ImageTable(str(tmp_path / "short.csv")))
 

@@ -84,14 +84,14 @@ def test_images_from_elsewhere_are_prepared_as_the_test_images_are(kind, tmp_pat
     if images is None:
         images = list(torch.cat([batch.x for batch in data.val_dataloader()]))
         assert {image.shape for image in images} == {(1, 8, 8)}
-    read = Preprocessing.of_record(json.loads(json.dumps(data.preprocessing.record())))
+    read = Preprocessing.from_record(json.loads(json.dumps(data.preprocessing.record())))
     assert read == data.preprocessing
     found = read.batch(images)
     torch.testing.assert_close(found.expand_as(expected), expected, rtol=0, atol=1e-6)
     assert read.shape in (tuple(expected.shape[1:]), (3, *expected.shape[2:]))
 
 
-COLOUR = Preprocessing.of_record(
+COLOUR = Preprocessing.from_record(
     {
         "kind": "uint8",
         "shape": [3, 6, 7],
@@ -102,7 +102,7 @@ COLOUR = Preprocessing.of_record(
         "std": list(STD),
     }
 )
-GREY = Preprocessing.of_record({**COLOUR.record(), "channels": 1})
+GREY = Preprocessing.from_record({**COLOUR.record(), "channels": 1})
 
 
 def by_hand(pixels):
@@ -143,7 +143,7 @@ def test_floats_pass_as_they_are():
     x = torch.randn(3, 6, 7)
     found = COLOUR.batch([x, x.double(), x.numpy(), x.permute(1, 2, 0).numpy()])
     assert all(torch.equal(one, x) for one in found)
-    with pytest.warns(UserWarning, match=r"lie in \[0, 1\]; they are taken as normalised already"):
+    with pytest.warns(UserWarning, match=r"are in \[0, 1\], but are assumed to be normalised already"):
         COLOUR.batch([x.sigmoid()])
 
 
@@ -151,12 +151,16 @@ def test_floats_pass_as_they_are():
     ("preprocessing", "image", "message"),
     [
         (COLOUR, torch.randn(3, 6, 6), r"of shape \(3, 6, 6\); give torch.float32 of shape \(3, 6, 7\)"),
-        (COLOUR, noise(2, 6, 6), r"shape \(2, 6, 6\), and the training images had 3 channels"),
+        (COLOUR, noise(2, 6, 6), r"must have 3 channels, as in training, got uint8 of shape \(2, 6, 6\)"),
         (COLOUR, noise(5), r"uint8 of shape \(5,\); give \(channels, height, width\)"),
         (COLOUR, torch.zeros(2, 2, dtype=torch.int32), "images are torch.int32"),
         (COLOUR, "missing.png", "missing.png does not exist: fix it, or leave it out"),
         (COLOUR, 7, "an image is of type int: give a tensor"),
-        (Preprocessing("float", (1, 8, 8)), "a.png", r"'a.png' was given, but the run was trained on float samples"),
+        (
+            Preprocessing("float", (1, 8, 8)),
+            "a.png",
+            r"'a.png' cannot be decoded: the run was trained on float samples",
+        ),
         (Preprocessing("float", (1, 8, 8)), noise(1, 8, 8), r"is torch.uint8 of shape .*; give torch.float32"),
         (Preprocessing("tokens", (5,)), torch.randn(5), r"is torch.float32 of shape \(5,\); give torch.int64"),
     ],
@@ -181,4 +185,4 @@ def test_what_is_no_image_is_refused(preprocessing, image, message):
 )
 def test_a_broken_record_is_refused(key, value):
     with pytest.raises(ValueError, match=r"preprocessing: |argument 2 is"):
-        Preprocessing.of_record({**COLOUR.record(), key: value})
+        Preprocessing.from_record({**COLOUR.record(), key: value})

@@ -309,8 +309,8 @@ class Oblong(Numbered):
         (lambda: Scanners(Ready()).images, "samples of type torch.float32, and scanners take uint8 images"),
         (lambda: Scanners(Oblong(), size=None).images, "6×4 pixels, and scanners need squares: set size"),
         (lambda: Scanners(Numbered(), alpha=0.5, min_per_scanner=20).images, "12 clients with at least 20"),
-        (lambda: ByDomain("scanner", 2, Dirichlet(2)), "both say how clients share a domain"),
-        (lambda: ByDomain("scanner", within=FromFile("x")), "give a partition with num_clients"),
+        (lambda: ByDomain("scanner", 2, Dirichlet(2)), "are mutually exclusive: leave one out"),
+        (lambda: ByDomain("scanner", within=FromFile("x")), "must be a partition with num_clients"),
     ],
 )
 def test_what_cannot_be_used_is_refused(make, message):

@@ -66,21 +66,24 @@ def test_sequences_are_read_as_they_stand(root):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.update(num_samples=[8]), "'RICHARD' has not 8 sequences of 80 characters and one after each"),
-        (lambda x: x["user_data"]["RICHARD"]["x"].__setitem__(0, "short"), "'RICHARD' has not 9 sequences of 80"),
-        (lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, "ab"), "'RICHARD' has not 9 sequences of 80"),
+        (
+            lambda x: x.update(num_samples=[8]),
+            "'RICHARD' does not have 8 sequences of 80 characters",
+        ),
+        (lambda x: x["user_data"]["RICHARD"]["x"].__setitem__(0, "short"), "'RICHARD' does not have 9 sequences of 80"),
+        (lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, "ab"), "'RICHARD' does not have 9 sequences of 80"),
         (
             lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, 7),
             "cannot be read (object of type 'int' has no len()",
         ),
         (
             lambda x: x["user_data"]["RICHARD"]["y"].__setitem__(0, "é"),
-            "cannot be read (the character 'é' is none of LEAF's 80",
+            "cannot be read (the character 'é' is not one of LEAF's 80",
         ),
         (lambda x: x["user_data"]["RICHARD"].update(x=None), "cannot be read (object of type 'NoneType' has no len()"),
         (
             lambda x: x.pop("user_data"),
-            "cannot be read ('user_data'), and a file of LEAF's with users, num_samples and user_data is expected: run",
+            "cannot be read ('user_data'), expected a file of LEAF's with users, num_samples and user_data: run",
         ),
         (lambda x: x.update(users=["RICHARD", "YORK"]), "cannot be read (zip()"),
     ],
@@ -129,7 +132,7 @@ def test_a_role_that_says_nothing_is_left_out(root):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no train/\*.json, also not in its folder data: set root"):
+    with pytest.raises(FileNotFoundError, match=r"has no train/\*.json, nor does its folder data: set root"):
         _ = Shakespeare(str(tmp_path)).images
 
 
@@ -284,7 +287,7 @@ def single(x, size=4):
             torch.zeros(4, 3, 8, 8).long(),
             "char_lstm_8",
             TypeError,
-            "tokens (L,), and these have shape (3, 8, 8)",
+            "tokens (L,), got shape (3, 8, 8)",
         ),
         (torch.zeros(4, 80, dtype=torch.int32), "char_lstm_8", TypeError, "images are torch.int32: give uint8"),
         (torch.full((4, 80), 80), "char_lstm_8", ValueError, "of shape (80,) and type torch.int64 do not fit backbone"),

@@ -20,7 +20,7 @@ from perada.core.text import case_variants, look_alike
 from perada.data import IID, ByDomain, FederatedData, ImageFolder, Images, ImageTable, UnlabelledFolder
 from perada.data.checked import check
 from perada.data.partitions.division import Division
-from perada.data.sets.folders import best_proposal
+from perada.data.sets.folders import propose_layout
 from perada.results.inference import find_images
 
 
@@ -86,7 +86,7 @@ def test_tables_of_every_encoding(content, encoding, ends):
     [
         (WESTERN.encode("cp1252"), None, r"line 2 has the byte 0xe4, which is 'ä' in Windows-1252, and is not UTF-8: "),
         (WESTERN.encode("cp1252"), "utf-8", r"save it as UTF-8 \(in Excel: CSV UTF-8\), or name its encoding"),
-        ("path,label\na,☃\n".encode("utf-16-le"), None, "zero bytes, as UTF-16 without a byte-order mark has them"),
+        ("path,label\na,☃\n".encode("utf-16-le"), None, "zero bytes, like UTF-16 without a byte-order mark"),
         (b"path,label\na,\x81\n", "cp1252", "line 2 has the byte 0x81, and is not CP1252"),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_cell_may_hold_any_character():
     """Neither a line separator nor a form feed ends a row, and a quoted line end does not either."""
     write_image("1.png")
     Path("t.csv").write_text('path,label\n1.png,"a\u2028b\x0cc\nd"\n', encoding="utf-8", newline="")
-    assert ImageTable("t.csv").listed[0]["label"] == ["a\u2028b\x0cc\nd"]
+    assert ImageTable("t.csv").listing.columns["label"] == ["a\u2028b\x0cc\nd"]
 
 
 @pytest.mark.parametrize(("written", "stored"), [("NFC", "NFD"), ("NFD", "NFC")])
@@ -129,7 +129,7 @@ def test_paths_in_another_normalisation_are_found(written, stored):
 def test_lists_on_the_command_line_that_yaml_reads_otherwise(option, value, message):
     Path("t.csv").write_text("path,label,1,yes\nx.png,a,0,1\n")
     with pytest.raises(ValueError, match=message):
-        ImageTable("t.csv", **{option: value}).named(option, value)
+        ImageTable("t.csv", **{option: value}).check_column(option, value)
 
 
 @pytest.mark.parametrize("option", ["label", "classes"])
@@ -291,18 +291,18 @@ def test_names_of_one_letter_may_differ_in_case():
     ],
 )
 def test_layouts_of_any_depth_are_proposed(file, layout):
-    assert best_proposal([file]) == layout
+    assert propose_layout([file]) == layout
     if layout:
         for part in ("cat", "dog"):
             write_image("data/" + file.replace("cat", part), len(part) + ord(part[0]))
-        with pytest.raises(FileNotFoundError, match="set layout to fit") as error:
+        with pytest.raises(FileNotFoundError, match="set a layout that matches") as error:
             _ = Images("data", layout="{client}/x/{class}/y/*").manifest
         assert layout in str(error.value)
 
 
 def test_the_layout_that_fits_most_files_is_proposed():
     files = ["a.png", "north/cat/1.png", "north/2024/cat/1.png", "north/2024/may/cat/1.png", "south/dog/1.png"]
-    assert best_proposal(files) == "{client}/**/{class}/*"
+    assert propose_layout(files) == "{client}/**/{class}/*"
 
 
 def test_init_reads_deep_folders_and_names_what_it_cannot_read():

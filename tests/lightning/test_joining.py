@@ -220,7 +220,7 @@ def test_one_client_is_taken_from_several_by_name(tiny):
     several = FederatedData([tiny.data().train[0], one.train[0]], [], client_names=["far", "late"])
     chosen, alone = (perada.personalize(run, data, "late", rounds=1, accelerator="cpu") for data in (several, one))
     assert torch.equal(chosen.state("personal", 5)["0.weight"], alone.state("personal", 5)["0.weight"])
-    with pytest.raises(ValueError, match=r"the data are of 2 clients, and 'x' is none of them; name one of far, late"):
+    with pytest.raises(ValueError, match=r"the data have 2 clients, and 'x' is not one of them; name one of far, late"):
         perada.personalize(run, several, "x")
     with pytest.raises(ValueError, match=r"of 2 clients, and none is named; name one of far, late, or give the images"):
         perada.personalize(run, several)

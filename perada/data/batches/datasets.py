@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a map-style dataset holds: the tensors behind it, its items, of which some are dicts, and its labels."""
+"""Access to map-style datasets: the tensors behind them, their items, and their labels."""
 
 import random
 import reprlib
@@ -17,13 +17,20 @@ from perada.core.seeding import derive_seed, seed_global
 from perada.data.batches.transforms import MissingImageError, UnreadableImageError
 from perada.data.sets.base import ImageSet
 
-Kind = tuple[tuple[int, ...], torch.dtype]  # shape and number format of one image
+TensorFormat = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of one image, or of one label."""
 IMAGE_KEYS = ("image", "img", "pixel_values")
 LABEL_KEYS = ("label", "labels")
 
 
 class Source(NamedTuple):
-    """A dataset that is tensors: all ``images`` and ``labels`` of its base, and which ``rows`` of them it has."""
+    """The tensors of a dataset.
+
+    Attributes:
+        images: All images of the dataset that it is a Subset of, or its own.
+        labels: Their labels, or None.
+        rows: The rows (N,) of these tensors that are the dataset's items.
+    """
 
     images: Tensor
     labels: Tensor | None
@@ -31,33 +38,38 @@ class Source(NamedTuple):
 
 
 def length(dataset: Dataset[Any]) -> int:
-    """Number of items of a map-style dataset."""
+    """Return the number of items of a map-style dataset."""
     return len(cast(Sized, dataset))
 
 
-def resolved(dataset: Any) -> tuple[Any, np.ndarray[Any, Any]]:  # noqa: ANN401
-    """What a dataset is a Subset of, or itself, and the items (N,) of it that are meant.
+def resolve_subset(dataset: Any) -> tuple[Any, np.ndarray[Any, Any]]:  # noqa: ANN401
+    """Follow Subsets, which may be nested, to the dataset that they are made of.
+
+    Returns:
+        This dataset, or the given one if it is no Subset, and the indices (N,) of the given dataset's items in it.
 
     Raises:
-        IndexError: If a Subset has an item that its dataset lacks.
+        IndexError: If an index of a Subset is out of range.
     """
     rows = np.arange(length(dataset))
+    # A subclass of Subset may change the items.
     while type(dataset) is Subset:
         rows = np.asarray(dataset.indices, dtype=np.int64)[rows]
-        dataset, size = dataset.dataset, length(dataset.dataset)
-        wrong = rows[(rows < -size) | (rows >= size)]
-        if len(wrong):
-            raise IndexError(f"a Subset has item {wrong[0]} of a dataset of {size}; correct its indices")
+        dataset = dataset.dataset
+        size = length(dataset)
+        out_of_range = rows[(rows < -size) | (rows >= size)]
+        if len(out_of_range):
+            raise IndexError(f"a Subset has item {out_of_range[0]} of a dataset of {size}; correct its indices")
         rows = np.where(rows < 0, rows + size, rows)
     return dataset, rows
 
 
 def tensor_source(dataset: Dataset[Any], labelled: bool) -> Source | None:
-    """Find the tensors behind a TensorDataset, an ImageSet or a Subset of one; None if there are none.
+    """Return the tensors behind a TensorDataset, an ImageSet or a Subset of one; None for other datasets.
 
-    Labels are read where they are needed alone (``labelled``).
+    Labels are read only if they are needed (``labelled``).
     """
-    base, rows = resolved(dataset)
+    base, rows = resolve_subset(dataset)
     if type(base) is TensorDataset and len(base.tensors) >= 1 + labelled:
         return Source(base.tensors[0], base.tensors[1] if labelled else None, torch.from_numpy(rows))
     if isinstance(base, ImageSet) and base.images is not None:
@@ -66,16 +78,16 @@ def tensor_source(dataset: Dataset[Any], labelled: bool) -> Source | None:
 
 
 def as_labels(values: object, of_one_image: bool = False) -> Tensor:
-    """Turn labels into int64 classes (N,), or float32 vectors (N, K) of a multi-label task.
+    """Convert labels to int64 classes (N,), or to float32 vectors (N, K) of a multi-label task.
 
     Classes may have further axes of length 1, as in MedMNIST's (N, 1), which are dropped.
 
     Args:
         values: Labels of N images, or of one.
-        of_one_image: Whether they are the label of one image, a class () or a vector (K,).
+        of_one_image: Whether ``values`` is the label of one image, a class () or a vector (K,).
 
     Raises:
-        TypeError: If they are neither.
+        TypeError: If the values are neither classes nor vectors.
 
     >>> as_labels([1, 2]).dtype, as_labels(torch.ones(2, 5).double()).dtype
     (torch.int64, torch.float32)
@@ -85,108 +97,137 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     remedy = "give integer classes, or float vectors (K,) of several labels"
     try:
         labels = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError):  # None, words, lists of unequal lengths
+    except (TypeError, ValueError, RuntimeError):  # such as None, words, or lists of unequal lengths
         raise TypeError(f"labels are {reprlib.repr(values)}: {remedy}") from None
     if labels.is_floating_point() and labels.ndim > 0:
         return labels.float()
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"labels are {labels.dtype}: {remedy}")
-    axes = 0 if of_one_image else 1
-    while labels.ndim > axes and labels.shape[-1] == 1:
+    expected_ndim = 0 if of_one_image else 1
+    while labels.ndim > expected_ndim and labels.shape[-1] == 1:
         labels = labels.squeeze(-1)
-    if labels.ndim > axes:
+    if labels.ndim > expected_ndim:
         raise TypeError(
-            f"labels are whole numbers of shape {tuple(labels.shape)}, which may be one-hot, or several labels each: "
-            "give the classes of one-hot vectors (labels.argmax(-1)), or several labels as floats (labels.float())"
+            f"labels are integers of shape {tuple(labels.shape)}, which may be one-hot vectors or several labels: give "
+            "the classes of one-hot vectors (labels.argmax(-1)), or several labels as floats (labels.float())"
         )
     return labels.long()
 
 
 def declared_labels(dataset: Dataset[Any]) -> Tensor | list[Any] | None:
-    """The labels a dataset declares without an image, a list if the first is a word; None if it declares none.
+    """Return the labels that a dataset declares without reading an image.
 
-    Image sets and torchvision's have ``targets``, Hugging Face's a column.
+    Image sets and torchvision's datasets have ``targets``, those of Hugging Face a column.
+
+    Returns:
+        The labels of its items, as a list if the first is a word; None if the dataset declares none.
     """
-    base, rows = resolved(dataset)
+    base, rows = resolve_subset(dataset)
     targets = base.labels if isinstance(base, ImageSet) else getattr(base, "targets", None)
-    column = [key for key in LABEL_KEYS if key in (getattr(base, "column_names", None) or ())]
-    if (
-        column and getattr(base, "format", {"type": "custom"})["type"] != "custom"
-    ):  # a function that makes the items may make the labels too
-        targets = base[column[0]][:]
+    column_names = getattr(base, "column_names", None) or ()
+    label_columns = [key for key in LABEL_KEYS if key in column_names]
+    if label_columns:
+        item_format = getattr(base, "format", {"type": "custom"})
+        # With the format "custom" a function makes the items, and may make other labels than the column's.
+        if item_format["type"] != "custom":
+            targets = base[label_columns[0]][:]
     if targets is None or getattr(base, "target_transform", None) is not None or len(targets) != length(base):
         return None
-    words = list(targets) if isinstance(next(iter(targets), None), str) else None
-    if words is not None:
+    if isinstance(next(iter(targets), None), str):
+        words = list(targets)
         return [words[row] for row in rows.tolist()]
     try:
         return as_labels(targets)[torch.from_numpy(rows)]
     except TypeError:
-        return None  # the items may have them in another form; if not, the message names the item
+        # The items may have them in another form. If not, reading an item raises an error that names it.
+        return None
 
 
-def entries(item: Any, labelled: bool) -> tuple[Any, Any]:  # noqa: ANN401
-    """The image of an item, and its label or None: of a pair, or of a dict that has one of the usual keys for each.
+def image_and_label(item: Any, labelled: bool) -> tuple[Any, Any]:  # noqa: ANN401
+    """Return the image of an item, and its label or None if ``labelled`` is False.
+
+    An item is a pair, or a dict with one of :data:`IMAGE_KEYS` and, if labelled, one of :data:`LABEL_KEYS`.
 
     Raises:
         TypeError: If the item is neither.
     """
     if isinstance(item, Mapping):
-        return _entry(item, "image", IMAGE_KEYS), _entry(item, "label", LABEL_KEYS) if labelled else None
+        image = _entry(item, "image", IMAGE_KEYS)
+        label = _entry(item, "label", LABEL_KEYS) if labelled else None
+        return image, label
     if not labelled:
-        return (item[0] if isinstance(item, tuple | list) else item), None
+        image = item[0] if isinstance(item, tuple | list) else item
+        return image, None
     if not isinstance(item, Sequence) or isinstance(item, str) or len(item) < 2:
-        what = f"{type(item).__name__}" + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
-        raise TypeError(f"the item is a {what}: give (image, label), or a dict of both")
+        description = type(item).__name__
+        if isinstance(item, tuple | list):
+            description += f" of {len(item)}"
+        raise TypeError(f"the item is a {description}: give (image, label), or a dict of both")
     return item[0], item[1]
 
 
-def _entry(item: Mapping[str, Any], what: str, usual: Sequence[str]) -> Any:  # noqa: ANN401
-    here = [key for key in usual if key in item]
-    if len(here) != 1:
-        has = f"more than one {what}, {' and '.join(map(repr, here))}" if here else f"no {what}"
+def _entry(item: Mapping[str, Any], name: str, accepted_keys: Sequence[str]) -> Any:  # noqa: ANN401
+    """Return the entry under the one accepted key that the item has."""
+    keys = [key for key in accepted_keys if key in item]
+    if len(keys) != 1:
+        problem = f"no {name}"
+        if keys:
+            problem = f"more than one {name}, {' and '.join(map(repr, keys))}"
         raise TypeError(
-            f"the item is a dict with the keys {', '.join(map(repr, item)) or 'none'}, which has {has}: name one entry "
-            f"{', '.join(usual[:-1])} or {usual[-1]}"
+            f"the item is a dict with the keys {', '.join(map(repr, item)) or 'none'}, which has {problem}: name one "
+            f"entry {', '.join(accepted_keys[:-1])} or {accepted_keys[-1]}"
         )
-    return item[here[0]]
+    return item[keys[0]]
 
 
-def read_item(dataset: Dataset[Any], index: int, who: str) -> Any:  # noqa: ANN401
-    """An item as the dataset has it; a ValueError says whose it is and where, if it cannot be read."""
+def read_item(dataset: Dataset[Any], index: int, owner: str) -> Any:  # noqa: ANN401
+    """Read an item of a dataset.
+
+    Raises:
+        UnreadableImageError: If the dataset raises any error. The message names the owner and the item's location.
+    """
     try:
         return dataset[index]
-    except (UnreadableImageError, MissingImageError):  # which say where it is
+    except (UnreadableImageError, MissingImageError):  # they name the file already
         raise
     except Exception as error:  # whatever a dataset raises
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise UnreadableImageError(
-            f"{who}, sample {index}{place(dataset, index)}, cannot be read ({reason}): fix it or leave it out"
+            f"{owner}, sample {index}{location_of(dataset, index)}, cannot be read ({reason}): fix it or leave it out"
         ) from error
 
 
-def place(dataset: Any, index: int) -> str:  # noqa: ANN401
-    """Where a dataset says that an item is, as torchvision's folders do, to follow its number; or nothing."""
+def location_of(dataset: Any, index: int) -> str:  # noqa: ANN401
+    """Return the path of an item in parentheses, after a space, if the dataset lists its paths; else an empty string.
+
+    torchvision's folders list them, for example.
+    """
     if isinstance(dataset, Subset):
-        return place(dataset.dataset, dataset.indices[index])
+        return location_of(dataset.dataset, dataset.indices[index])
     for name in ("samples", "imgs", "paths", "files"):
-        listed = getattr(dataset, name, None)
-        if isinstance(listed, list | tuple) and index < len(listed):
-            entry = listed[index][0] if isinstance(listed[index], tuple | list) and listed[index] else listed[index]
-            return f" ({str(entry)!r})" if isinstance(entry, str | Path) else ""
-    return place(dataset.dataset, index) if hasattr(dataset, "dataset") else ""
+        entries = getattr(dataset, name, None)
+        if not isinstance(entries, list | tuple) or index >= len(entries):
+            continue
+        entry = entries[index]
+        if isinstance(entry, tuple | list) and entry:  # (path, class)
+            entry = entry[0]
+        return f" ({str(entry)!r})" if isinstance(entry, str | Path) else ""
+    if hasattr(dataset, "dataset"):  # a wrapper
+        return location_of(dataset.dataset, index)
+    return ""
 
 
-def kind(images: Tensor, skip: int = 1) -> Kind:
-    """Shape without the first ``skip`` axes, and number format."""
-    return tuple(images.shape[skip:]), images.dtype
+def tensor_format(tensor: Tensor, skip: int = 1) -> TensorFormat:
+    """Return the shape without the first ``skip`` axes, and the dtype."""
+    return tuple(tensor.shape[skip:]), tensor.dtype
 
 
-def check_kind(client: int, got: Kind, expected: Kind, part: str = "") -> None:
-    """Refuse images that cannot be batched together; the message begins with ``part``."""
-    if got == expected:
+def check_same_format(client: int, actual: TensorFormat, expected: TensorFormat, prefix: str = "") -> None:
+    """Raise a ValueError, which begins with ``prefix``, if images cannot be batched together."""
+    if actual == expected:
         return
-    (shape, dtype), (expected_shape, expected_dtype) = got, expected
+    shape, dtype = actual
+    expected_shape, expected_dtype = expected
     remedies = []
     if dtype != expected_dtype:
         remedies.append("give all images one type")
@@ -202,35 +243,43 @@ def check_kind(client: int, got: Kind, expected: Kind, part: str = "") -> None:
         remedies.append("give all clients images of one shape")
     elif shape[-2:] != expected_shape[-2:]:
         remedies.append("give all clients one shape and type, or set image_size to have uint8 images resized")
-    raise ValueError(f"{part}client {client}: an image is {got}, others are {expected}: {'; and '.join(remedies)}")
+    raise ValueError(f"{prefix}client {client}: an image is {actual}, others are {expected}: {'; and '.join(remedies)}")
 
 
-def check_label_kinds(known: Sequence[tuple[int, Tensor]]) -> None:
-    """Refuse, by a ValueError, labels of clients that are not all integers, or all vectors of one length."""
-    first = known[0][1]
-    for client, labels in known:
-        if labels.ndim > 2 or kind(labels) != kind(first):
+def check_label_formats(labels_of_clients: Sequence[tuple[int, Tensor]]) -> None:
+    """Raise a ValueError unless the labels are all classes, or all vectors of one length.
+
+    Args:
+        labels_of_clients: Pairs of a client and its labels (N,) or (N, K).
+    """
+    _, first_labels = labels_of_clients[0]
+    expected = tensor_format(first_labels)
+    for client, labels in labels_of_clients:
+        label_format = tensor_format(labels)
+        if labels.ndim > 2 or label_format != expected:
             raise ValueError(
-                f"client {client}: a label is {kind(labels)}, an earlier client's is {kind(first)}: give all an "
-                "integer, or all a float vector of K labels"
+                f"client {client}: a label is {label_format}, an earlier client's is {expected}: give all an integer, "
+                "or all a float vector of K labels"
             )
 
 
 @contextmanager
 def isolated_randomness() -> Iterator[None]:
-    """Set the global random streams of Python, NumPy and torch by :func:`seed_all` of 0, and put them back on exit."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    """Seed the global random streams of Python, NumPy and torch (on the CPU) with 0, and restore them on exit."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.default_generator.get_state()
     try:
         seed_all(0)
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.default_generator.set_state(torch_state)
 
 
 def seed_all(seed: int) -> None:
-    """Seed the global streams of Python, NumPy and torch (on the CPU): datasets' transforms draw from these."""
+    """Seed the global streams of Python, NumPy and torch (on the CPU), from which datasets' transforms draw."""
     random.seed(derive_seed(seed, "python"))
     np.random.seed(np.frombuffer(derive_seed(seed, "numpy").to_bytes(16, "little"), dtype=np.uint32))
     seed_global(seed, "torch")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients' samples with features in the place of images, which frozen layers make of them once."""
+"""Clients' samples as features, which frozen layers compute from the images once."""
 
 import math
 from collections.abc import Callable
@@ -11,58 +11,80 @@ from perada.core.states import to_device_async
 from perada.data.batches.samples import Rows, Samples, TensorStore
 
 BLOCK = 256
-"""Images whose features are computed together: always the same ones, so that bits do not depend on who is drawn."""
+"""Images whose features are computed in one pass. These are always the same ones, since the last bits of a feature may
+depend on the other images of the pass, and must not depend on which clients are drawn."""
+BYTES_PER_FEATURE = 4  # float32
 
 
 class FeatureCache:
-    """Features of as many sets as fit into a limit of bytes, four each, in the order in which they are first read.
+    """Makes feature stores of as many sets as fit into a memory limit, in the order in which they are first read.
 
-    ``encode`` makes features (B, F), of F = ``size``, of images (B, ...) as they are read, if these ``suit``.
+    Args:
+        encode: Computes features (B, F) of images (B, ...) as they are stored.
+        size: Number of features F of an image.
+        limit_bytes: Memory limit for all features together.
+        supports: Whether ``encode`` accepts images (1, ...).
     """
 
     def __init__(
-        self, encode: Callable[[Tensor], Tensor], size: int, limit_bytes: int, suits: Callable[[Tensor], bool]
+        self, encode: Callable[[Tensor], Tensor], size: int, limit_bytes: int, supports: Callable[[Tensor], bool]
     ) -> None:
-        self.encode, self.size, self.left, self.suits = encode, size, limit_bytes, suits
+        self.encode = encode
+        self.size = size
+        self.available_bytes = limit_bytes
+        self.supports = supports
         self.stores: dict[int, Samples] = {}
 
     def __call__(self, store: TensorStore) -> Samples:
-        """``store`` read as features, or itself where they would not fit or its images are of another shape."""
+        """Return the store's features, or the store itself if they do not fit or its images are not supported."""
         if id(store) not in self.stores:
-            need = 4 * self.size * sum(store.sizes)
-            fits = 0 < need <= self.left and self.suits(store.images[:1])
-            self.left -= need if fits else 0
-            self.stores[id(store)] = FeatureStore(store, self.encode) if fits else store
+            needed_bytes = BYTES_PER_FEATURE * self.size * sum(store.sizes)
+            if 0 < needed_bytes <= self.available_bytes and self.supports(store.images[:1]):
+                self.available_bytes -= needed_bytes
+                self.stores[id(store)] = FeatureStore(store, self.encode)
+            else:
+                self.stores[id(store)] = store
         return self.stores[id(store)]
 
 
 class FeatureStore(Samples):
-    """The samples of a store with features (F,) for images, computed where these are when they are first asked for."""
+    """The samples of a store with features (F,) instead of images.
+
+    Features are computed on the device of the images when they are first read.
+    """
 
     on_device = True
 
     def __init__(self, store: TensorStore, encode: Callable[[Tensor], Tensor]) -> None:
-        self.store, self.encode, self.sizes = store, encode, store.sizes
-        self._known = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
+        self.store = store
+        self.encode = encode
+        self.sizes = store.sizes
+        self._is_computed = torch.zeros(math.ceil(len(store.table) / BLOCK), dtype=torch.bool)
         self._features: Tensor | None = None
 
     def client_labels(self) -> list[Tensor]:
-        """Those of the store."""
+        """Return the labels of every client's samples, in order."""
         return self.store.client_labels()
 
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
-        """Gather rows, and compute the blocks of those that are not known yet."""
+        """Gather rows of features, after computing the blocks that are missing."""
         positions = self.starts[owners] + indices
         blocks = torch.unique(positions // BLOCK)
-        for block in blocks[~self._known[blocks]].tolist():
-            rows = slice(block * BLOCK, (block + 1) * BLOCK)
-            features = self.encode(self.store.images[self.store.table[rows].to(self.store.images.device)])
-            if self._features is None:
-                self._features = features.new_empty(len(self.store.table), features.shape[1])
-            self._features[rows] = features
-            self._known[block] = True
+        for block in blocks[~self._is_computed[blocks]].tolist():
+            self._compute(block)
         assert self._features is not None
-        device, labels = self._features.device, self.store.labels
+        device = self._features.device
+        labels = self.store.labels
         if labels is not None:
-            labels = to_device_async(labels[self.store.table[positions].to(labels.device)], device)
+            rows = self.store.table[positions].to(labels.device)
+            labels = to_device_async(labels[rows], device)
         return self._features[positions.to(device)], labels, {}
+
+    def _compute(self, block: int) -> None:
+        samples = slice(block * BLOCK, (block + 1) * BLOCK)
+        rows = self.store.table[samples].to(self.store.images.device)
+        features = self.encode(self.store.images[rows])
+        if self._features is None:
+            self._features = features.new_empty(len(self.store.table), features.shape[1])
+        self._features[samples] = features
+        self._is_computed[block] = True

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients' samples, and the batches of them that a step of local training, or of evaluation, sees.
+"""The clients' samples, and the batches of them for steps of local training and for evaluation.
 
-Samples are gathered by index where the clients' datasets are tensors, and read item by item otherwise.
+Samples are gathered by index if the clients' datasets are tensors, and read item by item otherwise.
 """
 
 import secrets
@@ -32,69 +32,77 @@ from perada.core.seeding import derive_seed, generator
 from perada.core.states import to_device_async
 from perada.core.text import abbreviated
 from perada.data.batches.datasets import (
-    Kind,
     Source,
     as_labels,
-    check_kind,
-    entries,
+    check_same_format,
+    image_and_label,
     isolated_randomness,
-    kind,
     length,
-    place,
+    location_of,
     read_item,
     seed_all,
+    tensor_format,
     tensor_source,
 )
 from perada.data.batches.transforms import UnreadableImageError, check_dtype, pad, resize_uint8, to_image
-from perada.data.batches.workers import Reading, worker_loader
+from perada.data.batches.workers import WorkerProgress, worker_loader
 from perada.privacy.sampling import poisson_batches, shuffled_batches
 
-Rows = tuple[Tensor, Tensor | None, dict[int, Exception]]  # images, labels, and why some cannot be read, by their place
+Rows = tuple[Tensor, Tensor | None, dict[int, Exception]]
+"""Images, labels, and the errors of those that cannot be read, by their position in the images."""
 T = TypeVar("T")
 
 
 class Samples(ABC):
-    """Clients' samples: each of ``sizes`` is a client's number of them."""
+    """The clients' samples: client ``i`` has ``sizes[i]`` of them."""
 
     sizes: tuple[int, ...]
-    by_item = False  # read one by one, by worker processes if there are any
-    on_device = False  # where training is on a GPU, they are there already
+    by_item = False
+    """Whether samples are read one by one, by worker processes if there are any."""
+    on_device = False
+    """Whether samples are on the accelerator already."""
 
     @cached_property
     def starts(self) -> Tensor:
-        """Place of each client's first sample among all of them."""
+        """Position (M,) of each client's first sample among all samples."""
         return torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
 
     def client_labels(self) -> Sequence[Tensor | None]:
-        """Labels of every client's samples, in order, where all are known."""
+        """Return the labels of every client's samples, in order; None for a client whose labels are not all known."""
         return [None for _ in self.sizes]
 
     @cached_property
     def class_counts(self) -> Tensor | None:
-        """Number of samples of each client and class (M, K), on the CPU, K the largest class that anyone has, and one.
+        """Number of samples (M, K) of each client and class, on the CPU; K is the largest occurring class plus one.
 
-        None where samples have several labels, or labels are not all known.
+        None if samples have several labels, or labels are not all known.
         """
-        known = [labels.cpu() for labels in self.client_labels() if labels is not None]
-        if len(known) < len(self.sizes) or any(labels.ndim > 1 for labels in known):
+        labels_of_clients = [labels.cpu() for labels in self.client_labels() if labels is not None]
+        if len(labels_of_clients) < len(self.sizes) or any(labels.ndim > 1 for labels in labels_of_clients):
             return None
-        labels = torch.cat(known)
-        owners, classes = torch.arange(len(known)).repeat_interleave(torch.tensor(self.sizes)), int(labels.max()) + 1
-        return torch.bincount(owners * classes + labels, minlength=len(known) * classes).view(-1, classes)
+        num_clients = len(labels_of_clients)
+        labels = torch.cat(labels_of_clients)
+        owners = torch.arange(num_clients).repeat_interleave(torch.tensor(self.sizes))
+        num_classes = int(labels.max()) + 1
+        cells = owners * num_classes + labels
+        return torch.bincount(cells, minlength=num_clients * num_classes).view(-1, num_classes)
 
     @abstractmethod
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
-        """Read the rows ``indices`` (N,) of the datasets of ``owners`` (N,).
+        """Read samples.
 
-        What datasets draw at random is derived from ``key`` and the sample, and leaves the global streams alone.
+        Args:
+            owners: Client (N,) of each sample.
+            indices: Index (N,) of each sample in its client's dataset.
+            key: What datasets draw at random is derived from this key and the sample. The global streams are restored.
 
         Returns:
-            Images (N, ...), with zeros for those that cannot be read; labels (N,) or (N, K), None if unlabelled; and
-            why some cannot be read.
+            Images (N, ...), with zeros for those that cannot be read; labels (N,) or (N, K), or None without labels;
+            and the errors of those that cannot be read.
         """
 
     def take(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """Read rows as :meth:`read`; the first that cannot be read raises its error."""
+        """Read samples as :meth:`read` does, but raise the error of the first that cannot be read."""
         images, labels, failed = self.read(owners, indices, key)
         for error in failed.values():
             raise error
@@ -102,183 +110,259 @@ class Samples(ABC):
 
 
 class TensorStore(Samples):
-    """Clients' samples as rows of one image tensor, of one source a client; images and labels are of one kind."""
+    """Samples of clients whose datasets are tensors, one source per client, as rows of one image tensor."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        bases: dict[tuple[int, int], int] = {}  # of images and labels by id -> their first row in the concatenation
-        images, labels, places = list[Tensor](), list[Tensor](), []
+        # Clients often have Subsets of the same tensors, which are concatenated once.
+        first_row_of: dict[tuple[int, int], int] = {}
+        images: list[Tensor] = []
+        labels: list[Tensor] = []
+        rows_of_clients = []
+        num_rows = 0
         for source in sources:
-            base = id(source.images), id(source.labels)
-            if base not in bases:
-                bases[base] = sum(map(len, images))
+            base = (id(source.images), id(source.labels))
+            if base not in first_row_of:
+                first_row_of[base] = num_rows
+                num_rows += len(source.images)
                 images.append(source.images)
-                labels += [] if source.labels is None else [as_labels(source.labels)]
-            places.append(source.rows + bases[base])
-        self.images = images[0] if len(images) == 1 else torch.cat(images)
+                if source.labels is not None:
+                    labels.append(as_labels(source.labels))
+            rows_of_clients.append(source.rows + first_row_of[base])
+        self.images = _concatenate(images)
         if self.images.dtype == torch.uint8 and self.images.ndim == 3:
             self.images = self.images.unsqueeze(1)
-        self.labels = (labels[0] if len(labels) == 1 else torch.cat(labels)) if labels else None
+        self.labels = _concatenate(labels) if labels else None
         self.sizes = tuple(len(source.rows) for source in sources)
-        self.table = torch.cat(places)
+        self.table = torch.cat(rows_of_clients)
+        """Row of ``images`` of each sample, client after client."""
 
     @property
-    def on_device(self) -> bool:  # type: ignore[override]  # known from the tensor
+    def on_device(self) -> bool:  # type: ignore[override]  # depends on the tensor
         """Whether the images are on a GPU."""
         return self.images.is_cuda
 
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
         """Gather rows."""
         rows = to_device_async(self.table[self.starts[owners] + indices], self.images.device)
-        return self.images[rows], None if self.labels is None else self.labels[rows], {}
+        labels = None if self.labels is None else self.labels[rows]
+        return self.images[rows], labels, {}
 
     def client_labels(self) -> list[Tensor]:
-        """Labels of every client's samples, in order."""
+        """Return the labels of every client's samples, in order."""
         assert self.labels is not None
-        return list(torch.split(self.labels[self.table.to(self.labels.device)], list(self.sizes)))
+        labels = self.labels[self.table.to(self.labels.device)]
+        return list(torch.split(labels, list(self.sizes)))
 
     def to(self, device: torch.device, limit_bytes: int) -> None:
-        """Move the tensors to ``device`` unless they take more than ``limit_bytes``."""
-        if self.images.device != device and self.images.numel() * self.images.element_size() <= limit_bytes:
-            self.images = self.images.to(device)
-            self.labels = None if self.labels is None else self.labels.to(device)
+        """Move the tensors to ``device`` unless the images take more than ``limit_bytes``."""
+        if self.images.device == device or self.images.nbytes > limit_bytes:
+            return
+        self.images = self.images.to(device)
+        if self.labels is not None:
+            self.labels = self.labels.to(device)
+
+
+def _concatenate(tensors: list[Tensor]) -> Tensor:
+    """Concatenate tensors; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 class MapStore(Samples):
-    """Clients' samples read one by one from map-style datasets, one a client.
+    """Clients' samples read one by one from map-style datasets, one per client.
 
-    Of items that are not ``labelled`` only the image is looked at. uint8 images are resized to ``size`` as they are
-    read, so that they can be stacked. The checks of the data say what they find: the number of each label, if an image
-    has one alone (``classes``), and the labels of every client of which all are known (``known``).
+    Args:
+        datasets: The datasets.
+        labelled: Whether to read labels. If False, only the image of an item is used.
+        size: Height and width to resize uint8 images to as they are read, so that they can be stacked; None keeps them.
+
+    Attributes:
+        classes: Number of each label, if an image has a single label. Set by the checks of the data.
+        known_labels: Labels of each client whose labels are all known, else None. Set by the checks of the data.
+        client_names: Names of the clients for messages.
+        progress: Where workers note what they read.
     """
 
     by_item = True
 
     def __init__(self, datasets: Sequence[Dataset[Any]], labelled: bool, size: int | None = None) -> None:
-        self.datasets, self.labelled, self.size = datasets, labelled, size
+        self.datasets = datasets
+        self.labelled = labelled
+        self.size = size
         self.sizes = tuple(length(dataset) for dataset in datasets)
         self.classes: Mapping[str, int] | range | None = None
-        self.known: list[Tensor | None] = [None] * len(datasets)
+        self.known_labels: list[Tensor | None] = [None] * len(datasets)
         self.client_names: Sequence[str] | None = None
-        self.reading: Reading | None = None  # where workers note what they read
-        self._blank: tuple[Tensor, Tensor | None] | None = None  # a sample of zeros
+        self.progress: WorkerProgress | None = None
+        self._blank: tuple[Tensor, Tensor | None] | None = None  # zeros in the format of the first sample read
 
-    def named(self, owner: int, index: int) -> str:
+    def describe(self, owner: int, index: int) -> str:
         """Name a sample for a message."""
-        who = f"client {owner}" if self.labelled else "the public set"
+        name = self._owner_name(owner)
         if self.labelled and self.client_names is not None:
-            who += f" ({self.client_names[owner]!r})"
-        return f"sample {index}{place(self.datasets[owner], index)} of {who}"
+            name += f" ({self.client_names[owner]!r})"
+        return f"sample {index}{location_of(self.datasets[owner], index)} of {name}"
+
+    def _owner_name(self, owner: int) -> str:
+        return f"client {owner}" if self.labelled else "the public set"
 
     def item(self, owner: int, index: int, resize: bool = True) -> tuple[Tensor, Tensor | str | None]:
-        """Read one sample: image, in the store's size or as the dataset has it, and label or None."""
-        who = f"client {owner}" if self.labelled else "the public set"
-        item = read_item(self.datasets[owner], index, who)
+        """Read one sample.
+
+        Args:
+            owner: Client of the sample.
+            index: Index in the client's dataset.
+            resize: Whether to resize a uint8 image to the store's size.
+
+        Returns:
+            The image, and its label or None. A label is a word until the checks of the data have numbered the classes.
+        """
+        owner_name = self._owner_name(owner)
+        item = read_item(self.datasets[owner], index, owner_name)
         try:
-            given, label = entries(item, self.labelled)
-            image = to_image(given)
+            stored_image, label = image_and_label(item, self.labelled)
+            image = to_image(stored_image)
             if self.labelled and not isinstance(label, str):
                 label = as_labels(label, of_one_image=True)
         except TypeError as error:
-            raise TypeError(f"{who}, sample {index}: {error}") from None
+            raise TypeError(f"{owner_name}, sample {index}: {error}") from None
         if image.is_floating_point() and not image.isfinite().all():
-            where = place(self.datasets[owner], index)
+            location = location_of(self.datasets[owner], index)
             raise UnreadableImageError(
-                f"{who}, sample {index}{where}, is an image with NaN or infinity: fix it or leave it out"
+                f"{owner_name}, sample {index}{location}, is an image with NaN or infinity: fix it or leave it out"
             )
         if resize and self.size is not None and image.dtype == torch.uint8:
             image = resize_uint8(image, self.size)
-        return image, label if label is None or self.classes is None else self.number(owner, label)
+        if label is not None and self.classes is not None:
+            label = self.class_number(owner, label)
+        return image, label
 
-    def number(self, owner: int, label: Tensor | str) -> Tensor:
-        """The class of a label; a ValueError if it is none of those known."""
-        value: Any = label if isinstance(label, str) else int(label)
+    def class_number(self, owner: int, label: Tensor | str) -> Tensor:
+        """Return the number of a label's class.
+
+        Raises:
+            ValueError: If the label is not one of the classes.
+        """
         assert self.classes is not None
+        value: Any = label if isinstance(label, str) else int(label)
         if value not in self.classes:
-            words = not isinstance(self.classes, range)
-            known = abbreviated(list(map(repr, self.classes))) if words else f"0..{len(self.classes) - 1}"
+            allowed = f"0..{len(self.classes) - 1}"
+            option = "num_classes"
+            if not isinstance(self.classes, range):
+                allowed = abbreviated([repr(name) for name in self.classes])
+                option = "classes"
             raise ValueError(
-                f"client {owner} has the label {value!r}, outside {known}: correct the label or "
-                f"{'classes' if words else 'num_classes'}"
+                f"client {owner} has the label {value!r}, outside {allowed}: correct the label or {option}"
             )
         return torch.tensor(self.classes[value])
 
     def read(self, owners: Tensor, indices: Tensor, key: tuple[int, ...] = ()) -> Rows:
-        """Read rows; a store of which nothing was read yet raises the reason why the first cannot be read."""
+        """Read samples one by one.
+
+        The error of a sample is raised if no sample was read before, since the format of its replacement is unknown.
+        """
         rows: list[tuple[Tensor, Tensor | None] | None] = []
         failed: dict[int, Exception] = {}
-        first: Kind | None = None if self._blank is None else kind(self._blank[0], 0)
+        expected = None if self._blank is None else tensor_format(self._blank[0], 0)
         with isolated_randomness():
-            for row, (owner, index) in enumerate(zip(owners.tolist(), indices.tolist(), strict=True)):
-                seed_all(derive_seed(key[0] if key else 0, "items", *key[1:], owner, index))
-                if self.reading is not None:
-                    self.reading.begin(owner, index)
+            for position, (owner, index) in enumerate(zip(owners.tolist(), indices.tolist(), strict=True)):
+                seed_all(self._item_seed(key, owner, index))
+                if self.progress is not None:
+                    self.progress.begin(owner, index)
                 try:
                     image, label = self.item(owner, index)
                     assert not isinstance(label, str)
-                    first = first or kind(image, 0)
-                    check_kind(owner, kind(image, 0), first)
-                except Exception as error:  # of one client, whom the others need not share it with
-                    failed[row] = error
+                    image_format = tensor_format(image, 0)
+                    expected = expected or image_format
+                    check_same_format(owner, image_format, expected)
+                except Exception as error:  # whatever a dataset raises concerns one client only
+                    failed[position] = error
                     rows.append(self._blank)
                     continue
-                blank = None if label is None else torch.zeros_like(label)
-                self._blank = self._blank or (torch.zeros_like(image), blank)
+                if self._blank is None:
+                    blank_label = None if label is None else torch.zeros_like(label)
+                    self._blank = (torch.zeros_like(image), blank_label)
                 rows.append((image, label))
-        if self.reading is not None:
-            self.reading.end()
-        if None in rows:
+        if self.progress is not None:
+            self.progress.end()
+        complete_rows = [row for row in rows if row is not None]
+        if len(complete_rows) < len(rows):
             raise next(iter(failed.values()))
-        known = [row for row in rows if row is not None]
-        labels = [label for _, label in known if label is not None]
-        return torch.stack([image for image, _ in known]), torch.stack(labels) if labels else None, failed
+        images = torch.stack([image for image, _ in complete_rows])
+        labels = [label for _, label in complete_rows if label is not None]
+        return images, torch.stack(labels) if labels else None, failed
+
+    def _item_seed(self, key: tuple[int, ...], owner: int, index: int) -> int:
+        """Derive the seed of what a dataset draws for one sample: the key begins with the run's seed."""
+        seed, *ids = key or (0,)
+        return derive_seed(seed, "items", *ids, owner, index)
 
     def client_labels(self) -> list[Tensor | None]:
-        """Labels of every client's samples, where all are known."""
-        return self.known
+        """Return the labels of every client's samples; None for a client whose labels are not all known."""
+        return self.known_labels
 
 
 Store = TensorStore | MapStore
 
 
 def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: int | None = None) -> Store:
-    """Choose the fast store if all datasets are tensors of one kind; others are read item by item, or refused then.
+    """Make a TensorStore if all datasets are tensors of one format, else a MapStore, which rejects mixed formats later.
+
+    Args:
+        datasets: One dataset per client.
+        labelled: Whether labels are needed.
+        size: Height and width that a MapStore resizes uint8 images to; None keeps them.
 
     Raises:
-        ValueError: If images have no labels, and need them.
-        TypeError: If images or labels are of a type that cannot be used.
+        ValueError: If labels are needed and a dataset of tensors has none.
+        TypeError: If images or labels have an unsupported type.
     """
-    found, kinds = [], set()
+    sources = []
+    formats = set()
     for client, dataset in enumerate(datasets):
         source = tensor_source(dataset, labelled)
         if source is None:
             return MapStore(datasets, labelled, size)
-        found.append(source)
+        sources.append(source)
         if labelled and source.labels is None:
             raise ValueError(f"client {client}: its images have no labels; give labelled ones, or leave the client out")
         check_dtype(source.images)
-        one = None if source.labels is None else as_labels(source.labels)
-        kinds.add((kind(source.images), one if one is None else kind(one)))
-        floating = one is not None and one.ndim == 1 and one.is_floating_point()
-        if floating or len(kinds) > 1:
+        labels = None if source.labels is None else as_labels(source.labels)
+        label_format = None if labels is None else tensor_format(labels)
+        formats.add((tensor_format(source.images), label_format))
+        # A MapStore names the sample whose label is not a class.
+        has_float_classes = labels is not None and labels.ndim == 1 and labels.is_floating_point()
+        if has_float_classes or len(formats) > 1:
             return MapStore(datasets, labelled, size)
-    return TensorStore(found) if found else MapStore(datasets, labelled, size)
+    if not sources:
+        return MapStore(datasets, labelled, size)
+    return TensorStore(sources)
 
 
 class RoundBatches(Dataset[AnyBatch]):
-    """The cohort batches of one round: who trains for how long is in ``plan``; B rows, or all where it is "full".
+    """The cohort batches of one round.
 
-    A client's batches depend on the seed, the round and the client, not on the cohort. All are drawn when the dataset
-    is made, so every worker serves the same ones. With ``private`` an item is a dict of one batch for each stream of
-    its phase, by name, and batches depend on the stream too; with ``private.secure`` on nothing but a cryptographic
-    generator. So do the datasets' random transforms, which go by an image's place: if they were known, removing an
-    image would visibly change those of all images after it. A stream continues from one of its phases to the next, and
-    does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
+    All batches are drawn when the dataset is made, so every worker serves the same ones. A client's batches depend on
+    the seed, the round and the client, not on the cohort. The rows (C, B, ...) of a batch are as wide as the largest
+    count of a client, at least 1.
 
-    B is the mean number of rows where batches are Poisson samples, the largest where passes are shuffled. A batch may
-    then hold no image of a client: its count is 0. The rows (C, B, ...) are as wide as the largest count, at least 1.
+    With ``private`` an item is a dict with one batch for each stream of its phase, by name, and batches depend on the
+    stream too. B is then the mean number of rows if batches are Poisson samples, and the largest if passes are
+    shuffled. A batch may hold no image of a client, whose count is then 0. A stream continues from one of its phases to
+    the next, and does not advance in phases without it: a shuffled stream begins as few passes as its steps need.
+
+    With ``private.secure`` batches depend only on a cryptographic generator, and so do the datasets' random transforms.
+    These are derived from an image's position in its batch: if they were known, removing an image would visibly change
+    the images after it.
+
+    Args:
+        store: The clients' samples.
+        plan: The clients of the round, and their numbers of steps.
+        batch_size: Rows B of a batch, or "full" for all of a client's samples.
+        seed: The run's seed.
+        private: How batches are drawn in private training; None for ordinary training.
 
     Raises:
-        ValueError: If the plan has another number of phases than ``private`` has streams for.
+        ValueError: If ``private`` does not name the streams of each phase of the plan.
     """
 
     def __init__(
@@ -289,76 +373,147 @@ class RoundBatches(Dataset[AnyBatch]):
         seed: int,
         private: PrivateSampling | None = None,
     ) -> None:
-        self.store, self.plan, self.batch_size, self.seed, self.private = store, plan, batch_size, seed, private
-        streams = (("",),) * len(plan.steps) if private is None else private.streams
-        if len(streams) != len(plan.steps):
-            raise ValueError(f"private names the streams of {len(streams)} phases, not of {len(plan.steps)}; name all")
-        self._items = secrets.randbits(256) if private is not None and private.secure else seed
-        self.walk = list(active_steps(plan))
-        drawn = {}
-        for name in {name for phase in streams for name in phase}:
-            steps = [own for own, named in zip(plan.steps, streams, strict=True) if name in named]
-            totals = map(sum, zip(*steps, strict=True))
-            drawn[name] = [iter(self._draw(name, *one)) for one in zip(plan.clients, totals, strict=True)]
-        self.indices = [  # of each step, by stream and active client
-            {name: list(map(next, drawn[name][:active])) for name in streams[phase]} for phase, _, active in self.walk
-        ]
+        self.store = store
+        self.plan = plan
+        self.batch_size = batch_size
+        self.seed = seed
+        self.private = private
+        streams_of_phases = (("",),) * len(plan.steps) if private is None else private.streams
+        if len(streams_of_phases) != len(plan.steps):
+            raise ValueError(
+                f"private names the streams of {len(streams_of_phases)} phases, not of {len(plan.steps)}; name all"
+            )
+        self._items_seed = seed
+        if private is not None and private.secure:
+            self._items_seed = secrets.randbits(256)
+        self.schedule = list(active_steps(plan))
+        """Phase, step within the phase, and number of active clients of each batch."""
+        batches_of_stream = {}
+        for stream in {stream for streams in streams_of_phases for stream in streams}:
+            phases = [phase for phase, streams in enumerate(streams_of_phases) if stream in streams]
+            batches_of_stream[stream] = [
+                iter(self._draw(stream, client, sum(plan.steps[phase][position] for phase in phases)))
+                for position, client in enumerate(plan.clients)
+            ]
+        self.indices: list[dict[str, list[Tensor]]] = []
+        """Indices of the rows of each step, by stream and active client."""
+        for phase, _, num_active in self.schedule:
+            indices_of_step = {}
+            for stream in streams_of_phases[phase]:
+                active_clients = batches_of_stream[stream][:num_active]
+                indices_of_step[stream] = [next(batches) for batches in active_clients]
+            self.indices.append(indices_of_step)
 
     def __len__(self) -> int:
-        return len(self.walk)
+        return len(self.schedule)
 
     def __getitem__(self, step: int) -> AnyBatch:
-        batches = {name: self._batch(name, step) for name in self.indices[step]}
+        batches = {stream: self._batch(stream, step) for stream in self.indices[step]}
         return batches[""] if self.private is None else batches
 
-    def _draw(self, name: str, client: int, steps: int) -> Sequence[Tensor]:
-        """All batches of a stream for a client: indices into its images."""
-        size, seed, round = self.store.sizes[client], self.seed, self.plan.round
+    def _draw(self, stream: str, client: int, steps: int) -> Sequence[Tensor]:
+        """Draw all batches of a stream for one client, as indices into its samples."""
+        size = self.store.sizes[client]
+        round = self.plan.round
         if self.private is None:
-            return batch_indices(size, self.batch_size, steps, seed, "batches", round, client).unbind()
-        secure = self.private.secure
+            return batch_indices(size, self.batch_size, steps, self.seed, "batches", round, client).unbind()
         if self.private.sampling == "poisson":
-            rate = sampling_rate(size, self.batch_size)
-            return poisson_batches(size, rate, steps, seed=seed, role=name, round=round, client=client, secure=secure)
-        rows = rows_per_batch(size, self.batch_size)
-        return shuffled_batches(size, rows, steps, seed=seed, role=name, round=round, client=client, secure=secure)
+            return poisson_batches(
+                size,
+                sampling_rate(size, self.batch_size),
+                steps,
+                seed=self.seed,
+                role=stream,
+                round=round,
+                client=client,
+                secure=self.private.secure,
+            )
+        return shuffled_batches(
+            size,
+            rows_per_batch(size, self.batch_size),
+            steps,
+            seed=self.seed,
+            role=stream,
+            round=round,
+            client=client,
+            secure=self.private.secure,
+        )
 
-    def _batch(self, name: str, step: int) -> CohortBatch:
-        """A stream's batch in a step of the round.
+    def _batch(self, stream: str, index: int) -> CohortBatch:
+        """Read a stream's batch in a step of the round.
 
-        Samples that cannot be read are zeros, or, in a private round, not in it.
+        Samples that cannot be read are zeros in ordinary training, and left out in private training.
         """
-        indices, round = self.indices[step][name], self.plan.round
-        phase, step, _ = self.walk[step]
-        clients, counts = self.plan.clients[: len(indices)], tuple(map(len, indices))
+        indices = self.indices[index][stream]
+        phase, step, _ = self.schedule[index]
+        clients = self.plan.clients[: len(indices)]
+        counts = tuple(len(rows) for rows in indices)
+        round = self.plan.round
         if not clients:
             return CohortBatch((), torch.empty(0), torch.empty(0), (), phase, step, round)
-        owners, rows = torch.tensor(clients).repeat_interleave(torch.tensor(counts)), torch.cat(list(indices))
-        if not len(rows):  # an image is read for its shape, and dropped
-            owners, rows = torch.tensor(clients[:1]), torch.zeros(1, dtype=torch.int64)
-        stream = () if self.private is None else (derive_seed(self._items, f"stream/{name}"),)
-        x, y, reasons = self.store.read(owners, rows, (self._items, round, *step_ids(phase, step), *stream))
+        owners = torch.tensor(clients).repeat_interleave(torch.tensor(counts))
+        rows = torch.cat(indices)
+        if not len(rows):
+            # An empty batch has the shape of the others: one sample is read for it, and dropped below.
+            owners = torch.tensor(clients[:1])
+            rows = torch.zeros(1, dtype=torch.int64)
+        key = (self._items_seed, round, *step_ids(phase, step))
+        if self.private is not None:
+            key = (*key, derive_seed(self._items_seed, f"stream/{stream}"))
+        x, y, errors = self.store.read(owners, rows, key)
         assert y is not None
-        failed = {int(owners[row]): str(error) for row, error in reasons.items()}
-        failed |= {who: f"client {who}: {text}" for who, text in failed.items() if f"client {who}" not in text}
-        kept = [row for row in range(sum(counts)) if self.private is None or row not in reasons]
+        failed = _messages_of_clients(errors, owners)
+        kept = [row for row in range(sum(counts)) if self.private is None or row not in errors]
         if len(kept) < len(x):
-            x, y, left = x[kept], y[kept], owners[kept].tolist()
-            counts = tuple(left.count(client) for client in clients)
-        table = self.store.class_counts if self.private is None else None
-        classes = None if table is None else table[list(clients)]
-        rows_of = pad(x, counts), pad(y, counts), counts
-        return CohortBatch(clients, *rows_of, phase, step, round, tuple(failed.items()), classes)
+            x = x[kept]
+            y = y[kept]
+            kept_owners = owners[kept].tolist()
+            counts = tuple(kept_owners.count(client) for client in clients)
+        # Private training must not know how many images of a class a client has.
+        class_counts = self.store.class_counts if self.private is None else None
+        return CohortBatch(
+            clients,
+            pad(x, counts),
+            pad(y, counts),
+            counts,
+            phase,
+            step,
+            round,
+            failed=tuple(failed.items()),
+            classes=None if class_counts is None else class_counts[list(clients)],
+        )
+
+
+def _messages_of_clients(errors: Mapping[int, Exception], owners: Tensor) -> dict[int, str]:
+    """Return the last error of each client as a message that names the client.
+
+    Args:
+        errors: Errors by row.
+        owners: Client (N,) of each row.
+    """
+    messages = {}
+    for row, error in errors.items():
+        client = int(owners[row])
+        message = str(error)
+        if f"client {client}" not in message:
+            message = f"client {client}: {message}"
+        messages[client] = message
+    return messages
 
 
 class EvalBatches(Dataset[EvalBatch]):
     """All samples of all clients, each once, in order of client; the last batch may have fewer than B rows.
 
-    The run's seed is for datasets that draw.
+    Args:
+        store: The clients' samples.
+        batch_size: Rows B of a batch.
+        seed: The run's seed, for datasets that draw at random.
     """
 
     def __init__(self, store: Samples, batch_size: int, seed: int) -> None:
-        self.store, self.batch_size, self.seed = store, batch_size, seed
+        self.store = store
+        self.batch_size = batch_size
+        self.seed = seed
         self.owners = torch.arange(len(store.sizes)).repeat_interleave(torch.tensor(store.sizes))
         self.indices = torch.arange(len(self.owners)) - store.starts[self.owners]
 
@@ -367,21 +522,27 @@ class EvalBatches(Dataset[EvalBatch]):
 
     def __getitem__(self, step: int) -> EvalBatch:
         rows = slice(step * self.batch_size, (step + 1) * self.batch_size)
-        # No step among the indices: which one an image is in depends on how many images other clients have.
+        # The step is not part of the key: the step of an image depends on how many images other clients have.
         x, y = self.store.take(self.owners[rows], self.indices[rows], (self.seed, -1))
         assert y is not None
         return EvalBatch(x, y, self.owners[rows])
 
 
 def loader(batches: Dataset[T], store: Samples, num_workers: int) -> DataLoader[T]:
-    """Serve batches in order. Tensors are gathered in this process: workers would only slow that down."""
+    """Serve batches in order. Tensors are gathered in this process, since workers would only slow that down."""
     workers = num_workers if store.by_item else 0
-    # Its own generator, or each iterator would take a number from the global stream.
-    own = generator(0, "loader")
-    # Where training is on a GPU, what the host reads is copied there without a wait.
-    pin = torch.cuda.is_initialized() and not store.on_device
-    # A batch is copied as it is: the default would turn tuples into lists.
-    reading = None
+    progress = None
     if workers and isinstance(store, MapStore):
-        store.reading = reading = Reading(workers, store.named)
-    return worker_loader(batches, workers, reading, collate_fn=copy, generator=own, pin_memory=pin)
+        progress = WorkerProgress(workers, store.describe)
+        store.progress = progress
+    return worker_loader(
+        batches,
+        workers,
+        progress,
+        # A batch is copied as it is: torch's default would turn tuples into lists.
+        collate_fn=copy,
+        # With a generator of its own, an iterator does not take a number from the global stream.
+        generator=generator(0, "loader"),
+        # Pinned memory lets the copy to a GPU run without a wait.
+        pin_memory=torch.cuda.is_initialized() and not store.on_device,
+    )

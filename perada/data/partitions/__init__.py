@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets what: ways to divide a set of images among clients.
+"""Partitions: ways to divide a set of images among clients.
 
 Shape suffixes: M clients, K classes, N samples.
 """
@@ -17,13 +17,21 @@ import numpy as np
 from perada.core.checks import Options, check_integer, check_name, check_number
 from perada.core.digests import check_sealed
 from perada.core.seeding import derive_seed
-from perada.data.partitions.shares import Array, apportion, check_enough, deal, even, raise_to_minimum, rows_of
+from perada.data.partitions.shares import (
+    Array,
+    apportion,
+    assign_samples,
+    check_enough,
+    raise_to_minimum,
+    rows_by_value,
+    split_evenly,
+)
 
 Assignment = tuple[list[Array], list[Array]]
 
 
 class _Columns(dict[str, Array]):
-    """Columns by name; one that there is not is refused in words."""
+    """Columns by name, with a helpful error for a missing one."""
 
     def __init__(self, columns: Mapping[str, Array], owner: str) -> None:
         super().__init__(columns)
@@ -39,12 +47,19 @@ class _Columns(dict[str, Array]):
 
 @dataclass(frozen=True)
 class Split:
-    """What a partition sees of one split. Rows are positions in ``labels``, ``index`` and each column alike."""
+    """What a partition sees of one split. A row is a position in ``labels``, ``index`` and each column alike.
 
-    labels: Array  # (N,) classes, or (N, K) several labels, whose combinations then count as the classes
-    index: Array  # (N,) position of each sample in its dataset
-    columns: Mapping[str, Array] = field(default_factory=dict)  # further facts (N,) by name
-    name: str = "the dataset"  # in messages
+    Attributes:
+        labels: Classes (N,), or several labels (N, K), whose combinations then count as the classes.
+        index: Position (N,) of each sample in its dataset.
+        columns: Further facts (N,) about the samples, by name.
+        name: Name of the dataset in messages.
+    """
+
+    labels: Array
+    index: Array
+    columns: Mapping[str, Array] = field(default_factory=dict)
+    name: str = "the dataset"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", _Columns(self.columns, self.name))
@@ -53,7 +68,7 @@ class Split:
         return len(self.labels)
 
     def rows(self, rows: Array) -> "Split":
-        """Return some of the samples, in the order of ``rows``, as a split of its own."""
+        """Return the samples at ``rows``, in this order, as a split."""
         columns = {name: column[rows] for name, column in self.columns.items()}
         return Split(self.labels[rows], self.index[rows], columns, self.name)
 
@@ -66,26 +81,26 @@ class Partition(Options, ABC):
         """Choose each client's samples; the test set may have none.
 
         Returns:
-            For each client the rows of ``train``, and those of ``test``: integers from 0 to below ``len(train)`` and
-            ``len(test)``, every row at most once. Both lists have an entry for each client, in the same order.
+            The rows of ``train`` and of ``test`` of each client: integers from 0 to below ``len(train)`` and
+            ``len(test)``, every row at most once. Both lists have one entry per client, in the same order.
 
         Raises:
-            ValueError: If the data cannot be divided so.
+            ValueError: If the data cannot be divided this way.
         """
 
     def client_names(self, train: Split) -> Sequence[str] | None:
-        """Names of the clients that :meth:`split` makes of ``train``, in their order; None where they have none."""
+        """Return the names of the clients in the order of :meth:`split`, or None if they have no names."""
         return None
 
 
 def partition_rng(seed: int) -> np.random.Generator:
-    """Where a division is drawn from."""
+    """Return the generator that a partition draws from."""
     return np.random.default_rng(derive_seed(seed, "partition"))
 
 
 @dataclass(repr=False, eq=False)
 class IID(Partition):
-    """Equal shares at random.
+    """Divide the samples at random into shares of equal size.
 
     Args:
         num_clients: Number of clients M.
@@ -100,21 +115,22 @@ class IID(Partition):
         """Cut a permutation into M parts whose sizes differ by at most one."""
         check_enough(len(train), self.num_clients, 1)
         rng = partition_rng(seed)
-        rows = [np.array_split(rng.permutation(len(part)), self.num_clients) for part in (train, test)]
-        return rows[0], rows[1]
+        train_rows = np.array_split(rng.permutation(len(train)), self.num_clients)
+        test_rows = np.array_split(rng.permutation(len(test)), self.num_clients)
+        return train_rows, test_rows
 
 
 @dataclass(repr=False, eq=False)
 class ByDomain(Partition):
-    """Divides by a column of the dataset, such as the domain of Office-Home or the uploader of OpenImage.
+    """Divide by a column of the dataset, such as the domain of Office-Home or the uploader of OpenImage.
 
-    A client has the test images that have its value in the column; it may have none.
+    A client gets the test images with its value in the column, which may be none.
 
     Args:
         column: Name of the column.
-        clients_per_domain: Clients that share each domain, at random and evenly.
-        within: A partition by which the clients of each domain share it, such as ``Dirichlet(num_clients=2)``, in place
-            of ``clients_per_domain``.
+        clients_per_domain: Number of clients that share each domain, at random and evenly.
+        within: Instead of ``clients_per_domain``: a partition that divides each domain among its clients, such as
+            ``Dirichlet(num_clients=2)``.
     """
 
     column: str = "domain"
@@ -128,62 +144,83 @@ class ByDomain(Partition):
             return
         if self.clients_per_domain != 1:
             raise ValueError(
-                f"clients_per_domain={self.clients_per_domain} and within={self.within} both say how clients share a "
-                "domain: leave one out"
+                f"clients_per_domain={self.clients_per_domain} and within={self.within} are mutually exclusive: leave "
+                "one out"
             )
         if not isinstance(getattr(self.within, "num_clients", None), int):
             raise ValueError(
-                f"within={self.within} cannot be used; give a partition with num_clients, such as "
-                "Dirichlet(num_clients=2, alpha=0.3)"
+                f"within must be a partition with num_clients, such as Dirichlet(num_clients=2, alpha=0.3), got "
+                f"{self.within}"
             )
 
     @property
-    def _clients_of_domain(self) -> int:
-        return self.clients_per_domain if self.within is None else cast(int, vars(self.within)["num_clients"])
+    def _num_clients_of_domain(self) -> int:
+        if self.within is None:
+            return self.clients_per_domain
+        return cast(int, vars(self.within)["num_clients"])
 
     def client_names(self, train: Split) -> Sequence[str] | None:
-        """The domains; clients that share one are numbered behind it."""
+        """Return the domains as names. Clients that share a domain get a number after its name."""
         domains = np.unique(train.columns[self.column]).tolist()
-        share = range(self._clients_of_domain)
-        return [f"{domain} {one}" if len(share) > 1 else str(domain) for domain in domains for one in share]
+        if self._num_clients_of_domain == 1:
+            return [str(domain) for domain in domains]
+        names = []
+        for domain in domains:
+            names += [f"{domain} {number}" for number in range(self._num_clients_of_domain)]
+        return names
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
-        """Sort the domains by name, and cut each domain's samples into equal shares."""
-        rng = partition_rng(seed)
-        division: Assignment = ([], [])
+        """Sort the domains by name, and divide the samples of each domain among its clients."""
         domains = np.unique(train.columns[self.column])
-        of_train = rows_of(domains, train.columns[self.column])
-        for domain, rows in zip(domains, of_train, strict=True):
-            if len(rows) < self._clients_of_domain:
+        train_rows = rows_by_value(domains, train.columns[self.column])
+        self._check_sizes(domains, train_rows)
+        test_column = test.columns[self.column] if len(test) else domains[:0]
+        test_rows = rows_by_value(domains, test_column)
+        self._warn_of_unknown_domains(len(test), sum(len(rows) for rows in test_rows))
+
+        train_shares: list[Array] = []
+        test_shares: list[Array] = []
+        rng = partition_rng(seed)
+        for number, (domain_train, domain_test) in enumerate(zip(train_rows, test_rows, strict=True)):
+            if self.within is None:
+                train_shares += np.array_split(rng.permutation(domain_train), self.clients_per_domain)
+                test_shares += np.array_split(rng.permutation(domain_test), self.clients_per_domain)
+                continue
+            # Each domain has its own seed, or all of them would be divided by the same draws.
+            domain_seed = derive_seed(seed, "within", number)
+            within_train, within_test = self.within.split(train.rows(domain_train), test.rows(domain_test), domain_seed)
+            # The partition counts rows within the domain.
+            train_shares += [domain_train[rows] for rows in within_train]
+            test_shares += [domain_test[rows] for rows in within_test]
+        return train_shares, test_shares
+
+    def _check_sizes(self, domains: Array, train_rows: Sequence[Array]) -> None:
+        """Raise a ValueError if a domain has fewer training samples than clients."""
+        for domain, rows in zip(domains, train_rows, strict=True):
+            if len(rows) < self._num_clients_of_domain:
                 option = "clients_per_domain" if self.within is None else "num_clients of within"
                 raise ValueError(
-                    f"domain {domain} has {len(rows)} samples for {self._clients_of_domain} clients: lower {option}"
+                    f"domain {domain} has {len(rows)} samples for {self._num_clients_of_domain} clients: lower {option}"
                 )
-        of_test = rows_of(domains, test.columns[self.column] if len(test) else domains[:0])
-        left = len(test) - sum(map(len, of_test))
-        if left:
-            then = "nobody can be scored" if left == len(test) else "they are left out"
-            warnings.warn(
-                f"{left} of {len(test)} test samples have a {self.column} that no training sample has; {then}",
-                stacklevel=2,
-            )
-        for place, both in enumerate(zip(of_train, of_test, strict=True)):
-            if self.within is not None:
-                # Each domain is divided as a set of its own, by draws of its own.
-                own_seed = derive_seed(seed, "within", place)
-                splits = [part.rows(own) for part, own in zip((train, test), both, strict=True)]
-                shares = self.within.split(splits[0], splits[1], own_seed)
-                for part, own, rows_of_clients in zip(division, both, shares, strict=True):
-                    part.extend(own[rows] for rows in rows_of_clients)
-                continue
-            for part, own in zip(division, both, strict=True):
-                part.extend(np.array_split(rng.permutation(own), self.clients_per_domain))
-        return division
+
+    def _warn_of_unknown_domains(self, num_test: int, num_assigned: int) -> None:
+        """Warn of test samples that belong to no domain of the training samples."""
+        num_unassigned = num_test - num_assigned
+        if not num_unassigned:
+            return
+        consequence = "they are left out"
+        if num_unassigned == num_test:
+            consequence = "no client can be evaluated"
+        warnings.warn(
+            f"{num_unassigned} of {num_test} test samples have a {self.column} that no training sample has; "
+            f"{consequence}",
+            stacklevel=3,
+        )
 
 
 @dataclass(repr=False, eq=False)
 class FromFile(Partition):
-    """The division of an earlier run.
+    """Repeat the partition of an earlier run.
 
     Args:
         path: The ``partition.json`` that the run wrote.
@@ -195,38 +232,51 @@ class FromFile(Partition):
         check_name("path", self.path)
 
     def client_names(self, train: Split) -> Sequence[str] | None:
-        """Those of the earlier run."""
+        """Return the names of the earlier run's clients, if it has any."""
         names = json.loads(Path(self.path).read_text()).get("clients")
         return [str(name) for name in names] if isinstance(names, list) else None
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
         """Look up the rows of the recorded positions; the seed is not used."""
-        path, division = self.path, list[list[Array]]()
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} does not exist: give the partition.json in the folder of an earlier run")
+        if not Path(self.path).is_file():
+            raise FileNotFoundError(
+                f"{self.path} does not exist: give the partition.json in the folder of an earlier run"
+            )
         try:
-            saved = check_sealed(json.loads(Path(path).read_text(encoding="utf-8")))
-            held = saved.get("client_validation") or [[]] * len(saved["train"])  # given for training too
-            train_of = [[*own, *more] for own, more in zip(saved["train"], held, strict=True)]
-            parts = train_of, saved["test"]
-            recorded = [[np.array(own, np.int64).reshape(-1).tolist() for own in part] for part in parts]
+            record = check_sealed(json.loads(Path(self.path).read_text(encoding="utf-8")))
+            # The validation images were held out of the training images of this partition, and are again.
+            held_out = record.get("client_validation") or [[]] * len(record["train"])
+            train_positions = []
+            for trained, validation in zip(record["train"], held_out, strict=True):
+                train_positions.append(_as_integers([*trained, *validation]))
+            test_positions = [_as_integers(positions) for positions in record["test"]]
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{path} is not a partition of a dataset ({error!r}): give another file") from None
-        for clients, samples in zip(recorded, (train, test), strict=True):
-            row_of = {position: row for row, position in enumerate(samples.index.tolist())}
-            for client, own in enumerate(clients):
-                unknown = [position for position in own if position not in row_of]
-                if unknown:
+            raise ValueError(f"{self.path} is not a partition of a dataset ({error!r}): give another file") from None
+        return self._rows_of(train_positions, train), self._rows_of(test_positions, test)
+
+    def _rows_of(self, positions: Sequence[list[int]], split: Split) -> list[Array]:
+        """Return the row of each client's positions in the split."""
+        row_of_position = {position: row for row, position in enumerate(split.index.tolist())}
+        rows = []
+        for client, client_positions in enumerate(positions):
+            for position in client_positions:
+                if position not in row_of_position:
                     raise ValueError(
-                        f"{path} gives client {client} sample {unknown[0]}, which is not among the clients' data: "
+                        f"{self.path} gives client {client} sample {position}, which is not among the clients' data: "
                         "use the dataset, limits, held-out fractions and seed of the run that wrote it"
                     )
-            division.append([np.array([row_of[position] for position in own], np.int64) for own in clients])
-        return division[0], division[1]
+            rows.append(np.array([row_of_position[position] for position in client_positions], np.int64))
+        return rows
+
+
+def _as_integers(values: Sequence[object]) -> list[int]:
+    """Convert a list of a JSON file; raises what NumPy raises for anything but integers."""
+    integers: list[int] = np.array(values, np.int64).reshape(-1).tolist()
+    return integers
 
 
 class LabelPartition(Partition):
-    """Divides by the label alone: a subclass says how many samples of each class every client gets."""
+    """Base class of partitions that only decide how many samples of each class every client gets."""
 
     num_clients: int
     merge_below: int = 0
@@ -234,33 +284,50 @@ class LabelPartition(Partition):
 
     @abstractmethod
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
-        """Training samples (M, K) for each client, of the ``sizes`` (K,), at least 1, of the classes that there are."""
+        """Choose the number of training samples (M, K) of each client and class.
+
+        Args:
+            sizes: Training samples (K,) of each class that occurs, all at least 1.
+            rng: Source of the draws.
+        """
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
-        """Deal the samples of each class; of the test set, each client gets the share that it got of the training set.
+        """Divide the samples of each class as :meth:`counts` says.
 
-        Every client gets a test sample if there are as many as clients.
+        A client gets the same share of the test samples of a class as of the training samples. It gets at least one
+        test sample if there are as many as clients.
         """
         check_enough(len(train), self.num_clients, 1)
         rng = partition_rng(seed)
-        classes, test_classes = categories(*self._labels(train, test), self.merge_below)
-        width = int(max(classes.max(), test_classes.max(initial=0))) + 1
-        sizes, test_sizes = (np.bincount(part, minlength=width) for part in (classes, test_classes))
+        train_labels, test_labels = self._labels(train, test)
+        classes, test_classes = categories(train_labels, test_labels, self.merge_below)
+        num_classes = int(max(classes.max(), test_classes.max(initial=0))) + 1
+        sizes = np.bincount(classes, minlength=num_classes)
+        test_sizes = np.bincount(test_classes, minlength=num_classes)
+
         present = np.flatnonzero(sizes)
-        counts = np.zeros((self.num_clients, width), dtype=np.int64)
+        counts = np.zeros((self.num_clients, num_classes), dtype=np.int64)
         counts[:, present] = self.counts(sizes[present], rng)
         shares = counts / np.maximum(sizes, 1)
         test_counts = np.stack([apportion(size, shares[:, k], rng) for k, size in enumerate(test_sizes)], axis=1)
         if len(test) >= self.num_clients:
-            test_counts = raise_to_minimum(test_counts, 1, counts, test_sizes - test_counts.sum(0))
-        return deal(classes, counts, rng), deal(test_classes, test_counts, rng)
+            unassigned = test_sizes - test_counts.sum(0)
+            test_counts = raise_to_minimum(test_counts, 1, counts, unassigned)
+        train_rows = assign_samples(classes, counts, rng)
+        test_rows = assign_samples(test_classes, test_counts, rng)
+        return train_rows, test_rows
 
     def _labels(self, train: Split, test: Split) -> tuple[Array, Array]:
-        """What the two splits are divided by: their labels, or the column as if it were one of several labels."""
+        """Return what each split is divided by: its labels (N,) or (N, K), or the numbered values (N, 1) of a column.
+
+        The second axis makes :func:`categories` merge rare values of a column as it merges combinations of labels.
+        """
         if self.column is None:
             return train.labels, test.labels
-        values = np.concatenate([part.columns[self.column] for part in (train, test) if len(part)])
-        numbers = np.unique(values, return_inverse=True)[1].reshape(-1, 1)
+        # An empty split may have no columns.
+        values = np.concatenate([split.columns[self.column] for split in (train, test) if len(split)])
+        _, numbers = np.unique(values, return_inverse=True)
+        numbers = numbers.reshape(-1, 1)
         return numbers[: len(train)], numbers[len(train) :]
 
 
@@ -269,20 +336,20 @@ class Dirichlet(LabelPartition):
     """Divide each class among the clients in proportions drawn from a Dirichlet distribution (Yurochkin et al., 2019).
 
     The smaller ``alpha``, the fewer classes a client has, and the more unequal the clients' sizes. See
-    :class:`BalancedDirichlet` for clients of one size, and :class:`QuantitySkew` for sizes that differ while the
+    :class:`BalancedDirichlet` for clients of equal size, and :class:`QuantitySkew` for sizes that differ while the
     classes do not. The source is `Bayesian Nonparametric Federated Learning of Neural Networks
     <https://arxiv.org/abs/1905.12022>`_ (ICML 2019), section 4.
 
     Args:
         num_clients: Number of clients M.
         alpha: Concentration, above 0.
-        min_per_client: Training samples every client has at least; they are taken from the largest holders of the
-            classes that the client has most of.
-        min_per_class: Training samples of every class that every client has at least.
-        merge_below: For several labels a sample, or a column: combinations or values with fewer training samples form
-            one class together.
-        column: Column of the dataset whose values take the place of classes, such as ``category`` of CheXpert; null
-            for the labels.
+        min_per_client: Minimum number of training samples of a client. Missing ones are taken from the largest holders
+            of the classes that the client has most of.
+        min_per_class: Minimum number of training samples of every class at every client.
+        merge_below: For samples with several labels, or with ``column``: combinations or values with fewer training
+            samples are merged into one class.
+        column: Column of the dataset whose values replace the classes, such as ``category`` of CheXpert; null for the
+            labels.
 
     Raises:
         ValueError: If an option is out of range.
@@ -304,18 +371,18 @@ class Dirichlet(LabelPartition):
         check_name("column", self.column, optional=True)
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
-        """Draw the proportions, round them to whole samples, and see to the minimum."""
+        """Draw the proportions, round them to whole samples, and enforce the minimum."""
         check_enough(int(sizes.sum()), self.num_clients, self.min_per_client)
         _check_min_per_class(sizes, self.num_clients, self.min_per_class)
         proportions = rng.dirichlet(np.full(self.num_clients, self.alpha), len(sizes)).T
-        free = sizes - self.num_clients * self.min_per_class
-        shared = [apportion(total, proportions[:, k], rng) for k, total in enumerate(free)]
-        counts = self.min_per_class + np.stack(shared, axis=1)
+        divisible = sizes - self.num_clients * self.min_per_class
+        columns = [apportion(total, proportions[:, k], rng) for k, total in enumerate(divisible)]
+        counts = self.min_per_class + np.stack(columns, axis=1)
         return raise_to_minimum(counts, self.min_per_client, proportions * sizes, keep=self.min_per_class)
 
 
 def _check_min_per_class(sizes: Array, num_clients: int, min_per_class: int) -> None:
-    """Refuse more samples of each class for every client than the smallest of the classes, of ``sizes`` (K,), has."""
+    """Raise a ValueError if the smallest of the classes, of ``sizes`` (K,), is too small for the minimum."""
     if sizes.min() < num_clients * min_per_class:
         raise ValueError(
             f"the smallest class has {sizes.min()} samples, too few for min_per_class={min_per_class} on "
@@ -325,10 +392,10 @@ def _check_min_per_class(sizes: Array, num_clients: int, min_per_class: int) -> 
 
 @dataclass(repr=False, eq=False)
 class BalancedDirichlet(LabelPartition):
-    """Give every client as many samples, in class proportions drawn for it from a Dirichlet distribution.
+    """Give all clients the same number of samples, in class proportions drawn from a Dirichlet distribution.
 
     The proportions of a client are drawn from Dir(alpha · p), where p (K,) are the shares of the classes in the
-    training set (Hsu, Qi and Brown, 2019, `DiagnosticsPass the Effects of Non-Identical Data Distribution for Federated
+    training set (Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution for Federated
     Visual Classification <https://arxiv.org/abs/1909.06335>`_, section 3). The smaller ``alpha``, the fewer classes a
     client has; the larger, the closer it is to p. Samples are drawn without replacement: once a class is used up, the
     proportions of the clients that follow are those of the other classes, scaled to sum to 1.
@@ -340,13 +407,13 @@ class BalancedDirichlet(LabelPartition):
     Args:
         num_clients: Number of clients M.
         alpha: Concentration, above 0.
-        samples_per_client: Training samples of each client; null for as many as the training set allows, N // M. The
-            rest belongs to nobody.
-        merge_below: For several labels a sample, or a column: combinations or values with fewer training samples form
-            one class together.
-        column: Column of the dataset whose values take the place of classes; null for the labels.
-        min_per_class: Training samples of every class that every client has at least, whatever its proportions; they
-            are among its samples.
+        samples_per_client: Training samples of each client; null for the most that the training set allows, N // M.
+            The remaining samples are not used.
+        merge_below: For samples with several labels, or with ``column``: combinations or values with fewer training
+            samples are merged into one class.
+        column: Column of the dataset whose values replace the classes; null for the labels.
+        min_per_class: Minimum number of training samples of every class at every client, regardless of its proportions.
+            They are part of its samples.
 
     Raises:
         ValueError: If an option is out of range.
@@ -368,45 +435,49 @@ class BalancedDirichlet(LabelPartition):
         check_name("column", self.column, optional=True)
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
-        """Draw the class proportions of one client after the other, and take its samples from what is left."""
+        """Draw the class proportions of one client after the other, and take its samples from the remaining ones."""
         total = int(sizes.sum())
         per_client = self.samples_per_client or max(1, total // self.num_clients)
         if self.num_clients * per_client > total:
             raise ValueError(
                 f"{self.num_clients} clients of {per_client} training samples each need "
-                f"{self.num_clients * per_client}, and there are {total}: lower num_clients or samples_per_client, or "
-                "raise train_limit"
+                f"{self.num_clients * per_client}, got {total}: lower num_clients or samples_per_client, or raise "
+                "train_limit"
             )
         _check_min_per_class(sizes, self.num_clients, self.min_per_class)
-        of_all_classes = self.min_per_class * len(sizes)
-        if of_all_classes > per_client:
+        reserved_per_client = self.min_per_class * len(sizes)
+        if reserved_per_client > per_client:
             raise ValueError(
-                f"min_per_class={self.min_per_class} of {len(sizes)} classes are {of_all_classes} training samples, "
-                f"and a client has {per_client}: lower min_per_class, or raise samples_per_client"
+                f"min_per_class={self.min_per_class} of {len(sizes)} classes are {reserved_per_client} training "
+                f"samples, and a client has {per_client}: lower min_per_class, or raise samples_per_client"
             )
-        # NumPy refuses a parameter of 0, to which a tiny alpha underflows.
+        # NumPy rejects a parameter of 0, to which a tiny alpha underflows.
         concentration = np.maximum(self.alpha * sizes / total, np.finfo(np.float64).tiny)
-        # The minimum of all clients is set aside first: nobody else's proportions can use it up.
-        left = sizes - self.num_clients * self.min_per_class
+        # The minimum of all clients is reserved first, so that the proportions of others cannot use it up.
+        available = sizes - self.num_clients * self.min_per_class
         counts = np.full((self.num_clients, len(sizes)), self.min_per_class, dtype=np.int64)
         for client in range(self.num_clients):
             proportions = rng.dirichlet(concentration)
-            drawn = _draw_without_replacement(per_client - of_all_classes, proportions, left, rng)
+            drawn = _draw_without_replacement(per_client - reserved_per_client, proportions, available, rng)
             counts[client] += drawn
-            left -= drawn
+            available -= drawn
         return counts
 
 
-def _draw_without_replacement(total: int, proportions: Array, left: Array, rng: np.random.Generator) -> Array:
-    """Draw ``total`` samples by class proportions (K,), of which only ``left`` (K,) are there.
+def _draw_without_replacement(total: int, proportions: Array, available: Array, rng: np.random.Generator) -> Array:
+    """Draw ``total`` samples by class proportions (K,) when only ``available`` (K,) samples of each class exist.
 
-    What a class lacks is drawn from the other classes by their proportions; the result sums to ``total``.
+    Missing samples of a class are drawn from the other classes by their proportions.
+
+    Returns:
+        Drawn samples (K,) of each class, which sum to ``total``.
     """
-    drawn = np.zeros(len(left), dtype=np.int64)
+    drawn = np.zeros(len(available), dtype=np.int64)
     while drawn.sum() < total:
-        remaining = left - drawn
+        remaining = available - drawn
         weights = np.where(remaining > 0, proportions, 0.0)
-        if not weights.sum() > 0:  # the classes that are left have no share, or one that underflows
+        # The proportions of all remaining classes may be 0, or so small that they underflow.
+        if not weights.sum() > 0:
             weights = remaining.astype(np.float64)
         wanted = apportion(int(total - drawn.sum()), weights / weights.sum(), rng)
         drawn += np.minimum(wanted, remaining)
@@ -415,7 +486,7 @@ def _draw_without_replacement(total: int, proportions: Array, left: Array, rng: 
 
 @dataclass(repr=False, eq=False)
 class QuantitySkew(Partition):
-    """Give the clients numbers of samples drawn from a Dirichlet distribution, and each a random sample of all classes.
+    """Draw the clients' numbers of samples from a Dirichlet distribution, and their samples from all classes.
 
     The clients' shares of the training set are drawn from Dir(alpha, ..., alpha) (quantity skew of Li et al., 2022,
     `Federated Learning on Non-IID Data Silos <https://arxiv.org/abs/2102.02079>`_, section 4.3). The smaller ``alpha``,
@@ -424,7 +495,7 @@ class QuantitySkew(Partition):
     Args:
         num_clients: Number of clients M.
         alpha: Concentration, above 0.
-        min_per_client: Training samples every client has at least; they are taken from the largest clients.
+        min_per_client: Minimum number of training samples of a client; missing ones are taken from the largest clients.
 
     Raises:
         ValueError: If an option is out of range.
@@ -440,37 +511,37 @@ class QuantitySkew(Partition):
         check_integer("min_per_client", self.min_per_client)
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
-        """Cut a permutation of each split into parts of the sizes that were drawn.
+        """Cut a permutation of each split into parts of the drawn sizes.
 
-        Every client gets a test sample if there are as many as clients.
+        A client gets at least one test sample if there are as many as clients.
         """
         check_enough(len(train), self.num_clients, self.min_per_client)
         rng = partition_rng(seed)
         shares = rng.dirichlet(np.full(self.num_clients, self.alpha))
-        sizes = self._at_least(self.min_per_client, apportion(len(train), shares, rng))
+        sizes = self._raise_sizes(apportion(len(train), shares, rng), self.min_per_client)
         test_sizes = apportion(len(test), sizes / len(train), rng)
         if len(test) >= self.num_clients:
-            test_sizes = self._at_least(1, test_sizes)
-        return _cut(len(train), sizes, rng), _cut(len(test), test_sizes, rng)
+            test_sizes = self._raise_sizes(test_sizes, 1)
+        return _split_at_random(len(train), sizes, rng), _split_at_random(len(test), test_sizes, rng)
 
-    def _at_least(self, minimum: int, sizes: Array) -> Array:
-        """Raise sizes (M,) to the minimum."""
-        one_class = sizes[:, None]
-        return raise_to_minimum(one_class, minimum, np.ones_like(one_class))[:, 0]
+    def _raise_sizes(self, sizes: Array, minimum: int) -> Array:
+        """Raise sizes (M,) to the minimum, as if all samples were of one class."""
+        counts = sizes[:, None]
+        return raise_to_minimum(counts, minimum, np.ones_like(counts))[:, 0]
 
 
-def _cut(total: int, sizes: Array, rng: np.random.Generator) -> list[Array]:
-    """Cut a permutation of ``total`` rows into parts of these sizes."""
+def _split_at_random(total: int, sizes: Array, rng: np.random.Generator) -> list[Array]:
+    """Cut a permutation of ``total`` rows into parts of the given sizes."""
     return np.split(rng.permutation(total), np.cumsum(sizes)[:-1])
 
 
 @dataclass(repr=False, eq=False)
 class Shards(LabelPartition):
-    """Every client has the same number of classes, and every class about as many clients.
+    """Give every client the same number of classes, and every class about the same number of clients.
 
     Args:
         num_clients: Number of clients M.
-        classes_per_client: Classes that each client has.
+        classes_per_client: Number of classes of each client.
     """
 
     num_clients: int = 20
@@ -481,37 +552,42 @@ class Shards(LabelPartition):
         check_integer("classes_per_client", self.classes_per_client)
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
-        """Give each client the classes that lack most clients, then divide each class evenly."""
-        width, slots = len(sizes), self.num_clients * self.classes_per_client
-        if self.classes_per_client > width or slots < width:
+        """Give each client the classes that still need most clients, then divide each class evenly."""
+        num_classes = len(sizes)
+        slots = self.num_clients * self.classes_per_client
+        if self.classes_per_client > num_classes or slots < num_classes:
             raise ValueError(
-                f"{self.num_clients} clients with classes_per_client={self.classes_per_client} do not fit {width} "
-                f"classes: give at most {width} classes per client, and at least one client to every class"
+                f"{self.num_clients} clients with classes_per_client={self.classes_per_client} do not fit "
+                f"{num_classes} classes: give at most {num_classes} classes per client, and at least one client to "
+                "every class"
             )
-        open_slots = even(slots, width, rng)
-        has = np.zeros((self.num_clients, width), dtype=bool)
+        open_slots = split_evenly(slots, num_classes, rng)
+        has_class = np.zeros((self.num_clients, num_classes), dtype=bool)
         for client in range(self.num_clients):
-            chosen = np.argsort(-(open_slots + rng.random(width)))[: self.classes_per_client]
-            has[client, chosen] = True
+            # The random numbers below 1 break ties.
+            most_open_first = np.argsort(-(open_slots + rng.random(num_classes)))
+            chosen = most_open_first[: self.classes_per_client]
+            has_class[client, chosen] = True
             open_slots[chosen] -= 1
-        scarce = np.flatnonzero(sizes < has.sum(0))
+        clients_of_class = has_class.sum(0)
+        scarce = np.flatnonzero(sizes < clients_of_class)
         if len(scarce):
             raise ValueError(
-                f"a class has {sizes[scarce[0]]} samples for {has.sum(0)[scarce[0]]} clients: "
+                f"a class has {sizes[scarce[0]]} samples for {clients_of_class[scarce[0]]} clients: "
                 "lower num_clients or classes_per_client"
             )
-        counts = np.zeros(has.shape, dtype=np.int64)
-        for k in range(width):
-            counts[has[:, k], k] = even(int(sizes[k]), int(has[:, k].sum()), rng)
+        counts = np.zeros(has_class.shape, dtype=np.int64)
+        for k in range(num_classes):
+            counts[has_class[:, k], k] = split_evenly(int(sizes[k]), int(clients_of_class[k]), rng)
         return counts
 
 
 @dataclass(repr=False, eq=False)
 class DominantClass(LabelPartition):
-    """A given fraction of each client's samples is of one class, the rest evenly of the others.
+    """Take a given fraction of each client's samples from one class, and the others evenly from the other classes.
 
-    All clients have one size, the largest that the classes allow (a sample less where rounding asks for it); what is
-    left over belongs to nobody.
+    All clients have the same size, the largest that the classes allow (one sample less where rounding requires it). The
+    remaining samples are not used.
 
     Args:
         num_clients: Number of clients M.
@@ -526,39 +602,49 @@ class DominantClass(LabelPartition):
         check_number("fraction", self.fraction, gt=0, le=1)
 
     def counts(self, sizes: Array, rng: np.random.Generator) -> Array:
-        """Give each client its dominant class, then its other samples from the classes that have most left."""
-        width = len(sizes)
-        if width < 2:
-            raise ValueError(f"there is {width} class: a dominant class needs at least 2, use the partition IID")
-        dominant = rng.permutation(np.arange(self.num_clients) % width)
-        weights = np.full((self.num_clients, width), (1 - self.fraction) / (width - 1))
+        """Give each client its dominant class, then samples of the other classes with most samples remaining."""
+        num_classes = len(sizes)
+        if num_classes < 2:
+            raise ValueError(f"a dominant class needs at least 2 classes, got {num_classes}: use the partition IID")
+        dominant = rng.permutation(np.arange(self.num_clients) % num_classes)
+        weights = np.full((self.num_clients, num_classes), (1 - self.fraction) / (num_classes - 1))
         weights[np.arange(self.num_clients), dominant] = self.fraction
-        size = int(np.floor(round((sizes / np.maximum(weights.sum(0), 1e-12)).min(), 6)))
+        # The class that is used up first limits the size. Rounded, since 6.9999999 means 7.
+        size_limits = sizes / np.maximum(weights.sum(0), 1e-12)
+        size = int(np.floor(round(size_limits.min(), 6)))
         if size < 1:
             raise ValueError(
-                f"{sizes.sum()} samples of {width} classes are too few for {self.num_clients} clients with a "
+                f"{sizes.sum()} samples of {num_classes} classes are too few for {self.num_clients} clients with a "
                 "dominant class: lower num_clients"
             )
         counts = np.floor(np.round(size * weights, 6)).astype(np.int64)
-        left = sizes - counts.sum(0)
-        wanted = int(size * self.fraction + 0.5)
+        remaining = sizes - counts.sum(0)
+        dominant_size = int(size * self.fraction + 0.5)
         for client in rng.permutation(self.num_clients):
-            main = dominant[client]
-            extra = int(min(wanted - counts[client, main], left[main]))
-            counts[client, main] += extra
-            left[main] -= extra
-            # What rounding left out: at most one more of each other class, of those that have most left.
-            order = np.argsort(-(left + rng.random(width)))
-            order = order[(order != main) & (left[order] > 0)][: size - counts[client].sum()]
-            counts[client, order] += 1
-            left[order] -= 1
+            k = dominant[client]
+            extra = int(min(dominant_size - counts[client, k], remaining[k]))
+            counts[client, k] += extra
+            remaining[k] -= extra
+            # Rounding down left out less than one sample of each other class. Give one more of the classes with most
+            # samples remaining; the random numbers below 1 break ties.
+            order = np.argsort(-(remaining + rng.random(num_classes)))
+            candidates = order[(order != k) & (remaining[order] > 0)]
+            chosen = candidates[: size - counts[client].sum()]
+            counts[client, chosen] += 1
+            remaining[chosen] -= 1
         return counts
 
 
 def categories(train: Array, test: Array, merge_below: int = 0) -> tuple[Array, Array]:
-    """Number the classes, int64 from 0; combinations of several labels, (N, K) and not (N,), are classes.
+    """Number the classes from 0.
 
-    Combinations with fewer training samples than ``merge_below``, or none, become one class.
+    Args:
+        train: Classes (N,) of the training samples, or several labels (N, K), whose combinations count as classes.
+        test: The same of the test samples.
+        merge_below: Combinations with fewer training samples, or none, become one class, the last.
+
+    Returns:
+        Classes int64 (N,) of the training and of the test samples.
 
     >>> labels = np.array([[0, 1], [0, 1], [1, 1], [1, 0]])
     >>> categories(labels, labels[:1], merge_below=2)
@@ -566,10 +652,11 @@ def categories(train: Array, test: Array, merge_below: int = 0) -> tuple[Array, 
     """
     if train.ndim == 1:
         return train.astype(np.int64), test.astype(np.int64).reshape(-1)
-    rows = np.concatenate([train, test.reshape(-1, train.shape[1])])
-    _, ids = np.unique(rows, axis=0, return_inverse=True)
-    ids = ids.reshape(-1)
-    sizes = np.bincount(ids[: len(train)], minlength=int(ids.max()) + 1)
-    kept = sizes >= max(merge_below, 1)
-    number = np.where(kept, np.cumsum(kept) - 1, kept.sum())
-    return number[ids[: len(train)]], number[ids[len(train) :]]
+    labels = np.concatenate([train, test.reshape(-1, train.shape[1])])
+    _, combinations = np.unique(labels, axis=0, return_inverse=True)
+    combinations = combinations.reshape(-1)  # NumPy 2.0 returned the shape of the labels
+    sizes = np.bincount(combinations[: len(train)], minlength=int(combinations.max()) + 1)
+    is_class = sizes >= max(merge_below, 1)
+    class_of_combination = np.where(is_class, np.cumsum(is_class) - 1, is_class.sum())
+    classes = class_of_combination[combinations]
+    return classes[: len(train)], classes[len(train) :]

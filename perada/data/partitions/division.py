@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a set is divided: among clients and server, and into training and validation images."""
+"""Divide an image set among the clients and the server, and hold out validation images at the clients."""
 
 import hashlib
 import inspect
@@ -14,17 +14,20 @@ from torch.utils.data import Dataset, Subset
 from perada.core.checks import OptionError, check_integer, check_number
 from perada.core.seeding import derive_seed
 from perada.core.text import abbreviated
-from perada.data.batches.datasets import entries, isolated_randomness, read_item, resolved
+from perada.data.batches.datasets import image_and_label, isolated_randomness, read_item, resolve_subset
 from perada.data.batches.transforms import to_image
 from perada.data.federated import FederatedData
 from perada.data.partitions import Assignment, Partition, Split
-from perada.data.partitions.shares import Array, hashed_share, whole_groups
+from perada.data.partitions.shares import Array, hashed_share, split_by_group
 from perada.data.sets.base import ImageSet, checked_columns, class_names, split_of
 
 
 @dataclass(frozen=True)
 class Division:
-    """How an image set is shared out: the options of :class:`perada.data.FederatedDataModule`."""
+    """Divides an image set among the clients and the server.
+
+    The options are described at :class:`perada.data.FederatedDataModule`.
+    """
 
     dataset: ImageSet
     partition: Partition
@@ -47,12 +50,12 @@ class Division:
                 value=self.public_fraction,
             )
         if self.public is not None and self.public_fraction:
-            raise ValueError(f"public and public_fraction={self.public_fraction} are both given: leave one out")
+            raise ValueError(f"public and public_fraction={self.public_fraction} are mutually exclusive: leave one out")
         for name in ("train_limit", "test_limit", "public_limit"):
             check_integer(name, getattr(self, name), optional=True, hint="by default all images are used")
 
     def download(self) -> None:
-        """Fetch missing files if that was asked for."""
+        """Download missing files of the datasets that allow it."""
         self.dataset.download()
         if self.public is not None:
             self.public.download()
@@ -61,159 +64,196 @@ class Division:
         """Read the set and divide it.
 
         Raises:
-            ValueError: If the set has no labels or cannot be divided so; for example, a client gets no sample.
+            ValueError: If the set has no labels or cannot be divided this way, such as if a client gets no sample.
         """
-        parts = self.dataset.with_split(True), self.dataset.with_split(False)
-        if parts[0].labels is None:
-            raise ValueError(f"{self.dataset!r} has no labels: it can be the public set only, give another as dataset")
-        used = self._sample("train", len(parts[0]), self.train_limit)
-        counts = [round(len(used) * share) for share in (self.public_fraction, self.validation_fraction)]
-        drawn = np.random.default_rng(derive_seed(self.seed, "hold_out"))
-        held_out = whole_groups(groups_of(Subset(parts[0], used.tolist())), counts, drawn)
-        public, validation, train = (used[rows] for rows in held_out)
-        index = train, self._sample("test", len(parts[1]), self.test_limit)
-        shown = [_split(part, rows) for part, rows in zip(parts, index, strict=True)]
-        division = divide(self.partition, shown[0], shown[1], self.seed)
-        train_of, test_of = (
-            [Subset(part, np.sort(rows[own]).tolist()) for own in clients]
-            for part, rows, clients in zip(parts, index, division, strict=True)
-        )
+        train_set = self.dataset.with_split(True)
+        test_set = self.dataset.with_split(False)
+        if train_set.labels is None:
+            raise ValueError(f"{self.dataset!r} has no labels: use it as the public set only, and another as dataset")
+
+        # The server's shares are drawn from the limited training set, before the clients get the others.
+        used = self._sample("train", len(train_set), self.train_limit)
+        server_counts = [round(len(used) * share) for share in (self.public_fraction, self.validation_fraction)]
+        rng = np.random.default_rng(derive_seed(self.seed, "hold_out"))
+        groups = groups_of(Subset(train_set, used.tolist()))
+        public_rows, validation_rows, client_rows = split_by_group(groups, server_counts, rng)
+        train_index = used[client_rows]
+        test_index = self._sample("test", len(test_set), self.test_limit)
+
+        train_split = _as_split(train_set, train_index)
+        test_split = _as_split(test_set, test_index)
+        train_rows, test_rows = divide(self.partition, train_split, test_split, self.seed)
+        server_validation = None
+        if len(validation_rows):
+            server_validation = Subset(train_set, used[validation_rows].tolist())
         return FederatedData(
-            train=train_of,
-            test=test_of,
-            public=self.public_images(parts[0], public.tolist()),
-            server_validation=Subset(parts[0], validation.tolist()) if len(validation) else None,
-            num_classes=parts[0].num_classes,
-            classes=class_names(split_of(parts[0]), parts[0].classes, parts[0].num_classes),
-            client_names=self.partition.client_names(shown[0]),
+            train=[Subset(train_set, np.sort(train_index[rows]).tolist()) for rows in train_rows],
+            test=[Subset(test_set, np.sort(test_index[rows]).tolist()) for rows in test_rows],
+            public=self.public_images(train_set, used[public_rows].tolist()),
+            server_validation=server_validation,
+            num_classes=train_set.num_classes,
+            classes=class_names(split_of(train_set), train_set.classes, train_set.num_classes),
+            client_names=self.partition.client_names(train_split),
         )
 
-    def record(self, data: FederatedData, held: Sequence[Dataset[Any]]) -> dict[str, Any]:
-        """What ``partition.json`` holds of the divided data, and of what clients hold out: positions in the splits."""
-        named = {"clients": list(data.client_names)} if data.client_names else {}
-        server = [[] if one is None else positions(one) for one in (data.public, data.server_validation)]
-        return {
+    def record(self, data: FederatedData, held_out: Sequence[Dataset[Any]]) -> dict[str, Any]:
+        """Return the content of ``partition.json``, with images as positions in their split.
+
+        Args:
+            data: The divided data.
+            held_out: Validation images of each client; empty for none.
+        """
+        record: dict[str, Any] = {
             "num_clients": len(data.train),
             "dataset": repr(self.dataset),
             "partition": repr(self.partition),
             "seed": self.seed,
-            "train": list(map(positions, data.train)),
-            "test": list(map(positions, data.test)),
-            "public": server[0] if self.public_fraction else repr(self.public),
-            "server_validation": server[1],
-            **named,
-        } | ({"client_validation": list(map(positions, held))} if held else {})
+            "train": [positions(dataset) for dataset in data.train],
+            "test": [positions(dataset) for dataset in data.test],
+            "public": repr(self.public),
+            "server_validation": [],
+        }
+        if self.public_fraction:
+            record["public"] = [] if data.public is None else positions(data.public)
+        if data.server_validation is not None:
+            record["server_validation"] = positions(data.server_validation)
+        if data.client_names:
+            record["clients"] = list(data.client_names)
+        if held_out:
+            record["client_validation"] = [positions(dataset) for dataset in held_out]
+        return record
 
-    def _sample(self, part: str, total: int, limit: int | None) -> Array:
-        """Positions of at most ``limit`` of ``total`` images, ascending."""
+    def _sample(self, purpose: str, total: int, limit: int | None) -> Array:
+        """Draw the positions of at most ``limit`` of ``total`` images, ascending."""
         if limit is None or limit >= total:
             return np.arange(total)
-        rng = np.random.default_rng(derive_seed(self.seed, f"{part}_limit"))
+        rng = np.random.default_rng(derive_seed(self.seed, f"{purpose}_limit"))
         return np.sort(rng.permutation(total)[:limit])
 
     def public_images(self, train: ImageSet, held_out: list[int]) -> Dataset[Any] | None:
-        """The public set: held-out training images, another set or some of it, or None."""
+        """Return the public set: ``public`` up to its limit, else the held-out training images, or None."""
         if self.public is None:
             return Subset(train, held_out) if held_out else None
         chosen = self._sample("public", len(self.public), self.public_limit)
-        return self.public if len(chosen) == len(self.public) else Subset(self.public, chosen.tolist())
+        if len(chosen) == len(self.public):
+            return self.public
+        return Subset(self.public, chosen.tolist())
 
 
-def _split(images: ImageSet, index: Array) -> Split:
-    """What the partition sees of the images at ``index``."""
+def _as_split(images: ImageSet, index: Array) -> Split:
+    """Return what a partition sees of the images at ``index``."""
     assert images.labels is not None
     columns = checked_columns(split_of(images), images.columns, len(images))
-    rows = {name: column[index] for name, column in columns.items()}
-    return Split(images.labels.numpy()[index], index, rows, type(images).__name__)
+    chosen_columns = {name: column[index] for name, column in columns.items()}
+    return Split(images.labels.numpy()[index], index, chosen_columns, type(images).__name__)
 
 
 def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assignment:
-    """Each client's rows of both splits, as ``partition`` gives them.
+    """Call the partition, which a user may have written, and check what it returns.
+
+    Returns:
+        The rows of ``train`` and of ``test`` of each client.
 
     Raises:
-        ValueError: If ``split`` takes other arguments, returns something else than rows for each client, a row that
-            there is not, or one twice; or if it refuses the data.
+        ValueError: If ``split`` takes other arguments, rejects the data, or does not return rows for each client, each
+            existing row at most once.
     """
-    who = f"{type(partition).__name__}.split"
+    name = f"{type(partition).__name__}.split"
     try:
         inspect.signature(partition.split).bind(train, test, seed)
     except TypeError as error:
         raise ValueError(
-            f"{who} is called with train, test and seed: {error}; define split(self, train, test, seed)"
+            f"{name} is called with train, test and seed: {error}; define split(self, train, test, seed)"
         ) from None
-    given = partition.split(train, test, seed)
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise _wrong(who, f"{len(given)} values" if isinstance(given, tuple | list) else f"one {type(given).__name__}")
-    rows = _rows(who, "training", given[0], len(train)), _rows(who, "test", given[1], len(test))
-    if len(rows[1]) not in (0, len(rows[0])):
-        raise _wrong(who, f"rows of {len(rows[0])} clients for training and of {len(rows[1])} for testing")
-    return rows
+    assignment: Any = partition.split(train, test, seed)
+    if not isinstance(assignment, tuple | list):
+        raise _invalid_split(name, f"one {type(assignment).__name__}")
+    if len(assignment) != 2:
+        raise _invalid_split(name, f"{len(assignment)} values")
+    train_rows = _checked_rows(name, "training", assignment[0], len(train))
+    test_rows = _checked_rows(name, "test", assignment[1], len(test))
+    if len(test_rows) not in (0, len(train_rows)):
+        sizes = f"rows of {len(train_rows)} clients for training and of {len(test_rows)} for testing"
+        raise _invalid_split(name, sizes)
+    return train_rows, test_rows
 
 
-def _wrong(who: str, what: str) -> ValueError:
+def _invalid_split(name: str, returned: str) -> ValueError:
     return ValueError(
-        f"{who} returned {what}; return two lists, of the clients' training rows and of their test rows, each with one "
-        "integer array a client, of positions in train.labels or test.labels; a row belongs to one client, once"
+        f"{name} returned {returned}; return two lists, the training rows and the test rows of the clients, each with "
+        "one integer array per client, of positions in train.labels or test.labels; a row belongs to one client, once"
     )
 
 
-def _rows(who: str, part: str, given: Any, size: int) -> list[Array]:  # noqa: ANN401  # whatever a partition gives
-    """The rows of each client, of which there are ``size``."""
-    if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):
-        raise _wrong(who, f"the {part} rows as {type(given).__name__}")
-    clients, owner_of = list(map(np.asarray, given)), dict[int, int]()
-    for client, own in enumerate(clients):
-        if own.ndim != 1 or (len(own) and not np.issubdtype(own.dtype, np.integer)):
-            what = f"array {own.shape} of {own.dtype}" + " (np.flatnonzero makes rows of a mask)" * (own.dtype == bool)
-            raise _wrong(who, f"an {what} as the {part} rows of client {client}")
-        for row in own.tolist():
+def _checked_rows(name: str, part: str, rows_of_clients: Any, size: int) -> list[Array]:  # noqa: ANN401  # from users
+    """Return the rows of each client as int64 arrays, after checking them against the ``size`` of the split."""
+    if not isinstance(rows_of_clients, Sequence | np.ndarray) or isinstance(rows_of_clients, str):
+        raise _invalid_split(name, f"the {part} rows as {type(rows_of_clients).__name__}")
+    clients = [np.asarray(rows) for rows in rows_of_clients]
+    owner_of_row: dict[int, int] = {}
+    for client, rows in enumerate(clients):
+        # An empty list becomes a float array.
+        if rows.ndim != 1 or (len(rows) and not np.issubdtype(rows.dtype, np.integer)):
+            hint = " (np.flatnonzero makes rows of a mask)" if rows.dtype == bool else ""
+            array = f"an array {rows.shape} of {rows.dtype}{hint}"
+            raise _invalid_split(name, f"{array} as the {part} rows of client {client}")
+        for row in rows.tolist():
             if not 0 <= row < size:
-                raise _wrong(who, f"the {part} row {row} for client {client}, and there are {size}, from 0")
-            if row in owner_of:
-                raise _wrong(who, f"the {part} row {row} for the clients {owner_of[row]} and {client}")
-            owner_of[row] = client
-    return [own.astype(np.int64) for own in clients]
+                raise _invalid_split(name, f"the {part} row {row} for client {client}, outside 0..{size - 1}")
+            if row in owner_of_row:
+                raise _invalid_split(name, f"the {part} row {row} for the clients {owner_of_row[row]} and {client}")
+            owner_of_row[row] = client
+    return [rows.astype(np.int64) for rows in clients]
 
 
 def positions(dataset: Dataset[Any]) -> list[int]:
-    """Where the items of a dataset are in what it is a Subset of."""
-    found: list[int] = resolved(dataset)[1].tolist()
-    return found
+    """Return the positions of a dataset's items in the dataset that it is a Subset of."""
+    _, rows = resolve_subset(dataset)
+    item_positions: list[int] = rows.tolist()
+    return item_positions
 
 
 def identities_of(dataset: Dataset[Any]) -> Array | None:
-    """What images are set aside by, where this is not their position; see :attr:`.ImageSet.identities`."""
-    base, rows = resolved(dataset)
-    found = base.identities if isinstance(base, ImageSet) else None
-    return None if found is None else found[rows]
+    """Return :attr:`.ImageSet.identities` of the dataset's images; None if they are held out by position."""
+    base, rows = resolve_subset(dataset)
+    if not isinstance(base, ImageSet):
+        return None
+    # Read once: a set of files may compute them from all of its files.
+    identities = base.identities
+    if identities is None:
+        return None
+    chosen: Array = identities[rows]
+    return chosen
 
 
 def groups_of(dataset: Dataset[Any]) -> Array:
-    """The groups (N,) of the images that stay together where images are set aside.
+    """Return the group (N,) of each image. Images of a group stay together when images are held out.
 
-    Each image is a group by itself, unless the dataset, or what it is a Subset of, is an image set that names a column.
+    Each image is a group by itself, unless the dataset, or what it is a Subset of, is an image set with a group column.
 
     Raises:
-        ValueError: If there is no such column.
+        ValueError: If the set does not have its group column.
     """
-    base, rows = resolved(dataset)
+    base, rows = resolve_subset(dataset)
     if not isinstance(base, ImageSet) or base.group_column is None:
         return np.arange(len(rows))
     columns = checked_columns(split_of(base), base.columns, len(base))
     if base.group_column not in columns:
         raise ValueError(
-            f"{split_of(base)}: group_column is {base.group_column!r}, and there is no such column among "
-            f"{sorted(columns) or 'none'}; let columns give it, or set group_column to None"
+            f"{split_of(base)}: group_column={base.group_column!r} is not among the columns "
+            f"{sorted(columns) or 'none'}; add it to columns, or set group_column to None"
         )
     groups: Array = columns[base.group_column][rows]
     return groups
 
 
 def _fingerprint(dataset: Dataset[Any]) -> int:
-    """A number that tells a client from most others: a hash of its first image, which one read gives."""
-    with isolated_randomness():  # a dataset may draw, and then draws the same at every call
+    """Return a hash of a client's first image. It tells most clients apart and needs one read only."""
+    # A dataset that draws at random returns the same image at every call.
+    with isolated_randomness():
         item = read_item(dataset, 0, "a client")
-        image = to_image(entries(item, labelled=False)[0])
+        stored, _ = image_and_label(item, labelled=False)
+        image = to_image(stored)
     description = f"{tuple(image.shape)} {image.dtype}".encode()
     content = image.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(description + content, digest_size=16).digest(), "little")
@@ -224,40 +264,49 @@ def hold_out(
 ) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
     """Draw each client's validation images: about ``share`` of its training images, but at least one and never all.
 
-    A client's draw follows from the seed and from its own images, never from its place among the datasets: a site,
-    which has the data of one client only, holds out the images that the client holds out in a simulation. Images of one
-    group, such as a patient's, are all held out or all trained on; where each image is a group, the share is rounded to
-    whole images. Images of one's own are chosen by what they are, and not by their number (:func:`.hashed_share`).
+    A draw depends on the seed and on the client's own images, never on its place among the datasets: a site, which has
+    the data of one client only, holds out the images that the client holds out in a simulation. Images of one group,
+    such as a patient's, are all held out or all trained on. Where each image is a group, the share is rounded to whole
+    images. Images with identities are chosen by these and not by their position (:func:`.hashed_share`).
 
     Returns:
-        What each client trains on, and what it holds out, in the order that they had.
+        The images that each client trains on, and those that it holds out, in their former order.
 
     Raises:
-        ValueError: If clients have fewer than two images, or images of one group alone; they are named.
+        OptionError: If clients have fewer than two images or groups; it names them.
     """
-    identities = list(map(identities_of, datasets))
-    pairs = zip(datasets, identities, strict=True)
-    groups = [groups_of(dataset) if known is None else known for dataset, known in pairs]
-    few = [str(client) for client, own in enumerate(groups) if len(np.unique(own)) < 2]
-    if few:
+    identities = [identities_of(dataset) for dataset in datasets]
+    groups = []
+    for dataset, known_identities in zip(datasets, identities, strict=True):
+        groups.append(groups_of(dataset) if known_identities is None else known_identities)
+    too_few = [str(client) for client, client_groups in enumerate(groups) if len(np.unique(client_groups)) < 2]
+    if too_few:
+        subject = f"client {too_few[0]} has"
+        if len(too_few) > 1:
+            subject = f"clients {abbreviated(too_few, 10)} have"
         raise OptionError(
-            f"client_validation={share} asks every client for a validation image and one to train on, and "
-            f"client{'s' * (len(few) > 1)} {abbreviated(few, 10)} {'have' if len(few) > 1 else 'has'} fewer than 2, or "
-            "those "
-            "of one group alone, as one patient: give them more (min_per_client of Dirichlet), leave them out, or set "
-            "client_validation to 0",
+            f"client_validation={share} needs a validation image and a training image of every client, and {subject} "
+            "fewer than 2 images, or images of only one group, such as one patient: give them more (min_per_client of "
+            "Dirichlet), leave them out, or set client_validation to 0",
             name="client_validation",
             value=share,
         )
-    train, validation = list[Dataset[Any]](), list[Dataset[Any]]()
-    for client, (dataset, own) in enumerate(zip(datasets, groups, strict=True)):
+    train: list[Dataset[Any]] = []
+    validation: list[Dataset[Any]] = []
+    for client, (dataset, client_groups) in enumerate(zip(datasets, groups, strict=True)):
+        size = len(client_groups)
         if identities[client] is None:
             rng = np.random.default_rng(derive_seed(seed, "client_validation", _fingerprint(dataset)))
-            held = whole_groups(own, [round(len(own) * share)], rng, least=1)[0]
+            held_out, _ = split_by_group(client_groups, [round(size * share)], rng, min_groups=1)
         else:
-            alike: list[list[str]] = [[]] * len(own)
-            drawn = derive_seed(seed, "client_validation")
-            held = hashed_share(own.tolist(), [client] * len(own), alike, share, drawn)
-        train.append(Subset(dataset, np.setdiff1d(np.arange(len(own)), held).tolist()))
-        validation.append(Subset(dataset, held.tolist()))
+            held_out = hashed_share(
+                client_groups.tolist(),
+                clients=[client] * size,
+                classes=[[]] * size,
+                share=share,
+                seed=derive_seed(seed, "client_validation"),
+            )
+        trained = np.setdiff1d(np.arange(size), held_out)
+        train.append(Subset(dataset, trained.tolist()))
+        validation.append(Subset(dataset, held_out.tolist()))
     return train, validation

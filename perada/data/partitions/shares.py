@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares of a set: drawn, by hashes, or apportioned to clients."""
+"""Shares of a set: drawn at random, chosen by hashes, or apportioned to clients."""
 
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,12 @@ from perada.core.seeding import derive_seed
 Array = np.ndarray[Any, Any]
 
 
-def check_enough(samples: int, clients: int, least: int) -> None:
-    """Refuse more clients than the samples allow."""
-    if samples < clients * least:
+def check_enough(samples: int, clients: int, minimum: int) -> None:
+    """Raise a ValueError if there are too few samples to give every client ``minimum`` of them."""
+    if samples < clients * minimum:
         raise ValueError(
-            f"{clients} clients with at least {least} training samples each need {clients * least}, and there are "
-            f"{samples}: lower num_clients or the minimum, or raise train_limit"
+            f"{clients} clients with at least {minimum} training samples each need {clients * minimum}, got {samples}: "
+            "lower num_clients or the minimum, or raise train_limit"
         )
 
 
@@ -32,118 +31,205 @@ def apportion(total: int, shares: Array, rng: np.random.Generator) -> Array:
     >>> apportion(10, np.array([0.25, 0.5, 0.25]), np.random.default_rng(0)).sum()
     np.int64(10)
     """
-    # Rounded: a sum of shares that is 1 may differ from it in the last digits.
-    running = np.round(np.cumsum(shares) * total, 6)
-    return np.diff(np.floor(running + rng.random()), prepend=0).astype(np.int64)
+    # Floating-point shares that sum to 1 may miss it in the last digits, and floor() would then lose a sample.
+    running_total = np.round(np.cumsum(shares) * total, 6)
+    offset = rng.random()
+    return np.diff(np.floor(running_total + offset), prepend=0).astype(np.int64)
 
 
-def even(total: int, parts: int, rng: np.random.Generator) -> Array:
-    """Divide ``total`` into parts that differ by at most one; which are larger is random.
+def split_evenly(total: int, num_parts: int, rng: np.random.Generator) -> Array:
+    """Divide ``total`` into parts (P,) that differ by at most one; which parts are larger is random.
 
-    >>> sorted(even(8, 3, np.random.default_rng(0)).tolist())
+    >>> sorted(split_evenly(8, 3, np.random.default_rng(0)).tolist())
     [2, 3, 3]
     """
-    return rng.permutation(total // parts + (np.arange(parts) < total % parts)).astype(np.int64)
+    has_extra = np.arange(num_parts) < total % num_parts
+    return rng.permutation(total // num_parts + has_extra).astype(np.int64)
 
 
 def raise_to_minimum(
     counts: Array, minimum: int, preference: Array, spare: Array | None = None, keep: int = 0
 ) -> Array:
-    """Move samples so that every client has at least ``minimum``; there must be so many.
+    """Move samples between clients so that each has at least ``minimum``.
 
-    A client in need takes samples of the classes it prefers: first those that belong to nobody, then from the client
-    that has most of them and can spare some.
+    A client in need receives samples of the classes that it prefers: first unassigned samples, then those of the client
+    that can give most of the class. The caller makes sure that there are enough samples.
 
     Args:
-        counts: Integers (M, K), of which a changed copy is returned.
-        minimum: Samples each client gets at least.
-        preference: (M, K), higher first.
-        spare: (K,) samples that belong to nobody; None for none.
-        keep: Samples of each class that no client gives away.
+        counts: Samples (M, K) of each client and class. Not modified.
+        minimum: Samples that each client has afterwards, at least.
+        preference: Preference (M, K) of each client for each class; the highest comes first.
+        spare: Unassigned samples (K,) of each class; None for none.
+        keep: Samples of each class that a client never gives away.
+
+    Returns:
+        The new counts (M, K).
 
     >>> raise_to_minimum(np.array([[0, 0], [3, 2]]), 1, np.array([[0.1, 0.2], [1, 1]])).tolist()
     [[0, 1], [3, 1]]
     """
-    counts, totals = counts.copy(), counts.sum(1)
+    counts = counts.copy()
+    totals = counts.sum(1)
     spare = np.zeros(counts.shape[1], dtype=np.int64) if spare is None else spare.copy()
-    can_give = np.minimum(counts - keep, (totals - minimum)[:, None])
-    heaps = [  # of each class, (-samples, client): who can give most comes first
-        sorted((-left, client) for client, left in enumerate(column) if left > 0) for column in can_give.T.tolist()
-    ]
+    offers_by_class = _offers(counts, minimum, keep)
     for client in np.flatnonzero(totals < minimum):
         for k in np.argsort(-preference[client], kind="stable"):
-            need = minimum - totals[client]
-            taken = min(need, spare[k])
-            spare[k] -= taken
-            while taken < need and heaps[k]:
-                offer, donor = heapq.heappop(heaps[k])
-                left = min(counts[donor, k] - keep, totals[donor] - minimum)
-                # Who has given since may no longer have most: what a client can give only ever falls.
-                given = min(need - taken, left) if left == -offer else 0
-                counts[donor, k] -= given
-                totals[donor] -= given
-                taken += given
-                if left > given:
-                    heapq.heappush(heaps[k], (given - left, donor))
-            counts[client, k] += taken
-            totals[client] += taken
+            needed = minimum - totals[client]
+            received = min(needed, spare[k])
+            spare[k] -= received
+            while received < needed and offers_by_class[k]:
+                negative_offer, donor = heapq.heappop(offers_by_class[k])
+                available = min(counts[donor, k] - keep, totals[donor] - minimum)
+                transferred = 0
+                # What a client can give only ever falls. A client that gave samples since it made this offer may no
+                # longer be the largest donor: its lower offer goes back into the heap, and the next one is looked at.
+                if available == -negative_offer:
+                    transferred = min(needed - received, available)
+                counts[donor, k] -= transferred
+                totals[donor] -= transferred
+                received += transferred
+                if available > transferred:
+                    heapq.heappush(offers_by_class[k], (transferred - available, donor))
+            counts[client, k] += received
+            totals[client] += received
             if totals[client] == minimum:
                 break
     return counts
 
 
-def deal(classes: Array, counts: Array, rng: np.random.Generator) -> list[Array]:
-    """Give each client its number of samples of each class, ``counts`` (M, K), at random: rows, ascending, of each.
+def _offers(counts: Array, minimum: int, keep: int) -> list[list[tuple[int, int]]]:
+    """Return a heap for each class with (-samples that a client can give, client), the largest offer first."""
+    surplus = counts.sum(1) - minimum
+    can_give = np.minimum(counts - keep, surplus[:, None])
+    heaps = []
+    for column in can_give.T.tolist():
+        # A sorted list is a valid heap.
+        heaps.append(sorted((-offer, client) for client, offer in enumerate(column) if offer > 0))
+    return heaps
 
-    >>> [rows.tolist() for rows in deal(np.array([0, 1, 0]), np.array([[2, 0], [0, 1]]), np.random.default_rng(0))]
+
+def assign_samples(classes: Array, counts: Array, rng: np.random.Generator) -> list[Array]:
+    """Draw each client's number of samples of each class at random.
+
+    Args:
+        classes: Class (N,) of each sample.
+        counts: Number (M, K) of samples of each client and class.
+        rng: Source of the draws.
+
+    Returns:
+        The samples of each client, ascending.
+
+    >>> parts = assign_samples(np.array([0, 1, 0]), np.array([[2, 0], [0, 1]]), np.random.default_rng(0))
+    >>> [rows.tolist() for rows in parts]
     [[0, 2], [1]]
     """
-    rows = [rng.permutation(np.flatnonzero(classes == k))[:dealt] for k, dealt in enumerate(counts.sum(0))]
-    owners = [np.repeat(np.arange(len(counts)), column) for column in counts.T]
-    row, owner = np.concatenate(rows), np.concatenate(owners)
-    order = np.lexsort((row, owner))
-    return np.split(row[order], np.cumsum(counts.sum(1))[:-1])
+    drawn_rows = []
+    drawn_owners = []
+    for k, class_counts in enumerate(counts.T):
+        rows_of_class = rng.permutation(np.flatnonzero(classes == k))
+        drawn_rows.append(rows_of_class[: class_counts.sum()])
+        drawn_owners.append(np.repeat(np.arange(len(counts)), class_counts))
+    rows = np.concatenate(drawn_rows)
+    owners = np.concatenate(drawn_owners)
+    order = np.lexsort((rows, owners))
+    client_ends = np.cumsum(counts.sum(1))
+    return np.split(rows[order], client_ends[:-1])
 
 
-def rows_of(values: Array, column: Array) -> list[Array]:
-    """The rows of a column, ascending, that have each of the ``values``, which are sorted."""
-    place = np.minimum(np.searchsorted(values, column), len(values) - 1)
-    known = np.flatnonzero(values[place] == column)
-    place = place[known]
-    return np.split(known[np.argsort(place, kind="stable")], np.cumsum(np.bincount(place, minlength=len(values)))[:-1])
+def rows_by_value(values: Array, column: Array) -> list[Array]:
+    """Return the rows of a column, ascending, that hold each of the ``values``, which must be sorted.
+
+    Rows with another value are in none of the lists.
+    """
+    value_index = np.minimum(np.searchsorted(values, column), len(values) - 1)
+    matching_rows = np.flatnonzero(values[value_index] == column)
+    value_index = value_index[matching_rows]
+    sorted_rows = matching_rows[np.argsort(value_index, kind="stable")]
+    sizes = np.bincount(value_index, minlength=len(values))
+    return np.split(sorted_rows, np.cumsum(sizes)[:-1])
 
 
-def whole_groups(groups: Array, counts: Sequence[int], rng: np.random.Generator, least: int = 0) -> list[Array]:
-    """Draw disjoint parts of about ``counts`` rows, and the rest; the rows of a group are all in one of these.
+def split_by_group(groups: Array, counts: Sequence[int], rng: np.random.Generator, min_groups: int = 0) -> list[Array]:
+    """Draw disjoint parts of about ``counts`` rows without ever splitting a group.
 
-    Whole groups are drawn, of the group (N,) of each row, and each part ends where its size comes closest to what was
-    asked for; groups of one row each give the exact counts. Each part and the rest have at least ``least`` groups, of
-    which there must be so many. Rows are ascending.
+    Each part ends at the group where its size comes closest to what was requested, so groups of one row give the exact
+    counts.
 
-    >>> [rows.tolist() for rows in whole_groups(np.array([7, 7, 7, 8]), [2], np.random.default_rng(0), least=1)]
+    Args:
+        groups: Group (N,) of each row.
+        counts: Requested number of rows of each part.
+        rng: Source of the draw.
+        min_groups: Groups in each part and in the remainder, at least; there must be so many.
+
+    Returns:
+        The rows of each part, and those of the remainder, ascending.
+
+    >>> [rows.tolist() for rows in split_by_group(np.array([7, 7, 7, 8]), [2], np.random.default_rng(0), min_groups=1)]
     [[0, 1, 2], [3]]
     """
-    names, of = np.unique(groups, return_inverse=True)
-    order = rng.permutation(len(names))
-    sizes = np.concatenate([[0], np.bincount(of, minlength=len(names))[order].cumsum()])
-    ends = [int(np.abs(sizes - wanted).argmin()) for wanted in np.cumsum(counts)]
-    ends = [min(max(end, least * (i + 1)), len(names) - least * (len(ends) - i)) for i, end in enumerate(ends)]
-    place = np.argsort(order)[of]
-    return [np.flatnonzero((place >= start) & (place < end)) for start, end in pairwise([0, *ends, len(names)])]
+    names, group_index = np.unique(groups, return_inverse=True)
+    num_groups = len(names)
+    order = rng.permutation(num_groups)
+    group_sizes = np.bincount(group_index, minlength=num_groups)
+    # running_sizes[n] rows are in the first n groups of the drawn order.
+    running_sizes = np.concatenate([[0], group_sizes[order].cumsum()])
+    rank_of_group = np.argsort(order)
+    rank_of_row = rank_of_group[group_index]
+    parts = []
+    start = 0
+    for i, requested in enumerate(np.cumsum(counts)):
+        end = int(np.abs(running_sizes - requested).argmin())
+        latest = num_groups - min_groups * (len(counts) - i)
+        end = min(max(end, min_groups * (i + 1)), latest)
+        parts.append(np.flatnonzero((rank_of_row >= start) & (rank_of_row < end)))
+        start = end
+    parts.append(np.flatnonzero(rank_of_row >= start))
+    return parts
 
 
-def of_each_stratum(strata: Array, share: float, rng: np.random.Generator) -> Array:
-    """Draw about a share, below 1, of the rows of each stratum (N,): its number is rounded, and never all; ascending.
+def stratified_sample(strata: Array, share: float, rng: np.random.Generator) -> Array:
+    """Draw a share of the rows of each stratum, rounded to whole rows and never all of them.
 
-    >>> len(of_each_stratum(np.repeat([3, 5, 6], [20, 10, 1]), 0.5, np.random.default_rng(0)))
+    Args:
+        strata: Stratum (N,) of each row.
+        share: Share to draw, below 1.
+        rng: Source of the draw.
+
+    Returns:
+        The drawn rows, ascending.
+
+    >>> len(stratified_sample(np.repeat([3, 5, 6], [20, 10, 1]), 0.5, np.random.default_rng(0)))
     15
     """
-    _, of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
-    order = rng.permutation(len(of))
-    order = order[np.argsort(of[order], kind="stable")]
+    _, stratum_index, sizes = np.unique(strata, return_inverse=True, return_counts=True)
+    num_rows = len(stratum_index)
+    order = rng.permutation(num_rows)
+    order = order[np.argsort(stratum_index[order], kind="stable")]
     counts = np.minimum(np.rint(sizes * share).astype(np.int64), sizes - 1)
-    place = np.arange(len(of)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return np.sort(order[place < np.repeat(counts, sizes)])
+    starts = np.cumsum(sizes) - sizes
+    rank_in_stratum = np.arange(num_rows) - np.repeat(starts, sizes)
+    return np.sort(order[rank_in_stratum < np.repeat(counts, sizes)])
+
+
+Stratum = tuple[Hashable, ...]
+"""A client, a client's rows of one class, or all rows of a class."""
+
+
+def _strata_of_keys(
+    keys: Sequence[str],
+    clients: Sequence[Hashable],
+    classes: Sequence[Iterable[Hashable]],
+    protect_classes: bool,
+) -> dict[str, set[Stratum]]:
+    """Return the strata of the rows of each key; see :func:`hashed_share` for the arguments."""
+    strata_of: dict[str, set[Stratum]] = defaultdict(set)
+    for key, client, classes_of_row in zip(keys, clients, classes, strict=True):
+        strata_of[key].add(("client", client))
+        for name in classes_of_row:
+            strata_of[key].add(("part", client, name))
+            if protect_classes:
+                strata_of[key].add(("class", name))
+    return strata_of
 
 
 def hashed_share(
@@ -152,54 +238,64 @@ def hashed_share(
     classes: Sequence[Iterable[Hashable]],
     share: float,
     seed: int,
-    known: Mapping[str, bool] | None = None,
-    leave: bool = False,
+    preset: Mapping[str, bool] | None = None,
+    protect_classes: bool = False,
 ) -> Array:
-    """Choose about a share of the rows, each by its own key: whatever is added or removed, the others stay.
+    """Choose about a share of the rows by the hash of each row's key, so that added or removed rows move no others.
 
-    A row is chosen if the hash of its key and of the seed, as a number from 0 to 1, is below the share. Rows of one key
-    stay together. Other rows count in two cases alone, where there are few. Nothing is chosen whole, neither a client
-    nor its part of a class, if this has two keys: the highest number stays. And of a client, or of its part of a class
-    if two are expected of it, the lowest is chosen if none was.
+    A row is chosen if the hash of its key and of the seed, as a number from 0 to 1, is below the share. Rows with the
+    same key stay together. Two exceptions, which concern clients with few rows:
+
+    - Never all rows of a client are chosen, nor all its rows of a class if these have at least two keys: the key with
+      the highest hash stays.
+    - If no row of a client was chosen, or none of its rows of a class of which two are expected, the key with the
+      lowest hash is chosen.
 
     Args:
-        keys: The key of each row.
-        clients: The client of each row.
-        classes: The classes of each row, if there are any.
-        share: Above 0 and below 1.
-        seed: Another seed, another choice.
-        known: Keys that are chosen, or not, whatever their hash is.
-        leave: Nor choose a class of all clients whole, even if it has one key.
+        keys: Key of each row.
+        clients: Client of each row.
+        classes: Classes of each row, possibly none.
+        share: Share to choose, above 0 and below 1.
+        seed: Another seed gives another choice.
+        preset: Keys that are chosen (True) or not (False) regardless of their hash.
+        protect_classes: Also never choose all rows of a class over all clients, even if they share one key.
 
     Returns:
-        The rows, ascending.
+        The chosen rows, ascending.
 
     >>> hashed_share(["a", "b", "c", "d", "a"], [0] * 5, [[]] * 5, 0.4, seed=0).tolist()
     [2]
     >>> hashed_share(["a", "c", "d", "e"], [0] * 4, [[]] * 4, 0.4, seed=0).tolist()
     [1, 3]
     """
-    known = known or {}
-    inside: dict[str, set[tuple[Hashable, ...]]] = defaultdict(set)
-    for key, client, own in zip(keys, clients, classes, strict=True):
-        inside[key] |= {("client", client), *(("part", client, one) for one in own)}
-        inside[key] |= {("class", one) for one in own if leave}
-    places = {key: derive_seed(seed, f"share/{key}") / 2**128 for key in inside}
-    left = Counter(stratum for strata in inside.values() for stratum in strata)  # keys of each that are not chosen
-    without = {stratum for stratum, size in left.items() if stratum[0] == "client" or share * size >= 2}
-    left.update(stratum for stratum, size in list(left.items()) if stratum[0] == "part" and size == 1)
+    preset = preset or {}
+    strata_of = _strata_of_keys(keys, clients, classes, protect_classes)
+    hashes = {key: derive_seed(seed, f"share/{key}") / 2**128 for key in strata_of}
+
+    sizes: Counter[Stratum] = Counter()
+    for strata in strata_of.values():
+        sizes.update(strata)
+    # Strata that must have a chosen key, and have none yet.
+    unrepresented = {stratum for stratum, size in sizes.items() if stratum[0] == "client" or share * size >= 2}
+    remaining = sizes.copy()  # keys of each stratum that may still be chosen, plus the one that must stay
+    for stratum, size in sizes.items():
+        # A client's part of a class with a single key may be chosen entirely.
+        if stratum[0] == "part" and size == 1:
+            remaining[stratum] = 2
     chosen = set[str]()
 
     def choose(key: str) -> None:
-        if all(left[stratum] > 1 for stratum in inside[key]):
-            left.subtract(inside[key])
-            without.difference_update(inside[key])
+        """Choose a key unless this would leave one of its strata without any."""
+        if all(remaining[stratum] > 1 for stratum in strata_of[key]):
+            remaining.subtract(strata_of[key])
+            unrepresented.difference_update(strata_of[key])
             chosen.add(key)
 
-    for key in sorted(inside, key=lambda key: (key not in known, places[key])):
-        if known.get(key, places[key] < share):
+    # Preset keys come first here, and last below: they count before hashes do, and are changed only where they must.
+    for key in sorted(strata_of, key=lambda key: (key not in preset, hashes[key])):
+        if preset.get(key, hashes[key] < share):
             choose(key)
-    for key in sorted(inside, key=lambda key: (key in known, places[key])):
-        if without & inside[key]:
+    for key in sorted(strata_of, key=lambda key: (key in preset, hashes[key])):
+        if unrepresented & strata_of[key]:
             choose(key)
     return np.flatnonzero([key in chosen for key in keys])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image sets and their manifests, and the checks of what a set of one's own gives."""
+"""Image sets and their manifests, and the checks of image sets that users write."""
 
 import csv
 import inspect
@@ -27,16 +27,21 @@ _CHANNELS = (1, 3, 4)  # grey, RGB, RGB with transparency
 
 
 class ImageSet(Dataset[Any], ABC):
-    """One split of a set of images; :meth:`with_split` gives the other. Nothing is read before it is needed.
+    """Base class of image sets. A set is one split; :meth:`with_split` returns the other.
 
-    Items are (uint8 image (Ch, H, W), label). Attributes: ``images`` all of them as a tensor, or None if they stay on
-    disk; ``labels`` int64 (N,), or None if there are none; ``columns`` further facts about each image by name;
-    ``group_column`` the column whose values stay together wherever images are set aside, such as the patient, or None;
-    ``classes`` the names of the classes in the order of their numbers, or None; ``identities`` a word (N,) that stands
-    for each image, or for its group, by which it is set aside, or None: its position.
+    Items are (uint8 image (Ch, H, W), label). Nothing is read before it is needed.
 
     Args:
-        train: The training split, or else the test split.
+        train: Whether to load the training split or the test split.
+
+    Attributes:
+        images: All images as a tensor, or None if they stay on disk.
+        labels: int64 (N,), or float (N, K) for several labels per image, or None without labels.
+        columns: Further facts (N,) about the images by name.
+        group_column: Column whose values stay together when images are held out, such as the patient, or None.
+        classes: Names of the classes in the order of their numbers, or None.
+        identities: A string (N,) for each image, or for its group, that decides whether it is held out; None to decide
+            by position.
     """
 
     num_classes: int | None = None
@@ -44,26 +49,28 @@ class ImageSet(Dataset[Any], ABC):
     group_column: str | None = None
     identities: Array | None = None
 
-    _given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    _init_args: tuple[Any, ...] = ()
+    _init_kwargs: Mapping[str, Any] = {}
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep the arguments, of which :meth:`with_split` makes the other split."""
-        made = super().__new__(cls)
-        made._given = args, kwargs
-        return made
+        """Keep the arguments, from which :meth:`with_split` makes the other split."""
+        images = super().__new__(cls)
+        images._init_args = args
+        images._init_kwargs = kwargs
+        return images
 
     def __init__(self, train: bool = True) -> None:
         self.train = train
 
     @abstractmethod
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
-        """Read the split that ``self.train`` names.
+        """Read the training split if ``self.train``, else the test split.
 
         Returns:
-            Images uint8 (N, Ch, H, W), or (N, H, W) of one grey channel; or floating point that is ready for the model,
-            which is neither resized nor normalised; or texts, int64 tokens (N, L); or None if they stay on disk.
-            Labels: whole numbers (N,), or floats (N, K) of zeros and ones for several labels an image, or None. Arrays
-            are converted.
+            Images: uint8 (N, Ch, H, W), or (N, H, W) with one grey channel; or floating-point values prepared for the
+            model, which are neither resized nor normalised; or texts, int64 tokens (N, L); or None if they stay on
+            disk. Labels: integers (N,), or floats (N, K) of zeros and ones for several labels per image, or None.
+            Arrays are converted.
         """
 
     @cached_property
@@ -82,28 +89,31 @@ class ImageSet(Dataset[Any], ABC):
 
     @property
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Facts about each image of the split in ``self.train``, (N,) by name, for partitions that divide by them."""
+        """Facts (N,) about each image of the split by name, for partitions that divide by them."""
         return {}
 
     def download(self) -> None:
-        """Fetch the files if that was asked for and they are missing."""
+        """Download missing files, if the set is configured to."""
 
     def with_split(self, train: bool) -> Self:
-        """Return the training or the test split of the same set: what the class makes of the same arguments."""
+        """Return the training or the test split of the same set, made from the same arguments."""
         if train == self.train:
             return self
-        given = self._arguments()
-        inside = given.arguments
-        if "train" not in given.signature.parameters:  # it is an option of the class below
-            rest = [name for name, one in given.signature.parameters.items() if one.kind is one.VAR_KEYWORD]
-            inside = given.arguments.setdefault(rest[0], {}) if rest else {}
-        inside["train"] = train
-        other = type(self)(*given.args, **given.kwargs)
-        other.train = train  # of a class that has no such argument
+        bound = self._bound_arguments()
+        parameters = bound.signature.parameters
+        if "train" in parameters:
+            bound.arguments["train"] = train
+        else:
+            # It may be one of the options that the class hands on to its base class.
+            for name, parameter in parameters.items():
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    bound.arguments.setdefault(name, {})["train"] = train
+        other = type(self)(*bound.args, **bound.kwargs)
+        other.train = train  # for a class without this argument
         return other
 
-    def _arguments(self) -> inspect.BoundArguments:
-        return inspect.signature(type(self)).bind(*self._given[0], **self._given[1])
+    def _bound_arguments(self) -> inspect.BoundArguments:
+        return inspect.signature(type(self)).bind(*self._init_args, **self._init_kwargs)
 
     def _in_memory(self) -> Tensor:
         if self.images is None:
@@ -118,26 +128,29 @@ class ImageSet(Dataset[Any], ABC):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
         image = self._in_memory()[index]
-        return image if self.labels is None else (image, self.labels[index])
+        if self.labels is None:
+            return image
+        return image, self.labels[index]
 
     def __repr__(self) -> str:
-        given = self._arguments()
-        shown = [f"{name}={value!r}" for name, value in (given.arguments | given.kwargs).items() if name in vars(self)]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        bound = self._bound_arguments()
+        arguments = bound.arguments | bound.kwargs
+        options = [f"{name}={value!r}" for name, value in arguments.items() if name in vars(self)]
+        return f"{type(self).__name__}({', '.join(options)})"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A table of images, a row each: what any source of images is made into before anything is done with it.
+    """A table of images with one row each, which every source of images is converted to first.
 
     Attributes:
-        paths: Where each image is: its file, or its place in the source.
-        labels: Classes (N,), or zeros and ones (N, K) for several labels an image; ``None`` without labels.
+        paths: File of each image, or its position in the source.
+        labels: Classes (N,), or zeros and ones (N, K) for several labels per image; ``None`` without labels.
         classes: Names of the classes, or of the labels that an image may have, in the order of their numbers.
         columns: Further facts (N,) by name, such as ``client``, ``group`` and ``domain``.
-        split: ``train``, ``test`` or ``val`` (N,); ``None`` where the source does not say.
-        num_classes: Number of classes that have no names.
-        identities: A word (N,) that stands for each image, or for its group, by which it is set aside.
+        split: ``train``, ``test`` or ``val`` (N,); ``None`` if the source has no splits.
+        num_classes: Number of classes if they have no names.
+        identities: See :attr:`ImageSet.identities`.
     """
 
     paths: list[str]
@@ -149,7 +162,7 @@ class Manifest:
     identities: Array | None = None
 
     def rows(self, rows: Array) -> "Manifest":
-        """Some of the images, in the order of ``rows``, as a set of its own."""
+        """Return the images at ``rows``, in this order, without their splits."""
         return replace(
             self,
             paths=[self.paths[row] for row in rows],
@@ -161,63 +174,91 @@ class Manifest:
 
 
 def split_of(images: ImageSet) -> str:
-    """The class of an image set and its split, for messages."""
+    """Return the class of an image set and its split, for messages."""
     return f"{type(images).__name__}, {'training' if images.train else 'test'} split"
 
 
 def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401  # whatever a set gives
-    """The images and labels that ``_load`` of the set ``who`` returned, as tensors; arrays are converted.
+    """Convert the images and labels that ``_load`` returned to tensors, and check them.
+
+    Args:
+        who: Name of the set for messages.
+        loaded: What ``_load`` returned.
 
     Raises:
-        ValueError: If they are not two, do not fit one another, or have axes that images or labels do not have.
-        TypeError: If they are of a type that cannot be used.
+        ValueError: If ``loaded`` is not a pair, its parts do not match, or images have an unsupported shape.
+        TypeError: If images or labels have an unsupported type.
     """
-    given = f"{who}: _load returned"
+    prefix = f"{who}: _load returned"
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
-        what = f"{len(loaded)} values" if isinstance(loaded, tuple | list) else _shown(loaded)
-        raise ValueError(f"{given} {what}; return images and labels, with None for labels of which there are none")
-    images, labels = (_tensor(f"{given} {what}", one) for what, one in zip(("images", "labels"), loaded, strict=True))
+        returned = f"{len(loaded)} values" if isinstance(loaded, tuple | list) else _describe_type(loaded)
+        raise ValueError(f"{prefix} {returned}; return images and labels, with None if there are no labels")
+    images = _as_tensor(f"{prefix} images", loaded[0])
+    labels = _as_tensor(f"{prefix} labels", loaded[1])
     if images is not None:
         try:
             check_dtype(images)
         except TypeError as error:
             raise TypeError(f"{who}: {error}") from None
-        shape = tuple(images.shape)
-        remedy = "return (N, channels, height, width), or (N, height, width) of one grey channel"
-        last = len(shape) == 4 and shape[3] in _CHANNELS and shape[1] not in _CHANNELS and min(shape[1:3]) > shape[3]
-        if last:
-            remedy = "its channels seem to come last: return images.permute(0, 3, 1, 2)"
-        if last or len(shape) not in ((3, 4) if images.dtype == torch.uint8 else range(2, 9)):
-            raise ValueError(f"{given} images of shape {shape}; {remedy}")
+        _check_image_shape(prefix, images)
         if labels is not None and len(images) != len(labels):
-            raise ValueError(f"{given} {len(images)} images and {len(labels)} labels; return one label for each image")
-    whole = labels is None or not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
-    if labels is not None and (labels.ndim != 1 if whole else labels.ndim != 2 or not labels.is_floating_point()):
-        column = " (labels.squeeze(1) of these)" if whole and labels.shape[1:] == (1,) else ""
-        raise TypeError(
-            f"{given} labels {_shown(labels)}, which are neither classes nor vectors; return whole numbers "
-            f"(N,){column}, a class for each image, or floats (N, K) of zeros and ones for several labels each"
+            raise ValueError(f"{prefix} {len(images)} images and {len(labels)} labels; return one label for each image")
+    if labels is None:
+        return images, None
+    are_floats = labels.is_floating_point()
+    are_integers = not (are_floats or labels.is_complex() or labels.dtype == torch.bool)
+    if are_integers and labels.ndim == 1:
+        return images, labels.long()
+    if are_floats and labels.ndim == 2:
+        return images, labels
+    hint = " (labels.squeeze(1) of these)" if are_integers and labels.shape[1:] == (1,) else ""
+    raise TypeError(
+        f"{prefix} labels {_describe_type(labels)}, which are neither classes nor vectors; return integers (N,){hint}, "
+        "a class for each image, or floats (N, K) of zeros and ones for several labels each"
+    )
+
+
+def _check_image_shape(prefix: str, images: Tensor) -> None:
+    """Raise a ValueError, which begins with ``prefix``, for an unsupported shape."""
+    shape = tuple(images.shape)
+    if len(shape) == 4:
+        _, second, third, last = shape
+        if last in _CHANNELS and second not in _CHANNELS and min(second, third) > last:
+            raise ValueError(
+                f"{prefix} images of shape {shape}; its channels seem to come last: return images.permute(0, 3, 1, 2)"
+            )
+    supported_ndims = (3, 4) if images.dtype == torch.uint8 else range(2, 9)
+    if len(shape) not in supported_ndims:
+        raise ValueError(
+            f"{prefix} images of shape {shape}; return (N, channels, height, width), or (N, height, width) of one grey "
+            "channel"
         )
-    return images, labels.long() if labels is not None and whole else labels
 
 
-def _tensor(who: str, given: Any) -> Tensor | None:  # noqa: ANN401
-    if given is None or isinstance(given, Tensor):
-        return given
+def _as_tensor(prefix: str, values: Any) -> Tensor | None:  # noqa: ANN401
+    if values is None or isinstance(values, Tensor):
+        return values
     try:
-        array = np.ascontiguousarray(given)
+        array = np.ascontiguousarray(values)
+        # torch warns of arrays that cannot be written to.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except (TypeError, ValueError):  # words, lists of unequal lengths
-        reason = f"{who} as {_shown(given)}, which is not a tensor of numbers; return a tensor"
-        raise TypeError(reason) from None
+    except (TypeError, ValueError):  # such as words, or lists of unequal lengths
+        raise TypeError(
+            f"{prefix} as {_describe_type(values)}, which is not a tensor of numbers; return a tensor"
+        ) from None
 
 
 def checked_columns(who: str, columns: Any, size: int) -> dict[str, np.ndarray[Any, Any]]:  # noqa: ANN401
-    """The columns of the set ``who`` of so many images, as arrays.
+    """Convert the columns of a set to arrays, and check that they have one value for each image.
+
+    Args:
+        who: Name of the set for messages.
+        columns: The columns by name.
+        size: Number of images.
 
     Raises:
-        ValueError: If a column has not one value for each image.
-        TypeError: If they are not a mapping.
+        ValueError: If a column has another length.
+        TypeError: If ``columns`` is not a mapping.
     """
     if not isinstance(columns, Mapping):
         raise TypeError(
@@ -234,85 +275,110 @@ def checked_columns(who: str, columns: Any, size: int) -> dict[str, np.ndarray[A
 
 
 def class_names(who: str, classes: Any, num_classes: int | None) -> tuple[str, ...] | None:  # noqa: ANN401
-    """The names of classes, of which there are so many; None where ``classes`` is anything but a list of names.
+    """Return the class names as a tuple; None if ``classes`` is not a list of names.
+
+    Args:
+        who: Name of the set for messages.
+        classes: The names.
+        num_classes: Expected number of names; None for any.
 
     Raises:
-        ValueError: If they are not so many, or one is there twice.
+        ValueError: If there are more or fewer names, or a name occurs twice.
     """
     if not isinstance(classes, tuple | list) or not all(isinstance(name, str) for name in classes):
         return None
-    twice = [name for name, count in Counter(classes).items() if count > 1]
-    if twice or num_classes not in (None, len(classes)):
-        has = f"the name {twice[0]!r} twice" if twice else f"{len(classes)} names for {num_classes} classes"
+    duplicates = [name for name, count in Counter(classes).items() if count > 1]
+    problem = ""
+    if duplicates:
+        problem = f"the name {duplicates[0]!r} twice"
+    elif num_classes not in (None, len(classes)):
+        problem = f"{len(classes)} names for {num_classes} classes"
+    if problem:
         raise ValueError(
-            f"{who} has {has} in classes; give each class a name of its own, in the order of their numbers"
+            f"{who} has {problem} in classes; give each class a unique name, in the order of their numbers"
         )
     return tuple(classes)
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401
+def _describe_type(value: Any) -> str:  # noqa: ANN401
     if isinstance(value, Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return "None" if value is None else f"one {type(value).__name__}"
 
 
 @contextmanager
-def reading(path: Path, again: str, expected: str) -> Iterator[None]:
-    """Name a file that is missing or damaged, with what is expected and what to do."""
+def explain_read_errors(path: Path, remedy: str, expected: str) -> Iterator[None]:
+    """Add the path, the expected content and the remedy to errors of a missing or damaged file."""
     try:
         yield
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist, and {expected} is expected: {again}") from None
+        raise FileNotFoundError(f"{path} does not exist, expected {expected}: {remedy}") from None
     except (EOFError, KeyError, OSError, TypeError, ValueError, csv.Error, zlib.error) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path} cannot be read ({reason}), and {expected} is expected: {again}") from None
+        raise ValueError(f"{path} cannot be read ({reason}), expected {expected}: {remedy}") from None
 
 
-def numbered(words: Sequence[Any], classes: tuple[str, ...] | None = None) -> tuple[tuple[str, ...], Array]:
-    """The classes, by default all there are, sorted, as numbers where all are, and the labels by each image's words.
+def number_labels(words: Sequence[Any], classes: tuple[str, ...] | None = None) -> tuple[tuple[str, ...], Array]:
+    """Number labels that are words.
 
-    Labels are int64 (N,) of one word an image, and float32 zeros and ones (N, K) of a list of words each.
+    Args:
+        words: The label of each image, or a list of its labels.
+        classes: All classes in the order of their numbers. By default those that occur, sorted as numbers if all are
+            numbers and as words otherwise.
 
-    >>> numbered([["b"], [], ["a", "b"]])[1].tolist()
+    Returns:
+        The classes, and the labels: int64 (N,), or zeros and ones float32 (N, K) for lists.
+
+    >>> number_labels([["b"], [], ["a", "b"]])[1].tolist()
     [[0.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
     """
-    several = any(isinstance(own, list) for own in words)
-    rows = words if several else [[word] for word in words]
+    several_labels = any(isinstance(label, list) for label in words)
+    words_of_images = words if several_labels else [[label] for label in words]
     if classes is None:
-        found = {word for own in rows for word in own}
-        numeric = all(re.fullmatch(r"\d{1,18}", name) for name in found)
-        classes = tuple(sorted(found, key=lambda name: (int(name), name) if numeric else (0, name)))
+        names = {name for words_of_image in words_of_images for name in words_of_image}
+        if all(re.fullmatch(r"\d{1,18}", name) for name in names):
+            classes = tuple(sorted(names, key=lambda name: (int(name), name)))
+        else:
+            classes = tuple(sorted(names))
     numbers = {name: number for number, name in enumerate(classes)}
-    if not several:
-        return classes, np.array([numbers[word] for word in words], dtype=np.int64)
-    labels = np.zeros((len(rows), len(classes)), dtype=np.float32)
-    for row, own in zip(labels, rows, strict=True):
-        row[[numbers[word] for word in own]] = 1
+    if not several_labels:
+        return classes, np.array([numbers[label] for label in words], dtype=np.int64)
+    labels = np.zeros((len(words_of_images), len(classes)), dtype=np.float32)
+    for row, words_of_image in zip(labels, words_of_images, strict=True):
+        row[[numbers[name] for name in words_of_image]] = 1
     return classes, labels
 
 
-def renumbered(found: Manifest, classes: Sequence[str], where: str) -> Manifest:
-    """The images with their labels numbered by the order of ``classes``.
+def renumber_labels(manifest: Manifest, classes: Sequence[str], source: str) -> Manifest:
+    """Renumber the labels of a manifest in the order of ``classes``.
+
+    Args:
+        manifest: The images.
+        classes: All classes in the new order; some may have no images.
+        source: Name of the source for messages.
 
     Raises:
-        ValueError: If there is another class among them.
+        ValueError: If an image has another class.
     """
-    assert found.labels is not None and found.classes is not None
-    unknown = [name for name in found.classes if name not in classes]
-    by_form = {visible_form(name): name for name in classes}
+    assert manifest.labels is not None and manifest.classes is not None
+    unknown = [name for name in manifest.classes if name not in classes]
+    class_by_form = {visible_form(name): name for name in classes}
     for name in unknown:
-        twin = by_form.get(visible_form(name))
+        twin = class_by_form.get(visible_form(name))
         if twin is not None:
             raise ValueError(
-                f"{where} has images of {name!a}, which looks like the class {twin!a} but is another name: rename one "
+                f"{source} has images of {name!a}, which looks like the class {twin!a} but is another name: rename one "
                 "of them, so that they are the same code points"
             )
     if unknown:
         raise ValueError(
-            f"{where} has images of {abbreviated(unknown)}, and the classes are {abbreviated(classes)}: rename them, "
-            "take the images "
-            "out, or name them among classes"
+            f"{source} has images of {abbreviated(unknown)}, and the classes are {abbreviated(classes)}: rename them, "
+            "remove the images, or add the classes"
         )
-    places = np.array([list(classes).index(name) for name in found.classes], dtype=np.int64)
-    labels = places[found.labels] if found.labels.ndim == 1 else found.labels @ np.eye(len(classes), dtype="f")[places]
-    return replace(found, labels=labels, classes=tuple(classes))
+    new_numbers = np.array([list(classes).index(name) for name in manifest.classes], dtype=np.int64)
+    if manifest.labels.ndim == 1:
+        labels = new_numbers[manifest.labels]
+    else:
+        # One row of the identity matrix moves one column of the labels.
+        labels = manifest.labels @ np.eye(len(classes), dtype="f")[new_numbers]
+    return replace(manifest, labels=labels, classes=tuple(classes))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image sets in folders: a folder per class, a layout of one's own, or no labels at all."""
+"""Image sets in folders: one folder per class, a custom layout, or no labels at all."""
 
 import os
 import re
@@ -15,12 +15,12 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from perada.core.checks import OptionError, check_known
 from perada.core.text import abbreviated
 from perada.data.partitions.shares import Array
-from perada.data.sets.base import Manifest, numbered, renumbered
+from perada.data.sets.base import Manifest, number_labels, renumber_labels
 from perada.data.sets.manifest import SPLITS, ImageFiles, OwnImages
 
 FIELDS = ("client", "class", "split", "group", "domain")
-UNREAD = tuple(".avif .dcm .dicom .gif .heic .heif .jfif .jp2 .j2k .jxl .nii .nii.gz .svs .tga".split())
-"""Ends of names of images of other kinds."""
+UNSUPPORTED_EXTENSIONS = tuple(".avif .dcm .dicom .gif .heic .heif .jfif .jp2 .j2k .jxl .nii .nii.gz .svs .tga".split())
+"""Extensions of images that are not read."""
 _SYSTEM_FOLDERS = frozenset(
     (
         *("$recycle.bin", "recycler", "recycled", "system volume information", "msocache", "config.msi"),  # Windows
@@ -29,23 +29,23 @@ _SYSTEM_FOLDERS = frozenset(
         *("@eadir", "#recycle", "#snapshot", "@tmp", "@recycle", "@recently-snapshot", "@sharebin", "~snapshot"),  # NAS
     )
 )
-"""Folders that systems make, in lower case. Others that begin with a dot are hidden by the user, and not mentioned."""
-_NUMBERED = re.compile(r"found\.\d{3}|\.trash-\d+", re.IGNORECASE)  # Windows after a crash; the trash of a user
+"""Folders made by systems, in lower case. Other folders that begin with a dot are hidden on purpose: no warning."""
+_NUMBERED_SYSTEM_FOLDER = re.compile(r"found\.\d{3}|\.trash-\d+", re.IGNORECASE)  # Windows after a crash; users' trash
 
 
 class ImageFolder(OwnImages):
-    """Images sorted into a folder per class, as torchvision's ImageFolder reads them.
+    """Images sorted into one folder per class, as for torchvision's ImageFolder.
 
-    ``root`` holds ``train`` and ``test`` with the same class folders, or the class folders themselves. With
-    ``domains``, a folder per domain comes above the classes.
+    ``root`` has folders ``train`` and ``test`` with the same class folders, or the class folders themselves. With
+    ``domains``, class folders are inside of domain folders.
 
     Args:
         root: The folder.
-        domains: Whether class folders stand within domain folders; the column ``domain`` then names each image's.
-        **options: Those of :class:`.OwnImages`.
+        domains: Whether class folders are inside of domain folders, which the column ``domain`` then names.
+        **options: Options of :class:`.OwnImages`.
     """
 
-    _clients = "domain"
+    _client_column = "domain"
 
     def __init__(self, root: str, domains: bool = False, **options: Any) -> None:
         super().__init__(root, **options)
@@ -53,29 +53,30 @@ class ImageFolder(OwnImages):
 
     def read_manifest(self) -> Manifest:
         """List the images of all class folders."""
-        root, layout = Path(self.root), "{domain}/{class}/**" if self.domains else "{class}/**"
-        parts = [root / part for part in ("train", "test")]
-        if all(part.is_dir() for part in parts):
-            return class_folders(parts, root, f"{{split}}/{layout}")
+        root = Path(self.root)
+        layout = "{domain}/{class}/**" if self.domains else "{class}/**"
+        split_folders = [root / "train", root / "test"]
+        if all(folder.is_dir() for folder in split_folders):
+            return class_folders(split_folders, root, f"{{split}}/{layout}")
         return class_folders([root], root, layout)
 
-    def _check_classes(self, found: Manifest, train: Array) -> None:
-        """A class may have a folder without images."""
+    def _check_classes(self, manifest: Manifest, is_train: Array) -> None:
+        """Accept classes whose folder has no images."""
 
 
 class Images(OwnImages):
-    """Images of one's own whose client, class, split and group stand in their paths.
+    """Users' own images with client, class, split and group in their paths.
 
-    ``{client}/{class}/*`` reads ``hospital_a/benign/0001.png``. A layout is the path below ``root``, with ``/``. Its
-    fields are ``{client}``, ``{class}`` (which is needed), ``{split}``, ``{group}`` and ``{domain}``; a field is a
-    folder's name or a part of a name, as short as possible. ``*`` and ``?`` stand for any letters of one name, ``**``
-    for any folders too. What begins with a dot, folders of the system such as ``$RECYCLE.BIN``, ``@eaDir`` and
-    ``lost+found``, and what is not an image are passed over.
+    ``{client}/{class}/*`` matches ``hospital_a/benign/0001.png``. A layout is the path below ``root``, with ``/``. Its
+    fields are ``{client}``, ``{class}`` (required), ``{split}``, ``{group}`` and ``{domain}``. A field matches a
+    folder's name or a part of a name, as short as possible. ``*`` and ``?`` match any characters within one name,
+    ``**`` also any folders. Names that begin with a dot, system folders such as ``$RECYCLE.BIN``, ``@eaDir`` and
+    ``lost+found``, and files that are not images are skipped.
 
     Args:
         root: The folder.
-        layout: Where client, class, split and group stand.
-        **options: Those of :class:`.OwnImages`.
+        layout: Positions of client, class, split and group in the paths.
+        **options: Options of :class:`.OwnImages`.
 
     """
 
@@ -85,14 +86,15 @@ class Images(OwnImages):
         layout_pattern(layout)
 
     def read_manifest(self) -> Manifest:
-        """List the images that have the layout."""
-        return listed(Path(self.root), list_images(Path(self.root)), self.layout)
+        """List the images that match the layout."""
+        root = Path(self.root)
+        return match_layout(root, list_images(root), self.layout)
 
 
 class UnlabelledFolder(ImageFiles):
-    """All images below a folder, without labels: a public set.
+    """All images below a folder, without labels, as a public set.
 
-    Its options are those of :class:`.ImageFiles`.
+    The options are those of :class:`.ImageFiles`.
     """
 
     def read_manifest(self) -> Manifest:
@@ -102,134 +104,162 @@ class UnlabelledFolder(ImageFiles):
 
 
 def class_folders(tops: list[Path], root: Path, layout: str) -> Manifest:
-    """The images in folders of classes, one class after the other; a class may have a folder without images.
+    """List the images in class folders, one class after the other.
+
+    Classes are all class folders, also those without images.
 
     Args:
-        tops: Folders of ``root``, or this itself.
-        root: Where the layout begins.
-        layout: It ends in ``{class}/**``.
+        tops: Folders to list, ``root`` or folders in it.
+        root: Folder that the layout is relative to.
+        layout: A layout that ends in ``{class}/**``.
     """
-    files = [file for top in tops for file in list_images(top, root)]
     depth = layout.count("/")
-    inside = "*/" * (depth - len(tops[0].relative_to(root).parts))
-    folders = [folder.relative_to(root) for top in tops for folder in top.glob(inside)]
-    classes = {
-        folder.name
-        for folder in folders
-        if not any(is_of_system(part) or part.startswith(".") for part in folder.parts)
-    }
+    below_top = "*/" * (depth - len(tops[0].relative_to(root).parts))
+    files = []
+    classes = set()
+    for top in tops:
+        files += list_images(top, root)
+        for folder in top.glob(below_top):
+            parts = folder.relative_to(root).parts
+            if not any(is_system_folder(part) or part.startswith(".") for part in parts):
+                classes.add(folder.name)
+    # Like torchvision: by class folder, then by folder, then by name.
     files.sort(key=lambda file: (file.split("/")[:depth], *os.path.split(file)))
-    return renumbered(listed(root, files, layout), sorted(classes), str(root))
+    return renumber_labels(match_layout(root, files, layout), sorted(classes), str(root))
 
 
-def listed(root: Path, files: list[str], layout: str) -> Manifest:
-    """Those of the files below ``root`` that have the layout, with what it says of them.
+def match_layout(root: Path, files: list[str], layout: str) -> Manifest:
+    """List the files below ``root`` that match the layout, with the values of its fields.
 
     Raises:
-        FileNotFoundError: If there are none.
+        FileNotFoundError: If no file matches.
     """
     pattern = layout_pattern(layout)
-    matches = [pattern.fullmatch(file) for file in files]
-    found = [match for match in matches if match]
-    others = [file for file, match in zip(files, matches, strict=True) if not match]
-    what = f"in {root}, such as {others[0]}, do not have the layout {layout!r}" if others else ""
-    if not found:
-        fits = best_proposal(files)
-        raise FileNotFoundError(f"the {len(files)} images {what}: set layout to fit{', such as ' * bool(fits)}{fits}")
+    matches = []
+    others = []
+    for file in files:
+        match = pattern.fullmatch(file)
+        if match is None:
+            others.append(file)
+        else:
+            matches.append(match)
+    if not matches:
+        example = propose_layout(files)
+        hint = f", such as {example}" if example else ""
+        raise FileNotFoundError(
+            f"the {len(files)} images in {root}, such as {others[0]}, do not match the layout {layout!r}: set a layout "
+            f"that matches{hint}"
+        )
     if others:
-        warnings.warn(f"{len(others)} of {len(files)} images {what}; they are left out", stacklevel=2)
-    values = {name: [match[name] for match in found] for name in found[0].groupdict()}
-    classes, labels = numbered(values["class"])
-    columns = {name: np.array(values[name]) for name in values if name not in ("class", "split")}
-    split = np.array(values["split"]) if "split" in values else None
-    return Manifest([f"{root}/{match[0]}" for match in found], labels, classes, columns, split)
+        warnings.warn(
+            f"{len(others)} of {len(files)} images in {root}, such as {others[0]}, do not match the layout {layout!r}; "
+            "they are skipped",
+            stacklevel=2,
+        )
+    values = {name: [match[name] for match in matches] for name in matches[0].groupdict()}
+    classes, labels = number_labels(values.pop("class"))
+    split = np.array(values.pop("split")) if "split" in values else None
+    columns = {name: np.array(column) for name, column in values.items()}
+    return Manifest([f"{root}/{match[0]}" for match in matches], labels, classes, columns, split)
 
 
 def layout_pattern(layout: str) -> re.Pattern[str]:
-    """The paths that a layout stands for.
+    """Compile a layout to a regular expression of paths.
 
     Raises:
-        ValueError: If it has an unknown field, a field twice, or no ``{class}``.
+        OptionError: If the layout has an unknown field, a field twice, or no ``{class}``.
 
     >>> layout_pattern("{client}/{class}_*").fullmatch("a/b_c_1.png").groupdict()
     {'client': 'a', 'class': 'b'}
     """
+    wildcards = {"*": "[^/]*", "?": "[^/]", "**": ".*", "**/": "(?:.*/)?"}
     pattern = ""
     for part in re.split(r"(\{[^{}]*\}|\*\*/?|\*|\?)", layout):
         if part.startswith("{"):
-            check_known("layout: field", part[1:-1], FIELDS)
+            name = part[1:-1]
+            check_known("layout: field", name, FIELDS)
             if layout.count(part) > 1:
                 raise OptionError(
-                    f"layout={layout!r} has the field {part} twice; put * in one of the places",
+                    f"layout={layout!r} has the field {part} twice; replace one of them by *",
                     name="layout",
                     value=layout,
                 )
-            pattern += f"(?P<{part[1:-1]}>[^/]+?)"
+            pattern += f"(?P<{name}>[^/]+?)"
         else:
-            pattern += {"*": "[^/]*", "?": "[^/]", "**": ".*", "**/": "(?:.*/)?"}.get(part, re.escape(part))
+            pattern += wildcards.get(part, re.escape(part))
     if "{class}" not in layout:
         raise OptionError(
-            f"layout={layout!r} has no {{class}}: say where the class stands; UnlabelledFolder reads images without "
-            "one",
+            f"layout={layout!r} has no {{class}}: add it where the class is; UnlabelledFolder reads images without one",
             name="layout",
             value=layout,
         )
     return re.compile(pattern, re.DOTALL)
 
 
-def proposal(file: str) -> str:
-    """A layout that a file may have, or nothing.
+def guess_layout(file: str) -> str:
+    """Guess the layout of a single file: the client comes first and the class last. Empty if there is no guess.
 
-    >>> proposal("north/test/benign/1.png")
+    >>> guess_layout("north/test/benign/1.png")
     '{client}/{split}/{class}/*'
-    >>> proposal("north/2024/may/benign/1.png")
+    >>> guess_layout("north/2024/may/benign/1.png")
     '{client}/**/{class}/*'
     """
     folders = file.split("/")[:-1]
     is_split = [folder.lower() in SPLITS for folder in folders]
-    names = [place for place, split in enumerate(is_split) if not split]
-    if not names or sum(is_split) > 1:
+    other_depths = [depth for depth, split in enumerate(is_split) if not split]
+    if not other_depths or sum(is_split) > 1:
         return ""
-    # The client stands first and the class last; whatever is between them does not count.
     parts = []
-    for place, split in enumerate(is_split):
+    for depth, split in enumerate(is_split):
         if split:
             parts.append("{split}")
-        elif place == names[-1]:
+        elif depth == other_depths[-1]:
             parts.append("{class}")
-        elif place == names[0]:
+        elif depth == other_depths[0]:
             parts.append("{client}")
         elif parts[-1] != "**":
             parts.append("**")
     return "/".join(parts) + "/*"
 
 
-def best_proposal(files: Sequence[str]) -> str:
-    """The layout that fits most of the files, or nothing."""
-    most, best = 0, ""
-    # Of layouts that fit as many files, the commonest, which comes first, is taken.
-    for layout, _ in Counter(proposal(file) for file in files).most_common(20):
-        fits = sum(layout_pattern(layout).fullmatch(file) is not None for file in files) if layout else 0
-        if fits > most:
-            most, best = fits, layout
-    return best
+def propose_layout(files: Sequence[str]) -> str:
+    """Return the layout that matches most of the files, among the guesses of all; empty if none matches any."""
+    best_layout = ""
+    most_matches = 0
+    guesses = Counter(guess_layout(file) for file in files)
+    # most_common() breaks ties: the guess of more files comes first, and only more matches replace it.
+    for layout, _ in guesses.most_common(20):
+        if not layout:
+            continue
+        pattern = layout_pattern(layout)
+        num_matches = sum(1 for file in files if pattern.fullmatch(file))
+        if num_matches > most_matches:
+            best_layout = layout
+            most_matches = num_matches
+    return best_layout
 
 
-def is_of_system(name: str) -> bool:
-    """Whether a folder is made by an operating system, a file server or an editor, and holds no images of the user's.
+def is_system_folder(name: str) -> bool:
+    """Whether a folder is made by an operating system, a file server or an editor, and has no images of the user.
 
-    >>> is_of_system("$Recycle.Bin"), is_of_system("lost+found"), is_of_system("lost")
+    >>> is_system_folder("$Recycle.Bin"), is_system_folder("lost+found"), is_system_folder("lost")
     (True, True, False)
     """
-    return name.lower() in _SYSTEM_FOLDERS or _NUMBERED.fullmatch(name) is not None
+    return name.lower() in _SYSTEM_FOLDERS or _NUMBERED_SYSTEM_FOLDER.fullmatch(name) is not None
 
 
 def list_images(root: Path, above: Path | None = None) -> list[str]:
-    """Paths of all images below ``root``, with ``/``, sorted; nothing that begins with a dot, nor of the system.
+    """List all images below a folder, except for names that begin with a dot and for system folders.
 
-    They are relative to ``root``, or to the folder ``above``. Links to folders are followed, but for those to a folder
-    that they stand in. Warnings name folders of the system that hold images, and count images of kinds that are not
-    read, such as DICOM.
+    Links to folders are followed unless they lead to a folder above them. Warns of system folders with images, and of
+    images of unsupported formats, such as DICOM.
+
+    Args:
+        root: The folder.
+        above: Folder that the paths are relative to; ``root`` by default.
+
+    Returns:
+        Sorted paths with ``/``.
 
     Raises:
         FileNotFoundError: If there is no image.
@@ -238,34 +268,39 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
         raise FileNotFoundError(f"{root} is not a folder: set root to the folder of the images")
     files: list[str] = []
     skipped: list[str] = []
-    for folder, folders, names in os.walk(root, followlinks=True):
-        inside = Path(folder).relative_to(above or root)
-        of_system = sorted(name for name in folders if is_of_system(name))
-        skipped += [(inside / name).as_posix() for name in of_system if _holds_images(Path(folder) / name)]
-        left_out = [name for name in folders if name in of_system or name.startswith(".") or _loops(folder, name)]
-        folders[:] = [name for name in folders if name not in left_out]
-        files += [(inside / name).as_posix() for name in names if not name.startswith(".")]
-    found = sorted(file for file in files if file.lower().endswith(IMG_EXTENSIONS))
-    unread = Counter(Path(file).suffix.lower() for file in files if file.lower().endswith(UNREAD))
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        relative_folder = Path(folder).relative_to(above or root)
+        walked = []
+        for name in subfolders:
+            if is_system_folder(name):
+                if _has_images(Path(folder) / name):
+                    skipped.append((relative_folder / name).as_posix())
+            elif not name.startswith(".") and not _links_to_ancestor(folder, name):
+                walked.append(name)
+        # os.walk descends into the folders that remain in its list.
+        subfolders[:] = walked
+        files += [(relative_folder / name).as_posix() for name in names if not name.startswith(".")]
+    images = sorted(file for file in files if file.lower().endswith(IMG_EXTENSIONS))
+    unsupported = [file for file in files if file.lower().endswith(UNSUPPORTED_EXTENSIONS)]
     if skipped:
         warnings.warn(
-            f"folders of the system in {root} are skipped with their images: {abbreviated(sorted(skipped))}. Rename "
-            "them to "
+            f"system folders in {root} are skipped with their images: {abbreviated(sorted(skipped))}. Rename them to "
             "use them",
             stacklevel=3,
         )
-    if unread:
-        kinds = abbreviated([f"{number} {kind}" for kind, number in sorted(unread.items())])
-        warnings.warn(f"files in {root} are left out ({kinds}): convert them to PNG or TIFF to use them", stacklevel=3)
-    if not found:
+    if unsupported:
+        counts = Counter(Path(file).suffix.lower() for file in unsupported)
+        summary = abbreviated([f"{count} {extension}" for extension, count in sorted(counts.items())])
+        warnings.warn(f"files in {root} are skipped ({summary}): convert them to PNG or TIFF to use them", stacklevel=3)
+    if not images:
         hint = f"give a folder with {', '.join(IMG_EXTENSIONS)}"
         if any((root / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
-            hint = f"it is a set that datasets wrote: read it with the class HuggingFace, or as hf:{root}"
+            hint = f"it was written by datasets: read it with the class HuggingFace, or as hf:{root}"
         raise FileNotFoundError(f"{root} has no images: {hint}")
-    return found
+    return images
 
 
-def _holds_images(folder: Path) -> bool:
+def _has_images(folder: Path) -> bool:
     """Whether there is an image in a folder or below it."""
     for _, _, names in os.walk(folder):
         if any(name.lower().endswith(IMG_EXTENSIONS) and not name.startswith(".") for name in names):
@@ -273,7 +308,7 @@ def _holds_images(folder: Path) -> bool:
     return False
 
 
-def _loops(folder: str, name: str) -> bool:
+def _links_to_ancestor(folder: str, name: str) -> bool:
     """Whether a name in a folder is a link to this folder or to one above it."""
     path = os.path.join(folder, name)
     return os.path.islink(path) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))

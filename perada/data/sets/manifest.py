@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of image files, which are read one by one as their manifest lists them."""
+"""Sets of image files, which a manifest lists and which are read one by one."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,32 +23,39 @@ from perada.core.text import abbreviated, near_names
 from perada.data.batches.transforms import UnreadableImageError, check_full_scale, read_image, resize_uint8
 from perada.data.federated import warn_of_look_alikes
 from perada.data.partitions.shares import Array, hashed_share
-from perada.data.sets.base import ImageSet, Manifest, class_names, renumbered
+from perada.data.sets.base import ImageSet, Manifest, class_names, renumber_labels
 
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "val"
 )
-"""Words for a split, in any case, and what they mean."""
+"""Split by its names in sources, which may be in any case."""
+_NUM_READERS = 8
+"""Threads that hash files."""
 
 
 class ImageFiles(ImageSet):
-    """Images that are read one by one, as squares of one size; a subclass makes their manifest.
+    """Base class of images that are read one by one, as squares of one size. A subclass makes their manifest.
 
     Args:
-        root: Where they are.
-        size: Height and width that images are resized to (bilinear, antialiased, sides not kept in proportion).
+        root: Folder of the images.
+        size: Height and width to resize images to (bilinear, antialiased, regardless of their proportions).
         in_memory: Keep all images as one tensor instead of reading files again and again.
-        train: The training split, or else the test split.
+        train: Whether to load the training split or the test split.
     """
 
-    mode = "RGB"  # of Pillow
-    full_scale: float | None = None  # the value of white in images of more than 8 bits
-    _source = ""  # where to fetch them
+    mode = "RGB"
+    """Pillow's mode that images are converted to."""
+    full_scale: float | None = None
+    """The value of white in images of more than 8 bits."""
+    _source = ""
+    """Address from which the files can be downloaded, for messages."""
 
     def __init__(self, root: str, *, size: int = 224, in_memory: bool = False, train: bool = True) -> None:
         super().__init__(train)
         check_integer("size", size)
-        self.root, self.size, self.in_memory = root, size, in_memory
+        self.root = root
+        self.size = size
+        self.in_memory = in_memory
 
     @abstractmethod
     def read_manifest(self) -> Manifest:
@@ -56,31 +63,35 @@ class ImageFiles(ImageSet):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The images of the split in ``self.train``; all where there are no splits."""
-        found = self._divided(self.read_manifest())
-        side = "train" if self.train else "test"
-        return found if found.split is None else found.rows(np.flatnonzero(found.split == side))
+        """The images of the split in ``self.train``; all images if there are no splits."""
+        manifest = self._assign_splits(self.read_manifest())
+        if manifest.split is None:
+            return manifest
+        split = "train" if self.train else "test"
+        return manifest.rows(np.flatnonzero(manifest.split == split))
 
-    def _divided(self, found: Manifest) -> Manifest:
-        """The images with their splits as ``train`` and ``test``."""
-        return found
+    def _assign_splits(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with ``train`` or ``test`` as split of each image. Subclasses may override this."""
+        return manifest
 
     def read(self, path: str) -> Tensor:
-        """Read one file as uint8 (Ch, size, size), turned as its EXIF data say (see :func:`.decode`).
+        """Read one file as uint8 (Ch, size, size); see :func:`.decode`.
 
         Raises:
-            MissingImageError: If it does not exist.
-            UnreadableImageError: If it is not an image, is cut short, or has values that cannot be scaled.
+            MissingImageError: If the file does not exist.
+            UnreadableImageError: If it is not an image, is truncated, or has values that cannot be scaled.
         """
-        remedy = f"fetch it again from {self._source}" if self._source else "fix it or take it out of the folder"
+        remedy = "fix it or take it out of the folder"
+        if self._source:
+            remedy = f"fetch it again from {self._source}"
         return resize_uint8(read_image(path, remedy, self.mode, self.full_scale), self.size)
 
     def content(self, path: str) -> bytes:
-        """One file as it is stored."""
+        """Return the bytes of one file."""
         return Path(path).read_bytes()
 
     def digest(self, path: str) -> str:
-        """A digest of a file's content, whatever it is called; of the path if it cannot be read."""
+        """Return a digest of a file's content, or of its path if the file cannot be read."""
         try:
             return self._digest(path)
         except OSError:
@@ -88,27 +99,28 @@ class ImageFiles(ImageSet):
 
     def _digest(self, path: str) -> str:
         state = os.stat(path)
-        return _of_file(path, state.st_size, state.st_mtime_ns)
+        return _digest_of_file(path, state.st_size, state.st_mtime_ns)
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         labels = None if self.manifest.labels is None else torch.from_numpy(self.manifest.labels)
         if not self.in_memory:
             return None, labels
-        images, broken = [], []
+        images = []
+        problems = []
         for path in self.manifest.paths:
             try:
                 images.append(self.read(path))
             except (OSError, ValueError) as error:
-                broken.append(str(error))
-        if broken:
+                problems.append(str(error))
+        if problems:
             raise UnreadableImageError(
-                f"{'; '.join(broken)}; to leave such out, set in_memory: false and on_broken: skip"
+                f"{'; '.join(problems)}; to skip such images, set in_memory: false and on_broken: skip"
             )
         return torch.stack(images), labels
 
     @property
     def num_classes(self) -> int | None:  # type: ignore[override]  # known from the files
-        """Number of classes, or of labels that an image may have; None where there are no labels."""
+        """Number of classes, or of labels that an image may have; None without labels."""
         return self.manifest.num_classes if self.classes is None else len(self.classes)
 
     @property
@@ -118,40 +130,49 @@ class ImageFiles(ImageSet):
 
     @property
     def columns(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Further facts about each image, (N,) by name."""
+        """Further facts (N,) about each image by name."""
         return self.manifest.columns
 
     def __len__(self) -> int:
         return len(self.manifest.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor] | Tensor:
-        image = self.images[index] if self.images is not None else self.read(self.manifest.paths[index])
-        return image if self.labels is None else (image, self.labels[index])
+        if self.images is not None:
+            image = self.images[index]
+        else:
+            image = self.read(self.manifest.paths[index])
+        if self.labels is None:
+            return image
+        return image, self.labels[index]
 
 
 class OwnImages(ImageFiles):
-    """Images of one's own; a subclass says where their names come from.
+    """Base class of users' own images. A subclass lists them.
 
-    Class names are sorted, as numbers where all are numbers, and numbered in this order, or in that of ``classes`` if
-    they are given. Without a split of the source's own, about a share of the images is the test split, and never all
-    of a client, or of a class that was not named. Which ones follows from ``seed`` and each image's content alone, or
-    from the name of its group: images that come or go move no others, but in clients with few (:func:`.hashed_share`).
+    Classes are numbered in sorted order, as numbers if all names are numbers, or in the order of ``classes``. If the
+    source has no splits, about ``test_share`` of the images is the test split, but never all images of a client, or of
+    a class if ``classes`` is not given. The choice depends only on ``seed`` and each image's content, or on the name of
+    its group. Images that are added or removed therefore move no others, except at clients with few images
+    (:func:`.hashed_share`).
 
     Args:
-        root: Where they are.
-        classes: Names of the classes, in the order of their numbers; some may have no images. null: those found.
-        test_share: Without a split of the source's own, about the share of each client's images that is the test split.
-        seed: Another seed, another test split.
-        gray: One channel instead of three.
+        root: Folder of the images.
+        classes: Names of the classes, in the order of their numbers; some may have no images. Null for all classes that
+            occur.
+        test_share: If the source has no splits, about the share of each client's images that is the test split.
+        seed: Another seed gives another test split.
+        gray: Load images with one channel instead of three.
         full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
             floating-point images.
-        **options: Those of :class:`ImageFiles`.
+        **options: Options of :class:`ImageFiles`.
 
     Attributes:
-        known: Identities of which it is settled that they are test images, or not.
+        fixed_splits: Whether images of these identities are test images, regardless of ``test_share``. A run that
+            resumes keeps its former split this way.
     """
 
-    _clients = "client"  # column by which images are set aside
+    _client_column = "client"
+    """Column of the clients, of which never all images are test images."""
 
     def __init__(
         self,
@@ -165,56 +186,75 @@ class OwnImages(ImageFiles):
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
-        self._names = class_names(type(self).__name__, classes, None)
-        if classes is not None and not self._names:
+        self._class_names = class_names(type(self).__name__, classes, None)
+        if classes is not None and not self._class_names:
             raise OptionError(
-                f"classes={classes!r} cannot be used; give a list of their names, or leave it out",
-                name="classes",
-                value=classes,
+                f"classes must be a list of names or None, got {classes!r}", name="classes", value=classes
             )
         check_number("test_share", test_share, gt=0, lt=1, hint="a share of the images")
         check_full_scale(full_scale)
-        self.known: Mapping[str, bool] = {}
-        self.test_share, self.seed, self.gray, self.full_scale = test_share, seed, gray, full_scale
+        self.fixed_splits: Mapping[str, bool] = {}
+        self.test_share = test_share
+        self.seed = seed
+        self.gray = gray
+        self.full_scale = full_scale
         self.mode = "L" if gray else "RGB"
-        self.where = root
+        self.source_name = root
+        """Name of the source in messages."""
 
-    def _divided(self, found: Manifest) -> Manifest:
-        found = found if self._names is None else renumbered(found, self._names, self.where)
-        # Classes and clients are compared when FederatedData is made.
-        warn_of_look_alikes("groups", found.columns.get("group", ()))
-        if found.split is None:
-            identities = self._identified(found)
-            found, split = replace(found, identities=identities), np.full(len(found.paths), "train")
-            clients = found.columns.get(self._clients, np.zeros(len(split), np.int64)).tolist()
-            assert found.labels is not None
-            several = found.labels.ndim == 2
-            classes = [np.flatnonzero(one).tolist() if several else [one.item()] for one in found.labels]
-            given = identities.tolist(), clients, classes, self.test_share, self.seed, self.known
-            split[hashed_share(*given, leave=self._names is None)] = "test"
+    def _assign_splits(self, manifest: Manifest) -> Manifest:
+        if self._class_names is not None:
+            manifest = renumber_labels(manifest, self._class_names, self.source_name)
+        # Names of classes and clients are compared when FederatedData is made.
+        warn_of_look_alikes("groups", manifest.columns.get("group", ()))
+        if manifest.split is None:
+            manifest = replace(manifest, identities=self._compute_identities(manifest))
+            split = self._draw_split(manifest)
         else:
-            split = self._said(found, found.split.tolist())
-        self._check_classes(found, split == "train")
-        return replace(found, split=split)
+            split = self._normalise_split(manifest, manifest.split.tolist())
+        self._check_classes(manifest, split == "train")
+        return replace(manifest, split=split)
 
-    def _identified(self, found: Manifest) -> Array:
-        """What stands for each image: its group, or else its content."""
-        if "group" in found.columns:
-            groups = found.columns["group"].tolist()
+    def _draw_split(self, manifest: Manifest) -> Array:
+        """Choose the test images of a source without splits by their identities."""
+        assert manifest.labels is not None and manifest.identities is not None
+        split = np.full(len(manifest.paths), "train")
+        no_clients = np.zeros(len(split), np.int64)
+        if manifest.labels.ndim == 2:
+            classes_of_images = [np.flatnonzero(labels).tolist() for labels in manifest.labels]
+        else:
+            classes_of_images = [[label] for label in manifest.labels.tolist()]
+        test_rows = hashed_share(
+            keys=manifest.identities.tolist(),
+            clients=manifest.columns.get(self._client_column, no_clients).tolist(),
+            classes=classes_of_images,
+            share=self.test_share,
+            seed=self.seed,
+            preset=self.fixed_splits,
+            protect_classes=self._class_names is None,
+        )
+        split[test_rows] = "test"
+        return split
+
+    def _compute_identities(self, manifest: Manifest) -> Array:
+        """Hash each image's group, or else its content."""
+        if "group" in manifest.columns:
+            groups = manifest.columns["group"].tolist()
             return np.array([hashlib.sha256(f"group {name}".encode()).hexdigest() for name in groups])
-        with ThreadPoolExecutor(8) as pool:
-            return np.array(list(pool.map(self.digest, found.paths)))
+        with ThreadPoolExecutor(_NUM_READERS) as pool:
+            return np.array(list(pool.map(self.digest, manifest.paths)))
 
     @property
     def identities(self) -> Array:  # type: ignore[override]  # known from the files
         """A digest (N,) of each image's group, or else of its content."""
-        own = self.manifest.identities
-        return self._identified(self.manifest) if own is None else own
+        if self.manifest.identities is None:
+            return self._compute_identities(self.manifest)
+        return self.manifest.identities
 
     def with_split(self, train: bool) -> Self:
-        """As of every set; what is settled stays so."""
+        """Return the training or the test split of the same set, with the same fixed splits."""
         other = super().with_split(train)
-        other.known = self.known
+        other.fixed_splits = self.fixed_splits
         return other
 
     @property
@@ -222,60 +262,89 @@ class OwnImages(ImageFiles):
         """The column of groups, if there is one."""
         return "group" if "group" in self.columns else None
 
-    def _said(self, found: Manifest, words: list[str]) -> Array:
-        """The split (N,) that the source's words mean."""
-        split = np.array([SPLITS.get(word.lower(), "") for word in words])
+    def _normalise_split(self, manifest: Manifest, names: list[str]) -> Array:
+        """Translate the source's names of splits to ``train``, ``test`` or ``val`` (N,), and check the splits."""
+        split = np.array([SPLITS.get(name.lower(), "") for name in names])
         if "" in split:
-            place = int(np.argmax(split == ""))
+            row = int(np.argmax(split == ""))
             raise ValueError(
-                f"{found.paths[place]}: the split {words[place]!r} is none of {', '.join(SPLITS)}; correct it"
+                f"{manifest.paths[row]}: the split {names[row]!r} is none of {', '.join(SPLITS)}; correct it"
             )
-        has = Counter(split.tolist())
-        if not has["train"] or not has["test"] + has["val"]:
+        sizes = Counter(split.tolist())
+        missing = ""
+        if not sizes["train"]:
+            missing = "training"
+        elif not sizes["test"] + sizes["val"]:
+            missing = "test"
+        if missing:
             raise ValueError(
-                f"{self.where} has no {'test' if has['train'] else 'training'} images in its split: add some, or "
-                "leave the split out, and test_share of the images is the test split"
+                f"{self.source_name} has no {missing} images in its split: add some, or leave the split out, and "
+                "test_share of the images is the test split"
             )
-        if not has["test"]:
+        if not sizes["test"]:
             split[split == "val"] = "test"
-        elif has["val"]:
-            left = f"{has['val']} validation images of {self.where} are neither trained on nor tested on"
-            warnings.warn(f"{left}; call them train to use them", stacklevel=2)
-        groups = found.columns.get("group", np.arange(len(split)))
-        both = np.intersect1d(groups[split == "train"], groups[split == "test"])
-        if len(both):
-            raise ValueError(
-                f"{self.where} has both training and test images of the group{'s' * (len(both) > 1)} "
-                f"{abbreviated(both.tolist())}: put all images of a group on one side, or leave the split out"
+        elif sizes["val"]:
+            warnings.warn(
+                f"{sizes['val']} validation images of {self.source_name} are neither trained on nor tested on; call "
+                "them train to use them",
+                stacklevel=2,
             )
+        self._check_groups(manifest, split)
         return split
 
-    def _check_classes(self, found: Manifest, train: Array) -> None:
-        if self._names is not None:
+    def _check_groups(self, manifest: Manifest, split: Array) -> None:
+        """Raise a ValueError if a group has training and test images."""
+        if "group" not in manifest.columns:
             return
-        assert found.labels is not None and found.classes is not None
-        own = found.labels[train]
-        counts = np.bincount(own, minlength=len(found.classes)) if own.ndim == 1 else own.sum(0)
-        lacking = [name for name, count in zip(found.classes, counts, strict=True) if not count]
-        if lacking:
+        groups = manifest.columns["group"]
+        divided = np.intersect1d(groups[split == "train"], groups[split == "test"]).tolist()
+        if divided:
+            noun = "group" if len(divided) == 1 else "groups"
             raise ValueError(
-                f"{self.where} has no training images of {abbreviated(lacking)}, among {len(found.classes)} classes: "
-                "add "
-                "some, or take its test images out"
+                f"{self.source_name} has both training and test images of the {noun} {abbreviated(divided)}: put all "
+                "images of a group into one split, or leave the split out"
             )
+
+    def _check_classes(self, manifest: Manifest, is_train: Array) -> None:
+        """Raise a ValueError if a class has no training images, unless the user has named the classes."""
+        if self._class_names is not None:
+            return
+        assert manifest.labels is not None and manifest.classes is not None
+        labels = manifest.labels[is_train]
+        if labels.ndim == 1:
+            counts = np.bincount(labels, minlength=len(manifest.classes))
+        else:
+            counts = labels.sum(0)
+        untrained = [name for name, count in zip(manifest.classes, counts, strict=True) if not count]
+        if untrained:
+            raise ValueError(
+                f"{self.source_name} has no training images of {abbreviated(untrained)}, among {len(manifest.classes)} "
+                "classes: add some, or remove its test images"
+            )
+
+
+class Listing(NamedTuple):
+    """The rows of a list of images.
+
+    Attributes:
+        columns: Columns by name, each of words or of lists of words.
+        row_names: Name of each row in messages.
+    """
+
+    columns: Mapping[str, Sequence[Any]]
+    row_names: Sequence[Any]
 
 
 class ListedImages(OwnImages):
-    """Images that are listed with what is known of each; a subclass reads the columns.
-
-    The columns ``client``, ``group`` and ``domain`` of the set are those that are named so here.
+    """Base class of users' own images in a list with further facts. A subclass reads the list.
 
     Args:
-        root: Where they are.
+        root: Folder of the images.
         client: Column of the clients; null for ``client``, if there is such a column.
-        group: Column of what must not stand on both sides, such as the patient; null for ``group``, likewise.
-        domain: Column of the domains; null for ``domain``, likewise.
-        **options: Those of :class:`.OwnImages`.
+        group: Column of the groups that must not be divided between training and test, such as the patient; null for
+            ``group``, if there is such a column.
+        domain: Column of the domains; null for ``domain``, if there is such a column.
+        **options: Options of :class:`.OwnImages`.
     """
 
     def __init__(
@@ -288,51 +357,70 @@ class ListedImages(OwnImages):
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
-        self.client, self.group, self.domain = client, group, domain
+        self.client = client
+        self.group = group
+        self.domain = domain
 
     @property
     @abstractmethod
-    def listed(self) -> tuple[Mapping[str, Sequence[Any]], Sequence[Any]]:
-        """The columns by name, each of words or of lists of words, and what a message calls each row."""
+    def listing(self) -> Listing:
+        """The rows and columns of the list."""
 
-    def named(self, option: str, name: str) -> str:
-        """The name of a column that an option gives, which must be there."""
-        columns, _ = self.listed
-        if name not in columns:
-            if re.fullmatch(r"\[.*\]", name):
-                quoted = ", ".join(f'"{part.strip()}"' for part in name[1:-1].split(",") if part.strip())
-                raise ValueError(
-                    f"{option}: {self.where} has no column {name!r}. For a list of columns, quote each name that YAML "
-                    f"reads as a number or as true or false: '--{option}=[{quoted}]' on the command line, "
-                    f"{option}: [{quoted}] in a recipe"
-                )
-            close = near_names(name, columns)
-            hint = f"did you mean {close[0]!r}?" if close else f"name one of {', '.join(map(repr, columns))}"
-            raise ValueError(f"{option}: {self.where} has no column {name!r}; {hint}")
-        return name
+    def check_column(self, option: str, name: str) -> str:
+        """Return the name of a column that an option selects.
+
+        Raises:
+            ValueError: If there is no such column.
+        """
+        columns = self.listing.columns
+        if name in columns:
+            return name
+        if re.fullmatch(r"\[.*\]", name):
+            names = [part.strip() for part in name[1:-1].split(",")]
+            quoted = ", ".join(f'"{part}"' for part in names if part)
+            raise ValueError(
+                f"{option}: {self.source_name} has no column {name!r}. For a list of columns, quote each name that "
+                f"YAML reads as a number or as true or false: '--{option}=[{quoted}]' on the command line, "
+                f"{option}: [{quoted}] in a recipe"
+            )
+        hint = f"name one of {', '.join(map(repr, columns))}"
+        similar = near_names(name, columns)
+        if similar:
+            hint = f"did you mean {similar[0]!r}?"
+        raise ValueError(f"{option}: {self.source_name} has no column {name!r}; {hint}")
 
     def column(self, option: str, name: str, remedy: str = "fill it in, or take the row out") -> list[Any]:
-        """The values of a column, which must have no gaps."""
-        values = list(self.listed[0][self.named(option, name)][:])
-        empty = [place for place, one in enumerate(values) if one in ("", None)]
-        self.refuse(empty, f"{name} is empty", remedy)
+        """Return the values of a column that an option selects.
+
+        Raises:
+            ValueError: If there is no such column, or it has empty cells.
+        """
+        # Columns of Hugging Face's datasets become lists by a slice.
+        values = list(self.listing.columns[self.check_column(option, name)][:])
+        empty = [row for row, value in enumerate(values) if value in ("", None)]
+        self.reject_rows(empty, f"{name} is empty", remedy)
         return values
 
-    def refuse(self, wrong: Iterable[int], what: str, remedy: str) -> None:
-        """Name the rows that cannot be used, if there are any."""
-        rows = [str(self.listed[1][place]) for place in wrong]
-        if rows:
-            raise ValueError(f"{self.where}, row{'s' * (len(rows) > 1)} {abbreviated(rows)}: {what}; {remedy}")
+    def reject_rows(self, rows: Iterable[int], problem: str, remedy: str) -> None:
+        """Raise a ValueError that names the rows, if there are any."""
+        names = [str(self.listing.row_names[row]) for row in rows]
+        if names:
+            noun = "row" if len(names) == 1 else "rows"
+            raise ValueError(f"{self.source_name}, {noun} {abbreviated(names)}: {problem}; {remedy}")
 
-    def facts(self) -> dict[str, Array]:
-        """The columns of the set."""
-        named = {name: getattr(self, name) or name for name in ("client", "group", "domain")}
-        there = [name for name in named if getattr(self, name) or name in self.listed[0]]
-        return {name: np.array(list(map(str, self.column(name, named[name])))) for name in there}
+    def extra_columns(self) -> dict[str, Array]:
+        """Return the columns ``client``, ``group`` and ``domain``, as far as there are such columns or options."""
+        arrays = {}
+        for name in ("client", "group", "domain"):
+            selected = getattr(self, name)
+            if selected or name in self.listing.columns:
+                values = self.column(name, selected or name)
+                arrays[name] = np.array([str(value) for value in values])
+        return arrays
 
 
 @lru_cache(maxsize=2**20)
-def _of_file(path: str, size: int, changed: int) -> str:
-    """Of the content of a file that has so many bytes, and was changed then."""
+def _digest_of_file(path: str, size: int, modified_ns: int) -> str:
+    """Hash the content of a file. Size and time of the last modification are part of the key of the cache."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -17,7 +17,7 @@ from torch import Tensor
 from perada.core.checks import check_choice, check_integer, check_number
 from perada.core.seeding import derive_seed
 from perada.data.partitions import Dirichlet, Split
-from perada.data.partitions.shares import Array, of_each_stratum
+from perada.data.partitions.shares import Array, stratified_sample
 from perada.data.sets.base import ImageSet, checked_columns, split_of
 
 COLUMN = "scanner"
@@ -298,7 +298,7 @@ class Scanners(ImageSet):
         scanner = self._even(sum(sizes), 0) if self.alpha is None else np.concatenate(self._dirichlet(*parts))
         rng = np.random.default_rng(derive_seed(self.seed, "scanners/test"))
         is_test = np.zeros(len(scanner), dtype=bool)
-        is_test[of_each_stratum(scanner, test_share, rng)] = True
+        is_test[stratified_sample(scanner, test_share, rng)] = True
         chosen = np.flatnonzero(is_test != self.train)
         source = np.repeat([0, 1], sizes)
         row = np.concatenate([np.arange(size) for size in sizes])

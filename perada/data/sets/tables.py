@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images of one's own that the rows of a table list: CSV, TSV or Parquet, or a set of Hugging Face ``datasets``."""
+"""Users' own images in the rows of a table: CSV, TSV or Parquet, or a dataset of Hugging Face ``datasets``."""
 
 import codecs
 import csv
@@ -21,35 +21,35 @@ from torch import Tensor
 from perada.core.checks import OptionError, installed
 from perada.data.batches.transforms import MissingImageError, read_image, resize_uint8
 from perada.data.partitions.shares import Array
-from perada.data.sets.base import Manifest, numbered, reading
-from perada.data.sets.manifest import SPLITS, ListedImages
+from perada.data.sets.base import Manifest, explain_read_errors, number_labels
+from perada.data.sets.manifest import SPLITS, ListedImages, Listing
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-_LABELS = ("label", "labels", "fine_label")
+_LABEL_COLUMNS = ("label", "labels", "fine_label")
 _TRUE = frozenset({"1", "1.0", "true"})
 BINARY = _TRUE | {"0", "0.0", "false"}
-"""What cells of a column of zeros and ones may hold, in lower case."""
+"""Accepted cells of a column of zeros and ones, in lower case."""
 
 
 class ImageTable(ListedImages):
-    """Images of one's own that a table lists, a row each: CSV, TSV or Parquet (``pip install 'perada[tables]'``).
+    """Images in a table with one row each: CSV, TSV or Parquet (``pip install 'perada[tables]'``).
 
-    Labels are names. Several labels an image stand in one column, parted by ``separator``, or in columns of zeros and
+    Labels are names. Several labels per image are in one column, separated by ``separator``, or in columns of zeros and
     ones, which ``label`` then lists.
 
     Args:
         table: The file.
-        folder: Where paths begin; null for the table's own folder.
+        folder: Folder that paths are relative to; null for the table's folder.
         path: Column of the files' paths.
         label: Column of the labels, or columns of zeros and ones.
         split: Column of the split; null for ``split``, if there is such a column.
-        separator: What parts several labels in one column, such as ``|``; null for one label an image.
-        encoding: Of a text file, such as ``cp1252`` as Excel writes it on Windows; null for UTF-8, or for UTF-16 or
-            UTF-32 with a byte-order mark.
-        **options: Those of :class:`.ListedImages`.
+        separator: Separator of several labels in one column, such as ``|``; null for one label per image.
+        encoding: Encoding of a text file, such as ``cp1252`` as Excel writes it on Windows; null for UTF-8, or for
+            UTF-16 or UTF-32 with a byte-order mark.
+        **options: Options of :class:`.ListedImages`.
     """
 
     def __init__(
@@ -65,83 +65,110 @@ class ImageTable(ListedImages):
     ) -> None:
         check_encoding(encoding)
         super().__init__(str(Path(table).parent) if folder is None else folder, **options)
-        self.table, self.folder, self.path, self.label = table, folder, path, label
-        self.where = table
-        self.split, self.separator = split, separator
+        self.table = table
+        self.folder = folder
+        self.path = path
+        self.label = label
+        self.split = split
+        self.separator = separator
         self.encoding = encoding
+        self.source_name = table
 
     @cached_property
-    def listed(self) -> tuple[dict[str, list[Any]], list[int]]:
-        """The columns as the file has them, and the number of each row in it."""
-        columns, numbers = read_table(Path(self.table), encoding=self.encoding)
-        return {name: column.tolist() for name, column in columns.items()}, numbers.tolist()
+    def listing(self) -> Listing:
+        """The columns of the file, and the number of each row in it."""
+        columns, row_numbers = read_table(Path(self.table), encoding=self.encoding)
+        return Listing({name: column.tolist() for name, column in columns.items()}, row_numbers.tolist())
 
     def read_manifest(self) -> Manifest:
         """List the rows of the table."""
         files = self.column("path", self.path, "give the file's path, or take the row out")
         counts = Counter(files)
-        twice = [place for place, file in enumerate(files) if counts[file] > 1]
-        self.refuse(twice, "files are named more than once", "give each file one row; separator parts several labels")
-        paths = [os.path.join(self.root, file) for file in files]
-        paths = [existing_spelling(path) for path in paths]
-        missing = [place for place, path in enumerate(paths) if not os.path.isfile(path)]
-        self.refuse(
-            missing, f"{paths[missing[0]] if missing else ''} does not exist", "correct the path, or set folder"
+        duplicates = [row for row, file in enumerate(files) if counts[file] > 1]
+        self.reject_rows(
+            duplicates, "files are named more than once", "give each file one row; separator splits several labels"
         )
-        classes, labels = self._labels()
-        split = self.split or ("split" if "split" in self.listed[0] else None)
-        words = None if split is None else np.array(self.column("split", split))
-        return Manifest(paths, labels, classes, self.facts(), words)
+        paths = [existing_spelling(os.path.join(self.root, file)) for file in files]
+        missing = [row for row, path in enumerate(paths) if not os.path.isfile(path)]
+        if missing:
+            problem = f"{paths[missing[0]]} does not exist"
+            self.reject_rows(missing, problem, "correct the path, or set folder")
+        classes, labels = self._number_labels()
+        split_column = self.split
+        if not split_column and "split" in self.listing.columns:
+            split_column = "split"
+        split = None
+        if split_column:
+            split = np.array(self.column("split", split_column))
+        return Manifest(paths, labels, classes, self.extra_columns(), split)
 
-    def _labels(self) -> tuple[tuple[str, ...], Array]:
+    def _number_labels(self) -> tuple[tuple[str, ...], Array]:
+        """Return the classes and the labels of all rows."""
         if not isinstance(self.label, str):
-            known = {cell: cell in _TRUE for cell in BINARY}
-            labels: list[list[str]] = [[] for _ in self.listed[1]]
-            for name in self.label:
-                for place, cell in enumerate(self.column("label", name)):
-                    if cell.lower() not in known:
-                        self.refuse([place], f"{name} is {cell!r}, neither 0 nor 1", "correct it, or take the row out")
-                    labels[place] += [name] * known[cell.lower()]
-            return numbered(labels, tuple(self.label))
-        column = self.listed[0][self.named("label", self.label)]
+            return self._number_binary_columns(self.label)
+        column = self.listing.columns[self.check_column("label", self.label)]
         if self.separator is not None or any(isinstance(cell, list) for cell in column):
-            cells = [cell.split(self.separator) if isinstance(cell, str) else cell for cell in column]
-            return numbered([[part.strip() for part in cell if part.strip()] for cell in cells])
-        parted = separator_of(column)
-        several = f"; or set separator={parted!r}, if an image may have none, one or several" if parted else ""
-        self.column("label", self.label, "give a label, or take the row out" + several)
-        if parted:
+            words_of_images = []
+            for cell in column:
+                words = cell.split(self.separator) if isinstance(cell, str) else cell
+                words_of_images.append([word.strip() for word in words if word.strip()])
+            return number_labels(words_of_images)
+
+        remedy = "give a label, or take the row out"
+        probable_separator = guess_separator(list(column))
+        if probable_separator:
+            remedy += f"; or set separator={probable_separator!r}, if an image may have none, one or several"
+        self.column("label", self.label, remedy)  # rejects empty cells
+        if probable_separator:
             warnings.warn(
-                f"{self.table}: each of {self.label}'s cells is one class, also those with {parted!r}; if they "
-                f"hold several labels, set separator={parted!r}",
+                f"{self.table}: each of {self.label}'s cells is one class, also those with {probable_separator!r}; if "
+                f"they hold several labels, set separator={probable_separator!r}",
                 stacklevel=2,
             )
+        self._check_not_measurements(self.label, column)
+        return number_labels(column)
+
+    def _number_binary_columns(self, names: Sequence[str]) -> tuple[tuple[str, ...], Array]:
+        """Return the columns' names as classes, and the labels of all rows, from columns of zeros and ones."""
+        words_of_images: list[list[str]] = [[] for _ in self.listing.row_names]
+        for name in names:
+            for row, cell in enumerate(self.column("label", name)):
+                if cell.lower() not in BINARY:
+                    problem = f"{name} is {cell!r}, neither 0 nor 1"
+                    self.reject_rows([row], problem, "correct it, or take the row out")
+                if cell.lower() in _TRUE:
+                    words_of_images[row].append(name)
+        return number_labels(words_of_images, tuple(names))
+
+    def _check_not_measurements(self, name: str, column: Sequence[str]) -> None:
+        """Raise a ValueError if a column holds measurements: mostly different numbers, some with a fraction."""
         values = {*column}
-        broken = next((one for one in column if _NUMBER.fullmatch(one) and float(one) % 1), None)
-        if broken is not None and 2 * len(values) > len(column) and all(map(_NUMBER.fullmatch, values)):
-            raise ValueError(
-                f"{self.table}: {self.label} holds {len(values)} different numbers in {len(column)} rows, such as "
-                f"{broken}, and no classes; name another column, or divide the numbers into ranges"
-            )
-        return numbered(column)
+        if 2 * len(values) <= len(column) or not all(_NUMBER.fullmatch(value) for value in values):
+            return
+        for cell in column:
+            if float(cell) % 1:
+                raise ValueError(
+                    f"{self.table}: {name} holds {len(values)} different numbers in {len(column)} rows, such as "
+                    f"{cell}, instead of classes; name another column, or divide the numbers into ranges"
+                )
 
 
 class HuggingFace(ListedImages):
     """An image set of Hugging Face ``datasets`` (``pip install 'perada[datasets]'``), by name or from a local folder.
 
-    A folder is what ``save_to_disk`` wrote, or one that ``load_dataset`` reads: Parquet files, or images with or
-    without ``metadata.csv``. Code that comes with a set is never run. Labels are class labels, whole numbers, words, or
-    lists of these where an image may have several. Class labels keep their names and order; those that no image has
-    are left out.
+    A folder was written by ``save_to_disk``, or is one that ``load_dataset`` reads: Parquet files, or images with or
+    without ``metadata.csv``. Code that comes with a dataset is never run. Labels are class labels, integers, words, or
+    lists of these if an image may have several. Class labels keep their names and order, without those that no image
+    has.
 
     Args:
         name: Name on the Hub, such as ``flwrlabs/office-home``, or a folder.
-        config: Which of the set's configurations, where it has several.
-        revision: A branch, a tag or a commit of the Hub, so that the set stays the same.
-        splits: The set's splits that are used; null for all whose names are known.
+        config: Configuration of the dataset, if it has several.
+        revision: A branch, tag or commit on the Hub, so that the dataset stays the same.
+        splits: Splits to use; null for all whose names are known.
         image: Column of the images; null for the only one.
         label: Column of the labels; null for ``label``, ``labels`` or ``fine_label``, or the only class labels.
-        **options: Those of :class:`.ListedImages`.
+        **options: Options of :class:`.ListedImages`.
     """
 
     def __init__(
@@ -155,84 +182,121 @@ class HuggingFace(ListedImages):
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
-        self.name = self.where = name.removeprefix("hf:")  # as the command line names sets
-        self.config, self.revision, self.splits, self.image, self.label = config, revision, splits, image, label
+        self.name = name.removeprefix("hf:")  # the prefix of datasets on the command line
+        self.config = config
+        self.revision = revision
+        self.splits = splits
+        self.image = image
+        self.label = label
+        self.source_name = self.name
 
     @cached_property
-    def _rows(self) -> tuple["Dataset", dict[str, int]]:
-        """The rows of all splits that are used, and where in them each ``split[row]`` is."""
-        datasets, folder = installed("datasets", self.name, "datasets"), Path(self.name)
-        try:
-            if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-                read = datasets.load_from_disk(self.name)
-            else:
-                read = datasets.load_dataset(self.name, self.config, revision=self.revision)
-        except Exception as error:  # it raises many types
-            reason = " ".join(str(error).split())
-            raise FileNotFoundError(
-                f"the data set {self.name!r} cannot be had ({type(error).__name__}: {reason[:300]}): set name to one "
-                "of the Hub or to a folder, and config where it has several"
-            ) from None
-        found = dict(read) if isinstance(read, dict) else {str(read.split or "train"): read}
-        known = [split for split, part in found.items() if split.lower() in SPLITS and len(part)]
-        wanted = self.splits or (known if len(found) > 1 else list(found))
-        for split in wanted:
-            if split not in found:
+    def _splits(self) -> dict[str, "Dataset"]:
+        """The splits to use by name, in order."""
+        available = self._load_splits()
+        with_known_name = [name for name, rows in available.items() if name.lower() in SPLITS and len(rows)]
+        selected = list(available)
+        if self.splits:
+            selected = self.splits
+        elif len(available) > 1:
+            selected = with_known_name
+        for name in selected:
+            if name not in available:
                 raise OptionError(
-                    f"splits: {self.name} has no split {split!r}; it has {', '.join(found)}", name="splits"
+                    f"splits: {self.name} has no split {name!r}; it has {', '.join(available)}", name="splits"
                 )
-        if not wanted or (len(wanted) > 1 and not {*wanted} <= {*known}):
+        if not selected or (len(selected) > 1 and not {*selected} <= {*with_known_name}):
             raise OptionError(
                 f"splits: of several splits of {self.name} each must be one of {', '.join(SPLITS)}; name those to be "
                 "used, or a single one",
                 name="splits",
             )
-        names = [f"{split}[{row}]" for split in wanted for row in range(len(found[split]))]
-        parts = [found[split] for split in wanted if len(found[split])]
+        return {name: available[name] for name in selected}
+
+    def _load_splits(self) -> dict[str, "Dataset"]:
+        """Load all splits of the dataset by name."""
+        datasets = installed("datasets", self.name, "datasets")
+        folder = Path(self.name)
         try:
-            whole = datasets.concatenate_datasets(parts or [found[wanted[0]]])
-        except ValueError as error:
-            raise OptionError(
-                f"splits: {', '.join(wanted)} of {self.name} have columns that do not fit ({error}); cast them to the "
-                "same features, or name a single split",
-                name="splits",
+            if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+                loaded = datasets.load_from_disk(self.name)
+            else:
+                loaded = datasets.load_dataset(self.name, self.config, revision=self.revision)
+        except Exception as error:  # it raises many types
+            reason = " ".join(str(error).split())
+            raise FileNotFoundError(
+                f"the dataset {self.name!r} cannot be loaded ({type(error).__name__}: {reason[:300]}): set name to "
+                "a dataset on the Hub or to a folder, and config if it has several"
             ) from None
-        return whole, {name: row for row, name in enumerate(names)}
+        if isinstance(loaded, dict):
+            return dict(loaded)
+        return {str(loaded.split or "train"): loaded}
 
     @cached_property
-    def listed(self) -> tuple[dict[str, Sequence[Any]], list[str]]:
-        """The columns of all splits that are used, and ``split[row]`` of each row."""
-        whole, places = self._rows
-        return {name: whole[name] for name in whole.column_names}, list(places)
+    def _row_of_path(self) -> dict[str, int]:
+        """The row of each image in :attr:`_rows` by its path ``split[row]``."""
+        paths = []
+        for name, rows in self._splits.items():
+            paths += [f"{name}[{row}]" for row in range(len(rows))]
+        return {path: row for row, path in enumerate(paths)}
 
-    def _only(self, option: str, usual: list[str], what: str, able: list[str]) -> str:
-        """The column that an option names, or the only usual one; it must be one of those that are able."""
-        given: str | None = getattr(self, option)
-        found = usual if given is None else [self.named(option, given)]
-        if len(found) != 1:
-            there = f"several ({', '.join(found)})" if found else "none"
+    @cached_property
+    def _rows(self) -> "Dataset":
+        """The rows of all splits that are used."""
+        datasets = installed("datasets", self.name, "datasets")
+        all_splits = list(self._splits.values())
+        # An empty split may have other features than the others.
+        nonempty = [rows for rows in all_splits if len(rows)]
+        try:
+            rows: Dataset = datasets.concatenate_datasets(nonempty or all_splits[:1])
+        except ValueError as error:
+            raise OptionError(
+                f"splits: {', '.join(self._splits)} of {self.name} have columns that do not match ({error}); cast them "
+                "to the same features, or name a single split",
+                name="splits",
+            ) from None
+        return rows
+
+    @cached_property
+    def listing(self) -> Listing:
+        """The columns of all splits that are used, and ``split[row]`` of each row."""
+        return Listing({name: self._rows[name] for name in self._rows.column_names}, list(self._row_of_path))
+
+    def _select_column(self, option: str, candidates: list[str], description: str, supported: list[str]) -> str:
+        """Return the column that an option selects, or else the only candidate.
+
+        Raises:
+            ValueError: If there is not exactly one candidate, or the column is not ``supported``.
+        """
+        selected: str | None = getattr(self, option)
+        if selected is not None:
+            candidates = [self.check_column(option, selected)]
+        if len(candidates) != 1:
+            number = f"several ({', '.join(candidates)})" if candidates else "none"
             raise ValueError(
-                f"{option}: {self.name} has {there} of the columns {what} among {', '.join(self.listed[0])}; name it"
+                f"{option}: {self.name} has {number} of the columns {description} among "
+                f"{', '.join(self.listing.columns)}; name it"
             )
-        if found[0] not in able:
-            kind = self._rows[0].features[found[0]]
+        (column,) = candidates
+        if column not in supported:
             raise ValueError(
-                f"{option}: column {found[0]!r} of {self.name} holds {kind}, and no {option}s; name another"
+                f"{option}: column {column!r} of {self.name} holds {self._rows.features[column]}, not {option}s; name "
+                "another"
             )
-        return found[0]
+        return column
 
     @cached_property
     def _images(self) -> "Dataset":
+        """The column of images, as stored bytes."""
         from datasets import Image as ImageFeature
 
-        whole, _ = self._rows
-        fitting = [name for name, kind in whole.features.items() if isinstance(kind, ImageFeature)]
-        column = self._only("image", fitting, "of images", fitting)
-        return whole.select_columns([column]).cast_column(column, ImageFeature(decode=False))
+        image_columns = [name for name, feature in self._rows.features.items() if isinstance(feature, ImageFeature)]
+        column = self._select_column("image", image_columns, "of images", image_columns)
+        return self._rows.select_columns([column]).cast_column(column, ImageFeature(decode=False))
 
     def content(self, path: str) -> bytes:
-        """The image ``split[row]`` as it is stored."""
-        (stored,) = self._images[self._rows[1][path]].values()
+        """Return the stored bytes of the image ``split[row]``."""
+        (stored,) = self._images[self._row_of_path[path]].values()
         if stored is None:
             raise MissingImageError(f"{self.name}, {path}, has no image: take the row out")
         return stored["bytes"] or Path(stored["path"]).read_bytes()
@@ -241,66 +305,78 @@ class HuggingFace(ListedImages):
         return hashlib.sha256(self.content(path)).hexdigest()
 
     def read(self, path: str) -> Tensor:
-        """Read the image ``split[row]`` as uint8 (Ch, size, size), as image files are read."""
+        """Read the image ``split[row]`` as uint8 (Ch, size, size)."""
         file = io.BytesIO(self.content(path))
         pixels = read_image(file, "take the row out", self.mode, self.full_scale, f"{self.name}, {path},")
         return resize_uint8(pixels, self.size)
 
     def read_manifest(self) -> Manifest:
         """List the rows of the splits that are used."""
-        self._images  # noqa: B018  # whether there are images is said before anything else
-        classes, labels = self._labels()
-        paths = self.listed[1]
+        self._images  # noqa: B018  # missing images are reported before anything else
+        classes, labels = self._number_labels()
+        paths = list(self._row_of_path)
         split = np.array([path.rpartition("[")[0] for path in paths])
-        return Manifest(
-            paths, labels, classes, self.facts(), split if len({*split, *(self.splits or ())}) > 1 else None
-        )
+        uses_several_splits = len({*split, *(self.splits or ())}) > 1
+        return Manifest(paths, labels, classes, self.extra_columns(), split if uses_several_splits else None)
 
-    def _labels(self) -> tuple[tuple[str, ...], Array]:
-        features = self._rows[0].features
-        inner = {name: getattr(kind, "feature", kind) for name, kind in features.items()}
-        usual = [name for name in _LABELS if name in inner][:1]
-        fitting = usual or [name for name, kind in inner.items() if hasattr(kind, "names")]  # class labels
-        dtypes = {name: str(getattr(kind, "dtype", "")) for name, kind in inner.items()}
-        able = [name for name, dtype in dtypes.items() if re.match("u?int|bool|(large_)?string", dtype)]
-        column = self._only("label", fitting, f"called {', '.join(_LABELS)} or of class labels", able)
-        kind = inner[column]
+    def _number_labels(self) -> tuple[tuple[str, ...], Array]:
+        """Return the classes and the labels of all rows."""
+        features = self._rows.features
+        # The feature of a list's elements, or of the column itself.
+        element_features = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+        candidates = [name for name in _LABEL_COLUMNS if name in element_features][:1]
+        if not candidates:  # class labels have names
+            candidates = [name for name, feature in element_features.items() if hasattr(feature, "names")]
+        supported = []
+        for name, feature in element_features.items():
+            if re.match("u?int|bool|(large_)?string", str(getattr(feature, "dtype", ""))):
+                supported.append(name)
+        description = f"called {', '.join(_LABEL_COLUMNS)} or of class labels"
+        column = self._select_column("label", candidates, description, supported)
+
         values = self.column("label", column)
-        several = kind is not features[column]
-        rows = values if several else [[value] for value in values]
-        names = dict(enumerate(getattr(kind, "names", ())))
-        words = [[str(names.get(one, one)) for one in own] for own in rows]
-        used = {word for own in words for word in own}
+        has_lists = element_features[column] is not features[column]
+        names = dict(enumerate(getattr(element_features[column], "names", ())))
+        words_of_images = []
+        for value in values:
+            labels = value if has_lists else [value]
+            words_of_images.append([str(names.get(label, label)) for label in labels])
+        used = {word for words in words_of_images for word in words}
         if names and not used <= {*names.values()}:
             raise OptionError(
                 f"label: {self.name} has classes in {column} that have no name; take their rows out", name="label"
             )
         classes = tuple(name for name in names.values() if name in used) or None
-        return numbered(words if several else [own[0] for own in words], classes)
+        if has_lists:
+            return number_labels(words_of_images, classes)
+        return number_labels([words[0] for words in words_of_images], classes)
 
 
-def separator_of(column: list[str]) -> str | None:
-    """What seems to part several labels in a cell: its parts are labels of other cells, too."""
+def guess_separator(column: list[str]) -> str | None:
+    """Guess the separator of several labels in a cell: a character whose parts are labels of other cells, too."""
     cells = {*column}
-    for mark in "|;,":
-        together = [cell.split(mark) for cell in cells if mark in cell]
-        if together and all(part.strip() in cells for parts in together for part in parts):
-            return mark
+    for separator in "|;,":
+        parts = {part.strip() for cell in cells if separator in cell for part in cell.split(separator)}
+        if parts and parts <= cells:
+            return separator
     return None
 
 
 def existing_spelling(path: str) -> str:
-    """The path, or the same one as other systems write it, if that is there."""
+    """Return the path, or its spelling on other systems if only that exists."""
     if os.path.exists(path):
         return path
     with_slashes = path.replace("\\", "/")  # Windows writes backslashes
     # macOS writes letters with accents as two code points each.
     spellings = [with_slashes, *(unicodedata.normalize(form, with_slashes) for form in ("NFC", "NFD"))]
-    return next((spelling for spelling in spellings if os.path.exists(spelling)), with_slashes)
+    for spelling in spellings:
+        if os.path.exists(spelling):
+            return spelling
+    return with_slashes
 
 
 def check_encoding(encoding: str | None) -> None:
-    """Refuse what is not the name of an encoding of text, or None."""
+    """Raise an OptionError unless the value is the name of a text encoding, or None."""
     try:
         if encoding is not None:
             "".encode(encoding)
@@ -314,51 +390,73 @@ def check_encoding(encoding: str | None) -> None:
 
 
 def read_table(
-    path: Path, again: str = "correct the table", encoding: str | None = None
+    path: Path, remedy: str = "correct the table", encoding: str | None = None
 ) -> tuple[dict[str, Array], Array]:
-    """Read a CSV, TSV or Parquet file: columns (N,) of text by name, and the number (N,) of each row in the file.
+    """Read a CSV, TSV or Parquet file.
 
-    What a Parquet file lacks is an empty string, and its lists are lists of strings. Rows of text files count from 1,
-    the header; empty lines are passed over. The fields of a CSV file are divided by commas, or by semicolons or tabs if
-    its header has these and no comma. Text is in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark, or in
-    ``encoding``.
+    The fields of a CSV file are separated by commas, or by semicolons or tabs if its header has these and no comma.
+    Empty lines are skipped. Null values of a Parquet file become empty strings, its lists lists of strings.
+
+    Args:
+        path: The file.
+        remedy: What to do, for the end of messages.
+        encoding: Encoding of a text file; None for UTF-8, or for UTF-16 or UTF-32 with a byte-order mark.
+
+    Returns:
+        The columns (N,) of text by name, and the number (N,) of each row in the file. Rows of text files count from 1,
+        the header.
 
     Raises:
-        FileNotFoundError: If there is no such file. Messages end with what to do, ``again``.
-        ValueError: If it is no such table, a row has another number of fields than the header, or there are no rows.
-        ModuleNotFoundError: If pyarrow is not installed, and the file is of Parquet.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If it is not a table, a row has another number of fields than the header, or there are no rows.
+        ModuleNotFoundError: If it is a Parquet file and pyarrow is not installed.
     """
-    with reading(path, again, "a table (.csv, .tsv or .parquet)"):
-        is_parquet = path.suffix.lower() == ".parquet"
-        header, columns, numbers = _parquet(path) if is_parquet else _text(path, encoding)
-        twice = [name for name, count in Counter(header).items() if count > 1]
-        if twice:
-            raise ValueError(f"several columns are called {twice[0]!r}")
-        if not numbers:
+    with explain_read_errors(path, remedy, "a table (.csv, .tsv or .parquet)"):
+        if path.suffix.lower() == ".parquet":
+            header, columns, row_numbers = _read_parquet(path)
+        else:
+            header, columns, row_numbers = _read_text_table(path, encoding)
+        duplicates = [name for name, count in Counter(header).items() if count > 1]
+        if duplicates:
+            raise ValueError(f"several columns are called {duplicates[0]!r}")
+        if not row_numbers:
             raise ValueError("there are no rows")
-    return dict(zip(header, columns, strict=True)), np.array(numbers)
+    return dict(zip(header, columns, strict=True)), np.array(row_numbers)
 
 
-def _text(path: Path, encoding: str | None = None) -> tuple[list[str], list[Array], list[int]]:
-    """Header, columns and the rows' numbers of a CSV or TSV file."""
-    text = _decoded(path.read_bytes(), encoding)
-    header = text.partition("\n")[0]
-    other = next((mark for mark in ";\t" if mark in header), ",")  # the comma stands in numbers in many countries
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else "," if "," in header else other
-    found = [
-        (number, row)
-        for number, row in enumerate(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), 1)
-        if row
-    ]
-    (_, names), *rows = found or [(1, [])]
-    for number, row in rows:
+def _read_text_table(path: Path, encoding: str | None = None) -> tuple[list[str], list[Array], list[int]]:
+    """Return the header, the columns and the row numbers of a CSV or TSV file."""
+    text = _decode_text(path.read_bytes(), encoding)
+    delimiter = _delimiter(path, text.partition("\n")[0])
+    names: list[str] = []
+    rows = []
+    row_numbers = []
+    for number, row in enumerate(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), 1):
+        if not row:
+            continue
+        if not names:
+            names = row
+            continue
         if len(row) != len(names):
             raise ValueError(f"row {number} has {len(row)} fields and the header {len(names)}")
-    columns = [np.array([row[place] for _, row in rows]) for place in range(len(names))]
-    return names, columns, [number for number, _ in rows]
+        rows.append(row)
+        row_numbers.append(number)
+    columns = [np.array([row[index] for row in rows]) for index in range(len(names))]
+    return names, columns, row_numbers
 
 
-_BYTE_ORDER_MARKS = {  # the longer ones first, since that of UTF-32 begins as that of UTF-16 does
+def _delimiter(path: Path, header: str) -> str:
+    """Return the delimiter of a CSV or TSV file with this header."""
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    # Files with semicolons come from countries where the comma is the decimal separator.
+    for delimiter in ",;\t":
+        if delimiter in header:
+            return delimiter
+    return ","
+
+
+_BYTE_ORDER_MARKS = {  # the longer ones first, since that of UTF-32 begins like that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
@@ -367,40 +465,51 @@ _BYTE_ORDER_MARKS = {  # the longer ones first, since that of UTF-32 begins as t
 }
 
 
-def _decoded(content: bytes, encoding: str | None) -> str:
-    """The text of a file.
+def _decode_text(content: bytes, encoding: str | None) -> str:
+    """Decode the content of a text file.
 
     Raises:
-        ValueError: If it is in another encoding; the message has the line and what to do.
+        ValueError: If it has another encoding. The message has the line and the remedy.
     """
-    marked = next((name for mark, name in _BYTE_ORDER_MARKS.items() if content.startswith(mark)), None)
-    if encoding is None and marked is None and b"\0" in content[:1024]:
+    marked_encoding = None
+    for mark, name in _BYTE_ORDER_MARKS.items():
+        if content.startswith(mark):
+            marked_encoding = name
+            break
+    if encoding is None and marked_encoding is None and b"\0" in content[:1024]:
         raise ValueError(
-            "it has zero bytes, as UTF-16 without a byte-order mark has them: save it as UTF-8, or name its encoding "
+            "it has zero bytes, like UTF-16 without a byte-order mark: save it as UTF-8, or name its encoding "
             "(encoding: utf-16-le or utf-16-be)"
         )
-    chosen = encoding or marked or "utf-8"
+    used_encoding = encoding or marked_encoding or "utf-8"
     try:
-        return content.decode(chosen).removeprefix("\ufeff")  # the mark is no part of the first column's name
+        # The byte-order mark is not part of the first column's name.
+        return content.decode(used_encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        letter = content[error.start : error.start + 1]
-        windows = letter.decode("cp1252", "replace")
-        guess = f", which is {windows!r} in Windows-1252" if chosen.startswith("utf-8") and windows != "\ufffd" else ""
+        invalid_byte = content[error.start : error.start + 1]
+        hint = ""
+        in_windows_1252 = invalid_byte.decode("cp1252", "replace")
+        if used_encoding.startswith("utf-8") and in_windows_1252 != "\ufffd":
+            hint = f", which is {in_windows_1252!r} in Windows-1252"
         raise ValueError(
-            f"line {line} has the byte {letter[0]:#04x}{guess}, and is not {chosen.upper()}: save "
-            "it as UTF-8 (in Excel: CSV UTF-8), or name its encoding, such as encoding: cp1252 (--encoding=cp1252)"
+            f"line {line} has the byte {invalid_byte[0]:#04x}{hint}, and is not {used_encoding.upper()}: save it as "
+            "UTF-8 (in Excel: CSV UTF-8), or name its encoding, such as encoding: cp1252 (--encoding=cp1252)"
         ) from None
 
 
-def _parquet(path: Path) -> tuple[list[str], list[Array], list[int]]:
+def _read_parquet(path: Path) -> tuple[list[str], list[Array], list[int]]:
+    """Return the column names, the columns and the row numbers of a Parquet file."""
     parquet = installed("pyarrow.parquet", path, "tables")
-    content = parquet.ParquetFile(path).read()
-    columns = [np.fromiter(map(_as_text, one.to_pylist()), dtype=object) for one in content.columns]
-    return content.column_names, columns, [*range(1, len(content) + 1)]
+    table = parquet.ParquetFile(path).read()
+    columns = []
+    for column in table.columns:
+        # np.array would make a second axis of lists of equal length.
+        columns.append(np.fromiter(map(_as_text, column.to_pylist()), dtype=object))
+    return table.column_names, columns, list(range(1, len(table) + 1))
 
 
-def _as_text(value: Any) -> Any:  # noqa: ANN401  # what Parquet can hold
+def _as_text(value: Any) -> Any:  # noqa: ANN401  # whatever Parquet can hold
     if isinstance(value, list):
-        return [str(one) for one in value]
+        return [str(element) for element in value]
     return "" if value is None else str(value)

@@ -103,7 +103,7 @@ class Client:
             simulated = Parts(self.data, self.module, recipe.settings(clients_per_round=None))
             check_private(simulated)
             self._check_public_images()
-            check_first(simulated, self.data.trial_batch([0]), fits=True)
+            check_first(simulated, self.data.first_batch([0]), fits=True)
         self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
         self._trainer = LocalTrainer(self.module.engine, self.module.tensor_names, self.settings, self._protection)
         self.images = recipe.public_images()
@@ -254,7 +254,7 @@ class Client:
     def batches(self, plan: RoundPlan, private: PrivateSampling | None = None) -> Iterator[AnyBatch]:
         """Yield the prepared local steps of a plan."""
         data = self.data
-        store = with_client_index(data.served(data.checked.train), plan.clients[0])
+        store = with_client_index(data.samples_of(data.checked.train), plan.clients[0])
         batches = RoundBatches(store, plan, data.batch_size, data.prepare.seed, private)
         for batch in loader(batches, store, data.num_workers):
             yield data.prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
@@ -264,7 +264,7 @@ class Client:
         data = self.data
         if data.checked.test is None:
             return
-        store = with_client_index(data.served(data.checked.test), number)
+        store = with_client_index(data.samples_of(data.checked.test), number)
         batches = EvalBatches(store, data.eval_batch_size, data.prepare.seed)
         for batch in loader(batches, store, data.num_workers):
             prepared = data.prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))

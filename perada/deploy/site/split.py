@@ -43,7 +43,7 @@ def image_split(served: FederatedDataModule) -> ImageSplit | None:
             identities = identities_of(dataset)
             if identities is not None:
                 test |= dict.fromkeys(identities.tolist(), is_test)
-    return ImageSplit(images, test, describe_changes(images.known, test))
+    return ImageSplit(images, test, describe_changes(images.fixed_splits, test))
 
 
 def save_split(folder: Path, split: ImageSplit) -> None:
