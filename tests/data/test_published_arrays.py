@@ -118,7 +118,9 @@ def test_stl10_that_is_not_there_or_damaged(stl10, tmp_path):
     ):
         len(STL10(str(stl10[0]), train=False))
     (folder / "unlabeled_X.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"unlabeled_X\.bin does not exist, and an array \(100000, 3, 96, 96\)"):
+    with pytest.raises(
+        FileNotFoundError, match=r"unlabeled_X\.bin does not exist, expected an array \(100000, 3, 96, 96\)"
+    ):
         len(STL10(str(stl10[0]), unlabelled=True))
 
 

@@ -27,7 +27,7 @@ from perada.server import Distillation
 @pytest.fixture(autouse=True)
 def _unnoticed_at_set_up(monkeypatch):
     """Clients break by images that become NaN later: those that are so at set-up are refused there."""
-    monkeypatch.setattr("perada.data.inspection._broken", lambda *_: {})
+    monkeypatch.setattr("perada.data.inspection._find_broken", lambda *_: {})
 
 
 SIZES, CLASSES = (8, 5, 12, 3), 3

@@ -222,7 +222,9 @@ def test_one_client_is_taken_from_several_by_name(tiny):
     assert torch.equal(chosen.state("personal", 5)["0.weight"], alone.state("personal", 5)["0.weight"])
     with pytest.raises(ValueError, match=r"the data have 2 clients, and 'x' is not one of them; name one of far, late"):
         perada.personalize(run, several, "x")
-    with pytest.raises(ValueError, match=r"of 2 clients, and none is named; name one of far, late, or give the images"):
+    with pytest.raises(
+        ValueError, match=r"2 clients, and no client is named; name one of far, late, or give the images"
+    ):
         perada.personalize(run, several)
 
 

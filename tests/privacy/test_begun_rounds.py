@@ -493,7 +493,7 @@ def test_without_privacy_there_is_no_journal(tmp_path):
 @pytest.fixture
 def _unnoticed_at_set_up(monkeypatch):
     """Clients break by images that become NaN later: those that are so at set-up are refused there."""
-    monkeypatch.setattr("perada.data.inspection._broken", lambda *_: {})
+    monkeypatch.setattr("perada.data.inspection._find_broken", lambda *_: {})
 
 
 @pytest.mark.usefixtures("_unnoticed_at_set_up")
