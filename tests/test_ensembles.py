@@ -248,7 +248,7 @@ def test_methods_without_a_global_model_do_not_give_one(name, tmp_path):
     assert "global/global_test" not in run.metrics["rounds"][-1]
     run.save(tmp_path)
     for one in (run, perada.Run.load(tmp_path, backbone=network())):
-        with pytest.raises(ValueError, match=r"has no global model: .*; ask for personal\(client\)"):
+        with pytest.raises(ValueError, match=r"has no global model: .*; use personal\(client\)"):
             one.global_model()
 
 

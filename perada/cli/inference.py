@@ -18,7 +18,7 @@ from perada.core.yaml_files import read_yaml
 from perada.data import Images
 from perada.data.partitions.division import Division
 from perada.lightning.joining import check_name, personalize
-from perada.results.cards import privacy_lines, rendered
+from perada.results.cards import privacy_lines, render_template
 from perada.results.clients import check_none_lost, forget, joined_clients
 from perada.results.formats import FILES, export_model
 from perada.results.inference import find_images
@@ -220,7 +220,7 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     client = joined.num_clients - 1
     folder = joined.add_client(path, client) if output is None else joined.save(output)
     sample = (joined.info.get("privacy") or {}).get("sample")
-    print(rendered("joined", told=joined.info["joined"][-1], client=client, sample=sample, folder=folder))
+    print(render_template("joined", told=joined.info["joined"][-1], client=client, sample=sample, folder=folder))
 
 
 def leave(parser: ArgumentParser, words: list[str]) -> None:
@@ -229,7 +229,7 @@ def leave(parser: ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--client", type=str, required=True, help="Name or number of the client.")
     options = vars(parser.parse_args(words))
     number = forget(options["run"], options["client"])
-    print(rendered("forgotten", number=number, **options))
+    print(render_template("forgotten", number=number, **options))
 
 
 def _find_source(words: list[str]) -> tuple[list[str], type[Source] | None]:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written beside adapters: model cards, and what a private run says of its privacy.
+"""Model cards of adapters, with the privacy of the run that made them.
 
-The record of privacy is ``Run.info["privacy"]``, in plain types: ``sample`` with the fields of
-:class:`perada.privacy.Privacy` as ``options``, ``noise_multipliers``, ``sample_rates`` and the ε of both ledgers,
-``server`` and ``release``, by client; ``client`` with the fields of :class:`perada.privacy.ClientPrivacy` as
-``options``, ``noise_multiplier`` and ``epsilon`` by client, and with ``sums``, the ``min_sites`` and ``threshold`` of
-:class:`perada.server.SecureSums`, where the server was given noisy sums alone. Either may be missing. With ``at_sites``
-the record of ``sample`` is that of a deployment's server, which knows neither noise nor rates, and ε only as sites tell
-it. Beside a single client's adapter, ``others`` of each is the largest ε of all others.
+The record of privacy is ``Run.info["privacy"]``, in plain types. It has one or two levels:
+
+- ``sample``: the fields of :class:`perada.privacy.Privacy` as ``options``, and by client ``noise_multipliers``,
+  ``sample_rates`` and the ε of both ledgers, ``server`` and ``release``. With ``at_sites`` it is the record of a
+  deployment's server, which knows neither noise nor rates, and ε only as sites report it.
+- ``client``: the fields of :class:`perada.privacy.ClientPrivacy` as ``options``, the ``noise_multiplier``, and
+  ``epsilon`` by client. If the server received only noisy sums, ``sums`` has the ``min_sites`` and ``threshold`` of
+  :class:`perada.server.SecureSums`.
+
+In the record of a single client's adapter, ``others`` of each level is the largest ε of the other clients.
 """
 
 import math
@@ -30,18 +33,20 @@ from perada.server import SecureSums
 
 Record = Mapping[str, Any]
 UNKNOWN = "unknown"
-"""Licence of an adapter of which nobody said it."""
+"""Licence of an adapter without a known licence."""
 SCORES = {
     "personal/local_test": "on the client's own test images",
     "personal/global_test": "on the test images of all clients",
 }
-_LISTS = {"sample": ("noise_multipliers", "sample_rates", "server", "release"), "client": ("epsilon",)}
-_CARD_START, _CARD_END = "<!-- written by perada -->", "<!-- end of what perada wrote -->"
-_WRITTEN = re.compile(rf"\n*{re.escape(_CARD_START)}.*?{re.escape(_CARD_END)}\n*", re.DOTALL)
+_CLIENT_LISTS = {"sample": ("noise_multipliers", "sample_rates", "server", "release"), "client": ("epsilon",)}
+"""Entries of each level of a privacy record that have one value per client."""
+_CARD_START = "<!-- written by perada -->"
+_CARD_END = "<!-- end of what perada wrote -->"
+_WRITTEN_PART = re.compile(rf"\n*{re.escape(_CARD_START)}.*?{re.escape(_CARD_END)}\n*", re.DOTALL)
 
 
 def code(value: object) -> str:
-    """Any text as a code span, in which nothing is Markdown or HTML.
+    """Format any text as a code span that cannot contain Markdown or HTML.
 
     >>> code("a`<b>")
     "`a''b'`"
@@ -51,213 +56,271 @@ def code(value: object) -> str:
 
 @cache
 def _template(name: str) -> jinja2.Template:
-    """A template beside this file, with what it may call."""
-    made = jinja2.Environment(
+    """Load a template of this package, with the functions that it calls."""
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perada.results"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"code": code, "repr": repr}
-    made.globals |= {"table": table, "percent": percent, "epsilon": epsilon_text, "mean_and_std": mean_and_std}
-    made.globals["TEST_MODE"] = TEST_MODE
-    return made.get_template(f"{name}.md.j2")
+    environment.filters |= {"code": code, "repr": repr}
+    environment.globals |= {"table": table, "percent": percent, "epsilon": epsilon_text, "mean_and_std": mean_and_std}
+    environment.globals["TEST_MODE"] = TEST_MODE
+    return environment.get_template(f"{name}.md.j2")
 
 
-def rendered(name: str, **content: Any) -> str:
-    """The text that a template makes, without breaks at its ends."""
+def render_template(name: str, **content: Any) -> str:
+    """Render a template of this package, without line breaks at its ends and with at most one empty line in a row."""
     return re.sub(r"\n{3,}", "\n\n", _template(name).render(content)).strip()
 
 
 class Cards:
-    """The cards of a run's adapters, READMEs with the Hub's header.
+    """Writes the model cards of a run's adapters, READMEs with the Hub's header.
 
     Args:
         run: The run.
-        base: What the Hub or timm calls the backbone, None for a network of one's own.
-        scores: Whether scores are told.
-        license: Of the adapters, as the Hub writes licences.
+        base: Name of the backbone on the Hub or in timm; None for the user's own network.
+        scores: Whether the cards have scores.
+        license: Licence of the adapters in the Hub's notation.
     """
 
     def __init__(self, run: Models, base: str | None, scores: bool, license: str) -> None:
-        self.run, self.base, self.scores, self.license = run, base, scores, license
-        info, self._own = run.info, run.own_clients()
+        self.run = run
+        self.base = base
+        self.scores = scores
+        self.license = license
+        info = run.info
+        self._clients_with_adapter = run.own_clients()
         self._images = (info.get("training") or {}).get("images", [])
-        self._came = {record["client"]: record["images"] for record in info.get("joined", [])}
+        """Number of training images of each client of the rounds."""
+        self._images_of_joined = {record["client"]: record["images"] for record in info.get("joined", [])}
         self._facts = {
             "info": {"algorithm": "unknown", "classes": None} | info,
             "images": sum(self._images),
             "clients": len(self._images),
             "base": base,
-            "img_size": size_to_build(info["backbone"], info["built_for"]),  # positions are embedded for it
+            # The position embeddings of some backbones depend on the image size.
+            "img_size": size_to_build(info["backbone"], info["built_for"]),
         }
 
     def write(self, path: Path, client: int | None, backbone: str | None) -> None:
-        """Write the card of a client's adapter, or of the global one (None).
+        """Write the card of an adapter.
 
-        Of one that somebody wrote before only the header's fields and what perada wrote are replaced. ``backbone`` is
-        where its weights are, seen from the card, None where they can be had elsewhere.
+        In an existing card only the header's fields and the part that perada wrote are replaced.
+
+        Args:
+            path: The card.
+            client: The adapter's client; None for the global adapter.
+            backbone: Path of the backbone's weights relative to the card; None if they can be downloaded.
         """
-        text = path.read_text(encoding="utf-8") if path.is_file() else "---\nlibrary_name: peft\n---\n"
-        on_hub = self.run.info["pretrained"] is True and self.base is not None and "/" in self.base
-        headed = _headed(text, self.license, self.base if on_hub else None)
-        others = "\n\n".join(filter(None, _WRITTEN.split(headed))).rstrip()
-        written = f"{_CARD_START}\n{self._text(client, backbone)}\n{_CARD_END}\n"
-        path.write_text(f"{others}\n\n{written}", encoding="utf-8")
+        text = "---\nlibrary_name: peft\n---\n"
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+        is_on_hub = self.run.info["pretrained"] is True and self.base is not None and "/" in self.base
+        with_header = _set_header(text, self.license, self.base if is_on_hub else None)
+        other_parts = "\n\n".join(filter(None, _WRITTEN_PART.split(with_header))).rstrip()
+        written_part = f"{_CARD_START}\n{self._text(client, backbone)}\n{_CARD_END}\n"
+        path.write_text(f"{other_parts}\n\n{written_part}", encoding="utf-8")
 
     def _text(self, client: int | None, backbone: str | None) -> str:
-        info, names, images = self.run.info, self.run.info.get("clients"), self._images
-        own_images = images[client] if client is not None and client < len(images) else None
-        called: object = client
+        info = self.run.info
+        names = info.get("clients")
+        client_images = None
+        if client in self._images_of_joined:
+            client_images = self._images_of_joined[client]
+        elif client is not None and client < len(self._images):
+            client_images = self._images[client]
+        client_name: object = client
         if client is not None and names and names[client] != str(client):
-            called = code(names[client])
+            client_name = code(names[client])
         elif not names and "adapter_of" in info:
-            called = code(info["adapter_of"])
-        own = client if client in self._own else None
-        return rendered(
+            client_name = code(info["adapter_of"])
+        # A copy of the global adapter reveals no more of a client than that.
+        private_client = client if client in self._clients_with_adapter else None
+        return render_template(
             "adapter",
             client=client,
-            called=called,
-            own_images=self._came.get(client, own_images),
-            joined=client in self._came,
+            called=client_name,
+            own_images=client_images,
+            joined=client in self._images_of_joined,
             scores=_scores(self.run.metrics, client) if self.scores else None,
             backbone=backbone,
-            privacy=privacy_card(info.get("privacy"), own, self._came, called),
+            privacy=privacy_card(info.get("privacy"), private_client, self._images_of_joined, client_name),
             **self._facts,
         )
 
 
-@lru_cache(8)  # the same for most clients of a run, and YAML takes longer than all else
-def _headed(text: str, license: str, base: str | None) -> str:
-    """A card with the header that the Hub reads."""
+@lru_cache(8)  # most clients of a run have the same header, and parsing its YAML takes longer than all else
+def _set_header(text: str, license: str, base: str | None) -> str:
+    """Set the fields of the header that the Hub reads."""
     card = ModelCard(text, ignore_metadata_errors=True)
-    before = card.data.to_dict()  # type: ignore[no-untyped-call]  # of huggingface_hub
-    merged = before | {
+    header = card.data.to_dict()  # type: ignore[no-untyped-call]  # of huggingface_hub
+    if license == UNKNOWN:
+        license = header.get("license", UNKNOWN)
+    header |= {
         "library_name": "peft",
-        "license": before.get("license", UNKNOWN) if license == UNKNOWN else license,
+        "license": license,
         "pipeline_tag": "image-classification",
         "tags": ["federated-learning", "perada"],
     }
     if base is not None:
-        merged["base_model"] = base
-    if not (merged.get("base_model") and "/" in merged["base_model"]):
-        merged.pop("base_model", None)
-    card.data = type(card.data)(**merged)
+        header["base_model"] = base
+    # The Hub accepts names of its own repositories only.
+    if "/" not in (header.get("base_model") or ""):
+        header.pop("base_model", None)
+    card.data = type(card.data)(**header)
     return str(card).rstrip() + "\n"
 
 
 def _scores(metrics: Record, client: int | None) -> dict[str, float]:
-    """A client's own scores by what they are on; of the global adapter those on everyone's images."""
+    """Return the scores of a client, or of the global adapter, by a description of the test images."""
+    scores: dict[str, float] = {}
     if client is None:
-        last: Record = (metrics.get("rounds") or [{}])[-1]
-        found = {SCORES["personal/global_test"]: last.get("global/global_test", math.nan)}
+        rounds = metrics.get("rounds") or [{}]
+        scores[SCORES["personal/global_test"]] = rounds[-1].get("global/global_test", math.nan)
     else:
-        own = metrics["clients"]
-        found = {where: own[name][client] for name, where in SCORES.items() if name in own}
-    return {where: score for where, score in found.items() if not math.isnan(score)}
+        for name, description in SCORES.items():
+            if name in metrics["clients"]:
+                scores[description] = metrics["clients"][name][client]
+    return {description: score for description, score in scores.items() if not math.isnan(score)}
 
 
 def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # whatever a file holds
-    """Look at a record that was read from a file, which anyone may have written, before any of it is shown.
+    """Check a privacy record from a file, which anyone may have written, before any of it is shown.
 
     Raises:
         ValueError, KeyError or TypeError: If it is not the record of a private run of so many clients.
     """
-    for level, of_each in record.items():
-        lists = [of_each[name] for name in _LISTS[level]]
-        options_of(Privacy if level == "sample" else ClientPrivacy, level, dict(of_each["options"]))
-        check_list(lists, None, num_clients)
-        single = [of_each.get("others", 0), *([of_each["noise_multiplier"]] if level == "client" else [])]
-        if sums := of_each.get("sums"):
-            SecureSums(**sums)
-        if any(isinstance(value, bool) or not float(value) >= 0 for values in (*lists, single) for value in values):
-            raise ValueError(f"privacy: {level} has a value that is not a number of 0 or more")
+    for level, content in record.items():
+        options_of(Privacy if level == "sample" else ClientPrivacy, level, dict(content["options"]))
+        values_by_client = [content[name] for name in _CLIENT_LISTS[level]]
+        check_list(values_by_client, None, num_clients)
+        numbers = [content.get("others", 0)]
+        if level == "client":
+            numbers.append(content["noise_multiplier"])
+        for values in values_by_client:
+            numbers += values
+        if content.get("sums"):
+            SecureSums(**content["sums"])
+        for number in numbers:
+            if isinstance(number, bool) or not float(number) >= 0:
+                raise ValueError(f"privacy: {level} has a value that is not a number of 0 or more")
 
 
 def is_test_mode(record: Record | None) -> bool:
-    """Whether any noise followed from the run's seed."""
+    """Whether any noise was derived from the run's seed."""
     return any(not level["options"]["secure_rng"] for level in (record or {}).values())
 
 
-def joined_record(record: Record, own: Record) -> dict[str, Any]:
-    """The record of a run that a client has joined, of which alone ``own`` is.
+def joined_record(record: Record, client_record: Record) -> dict[str, Any]:
+    """Return the record of a run with one more client.
 
-    The client has sent nothing: nobody learns of it as a whole from the global adapter.
+    The client has sent nothing, so the global adapter reveals nothing of it: its ε of the level ``client`` is 0.
+
+    Args:
+        record: The run's record.
+        client_record: The record of the run of the new client only.
     """
-    found = {level: dict(content) for level, content in record.items()}
-    for level, content in found.items():
-        for name in _LISTS[level]:
-            content[name] = [*content[name], *(own["sample"][name] if level == "sample" else [0.0])]
-    return found
+    joined = {}
+    for level, content in record.items():
+        joined[level] = dict(content)
+        for name in _CLIENT_LISTS[level]:
+            new_values = client_record["sample"][name] if level == "sample" else [0.0]
+            joined[level][name] = [*content[name], *new_values]
+    return joined
 
 
-def _words(record: Record, client: int | None, joined: Collection[int], called: object = None) -> Any:  # noqa: ANN401  # macros
-    """The texts on a record's numbers, of which ``sent`` are those of the clients that took part in the rounds."""
+def _privacy_texts(
+    record: Record,
+    client: int | None,
+    joined: Collection[int],
+    client_name: object = None,
+) -> Any:  # noqa: ANN401  # a module of Jinja's, with one function for each macro
+    """Fill the macros of the template on privacy."""
     levels: dict[str, Any] = {"sample": None, "client": None}
     for level, content in record.items():
-        lists = {name: [float(value) for value in content[name]] for name in _LISTS[level]}
-        sent = {name: [one for number, one in enumerate(own) if number not in joined] for name, own in lists.items()}
-        of_others = {"others": _largest_of_others(level, content, client)}
-        levels[level] = {"sums": None, "at_sites": False} | dict(content) | lists | {"sent": sent} | of_others
+        values = {"sums": None, "at_sites": False} | dict(content)
+        sent = {}  # the values of the clients that took part in the rounds
+        for name in _CLIENT_LISTS[level]:
+            numbers = [float(number) for number in content[name]]
+            values[name] = numbers
+            sent[name] = [number for index, number in enumerate(numbers) if index not in joined]
+        levels[level] = values | {"sent": sent, "others": _largest_of_others(level, content, client)}
     return _template("privacy").make_module(
         {
             "sample": levels["sample"],
             "whole": levels["client"],
             "client": client,
             "joined": joined,
-            "called": client if called is None else called,
+            "called": client if client_name is None else client_name,
             "test_mode": is_test_mode(record),
         }
     )
 
 
-def privacy_card(record: Record | None, client: int | None, joined: Collection[int] = (), called: object = None) -> str:
-    """The section "Privacy" of the model card of a client's adapter, or of the global one, as Markdown.
+def privacy_card(
+    record: Record | None, client: int | None, joined: Collection[int] = (), client_name: object = None
+) -> str:
+    """Return the section "Privacy" of an adapter's model card as Markdown, empty if training was not private.
 
-    There is no line break at its end, and nothing at all where training was not private. Clients that ``joined`` when
-    the rounds were over sent nothing. The client is ``called`` something else than its number where that is given.
+    Args:
+        record: The privacy record.
+        client: The adapter's client; None for the global adapter.
+        joined: Clients that joined after the rounds, and sent nothing.
+        client_name: Name of the client in the text; its number by default.
     """
-    return str(_words(record, client, joined, called).card()).strip() if record else ""
+    if not record:
+        return ""
+    return str(_privacy_texts(record, client, joined, client_name).card()).strip()
 
 
 def privacy_lines(record: Record | None, joined: Collection[int] = ()) -> str:
-    """What releasing all adapters of a run costs, a line for each kind of privacy; nothing where there was none."""
-    return str(_words(record, None, joined).lines()).strip() if record else ""
+    """Return the privacy costs of releasing all adapters of a run, one line per level; empty without privacy."""
+    if not record:
+        return ""
+    return str(_privacy_texts(record, None, joined).lines()).strip()
 
 
 def protection(record: Record | None, client: int | None) -> str:
-    """In a few words, what protects those behind one adapter, a client's own or (None) the global one."""
-    return str(_words(record or {}, client, ()).protection()).strip()
+    """Return a few words on the protection of an adapter, that of a client or the global one (None)."""
+    return str(_privacy_texts(record or {}, client, ()).protection()).strip()
 
 
 def _largest_of_others(level: str, content: Record, client: int | None) -> float | None:
-    """The largest ε of all clients but one; None where there is no other."""
+    """Return the largest ε of all other clients; None if there are none."""
     values = content["server" if level == "sample" else "epsilon"]
     others = [float(value) for other, value in enumerate(values) if other != client]
-    return max([*others, float(content["others"])] if "others" in content else others, default=None)
+    if "others" in content:
+        others.append(float(content["others"]))
+    return max(others, default=None)
 
 
-def of_one(record: Record, client: int) -> dict[str, dict[str, Any]]:
-    """The record beside the adapter of one client: its own figures, and the largest ε of the others."""
-    found = {}
+def record_of_one(record: Record, client: int) -> dict[str, dict[str, Any]]:
+    """Return the record for the shared adapter of one client: its own values, and the largest ε of the others."""
+    shared: dict[str, dict[str, Any]] = {}
     for level, content in record.items():
-        largest = _largest_of_others(level, content, client)
-        found[level] = {name: [value[client]] if isinstance(value, list) else value for name, value in content.items()}
-        found[level] |= {} if largest is None else {"others": largest}
-    return found
+        shared[level] = {}
+        for name, value in content.items():
+            shared[level][name] = [value[client]] if isinstance(value, list) else value
+        largest_of_others = _largest_of_others(level, content, client)
+        if largest_of_others is not None:
+            shared[level]["others"] = largest_of_others
+    return shared
 
 
-def of_nobody(record: Record) -> dict[str, dict[str, Any]]:
-    """The record beside the global adapter where it is shared: ε of all clients, and what says whose is whose left out.
+def record_of_nobody(record: Record) -> dict[str, dict[str, Any]]:
+    """Return the record for the shared global adapter: the ε of all clients, without a link to any client.
 
-    Rates and noise are the extremes that ε was not smaller for, since a rate tells how many images a client has.
+    Rates and noise multipliers are replaced by their extremes, with which ε would be no smaller, since a rate reveals a
+    client's number of images.
     """
-    found = {level: dict(content) for level, content in record.items()}
+    shared = {level: dict(content) for level, content in record.items()}
     for level, name in (("sample", "server"), ("sample", "release"), ("client", "epsilon")):
-        if level in found:
-            found[level][name] = sorted(found[level][name], key=float, reverse=True)
-    if "sample" in found:
-        for name, extreme in (("sample_rates", max), ("noise_multipliers", min)):
-            values = found["sample"][name]
-            found["sample"][name] = [extreme(map(float, values))] * len(values)
-    return found
+        if level in shared:
+            shared[level][name] = sorted(shared[level][name], key=float, reverse=True)
+    if "sample" in shared:
+        rates = [float(rate) for rate in shared["sample"]["sample_rates"]]
+        multipliers = [float(multiplier) for multiplier in shared["sample"]["noise_multipliers"]]
+        shared["sample"]["sample_rates"] = [max(rates)] * len(rates)
+        shared["sample"]["noise_multipliers"] = [min(multipliers)] * len(multipliers)
+    return shared

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that join or leave a saved run, and what the run holds of each."""
+"""Clients that join or leave a saved run, and the run's records of each client."""
 
 import math
 import shutil
@@ -13,101 +13,126 @@ from perada.results.models import Models
 from perada.results.report import LAST_ROUND
 from perada.results.run_file import RUN_FILE, finish, read_run, write_run
 
-Change = Callable[[str, list[Any], Any], list[Any]]
-"""Makes another list of one with an entry a client, given what it is of and an entry that says nothing."""
-_BY_CLIENT = ("clients", "initial", "by_round", "global/local_test", "per_class", "partition", "test_images")
+EditList = Callable[[str, list[Any], Any], list[Any]]
+"""Returns a changed list, given the name of the metric, the list with one entry per client, and an empty entry."""
+_METRICS_BY_CLIENT = ("clients", "initial", "by_round", "global/local_test", "per_class", "partition", "test_images")
 
 
-def _changed(metrics: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    """The metrics of a run with other clients: what has an entry for each is changed, all else stays."""
-
-    def each(name: str, value: Any) -> Any:  # noqa: ANN401  # what metrics hold
-        if isinstance(value, dict):
-            return {key: each(f"{name}/{key}", one) for key, one in value.items()}
-        if name == "by_round":
-            return [each("round", row) for row in value]
-        if not isinstance(value, list):
-            return value
-        if name == "test_images":
-            return change(name, value, 0)
-        if not isinstance(value[0], list):  # but (K,) is of all clients
-            return value if name.startswith("per_class/") else change(name, value, math.nan)
-        return change(name, value, [0 if name.startswith("partition/") else math.nan] * len(value[0]))
-
-    return dict(metrics) | {name: each(name, metrics[name]) for name in _BY_CLIENT if name in metrics}
+def _edit_client_lists(metrics: Mapping[str, Any], edit: EditList) -> dict[str, Any]:
+    """Return the metrics with every list that has one entry per client edited, and all else unchanged."""
+    edited = dict(metrics)
+    for name in _METRICS_BY_CLIENT:
+        if name in metrics:
+            edited[name] = _edit_metric(name, metrics[name], edit)
+    return edited
 
 
-def _without_client(metrics: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The metrics without the values of a client, NaN or zeros instead; its ε stay."""
+def _edit_metric(name: str, value: Any, edit: EditList) -> Any:  # noqa: ANN401  # whatever metrics hold
+    if isinstance(value, dict):
+        return {key: _edit_metric(f"{name}/{key}", entry, edit) for key, entry in value.items()}
+    if name == "by_round":
+        return [_edit_metric("round", row, edit) for row in value]
+    if not isinstance(value, list):
+        return value
+    if name == "test_images":
+        return edit(name, value, 0)
+    if isinstance(value[0], list):  # (M, K)
+        empty_cell = 0 if name.startswith("partition/") else math.nan
+        return edit(name, value, [empty_cell] * len(value[0]))
+    if name.startswith("per_class/"):  # (K,) over all clients
+        return value
+    return edit(name, value, math.nan)
 
-    def blank(name: str, values: list[Any], nothing: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
-        return values if name.startswith("clients/privacy/") else [*values[:number], nothing, *values[number + 1 :]]
 
-    found = _changed(metrics, blank)
-    for told in found.get("predictions", {}).values():  # calibration is of all images together
-        if "confusion" in told:
-            told["confusion"] = [row for row in told["confusion"] if row[0] != number]
-    return found
+def _without_client(metrics: Mapping[str, Any], client: int) -> dict[str, Any]:
+    """Return the metrics with NaN or zeros in place of a client's values, except for its ε."""
+
+    def clear(name: str, values: list[Any], empty: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
+        if name.startswith("clients/privacy/"):
+            return values
+        return [*values[:client], empty, *values[client + 1 :]]
+
+    cleared = _edit_client_lists(metrics, clear)
+    # The calibration of predictions is that of all images together.
+    for predictions in cleared.get("predictions", {}).values():
+        if "confusion" in predictions:
+            predictions["confusion"] = [row for row in predictions["confusion"] if row[0] != client]
+    return cleared
 
 
 def joined_clients(info: Mapping[str, Any]) -> set[int]:
-    """The numbers of the clients that joined when the rounds were over."""
+    """Return the numbers of the clients that joined after the rounds."""
     return {record["client"] for record in info.get("joined", [])}
 
 
 def check_none_lost(folder: Path, info: Mapping[str, Any]) -> None:
-    """Refuse to replace a saved run that has clients which joined it by a run that lacks them.
+    """Check that a run to be saved has all clients that joined the run in ``folder``, which it would replace.
 
     Raises:
-        ValueError: If there are such clients in ``folder``.
+        ValueError: If such a client is missing.
     """
-    joined = read_run(folder).info.get("joined", []) if (folder / RUN_FILE).is_file() else []
-    lost = [name for record in joined if (name := str(record["name"])) not in (info.get("clients") or [])]
-    if lost:
+    if not (folder / RUN_FILE).is_file():
+        return
+    names = info.get("clients") or []
+    joined_names = [str(record["name"]) for record in read_run(folder).info.get("joined", [])]
+    missing = [name for name in joined_names if name not in names]
+    if missing:
         raise ValueError(
-            f"--output={str(folder)!r} holds a run that {', '.join(lost)} joined, and one without would replace it: to "
-            "add another client, give that folder as RUN; or give another folder"
+            f"--output={str(folder)!r} holds a run that {', '.join(missing)} joined, and a run without them would "
+            "replace it: to add another client, give that folder as RUN; or give another folder"
         )
 
 
-def with_joined(run: Models, alone: Models, how: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``Run.info`` and ``Run.metrics`` of a ``run`` that one more client has joined, which trained ``alone``.
+def with_joined(run: Models, single: Models, record: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return ``Run.info`` and ``Run.metrics`` of a run with one more client.
 
-    ``own_adapters`` are the clients that have one of their own, where the others share the global one.
+    Args:
+        run: The run.
+        single: The run of the new client only.
+        record: The client's entry in ``info["joined"]``, without its number.
     """
-    number, told = run.num_clients, dict(run.info)
-    names = told.get("clients") or list(map(str, range(number)))
-    told["clients"] = [*names, how["name"]]
-    told["joined"] = [*told.get("joined", []), {"client": number} | how]
-    if not run.personalized or "own_adapters" in told:
-        told["own_adapters"] = [*told.get("own_adapters", []), number]
-    if told.get("privacy"):
-        told["privacy"] = joined_record(told["privacy"], alone.info["privacy"])
-    new: dict[str, Any] = {"clients/privacy/client_epsilon": 0.0}  # it sent nothing
-    new |= {f"clients/{name}": own[0] for name, own in alone.metrics["clients"].items()}
-    new |= {f"partition/{part}": rows[0] for part, rows in alone.metrics.get("partition", {}).items()}
-    before = math.nan if how["before"] is None else how["before"]
-    # It took part in none of the run's rounds, and its model is not older for that.
-    new |= {"clients/personal/global_test": math.nan, f"clients/{LAST_ROUND}": math.nan, "global/local_test": before}
-    new["test_images"] = alone.metrics.get("test_images", [0])[0]
-    return told, _changed(
-        run.metrics, lambda name, values, nothing: [*values, nothing if (own := new.get(name)) is None else own]
-    )
+    client = run.num_clients
+    info = dict(run.info)
+    names = info.get("clients") or [str(number) for number in range(client)]
+    info["clients"] = [*names, record["name"]]
+    info["joined"] = [*info.get("joined", []), {"client": client} | record]
+    if not run.personalized or "own_adapters" in info:
+        # The other clients share the global adapter.
+        info["own_adapters"] = [*info.get("own_adapters", []), client]
+    if info.get("privacy"):
+        info["privacy"] = joined_record(info["privacy"], single.info["privacy"])
+
+    entries: dict[str, Any] = {"clients/privacy/client_epsilon": 0.0}  # the client sent nothing
+    for name, values in single.metrics["clients"].items():
+        entries[f"clients/{name}"] = values[0]
+    for part, rows in single.metrics.get("partition", {}).items():
+        entries[f"partition/{part}"] = rows[0]
+    entries["clients/personal/global_test"] = math.nan
+    # NaN and not 0 ("never took part"), for which the personal model would be called old.
+    entries[f"clients/{LAST_ROUND}"] = math.nan
+    entries["global/local_test"] = math.nan if record["before"] is None else record["before"]
+    entries["test_images"] = single.metrics.get("test_images", [0])[0]
+
+    def append_entry(name: str, values: list[Any], empty: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
+        entry = entries.get(name)
+        return [*values, empty if entry is None else entry]
+
+    return info, _edit_client_lists(run.metrics, append_entry)
 
 
 def forget(folder: Path, client: int | str) -> int:
-    """Remove a client's adapter, name and scores from a folder that ``Run.save`` wrote; numbers of others stay.
+    """Remove a client's adapter, name and scores from a folder that ``Run.save`` wrote. Others keep their numbers.
 
-    ``run.json`` is replaced first, in one step, and then the client's folder is deleted: whatever happens in between,
-    the run can be read, and the call can be repeated, which deletes what was left. The ε of a private run stay, since
-    they say what the global adapter reveals; of how many images a client had, nothing stays.
+    ``run.json`` is replaced first, atomically, and then the client's folder is deleted. If this is interrupted, the run
+    can be read, and the call can be repeated to delete the remaining files. The ε of a private run are kept, since they
+    state what the global adapter reveals. The client's number of images is not kept.
 
     Returns:
         The client's number.
 
     Raises:
         FileNotFoundError: If there is no saved run.
-        ValueError: If there is no such client, or checkpoints are in the folder, which hold the client's state too.
+        ValueError: If there is no such client, or the folder has checkpoints, which hold the client's state, too.
     """
     finish(folder)
     saved = read_run(folder)
@@ -115,28 +140,43 @@ def forget(folder: Path, client: int | str) -> int:
     if checkpoints:
         raise ValueError(
             f"{str(checkpoints[0])!r} is a checkpoint, which holds every client's state: nothing was removed; export "
-            "the run to a folder of its own (perada export), forget the client there, and delete the run folder"
+            "the run to another folder (perada export), forget the client there, and delete the run folder"
         )
     info = saved.info
-    left: list[int] = [number for number in info.get("forgotten", []) if (folder / f"client_{number}").is_dir()]
-    for number in left:  # of a call that was interrupted
-        shutil.rmtree(folder / f"client_{number}")
+    interrupted = _delete_forgotten(folder, info)
     try:
         number = client_index(client, info.get("clients"), saved.num_clients)
     except ValueError:
-        if left:  # by then it had lost its name
-            return left[-1]
+        # The interrupted call has already removed the client's name.
+        if interrupted:
+            return interrupted[-1]
         raise
     if info.get("clients"):
         info["clients"][number] = f"(forgotten {number})"
     info["joined"] = [record for record in info.get("joined", []) if record["client"] != number]
     info["forgotten"] = sorted({*info.get("forgotten", []), number})
-    sample = (info.get("privacy") or {}).get("sample", {})
-    for values in ((info.get("training") or {}).get("images"), sample.get("sample_rates")):
+    # A rate reveals the number of images.
+    images = (info.get("training") or {}).get("images")
+    sample_rates = (info.get("privacy") or {}).get("sample", {}).get("sample_rates")
+    for values in (images, sample_rates):
         if values and number < len(values):
             values[number] = 0
     saved.metrics = _without_client(saved.metrics, number)
-    saved.files = {name: digest for name, digest in saved.files.items() if not name.startswith(f"client_{number}/")}
+    client_folder = folder / f"client_{number}"
+    saved.files = {
+        name: digest for name, digest in saved.files.items() if not name.startswith(f"{client_folder.name}/")
+    }
     write_run(folder, saved)
-    shutil.rmtree(folder / f"client_{number}", ignore_errors=not (folder / f"client_{number}").exists())
+    shutil.rmtree(client_folder, ignore_errors=not client_folder.exists())
     return number
+
+
+def _delete_forgotten(folder: Path, info: Mapping[str, Any]) -> list[int]:
+    """Delete the folders that an interrupted :func:`forget` left, and return the numbers of their clients."""
+    deleted = []
+    for number in info.get("forgotten", []):
+        client_folder = folder / f"client_{number}"
+        if client_folder.is_dir():
+            shutil.rmtree(client_folder)
+            deleted.append(number)
+    return deleted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters as PEFT folders, written, read and shared on the Hub."""
+"""Write and read adapters as PEFT folders, and share them on the Hub."""
 
 import copy
 import json
@@ -21,40 +21,49 @@ from perada.core.files import Scratch
 from perada.core.states import Factors, State, get_state, narrowed, set_state, trained_keys, widened
 from perada.models.adapted import AdaptedModel, find_tensor_names, is_adapter_key, plain_names, saved_tensors
 from perada.models.weight_files import LITE0, SHIPPED
-from perada.results.cards import of_nobody, of_one
+from perada.results.cards import record_of_nobody, record_of_one
 from perada.results.run_file import RunFile, published
 
 BACKBONE_FILE = "backbone.safetensors"
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 CARD_FILE = "README.md"
-NAMES_FILE = "config.json"
-_PATTERNS = ("rank_pattern", "alpha_pattern")
-_AGAIN = "save the run again"
+CLASS_NAMES_FILE = "config.json"
+_SAVE_AGAIN = "save the run again"
 _CARD = "---\nlibrary_name: peft\n---\n"
 
 
 class PeftFolders:
-    """The PEFT folders of one model, whose own adapter is left as it was: PEFT looks through the model once for all.
+    """Writes and reads the PEFT folders of one model, whose adapter is not changed.
+
+    PEFT searches the model for the adapter's tensors once, and not for each folder.
 
     Args:
         adapted: The model.
-        base: What configurations call its backbone.
+        base: Name of its backbone in the configurations.
     """
 
     def __init__(self, adapted: AdaptedModel, base: str | None = None) -> None:
-        self._adapted, self._base = adapted, base
+        self._adapted = adapted
+        self._base = base
         self._tensors = saved_tensors(adapted)
-        full = adapted.model.state_dict()
-        own = {full[key].data_ptr(): key for key in trained_keys(adapted.model)}
-        named = self._tensors.items()  # fixed projections and the like are in no state
-        self._keys = {name: own[value.data_ptr()] for name, value in named if value.data_ptr() in own}
+        model_state = adapted.model.state_dict()
+        key_by_address = {model_state[key].data_ptr(): key for key in trained_keys(adapted.model)}
+        self._keys: dict[str, str] = {}
+        """Name in a state of each trained tensor, by its name in a folder."""
+        for name, tensor in self._tensors.items():
+            # Fixed tensors, such as random projections, are in no state.
+            if tensor.data_ptr() in key_by_address:
+                self._keys[name] = key_by_address[tensor.data_ptr()]
 
     @cached_property
     def _config(self) -> str:
+        """The configuration file that PEFT writes."""
         self._adapted.peft_model.peft_config["default"].base_model_name_or_path = self._base
         with Scratch() as folder:
-            (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")  # else a template is compiled
-            with warnings.catch_warnings():  # as in saved_tensors
+            # PEFT compiles a template for the model card unless there is one.
+            (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")
+            with warnings.catch_warnings():  # see saved_tensors
                 warnings.filterwarnings("ignore", "Adapter .* have invalid shape", UserWarning)
                 self._adapted.peft_model.save_pretrained(str(folder), save_embedding_layers=False)
             return (folder / CONFIG_FILE).read_text(encoding="utf-8")
@@ -63,133 +72,185 @@ class PeftFolders:
     def _factors(self) -> tuple[Factors, ...]:
         return find_tensor_names(self._adapted.model, self._adapted.backbone.head).factors
 
-    def _cut(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-        """Tensors without what is beyond a rank."""
-        own = narrowed({key: tensors[name] for name, key in self._keys.items()}, self._factors, rank)
-        return {name: own.get(self._keys.get(name, ""), value) for name, value in tensors.items()}
+    def _truncate(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+        """Return the tensors of a folder with LoRA's factors cut to a rank."""
+        state = {key: tensors[name] for name, key in self._keys.items()}
+        truncated = narrowed(state, self._factors, rank)
+        result = dict(tensors)
+        for name, key in self._keys.items():
+            if key in truncated:
+                result[name] = truncated[key]
+        return result
 
-    def _options(self, rank: int) -> dict[str, Any]:
-        """Fields of the configuration of LoRA that was cut to a rank, by which the scale of each layer stays."""
-        full, layers = self._adapted.model.state_dict(), {}
+    def _truncated_options(self, rank: int) -> dict[str, Any]:
+        """Return the options of LoRA that was cut to a rank, with which each layer keeps its scale."""
+        model_state = self._adapted.model.state_dict()
+        uses_rslora = getattr(self._adapted.config, "use_rslora", False)
+        ranks: dict[str, int] = {}
+        alphas: dict[str, float] = {}
         for pair in self._factors:
-            own = min(rank, full[pair.down].shape[0])
-            alpha = pair.scale * (math.sqrt(own) if getattr(self._adapted.config, "use_rslora", False) else own)
-            layers[pair.down.partition(".lora_A.")[0]] = own, int(alpha) if alpha.is_integer() else alpha
-        several, (rank, alpha) = len({*layers.values()}) > 1, next(iter(layers.values()))
-        # "^": PEFT compares the ends of names, and a layer's may be the end of another's.
-        named = {f"^{layer}": own for layer, own in layers.items()}
-        patterns = {name: {layer: own[place] for layer, own in named.items()} for place, name in enumerate(_PATTERNS)}
-        options = {"r": rank, "lora_alpha": alpha} | (patterns if several else {name: {} for name in _PATTERNS})
+            layer = pair.down.partition(".lora_A.")[0]
+            layer_rank = min(rank, model_state[pair.down].shape[0])
+            # PEFT scales by alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+            alpha = pair.scale * (math.sqrt(layer_rank) if uses_rslora else layer_rank)
+            ranks[layer] = layer_rank
+            alphas[layer] = int(alpha) if alpha.is_integer() else alpha
+        options: dict[str, Any] = {
+            "r": next(iter(ranks.values())),
+            "lora_alpha": next(iter(alphas.values())),
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }
+        if len({*zip(ranks.values(), alphas.values(), strict=True)}) > 1:
+            # "^": PEFT matches the ends of names, and a layer's name may be the end of another's.
+            options["rank_pattern"] = {f"^{layer}": layer_rank for layer, layer_rank in ranks.items()}
+            options["alpha_pattern"] = {f"^{layer}": alpha for layer, alpha in alphas.items()}
         if hasattr(self._adapted.config, "init_lora_weights"):
-            options["init_lora_weights"] = True  # PEFT draws by "orthogonal" of even ranks alone
+            options["init_lora_weights"] = True  # PEFT's "orthogonal" supports even ranks only
         return options
 
     def save(self, state: State, folder: Path, classes: Sequence[str] | None = None, rank: int | None = None) -> None:
-        """Write one state as a folder, which ``peft.PeftModel.from_pretrained`` reads; with a ``rank``, cut to that.
+        """Write one state as a folder that ``peft.PeftModel.from_pretrained`` reads.
 
-        Where the backbone was trained too, its tensors are in ``backbone.safetensors`` beside the adapter. The names of
-        the classes are ``id2label`` and ``label2id`` in ``config.json``, as transformers writes them: PEFT's own
-        configuration has no place for them.
+        If the backbone was trained, too, its tensors are in ``backbone.safetensors`` beside the adapter. The names of
+        the classes are ``id2label`` and ``label2id`` in ``config.json``, as transformers writes them, since PEFT's
+        configuration has no field for them.
+
+        Args:
+            state: The state.
+            folder: The folder, which is created if it does not exist.
+            classes: Names of the classes, if there are any.
+            rank: Rank to cut LoRA's factors to; None keeps the adapter's.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        keys = self._keys
-        tensors = {name: state[keys[name]] if name in keys else own for name, own in self._tensors.items()}
+        tensors = dict(self._tensors)
+        for name, key in self._keys.items():
+            tensors[name] = state[key]
         config = self._config
         if rank is not None:
-            tensors = self._cut(tensors, rank)
-            config = json.dumps(json.loads(config) | self._options(rank), indent=2, sort_keys=True)
-        _save(tensors, folder / WEIGHTS_FILE)
+            tensors = self._truncate(tensors, rank)
+            config = json.dumps(json.loads(config) | self._truncated_options(rank), indent=2, sort_keys=True)
+        _save_tensors(tensors, folder / WEIGHTS_FILE)
         (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
         if not (folder / CARD_FILE).is_file():
             (folder / CARD_FILE).write_text(_CARD, encoding="utf-8")
         if self._adapted.beside:
             save_backbone(self._adapted, folder, state)
         if classes:
-            names = {str(number): name for number, name in enumerate(classes)}
-            content = {"id2label": names, "label2id": {name: number for number, name in enumerate(classes)}}
-            (folder / NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            content = {
+                "id2label": {str(number): name for number, name in enumerate(classes)},
+                "label2id": {name: number for number, name in enumerate(classes)},
+            }
+            (folder / CLASS_NAMES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def load(self, folder: Path, config: PeftConfig, rank: int | None = None) -> State:
-        """Read a folder into a state; what was cut to a ``rank`` is zero beyond it.
+        """Read a folder into a state.
+
+        Args:
+            folder: The folder.
+            config: The configuration that the folder must have.
+            rank: Rank that LoRA's factors were cut to, which are filled up with zeros; None for the adapter's.
 
         Raises:
-            FileNotFoundError: If there is no adapter in ``folder``.
-            ValueError: If it is broken, belongs to another backbone or adapter, or its configuration is not ``config``.
+            FileNotFoundError: If there is no adapter in the folder.
+            ValueError: If the adapter is broken, or belongs to another backbone or adapter.
         """
-        adapted, found, weights = self._adapted, read_config(folder), _tensors_of(folder / WEIGHTS_FILE)
-        tensors: Mapping[str, Tensor] = self._tensors
+        # The configuration first, with which the digests of all files are compared.
+        actual_config = read_config(folder)
+        weights = _load_tensors(folder / WEIGHTS_FILE)
+        expected_tensors: Mapping[str, Tensor] = self._tensors
+        expected_config = config
         if rank is not None:
-            tensors, config = self._cut(tensors, rank), copy.copy(config)
-            vars(config).update(self._options(rank))
-        own, needed = _described(found, weights), _described(config, tensors)
-        for what in needed | own:
-            here, there = (told.get(what, "missing") for told in (own, needed))
-            if here != there:
-                raise ValueError(
-                    f"the adapter in {str(folder)!r} belongs to another backbone or adapter: {what} is {here}, of the "
-                    f"run it is {there}; load it with the configuration it was made with"
-                )
+            expected_tensors = self._truncate(self._tensors, rank)
+            expected_config = copy.copy(config)
+            vars(expected_config).update(self._truncated_options(rank))
+        _check_equal_facts(folder, _facts(actual_config, weights), _facts(expected_config, expected_tensors))
         for name, value in weights.items():
             if not value.isfinite().all():
-                raise ValueError(f"the adapter in {str(folder)!r} is broken: {name!r} is not finite; {_AGAIN}")
-        state = get_state(adapted.model)
+                raise ValueError(f"the adapter in {str(folder)!r} is broken: {name!r} is not finite; {_SAVE_AGAIN}")
+        state = get_state(self._adapted.model)
         for name, key in self._keys.items():
             state[key] = widened(weights[name].to(state[key].dtype), state[key].shape)
         for name in self._tensors.keys() - self._keys:
             self._tensors[name].copy_(weights[name])
-        if adapted.beside:
-            tensors = read_backbone(adapted, folder / BACKBONE_FILE, set(adapted.beside))
-            set_state(adapted.model, {key: value for key, value in tensors.items() if key not in state})
-            state |= {key: tensors[key].to(state[key].dtype) for key in adapted.beside}
+        if self._adapted.beside:
+            backbone = read_backbone(self._adapted, folder / BACKBONE_FILE, set(self._adapted.beside))
+            set_state(self._adapted.model, {key: value for key, value in backbone.items() if key not in state})
+            state |= {key: backbone[key].to(state[key].dtype) for key in self._adapted.beside}
         return state
 
 
-def _described(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """What all adapters of a run have in common: options, and shapes of tensors."""
+def _facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """Return what all adapters of a run have in common, by its name in messages: options, and shapes of tensors."""
     ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
-    options = {f"its {name}": value for name, value in vars(config).items() if name not in ignored}
-    told = {name: sorted(map(str, value)) if isinstance(value, list) else value for name, value in options.items()}
-    return told | {repr(name): list(tensor.shape) for name, tensor in tensors.items()}
+    facts: dict[str, object] = {}
+    for name, value in vars(config).items():
+        if name not in ignored:
+            # PEFT writes sets as lists in any order.
+            facts[f"its {name}"] = sorted(map(str, value)) if isinstance(value, list) else value
+    for name, tensor in tensors.items():
+        facts[repr(name)] = list(tensor.shape)
+    return facts
 
 
-def _tensors_of(path: Path) -> dict[str, Tensor]:
+def _check_equal_facts(folder: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    """Raise a ValueError if the adapter in a folder has other options or tensors than the run's."""
+    for fact in {**expected, **actual}:
+        actual_value = actual.get(fact, "missing")
+        expected_value = expected.get(fact, "missing")
+        if actual_value != expected_value:
+            raise ValueError(
+                f"the adapter in {str(folder)!r} belongs to another backbone or adapter: {fact} is {actual_value}, "
+                f"expected {expected_value}; load it with the configuration it was made with"
+            )
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error}; {_AGAIN}") from error
+        raise ValueError(f"{str(path)!r} cannot be read: {error}; {_SAVE_AGAIN}") from error
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors; safetensors takes neither views nor two names of one tensor."""
-    whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    path.write_bytes(save(whole, {"format": "pt"}))  # by which an error of the disk is an OSError
+def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors to a file."""
+    # safetensors rejects views, and tensors that share memory.
+    copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    # Unlike save_file, write_bytes raises an OSError if the disk fails.
+    path.write_bytes(save(copies, {"format": "pt"}))
 
 
-def own_weights(info: Mapping[str, Any]) -> bool:
-    """Whether the backbone's weights are random, the caller's or in a file, so that a folder must hold them."""
-    source, backbone = info["pretrained"], info["backbone"]
-    if not source or backbone is None:
+def needs_backbone_file(info: Mapping[str, Any]) -> bool:
+    """Whether the backbone's weights are random, the caller's or from a file, so that they are saved with the run."""
+    pretrained = info["pretrained"]
+    backbone = info["backbone"]
+    if not pretrained or backbone is None:
         return True
-    file = isinstance(source, str) and source != LITE0 and not source.startswith(SHIPPED)
-    return file and not backbone.startswith("hf:")  # whose configuration is read from there too
+    is_file = isinstance(pretrained, str) and pretrained != LITE0 and not pretrained.startswith(SHIPPED)
+    # The configuration of a folder of transformers is read from there, too.
+    return is_file and not backbone.startswith("hf:")
 
 
 def base_name(adapted: AdaptedModel, pretrained: object) -> str | None:
-    """What the Hub, or timm, calls the backbone; None for a network of the caller's own."""
-    name, config = adapted.backbone.name, getattr(adapted.model, "pretrained_cfg", None)
+    """Return the backbone's name on the Hub or in timm; None for the caller's own network."""
+    name = adapted.backbone.name
     if name.startswith("hf:"):
         return name.removeprefix("hf:")
-    if config is None:
+    timm_config = getattr(adapted.model, "pretrained_cfg", None)
+    if timm_config is None:
         return None
-    return (config.get("hf_hub_id") if pretrained is True else None) or name
+    if pretrained is True and timm_config.get("hf_hub_id"):
+        hub_name: str = timm_config["hf_hub_id"]
+        return hub_name
+    return name
 
 
 def read_config(folder: Path) -> PeftConfig:
     """Read the configuration of a PEFT folder.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it cannot be read, or a file of the folder is not what was written.
+        FileNotFoundError: If the configuration or the weights are missing.
+        ValueError: If it cannot be read, or a file of the folder was changed.
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
@@ -199,7 +260,8 @@ def read_config(folder: Path) -> PeftConfig:
     check_sums(folder, (CONFIG_FILE, WEIGHTS_FILE), free=(CARD_FILE,))
     try:
         config: PeftConfig = PeftConfig.from_pretrained(str(folder))
-        copy.deepcopy(config)  # as inserting it does, which lists within lists within lists do not survive
+        # PEFT copies it when it inserts the adapter, which fails for deeply nested lists in a malicious file.
+        copy.deepcopy(config)
     except Exception as error:  # a broken JSON file, an unknown method or unknown fields
         reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
         raise ValueError(
@@ -209,87 +271,133 @@ def read_config(folder: Path) -> PeftConfig:
 
 
 def save_backbone(adapted: AdaptedModel, folder: Path, state: State | None = None) -> None:
-    """Write a backbone whose weights cannot be had elsewhere, or with a ``state`` one that was trained.
+    """Write the weights of a backbone that cannot be downloaded, or that was trained.
 
-    The file has the names of the plain backbone, and all of its tensors: ``timm.create_model(..., checkpoint_path=)``
-    and ``pretrained=`` read it. A trained head is in the adapter; here the backbone's first one stands.
+    The file has all tensors of the plain backbone under its names, so that ``timm.create_model(..., checkpoint_path=)``
+    and ``pretrained=`` read it. A trained head is in the adapter; the file has the backbone's original head.
+
+    Args:
+        adapted: The model.
+        folder: Folder of the file.
+        state: Trained tensors by their names in the model; None for the model's own.
     """
-    model = adapted.model.state_dict() | (state or {})
-    names = plain_names(adapted)
+    model_state = adapted.model.state_dict() | (state or {})
+    key_by_plain_name = dict(plain_names(adapted))
     trained = {*trained_keys(adapted.model)}
-    # Frozen tensors of the adapter itself, such as random projections, which not every method saves.
-    own = {key: key for key in model if is_adapter_key(key) and key not in trained}
-    _save({plain: model[key] for plain, key in (names | own).items()}, folder / BACKBONE_FILE)
+    # Frozen tensors of the adapter, such as random projections: not every method of PEFT saves them.
+    key_by_plain_name |= {key: key for key in model_state if is_adapter_key(key) and key not in trained}
+    tensors = {name: model_state[key] for name, key in key_by_plain_name.items()}
+    _save_tensors(tensors, folder / BACKBONE_FILE)
 
 
 def read_backbone(adapted: AdaptedModel, path: Path, needed: set[str]) -> State:
-    """The tensors of a file by their names in the model, with those that are ``needed`` among them."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
-    tensors = _tensors_of(path)
-    names, full = plain_names(adapted), adapted.model.state_dict()
-    found = {names.get(key, key): value for key, value in tensors.items()}
-    wrong = [key for key, value in found.items() if key not in full or value.shape != full[key].shape]
-    for key in [*wrong, *sorted(needed - found.keys())]:
-        raise ValueError(
-            f"{str(path)!r} does not fit backbone {adapted.backbone.name!r}: {key!r} is missing in one of them, or of "
-            "another shape; load it with the one it was made with"
-        )
-    return found
+    """Read a backbone file.
 
+    Args:
+        adapted: The model.
+        path: The file.
+        needed: Names in the model of tensors that the file must have.
 
-_OF_CLIENTS = ("_worst", "_p10", "_recent", "_client")
-"""Endings of metrics of a round that are of one client or a few."""
-
-
-def shared_part(
-    info: Mapping[str, Any], metrics: Mapping[str, Any], num_clients: int, client: int | None, scores: bool
-) -> RunFile:
-    """What ``run.json`` says beside an adapter that is shared: of no client but the one whose adapter it is.
-
-    With the global adapter there are no clients' names and scores; the ε of all clients are there in the order of their
-    size, since they say what it reveals. Beside a client's adapter, ``adapter_of`` says whose it is. Without ``scores``
-    there are none.
-    """
-    left_out = ("clients", "lora_ranks", "joined", "forgotten", "elsewhere", "own_adapters", "adapter_of")
-    if not scores:
-        info = published(info, metrics)[0]
-    kept: dict[str, Any] = {key: value for key, value in info.items() if key not in left_out} | {"clients": None}
-    kept["training"] = {name: value for name, value in info["training"].items() if name != "images"}
-    privacy = info.get("privacy") or {}
-    if client is None:
-        kept["privacy"] = of_nobody(privacy) or None
-        rounds = [
-            {name: value for name, value in row.items() if not name.endswith(_OF_CLIENTS)}
-            for row in (metrics["rounds"] if scores else [])
-        ]
-        return RunFile(num_clients, kept, {"rounds": rounds, "clients": {}}, shared=True)
-    names = info.get("clients")
-    kept["clients"] = [names[client]] if names else None
-    kept["adapter_of"] = info.get("adapter_of", names[client] if names else str(client))
-    kept["privacy"] = of_one(privacy, client) or None
-    kept |= {"joined": [record | {"client": 0} for record in info.get("joined", []) if record["client"] == client]}
-    own = {name: [values[client]] for name, values in metrics["clients"].items()} if scores else {}
-    return RunFile(1, kept, {"rounds": [], "clients": own}, shared=True)
-
-
-def push(write: Callable[[Path], None], repo: str, what: str, private: bool, token: str | None) -> str:
-    """Upload what ``write`` puts into a folder, and say on standard error ``what`` leaves; return the address.
+    Returns:
+        The tensors by their names in the model.
 
     Raises:
-        ValueError: If the repository is to be private, exists, and is public.
+        FileNotFoundError: If the file is missing.
+        ValueError: If it belongs to another backbone.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
+    key_by_plain_name = plain_names(adapted)
+    full = adapted.model.state_dict()
+    tensors = {key_by_plain_name.get(name, name): value for name, value in _load_tensors(path).items()}
+    mismatched = [key for key, value in tensors.items() if key not in full or value.shape != full[key].shape]
+    mismatched += sorted(needed - tensors.keys())
+    if mismatched:
+        raise ValueError(
+            f"{str(path)!r} does not match backbone {adapted.backbone.name!r}: {mismatched[0]!r} is missing in one of "
+            "them, or has another shape; load it with the backbone it was made with"
+        )
+    return tensors
+
+
+_ENDINGS_OF_FEW_CLIENTS = ("_worst", "_p10", "_recent", "_client")
+"""Endings of metrics of a round that reveal the score of one client or a few."""
+_NOT_SHARED = ("clients", "lora_ranks", "joined", "forgotten", "elsewhere", "own_adapters", "adapter_of")
+"""Entries of ``Run.info`` that reveal other clients."""
+
+
+def shared_run_file(
+    info: Mapping[str, Any], metrics: Mapping[str, Any], num_clients: int, client: int | None, scores: bool
+) -> RunFile:
+    """Make the ``run.json`` of an adapter that is shared. It reveals no client but the adapter's own.
+
+    With the global adapter it has no names and scores of clients. The ε of all clients are sorted by size: they state
+    what the adapter reveals. With a client's adapter, ``adapter_of`` names the client.
+
+    Args:
+        info: ``Run.info``.
+        metrics: ``Run.metrics``.
+        num_clients: Number of clients of the run.
+        client: The client whose adapter is shared; None for the global adapter.
+        scores: Whether scores are shared.
+    """
+    if not scores:
+        info, _ = published(info, metrics)
+    shared: dict[str, Any] = {key: value for key, value in info.items() if key not in _NOT_SHARED}
+    shared["clients"] = None
+    shared["training"] = {name: value for name, value in info["training"].items() if name != "images"}
+    privacy = info.get("privacy") or {}
+    if client is None:
+        shared["privacy"] = record_of_nobody(privacy) or None
+        rounds = []
+        for row in metrics["rounds"] if scores else []:
+            rounds.append({name: value for name, value in row.items() if not name.endswith(_ENDINGS_OF_FEW_CLIENTS)})
+        return RunFile(num_clients, shared, {"rounds": rounds, "clients": {}}, shared=True)
+
+    client_name = str(client)
+    names = info.get("clients")
+    if names:
+        client_name = names[client]
+        shared["clients"] = [client_name]
+    shared["adapter_of"] = info.get("adapter_of", client_name)
+    shared["privacy"] = record_of_one(privacy, client) or None
+    # The client is number 0 of the shared run.
+    joined = [record for record in info.get("joined", []) if record["client"] == client]
+    shared["joined"] = [record | {"client": 0} for record in joined]
+    client_metrics = {}
+    if scores:
+        client_metrics = {name: [values[client]] for name, values in metrics["clients"].items()}
+    return RunFile(1, shared, {"rounds": [], "clients": client_metrics}, shared=True)
+
+
+def push(write: Callable[[Path], None], repo: str, description: str, private: bool, token: str | None) -> str:
+    """Upload a folder to the Hub, after a line on standard error that describes what is uploaded.
+
+    Args:
+        write: Writes the content into an empty folder.
+        repo: Name of the repository, which is created if it does not exist.
+        description: What is uploaded.
+        private: Whether the repository must be private.
+        token: Token of the Hub; None for that of ``hf auth login``.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ValueError: If the repository must be private, exists, and is public.
     """
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
     url = api.create_repo(repo, private=private, exist_ok=True)
-    hidden = api.repo_info(repo).private  # one that was there already stays as it is
-    if private and not hidden:
+    is_private = api.repo_info(repo).private  # create_repo does not change one that exists
+    if private and not is_private:
         raise ValueError(
-            f"repo={repo!r} is there already and public, and nothing was uploaded: make it private on the Hub, give "
+            f"repo={repo!r} exists already and is public, and nothing was uploaded: make it private on the Hub, give "
             "another name, or private=False to publish the adapter"
         )
-    print(f"perada: uploading to the {'private' if hidden else 'public'} repository {repo!r}: {what}", file=sys.stderr)
+    visibility = "private" if is_private else "public"
+    print(f"perada: uploading to the {visibility} repository {repo!r}: {description}", file=sys.stderr)
     with Scratch() as folder:
         write(folder)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload an adapter")

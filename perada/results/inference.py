@@ -25,14 +25,14 @@ _TABLES = (".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model predicts for N images.
+    """The predictions of a model for N images.
 
     Attributes:
-        probabilities: (N, K) floats: a softmax over the classes, or, where an image may have several labels, a sigmoid
-            of each.
-        labels: Classes (N,), int64; or (N, K) of zeros and ones, where an image may have several labels.
-        classes: Names of the K classes; their numbers where the run knows no names.
-        paths: The N paths, where all images were given as such.
+        probabilities: Floats (N, K): a softmax over the classes, or a sigmoid of each label if an image may have
+            several.
+        labels: Classes int64 (N,), or zeros and ones (N, K) if an image may have several labels.
+        classes: Names of the K classes, or their numbers if the run has no names.
+        paths: The N paths if all images were given as paths, else None.
     """
 
     probabilities: Tensor
@@ -42,70 +42,95 @@ class Predictions:
 
     @property
     def names(self) -> list[str]:
-        """The name predicted for each image; several are joined by ``|``."""
+        """The predicted name of each image; several names are joined by ``|``."""
         if self.labels.ndim == 1:
             return [self.classes[label] for label in self.labels.tolist()]
-        rows = self.labels.bool().tolist()
-        return ["|".join(name for name, has in zip(self.classes, row, strict=True) if has) for row in rows]
+        names = []
+        for row in self.labels.bool().tolist():
+            names.append("|".join(name for name, is_predicted in zip(self.classes, row, strict=True) if is_predicted))
+        return names
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write a row for each image: its ``path`` (or number, ``image``), ``predicted``, ``p(NAME)`` of each class.
+        """Write one row per image: its ``path`` (or its number, ``image``), ``predicted``, and ``p(NAME)`` per class.
 
-        Probabilities have six digits after the point. No cell is one that a spreadsheet takes for a formula: a path
-        then begins with ``./``, a name with a quote.
+        Probabilities have six decimal places. No cell looks like a formula to a spreadsheet: a path gets ``./`` in
+        front, a name a quote.
         """
-        paths = range(len(self.labels)) if self.paths is None else self.paths
-        first = [f"./{path}" if str(path).startswith(FORMULA) else str(path) for path in paths]
-        header = ["image" if self.paths is None else "path", "predicted", *(f"p({name})" for name in self.classes)]
-        with writing(Path(path)), Path(path).open("w", newline="", encoding="utf-8") as file:
+        path = Path(path)
+        if self.paths is None:
+            first_header = "image"
+            first_cells = [str(number) for number in range(len(self.labels))]
+        else:
+            first_header = "path"
+            first_cells = [f"./{name}" if name.startswith(FORMULA) else name for name in self.paths]
+        with writing(path), path.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
-            table.writerow(header)
-            for start, name, row in zip(first, self.names, self.probabilities.tolist(), strict=True):
-                table.writerow([start, cell_text(name), *(f"{value:.6f}" for value in row)])
-        return Path(path)
+            table.writerow([first_header, "predicted", *(f"p({name})" for name in self.classes)])
+            for first_cell, name, row in zip(first_cells, self.names, self.probabilities.tolist(), strict=True):
+                table.writerow([first_cell, cell_text(name), *(f"{value:.6f}" for value in row)])
+        return path
 
 
-def readable(
+def read_batch(
     preprocessing: Preprocessing, images: list[Any], broken: dict[Any, str] | None
 ) -> tuple[Tensor | None, list[Any]]:
-    """A batch of those that can be read, which are given too; the others go into ``broken``, or are an error."""
+    """Prepare a batch of the images that can be read.
+
+    Args:
+        preprocessing: The run's preprocessing.
+        images: The images.
+        broken: Receives the errors of the other images; None to raise the first of them.
+
+    Returns:
+        The batch, None if it is empty, and its images.
+    """
     try:
         return preprocessing.batch(images), images
-    except (OSError, ValueError):  # then one by one
+    except (OSError, ValueError):
         if broken is None:
             raise
-        kept = []
-        for image in images:
-            try:
-                kept.append((preprocessing.batch([image]), image))
-            except (OSError, ValueError) as error:
-                broken[image] = str(error)
-        return torch.cat([one for one, _ in kept]) if kept else None, [image for _, image in kept]
+    # Find the images that cannot be read one by one.
+    prepared = []
+    readable_images = []
+    for image in images:
+        try:
+            prepared.append(preprocessing.batch([image]))
+            readable_images.append(image)
+        except (OSError, ValueError) as error:
+            broken[image] = str(error)
+    if not prepared:
+        return None, []
+    return torch.cat(prepared), readable_images
 
 
-def usable(device: torch.device | str) -> torch.device:
-    """A device on which there can be tensors."""
+def check_device(device: torch.device | str) -> torch.device:
+    """Return a device after checking that it can hold tensors.
+
+    Raises:
+        ValueError: If it cannot.
+    """
     try:
-        found = torch.device(device)
-        torch.zeros(1, device=found).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # as torch was built
+        checked = torch.device(device)
+        torch.zeros(1, device=checked).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on torch's build
         reason = " ".join(str(error).split(".")[0].split())[:200]
         raise ValueError(
-            f"device={str(device)!r} cannot be used ({reason}); give cpu, or a GPU that is there"
+            f"device={str(device)!r} is not available ({reason}); give cpu, or a GPU of this machine"
         ) from None
-    return found
+    return checked
 
 
 def as_list(images: Any) -> list[Any]:  # noqa: ANN401
-    """One image, a batch (B, ...) of four axes, or a list of images, as a list."""
+    """Return one image, a batch with four axes, or several images as a list of images."""
     if isinstance(images, Tensor | np.ndarray):
         return list(images) if images.ndim == 4 else [images]
-    single = isinstance(images, str | Path | Image.Image) or not isinstance(images, Iterable)
-    return [images] if single else list(images)
+    if isinstance(images, str | Path | Image.Image) or not isinstance(images, Iterable):
+        return [images]
+    return list(images)
 
 
 def client_index(client: int | str | None, names: Sequence[str] | None, num_clients: int) -> int:
-    """The number of a client, given as such, as text, or by name.
+    """Return the number of a client, given its number, also as text, or its name.
 
     Raises:
         ValueError: If there is no such client.
@@ -113,10 +138,14 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
     if names is not None and client in names:
         return list(names).index(str(client))
     if isinstance(client, str) and not client.isdecimal():
-        close = near_names(client, names or ())
-        hint = f"the clients have no names: give a number from 0 to {num_clients - 1}"
-        hint = f"the clients are {abbreviated(names)}" if names else hint
-        raise ValueError(f"client={client!r} is unknown; {f'did you mean {close[0]!r}?' if close else hint}")
+        similar = near_names(client, names or ())
+        if similar:
+            hint = f"did you mean {similar[0]!r}?"
+        elif names:
+            hint = f"the clients are {abbreviated(names)}"
+        else:
+            hint = f"the clients have no names: give a number from 0 to {num_clients - 1}"
+        raise ValueError(f"client={client!r} is unknown; {hint}")
     number = int(client) if isinstance(client, str) else client
     check_integer("client", number, 0, le=num_clients - 1)
     assert number is not None
@@ -124,21 +153,26 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
 
 
 def find_images(source: Path, column: str = "path", encoding: str | None = None) -> tuple[list[str], list[Path]]:
-    """The images that ``source`` stands for: a file, all image files below a folder, or those in a table's ``column``.
+    """List the images of a source.
+
+    Args:
+        source: An image file, a folder of image files, or a table (CSV, TSV, Parquet).
+        column: Column of a table with the paths of the images.
+        encoding: Encoding of a text table; see :func:`.read_table`.
 
     Returns:
-        What each is called (in a folder or a table, relative to it), and where it is; those of a folder in order.
+        The name of each image, relative to its folder or table, and its path. Those of a folder are sorted.
 
     Raises:
-        FileNotFoundError: If it does not exist, or a folder holds no images.
-        ValueError: If it is not a table (CSV, TSV, Parquet), has no such column, or a row has no path.
-        ModuleNotFoundError: If pyarrow is not installed, and the table is of Parquet.
+        FileNotFoundError: If the source does not exist, or a folder has no images.
+        ValueError: If it is not a table, has no such column, or a row has no path.
+        ModuleNotFoundError: If it is a Parquet file and pyarrow is not installed.
     """
     if source.is_dir():
         names = list_images(source)
         if not names:
             kinds = ", ".join(IMG_EXTENSIONS)
-            raise FileNotFoundError(f"{str(source)!r} holds no images ({kinds}); give a folder that does")
+            raise FileNotFoundError(f"{str(source)!r} has no images ({kinds}); give another folder")
         return names, [source / name for name in names]
     if not source.is_file():
         raise FileNotFoundError(
@@ -147,11 +181,13 @@ def find_images(source: Path, column: str = "path", encoding: str | None = None)
     if source.suffix.lower() not in _TABLES:
         return [str(source)], [source]
     check_encoding(encoding)
-    columns, rows = read_table(source, encoding=encoding)
+    columns, row_numbers = read_table(source, encoding=encoding)
     if column not in columns:
-        raise ValueError(f"{str(source)!r} has no column {column!r} among {list(columns)}; name the paths' with --path")
+        raise ValueError(
+            f"{str(source)!r} has no column {column!r} among {list(columns)}; give the column of the paths with --path"
+        )
     names = columns[column].tolist()
-    for row, name in zip(rows, names, strict=True):
+    for row_number, name in zip(row_numbers, names, strict=True):
         if not name:
-            raise ValueError(f"{str(source)!r}, row {row}, has no path; fill it in, or leave the row out")
+            raise ValueError(f"{str(source)!r}, row {row_number}, has no path; fill it in, or leave the row out")
     return names, [Path(existing_spelling(str(source.parent / name))) for name in names]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that come out of a run: states, networks and their predictions."""
+"""The models of a run: states, networks and their predictions."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -21,43 +21,47 @@ from perada.engine.fold_check import perturbed_states
 from perada.models.adapted import AdaptedModel
 from perada.models.backbones import IMAGE
 from perada.models.merging import check_merged, merge_adapter
-from perada.results.inference import Predictions, as_list, client_index, readable, usable
+from perada.results.inference import Predictions, as_list, check_device, client_index, read_batch
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 
 class Ensemble(nn.Module):
-    """Several networks whose ``logits`` or ``probabilities`` are averaged; the outcome are logits either way."""
+    """Averages the ``logits`` or ``probabilities`` of several networks. The output are logits either way."""
 
     def __init__(self, members: Sequence[nn.Module], average: Average, multilabel: bool) -> None:
         super().__init__()
-        self.members, self.average, self.multilabel = nn.ModuleList(members), average, multilabel
+        self.members = nn.ModuleList(members)
+        self.average = average
+        self.multilabel = multilabel
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (B, ...) to logits (B, K)."""
-        return ensemble(torch.stack([member(x) for member in self.members]), self.average, self.multilabel)
+        member_logits = torch.stack([member(x) for member in self.members])
+        return ensemble(member_logits, self.average, self.multilabel)
 
 
 class Models:
     """The adapters of all clients and of the server, on one frozen backbone.
 
     Attributes:
-        num_clients: M.
-        metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``; the
-            clients' values are those of the last evaluation. Where corruptions were scored, ``shifts`` holds ``{shift:
-            {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``. Where known:
+        num_clients: Number of clients M.
+        metrics: ``{"rounds": [{"round": 0, name: value, ...}, ...], "clients": {name: [value of each client]}}``. The
+            clients' values are those of the last evaluation. Optional entries: ``shifts``, the scores on corruptions,
+            ``{shift: {kind: {"severity": [...], "personal": [...], "personal_std": [...], "global": [...]}}}``;
             ``initial``, the clients' scores before the first round, by name; ``by_round``, ``{"round": 0,
             "personal/local_test": [...]}`` for each evaluation; ``global/local_test``, the global model's score on each
-            client's test images; ``partition``, images (M, K) of each client and class by ``train`` and ``test``;
-            ``predictions``, by ``personal`` and ``global`` what :meth:`perada.federation.scores.Tally.record` gives.
-        info: What the run was: backbone, weights, number of classes, image size (what images were resized to, or
-            ``None``), algorithm, seed (``None`` where the noise of a private run follows from it); ``preprocessing``,
-            what was done to images (:class:`perada.data.preprocessing.Preprocessing`); ``privacy`` if it was private,
-            as :mod:`perada.results.cards` describes it; the names of ``classes`` and of ``clients``, lists, or
-            ``None`` where there are none. Of one client's adapter alone, from the Hub, ``adapter_of`` says whose it is;
-            it is client 0's here, and there is no global one. Of a deployment's server, ``elsewhere`` are the numbers
-            of the clients whose personal adapters are at their sites.
+            client's test images; ``partition``, numbers of images (M, K) of each client and class by ``train`` and
+            ``test``; ``predictions``, the records of :meth:`perada.federation.scores.Tally.record` by ``personal`` and
+            ``global``.
+        info: Facts about the run: backbone, weights, number of classes, image size (to which images were resized, or
+            ``None``), algorithm, seed (``None`` if the noise of a private run was derived from it); ``preprocessing``,
+            the record of a :class:`perada.data.preprocessing.Preprocessing`; ``privacy`` of a private run, see
+            :mod:`perada.results.cards`; the names of ``classes`` and of ``clients``, lists or ``None``. For a single
+            client's adapter from the Hub, ``adapter_of`` is the client's name; it is client 0 here, and there is no
+            global adapter. For the server of a deployment, ``elsewhere`` are the numbers of the clients whose personal
+            adapters are at their sites.
     """
 
     def __init__(
@@ -69,22 +73,26 @@ class Models:
         metrics: dict[str, Any],
         info: dict[str, Any],
     ) -> None:
-        self._adapted, self._global, self._personal = adapted, list(global_states), personal_state
-        self.num_clients, self.metrics, self.info = num_clients, metrics, info
+        self._adapted = adapted
+        self._global = list(global_states)
+        self._personal = personal_state
+        self.num_clients = num_clients
+        self.metrics = metrics
+        self.info = info
 
     def __repr__(self) -> str:
-        """What it is, in a line; :attr:`metrics` and :attr:`info` say the rest."""
-        what, rounds = self.info.get("algorithm", "unknown"), len(self.metrics["rounds"])
-        return f"<{type(self).__name__}: {what}, {self.num_clients} clients, {rounds} rounds>"
+        """Return a one-line summary."""
+        algorithm = self.info.get("algorithm", "unknown")
+        num_rounds = len(self.metrics["rounds"])
+        return f"<{type(self).__name__}: {algorithm}, {self.num_clients} clients, {num_rounds} rounds>"
 
     def state(self, role: str, client: int | str | None = None) -> State:
-        """A copy ``{name in the single model: tensor}`` of one state, on the CPU, as Lightning leaves a trained model.
+        """Return a copy of one state on the CPU, ``{name in the single model: tensor}``.
 
-        :meth:`states` gives all of an ensemble.
+        Use :meth:`states` for the states of an ensemble.
 
         Args:
-            role: ``"global"`` or ``"personal"``; where clients have no state of their own, their personal state is the
-                global one.
+            role: ``"global"`` or ``"personal"``. If clients have no personal states, these are the global one.
             client: Index or name of the client, for ``"personal"``.
 
         Raises:
@@ -102,7 +110,7 @@ class Models:
         return _copied(self._global[0])
 
     def states(self, role: str) -> list[State]:
-        """Copies of all states of a role, as :meth:`state` gives them: of an ensemble, or of all clients left."""
+        """Return copies of all states of a role: those of an ensemble, or of all clients that the run still has."""
         if role == "global":
             self._check_global()
             return [_copied(state) for state in self._global]
@@ -111,18 +119,20 @@ class Models:
     def _check_global(self) -> None:
         if "adapter_of" in self.info:
             raise ValueError(
-                f"there is no global adapter: this is that of client {self.info['adapter_of']!r} alone; give client=0"
+                f"there is no global adapter: this is only that of client {self.info['adapter_of']!r}; give client=0"
             )
 
     def own_clients(self) -> frozenset[int]:
-        """The clients whose adapters are their own, and no copies of the global one."""
-        return frozenset(self.info.get("own_adapters", range(self.num_clients)) if self._personal is not None else ())
+        """Return the clients whose adapters are not copies of the global one."""
+        if self._personal is None:
+            return frozenset()
+        return frozenset(self.info.get("own_adapters", range(self.num_clients)))
 
     def number(self, client: int | str | None) -> int:
-        """The number of a client, given as such or by name.
+        """Return the number of a client, given its number or name.
 
         Raises:
-            ValueError: If there is no such client, or it was forgotten, or its adapter is at its site.
+            ValueError: If there is no such client, it was forgotten, or its adapter is at its site.
         """
         number = client_index(client, self.info.get("clients"), self.num_clients)
         if number in self.info.get("forgotten", ()):
@@ -136,29 +146,29 @@ class Models:
 
     @property
     def _remaining(self) -> list[int]:
-        """The numbers of the clients whose adapters are here: not forgotten, and not kept at their sites."""
+        """Numbers of the clients whose adapters are in the run, neither forgotten nor kept at their sites."""
         absent = {*self.info.get("forgotten", ()), *self.info.get("elsewhere", ())}
         return [client for client in range(self.num_clients) if client not in absent]
 
     def personal(self, client: int | str) -> nn.Module:
-        """A client's model, by number or name: a network of its own, in evaluation mode, that maps images to logits.
+        """Return a client's model, by number or name: a new network in evaluation mode that maps images to logits.
 
-        Where clients predict with an ensemble of global models, it is that.
+        If clients predict with an ensemble of global models, this is the ensemble.
         """
         if self._personal is None and len(self._global) > 1:
             return self.global_model()
         return self._model(self.state("personal", client))
 
     def global_model(self) -> nn.Module:
-        """The server's model: a network of its own, in evaluation mode, that maps images to logits.
+        """Return the server's model: a new network in evaluation mode that maps images to logits.
 
         Raises:
-            ValueError: If the algorithm has none: clients keep a part of the model, or all of it.
+            ValueError: If the algorithm has none, since clients keep a part of the model or all of it.
         """
         if not self.info["global_model"]:
             raise ValueError(
-                f"{self.info['algorithm']} has no global model: what the server holds is the initial one, but for what "
-                "clients share; ask for personal(client)"
+                f"{self.info['algorithm']} has no global model: only the shared part of the server's model is trained; "
+                "use personal(client)"
             )
         members = [self._model(state) for state in self.states("global")]
         if len(members) == 1:
@@ -166,20 +176,22 @@ class Models:
         return Ensemble(members, self.info["average"], self.info["multilabel"]).eval()
 
     def history(self) -> "DataFrame":
-        """The rounds as a pandas frame: a row for each, by its number ``round`` from 0, and a column for each metric.
+        """Return the rounds as a pandas frame, indexed by ``round`` from 0, with one column per metric.
 
-        A metric that a round lacks, such as a score where nothing was evaluated, is NaN.
+        A metric that a round lacks, such as a score if nothing was evaluated, is NaN.
 
         Raises:
             ModuleNotFoundError: If pandas is not installed.
         """
-        rounds, pandas = self.metrics["rounds"], installed("pandas", "Run.history", "report")
-        frame: DataFrame = pandas.DataFrame(rounds, columns=None if rounds else ["round"]).set_index("round")
+        pandas = installed("pandas", "Run.history", "report")
+        rounds = self.metrics["rounds"]
+        columns = None if rounds else ["round"]
+        frame: DataFrame = pandas.DataFrame(rounds, columns=columns).set_index("round")
         return frame
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """What makes images ready for the models, as training did."""
+        """Preprocessing of images for the models, as in training."""
         return Preprocessing.from_record(self.info["preprocessing"])
 
     def predict(
@@ -192,67 +204,75 @@ class Models:
         progress: bool = False,
         broken: dict[Any, str] | None = None,
     ) -> Predictions:
-        """Predict with a client's model or the global one, for images as they come.
+        """Predict with a client's model or the global one.
 
         Args:
             images: A path, a PIL image, an array (H, W) or (H, W, channels), or a tensor (channels, H, W); a list of
-                these; or a batch of four axes. uint8 images are resized and normalised as in training
-                (:class:`perada.data.preprocessing.Preprocessing`); floating-point ones are taken as ready for the
-                model, as in training too.
-            client: Its number or its name; None for the global model.
-            batch_size: Images in memory at a time, and in a pass through the model.
-            device: Where the model runs.
-            progress: Show a bar.
-            broken: Takes the paths that cannot be read, and why; they are left out. By default the first is an error.
+                these; or a batch with four axes. uint8 images are resized and normalised as in training
+                (:class:`perada.data.preprocessing.Preprocessing`). Floating-point images are assumed to be prepared for
+                the model, as in training.
+            client: The client's number or name; None for the global model.
+            batch_size: Images in memory at a time, and in a forward pass.
+            device: Device of the model.
+            progress: Whether to show a progress bar.
+            broken: Receives the paths that cannot be read with their errors, and these images are skipped. By default
+                the first error is raised.
 
         Raises:
             FileNotFoundError: If a file does not exist.
-            ValueError: If a file or an image cannot be used, the client does not exist, or there is no global model.
+            ValueError: If a file or an image is invalid, the client does not exist, or there is no global model.
             TypeError: If something is not an image.
         """
         check_integer("batch_size", batch_size)
-        preprocessing, multilabel = self.preprocessing, self.info["multilabel"]
+        preprocessing = self.preprocessing
+        multilabel = self.info["multilabel"]
         model = self.global_model() if client is None else self.personal(client)
-        given = as_list(images)
-        if not given:
-            raise ValueError("there are no images; give one at least")
-        model = fold(model.to(usable(device)), random_only=True).model.eval()  # whose frozen layers are faster
-        rows, known = [], []
-        with torch.inference_mode(), tqdm(total=len(given), disable=not progress, unit=" images") as bar:
-            for start in range(0, len(given), batch_size):
-                named = given[start : start + batch_size]
-                bar.update(len(named))
-                batch, named = readable(preprocessing, named, broken)
+        all_images = as_list(images)
+        if not all_images:
+            raise ValueError("there are no images; give at least one")
+        # The frozen layers of a folded model are faster.
+        model = fold(model.to(check_device(device)), random_only=True).model.eval()
+        probabilities_of_batches = []
+        readable_images = []
+        with torch.inference_mode(), tqdm(total=len(all_images), disable=not progress, unit=" images") as bar:
+            for start in range(0, len(all_images), batch_size):
+                batch_images = all_images[start : start + batch_size]
+                bar.update(len(batch_images))
+                batch, batch_images = read_batch(preprocessing, batch_images, broken)
                 if batch is not None:
                     logits = model(batch.to(device)).float().cpu()
-                    rows.append(logits.sigmoid() if multilabel else logits.softmax(-1))
-                known += named
-        if not known:
-            raise ValueError(f"none of the {len(given)} images can be read: {'; '.join((broken or {}).values())}")
-        probabilities = torch.cat(rows).clone()  # no inference tensor
+                    probabilities_of_batches.append(logits.sigmoid() if multilabel else logits.softmax(-1))
+                readable_images += batch_images
+        if not readable_images:
+            raise ValueError(f"none of the {len(all_images)} images can be read: {'; '.join((broken or {}).values())}")
+        # Autograd rejects tensors of inference mode; a copy made outside of it is an ordinary tensor.
+        probabilities = torch.cat(probabilities_of_batches).clone()
         labels = (probabilities > 0.5).long() if multilabel else probabilities.argmax(-1)
-        paths = tuple(map(str, known)) if all(isinstance(one, str | Path) for one in known) else None
-        classes = self.info.get("classes") or list(map(str, range(self.info["num_classes"])))
+        paths = None
+        if all(isinstance(image, str | Path) for image in readable_images):
+            paths = tuple(str(image) for image in readable_images)
+        classes = self.info.get("classes") or [str(number) for number in range(self.info["num_classes"])]
         return Predictions(probabilities, labels, tuple(classes), paths)
 
     @property
     def personalized(self) -> bool:
-        """Whether clients have states of their own."""
+        """Whether clients have personal states."""
         return self._personal is not None
 
     def merged(self, client: int | None) -> nn.Module:
-        """A client's model, or the global one (None), with the adapter merged into the backbone's weights by PEFT.
+        """Return a client's model, or the global one (None), with the adapter merged into the backbone's weights.
 
-        Weights that the network uses in several places stay as they are where no adapter stands. The model is compared
-        with the one that :meth:`personal` gives.
+        PEFT merges the adapter. Shared weights are not changed in layers without an adapter. The result is compared
+        with the model of :meth:`personal`.
 
         Raises:
-            NotImplementedError: If PEFT cannot merge the adapter, or what it merges computes something else.
+            NotImplementedError: If PEFT cannot merge the adapter, or the merged model computes something else.
         """
         state = self.state("global") if client is None else self.state("personal", client)
         peft_model = self._adapted.peft_model
         images = _noise(self.preprocessing)
-        # An adapter that training has hardly moved hides a wrong merge, which grows with it.
+        # An adapter that training has hardly changed hides a wrong merge, whose error grows with it: a perturbed state
+        # is compared first.
         moved_state = perturbed_states(state, parameter_keys(self._adapted.model), clients=1, least=0.02)[0]
         moved = merge_adapter(copy.deepcopy(peft_model), moved_state)
         check_merged(peft_model, moved, self._model(moved_state), images)
@@ -261,14 +281,14 @@ class Models:
         return merged
 
     def adapted(self) -> AdaptedModel:
-        """A copy of the backbone with its adapter, in the global state.
+        """Return a copy of the backbone with its adapter, in the global state.
 
         Raises:
             ValueError: If there are several global states.
         """
-        copied = copy.deepcopy(self._adapted)
-        set_state(copied.model, self.state("global"))
-        return copied
+        adapted = copy.deepcopy(self._adapted)
+        set_state(adapted.model, self.state("global"))
+        return adapted
 
     def _model(self, state: State) -> nn.Module:
         model = copy.deepcopy(self._adapted.model).to(memory_format=torch.contiguous_format)
@@ -278,11 +298,13 @@ class Models:
 
 
 def _noise(preprocessing: Preprocessing) -> Tensor:
-    """Two samples (2, ...) of the shape that the models take: noise, or texts of the first token."""
+    """Return two samples (2, ...) in the shape of the models' inputs: noise, or texts of the first token."""
     if preprocessing.kind == "tokens":
         return torch.zeros(2, *preprocessing.shape, dtype=torch.int64)
     return torch.randn(2, *preprocessing.shape, generator=generator(0, "merging"))
 
 
 def _copied(state: State) -> State:
-    return {key: value.contiguous() for key, value in clone(to_device(state, torch.device("cpu"))).items()}
+    """Copy a state to the CPU."""
+    on_cpu = clone(to_device(state, torch.device("cpu")))
+    return {key: value.contiguous() for key, value in on_cpu.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run measured, as tables of Markdown. Nothing large is imported."""
+"""Tables of a run's metrics in Markdown. Nothing large is imported."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,11 +23,11 @@ EPSILONS = {
     "privacy/release_epsilon_mean": "ε release",
     "privacy/client_epsilon_max": "ε client (max)",
 }
-"""What the columns of each client's ε, and of those after a round, are called."""
+"""Titles of the columns with each client's ε, and with the ε after a round."""
 LAST_ROUND = "last_round"
-"""Among the values of each client, the last round in which it took part, counted from 1; 0 for none."""
+"""Metric of each client: the last round in which it took part, counted from 1; 0 for none."""
 UNEVEN = 10
-"""The weighted mean is shown beside the plain one where one client has so many times the test images of another."""
+"""Ratio of the clients' numbers of test images above which the weighted mean is shown beside the plain one."""
 TITLES = {
     LAST_ROUND: "last round",
     "personal/local_test": "own images",
@@ -38,8 +38,8 @@ TITLES = {
     "global/worst_mode": "worst mode",
     ENTROPY: "entropy of the modes",
 }
-"""What scores are called in tables that people read; files keep the names of the metrics."""
-_FIGURES = {
+"""Titles of scores in tables for people; files keep the names of the metrics."""
+_STATISTICS = {
     "std": "std",
     "worst": "worst client",
     "p10": "10th percentile",
@@ -47,13 +47,13 @@ _FIGURES = {
     "recent": "recent clients",
 }
 ROWS = 20
-"""Clients that a table shows."""
+"""Largest number of clients in a table."""
 SHIFTS_FILE = "shifts.json"
 """Scores by kind of corruption and severity, in a run's folder."""
 
 
 def title(name: str) -> str:
-    """The words for a metric in a table that people read; a name without words of its own stays.
+    """Return the title of a metric in tables for people, which is its name if it has no other.
 
     >>> title("personal/local_test"), title("personal/local_test_ece"), title("global/global_test_ece")
     ('own images', 'own images, ece', 'global model, ece')
@@ -67,28 +67,31 @@ def title(name: str) -> str:
         return words[name]
     if name.startswith(("personal/", "global/")) and is_spread(name):
         mean, _, ending = name.rpartition("_")
-        return f"{title(mean)}, {_FIGURES[ending]}"
+        return f"{title(mean)}, {_STATISTICS[ending]}"
     for score in SCORES:
         if name.startswith(f"{score}_"):
             return f"{TITLES[score]}, {name.removeprefix(f'{score}_')}"
-    group, _, rest = name.partition("/")
-    if group == "train" and rest.endswith("_loss"):
-        return f"training loss, {rest.removesuffix('_loss')}"
-    if group in ("personal", "global") and rest:  # a shifted test set
-        return f"{rest}, {'personal models' if group == 'personal' else 'global model'}"
+    group, _, metric = name.partition("/")
+    if group == "train" and metric.endswith("_loss"):
+        return f"training loss, {metric.removesuffix('_loss')}"
+    # Other scores are on a shifted test set.
+    if group == "personal" and metric:
+        return f"{metric}, personal models"
+    if group == "global" and metric:
+        return f"{metric}, global model"
     return name
 
 
 def scores_beside(means: Iterable[Mapping[str, float]], test_images: Iterable[int]) -> list[str]:
-    """Names of the figures that belong beside the mean score on own images, since it hides something.
+    """Return the metrics to show beside the mean score on own images if this alone would mislead.
 
     Args:
         means: Scores of runs, or of a run's rounds, by name.
         test_images: Numbers of test images of the clients.
 
     Returns:
-        The weighted mean where the numbers of test images differ by more than :data:`UNEVEN` times, and the mean over
-        the clients that took part lately where that is another.
+        The weighted mean if the numbers of test images differ by more than a factor of :data:`UNEVEN`, and the mean
+        over the clients that took part recently if it differs.
 
     >>> scores_beside([{"personal/local_test": 0.5, "personal/local_test_recent": 0.75}], [3, 31])
     ['personal/local_test_weighted', 'personal/local_test_recent']
@@ -100,48 +103,64 @@ def scores_beside(means: Iterable[Mapping[str, float]], test_images: Iterable[in
     names = []
     if tested and max(tested) > UNEVEN * min(tested):
         names.append(f"{score}_weighted")
-    # Both are means of the same scores where all clients are recent, but for rounding.
-    if any(abs(row[f"{score}_recent"] - row[score]) > 1e-9 for row in means if {score, f"{score}_recent"} <= set(row)):
-        names.append(f"{score}_recent")
+    recent = f"{score}_recent"
+    rows_with_both = [row for row in means if score in row and recent in row]
+    # If all clients are recent, both are means of the same scores, up to rounding.
+    if any(abs(row[recent] - row[score]) > 1e-9 for row in rows_with_both):
+        names.append(recent)
     return names
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lay out a Markdown table; the first columns, as many as ``left``, are aligned left, the others right.
+    """Lay out a Markdown table.
 
-    Control characters and what would end a cell are replaced: names may come from anyone's file.
+    Control characters and column separators in cells are replaced, since names may come from anyone's file.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells of each row.
+        left: Number of columns, from the first, that are aligned left; the others are aligned right.
 
     >>> print(table(["a", "b"], [["x", "10"]]))
     | a |  b |
     |---|---:|
     | x | 10 |
     """
-    header, *rows = [[printable(cell).replace("|", "¦") for cell in row] for row in [header, *rows]]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    widths = [max(width, 1 + (column >= left)) for column, width in enumerate(widths)]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.rjust(width) if column >= left else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return f"| {' | '.join(cells)} |"
-
-    rule = "|".join("-" * (width + 1) + "-:"[column >= left] for column, width in enumerate(widths))
-    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+    all_rows = []
+    for row in (header, *rows):
+        all_rows.append([printable(cell).replace("|", "¦") for cell in row])
+    widths = []
+    rules = []
+    for column in range(len(header)):
+        is_left = column < left
+        longest = max(len(row[column]) for row in all_rows)
+        width = max(longest, 1 if is_left else 2)  # a rule has at least three characters
+        widths.append(width)
+        rules.append("-" * (width + 1) + ("-" if is_left else ":"))
+    lines = []
+    for row in all_rows:
+        cells = []
+        for column, cell in enumerate(row):
+            width = widths[column]
+            cells.append(cell.ljust(width) if column < left else cell.rjust(width))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, f"|{'|'.join(rules)}|")
+    return "\n".join(lines)
 
 
 def epsilon_text(value: float) -> str:
-    """An ε with two digits.
+    """Format an ε with two decimal places.
 
     >>> epsilon_text(2.345), epsilon_text(float("inf")), epsilon_text(float("nan"))
     ('2.35', '∞', '–')
     """
-    return "–" if math.isnan(value) else "∞" if value == math.inf else f"{value:.2f}"
+    if math.isnan(value):
+        return "–"
+    return "∞" if value == math.inf else f"{value:.2f}"
 
 
 def mean_and_std(values: Sequence[float]) -> str:
-    """Mean ± standard deviation of several ε, those of a whole population.
+    """Format the mean ± (population) standard deviation of several ε.
 
     >>> mean_and_std([1.0, 3.0]), mean_and_std([1.0, float("inf")])
     ('2.00 ± 1.00', '∞')
@@ -157,28 +176,32 @@ def client_table(
     test_mode: bool = False,
     names: Sequence[str] | None = None,
 ) -> str:
-    """One row per client, then mean and standard deviation of all; of many clients the first ``ROWS`` are shown.
+    """Lay out a table with one row per client, up to ``ROWS``, and mean and standard deviation over all clients.
 
     Args:
-        scores: Each client's scores by name, NaN where it has none; ε where the name begins with ``privacy/``.
+        scores: Each client's scores by name, NaN if it has none; ε if the name begins with ``privacy/``.
         sizes: Training images of each client.
-        test_mode: Whether the noise of a private run follows from its seed, which is then said.
-        names: Of the clients; by default their numbers.
+        test_mode: Whether to add :data:`TEST_MODE`.
+        names: Names of the clients; their numbers by default.
     """
-    called, rows = names or [str(client) for client in range(len(sizes))], []
+    names = names or [str(client) for client in range(len(sizes))]
+    rows = []
     for client, size in enumerate(sizes[:ROWS]):
-        rows.append([called[client], str(size), *(cell(name, values[client]) for name, values in scores.items())])
+        cells = [cell(name, values[client]) for name, values in scores.items()]
+        rows.append([names[client], str(size), *cells])
     if len(sizes) > ROWS:
-        rows.append([f"… {len(sizes) - ROWS} more", *[""] * (1 + len(scores))])
-    rows.append(["mean ± std", "", *(_spread(name, values) for name, values in scores.items())])
-    shown = table(["client", "training images", *map(title, scores)], rows)
-    return f"{shown}\n\n{TEST_MODE}" if test_mode else shown
+        empty_cells = [""] * (1 + len(scores))
+        rows.append([f"… {len(sizes) - ROWS} more", *empty_cells])
+    rows.append(["mean ± std", "", *(_mean_cell(name, values) for name, values in scores.items())])
+    titles = [title(name) for name in scores]
+    text = table(["client", "training images", *titles], rows)
+    return f"{text}\n\n{TEST_MODE}" if test_mode else text
 
 
 def notes_on_means(
     means: Mapping[str, float], test_images: Sequence[int], recent: Sequence[bool], span: int
 ) -> list[str]:
-    """Lines below the table of clients on what the mean score on own images hides.
+    """Return the lines below the table of clients that qualify the mean score on own images.
 
     Args:
         means: Scores of the run by name.
@@ -205,53 +228,64 @@ def notes_on_means(
     return lines
 
 
-def _spread(name: str, values: Sequence[float]) -> str:
-    """Mean ± standard deviation of the clients that have the score."""
-    known = [value for value in values if not math.isnan(value)]
+def _mean_cell(name: str, values: Sequence[float]) -> str:
+    """Format the mean ± standard deviation over the clients that have the score."""
     if name == LAST_ROUND:
         return ""
-    if not known:
-        return "–" if name.startswith(PRIVACY) else "– ± –"
-    return mean_and_std(known) if name.startswith(PRIVACY) else f"{percent(fmean(known))} ± {percent(pstdev(known))}"
+    available = [value for value in values if not math.isnan(value)]
+    if name.startswith(PRIVACY):
+        return mean_and_std(available) if available else "–"
+    if not available:
+        return "– ± –"
+    return f"{percent(fmean(available))} ± {percent(pstdev(available))}"
 
 
 def shift_names(names: Iterable[str]) -> list[str]:
-    """Those of the ``names`` that are mean scores on a shifted test set.
+    """Return the names of mean scores on shifted test sets, sorted by shift, personal models first.
 
     >>> shift_names(["personal/local_test", "personal/fog", "personal/fog_std", "global/fog", "comm/up_mb"])
     ['personal/fog', 'global/fog']
     """
-    scores = [name for name in names if name.startswith(("personal/", "global/")) and not is_spread(name)]
-    return sorted({*scores} - {*SCORES, *MODES}, key=lambda name: (name.partition("/")[2], name[0] != "p"))
+    scores = {name for name in names if name.startswith(("personal/", "global/")) and not is_spread(name)}
+
+    def sort_key(name: str) -> tuple[str, bool]:
+        model, _, shift = name.partition("/")
+        return shift, model != "personal"
+
+    return sorted(scores - {*SCORES, *MODES}, key=sort_key)
 
 
-def shift_tables(kinds: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> list[str]:
-    """For each shift of corruptions and each model, a table of its score by kind and severity, and of their mean.
+def shift_tables(shifts: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -> list[str]:
+    """Lay out a table of the score by kind of corruption and severity, for each shift and model.
 
-    By shift, kind of corruption and model (or ``severity``) the ``kinds`` have the score at each severity.
+    Args:
+        shifts: By shift and kind, the ``severity`` values, and the score at each of them by model.
     """
     tables = []
-    for shift, curves in kinds.items():
-        severities = list(dict.fromkeys(severity for curve in curves.values() for severity in curve["severity"]))
+    for shift, curve_of_kind in shifts.items():
+        all_severities: dict[float, None] = {}  # in order
+        for curve in curve_of_kind.values():
+            all_severities.update(dict.fromkeys(curve["severity"]))
         for model in ("personal", "global"):
-            if all(model in curve for curve in curves.values()):
-                header = [title(f"{model}/{shift}"), *(f"severity {severity:g}" for severity in severities), "mean"]
-                tables.append(table(header, [_curve_row(*one, model, severities) for one in curves.items()]))
+            if not all(model in curve for curve in curve_of_kind.values()):
+                continue
+            header = [title(f"{model}/{shift}"), *(f"severity {severity:g}" for severity in all_severities), "mean"]
+            rows = []
+            for kind, curve in curve_of_kind.items():
+                scores = dict(zip(curve["severity"], curve[model], strict=True))
+                cells = [percent(scores.get(severity, math.nan)) for severity in all_severities]
+                rows.append([kind, *cells, percent(fmean(curve[model]))])
+            tables.append(table(header, rows))
     return tables
 
 
-def _curve_row(kind: str, curve: Mapping[str, Sequence[float]], model: str, severities: Sequence[float]) -> list[str]:
-    known = dict(zip(curve["severity"], curve[model], strict=True))
-    return [kind, *(percent(known.get(severity, math.nan)) for severity in severities), percent(fmean(curve[model]))]
-
-
 def mode_line(scores: Mapping[str, float]) -> str:
-    """What the models of an ensemble do alone, on one line; empty where there is no ensemble."""
+    """Format the scores of an ensemble's single models on one line; empty without an ensemble."""
     return ", ".join(f"{title(name)} {cell(name, scores[name])}" for name in MODES if name in scores)
 
 
 def cell(name: str, value: float) -> str:
-    """One metric as a table shows it."""
+    """Format one metric for a table."""
     if name == LAST_ROUND:
         return round_text(value)
     if name.startswith(PRIVACY):
@@ -260,11 +294,13 @@ def cell(name: str, value: float) -> str:
         return f"{value:.4f}"
     if name.startswith(("theory/", "updates/")) and name != "theory/ensemble_accuracy":
         return f"{value:.4g}"
-    return f"{value:.4f} nats" if name == ENTROPY else percent(value)
+    if name == ENTROPY:
+        return f"{value:.4f} nats"
+    return percent(value)
 
 
 def round_text(value: float) -> str:
-    """The last round in which a client took part; a dash for NaN.
+    """Format the last round in which a client took part; a dash for NaN.
 
     >>> round_text(3), round_text(0), round_text(math.nan)
     ('3', 'never', '–')
@@ -275,5 +311,5 @@ def round_text(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A share in percent with two digits; a dash for NaN."""
-    return "–" if value != value else f"{100 * value:.2f}"
+    """Format a share in percent with two decimal places; a dash for NaN."""
+    return "–" if math.isnan(value) else f"{100 * value:.2f}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: which is whole, what they hold, and the run in one, without the data that it was trained on."""
+"""Checkpoints: find intact ones, check their content, and load a run from one without its training data."""
 
 import hashlib
 import struct
@@ -28,92 +28,105 @@ from perada.federation.store import locate
 from perada.models.adapted import AdaptedModel, find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.models.spec import ModelSpec, frozen_digest
-from perada.results.export import BACKBONE_FILE, CONFIG_FILE, own_weights, read_backbone
+from perada.results.export import BACKBONE_FILE, CONFIG_FILE, needs_backbone_file, read_backbone
 from perada.results.run_file import RUN_FILE, RunFile, naming
 from perada.server import Distillation
 
-CHECKPOINT_KEY, CHECKPOINT_FORMAT = "perada", 1
-"""Where a checkpoint of Lightning's has what perada puts into it, and the format of that."""
+CHECKPOINT_KEY = "perada"
+"""Entry of a Lightning checkpoint with perada's content."""
+CHECKPOINT_FORMAT = 1
+"""Version of the format of this content."""
+# A checkpoint is a zip archive. Its comment, at the end of the file after its length, has the digest of the archive.
 MARK = b"perada-sha256:"
 COMMENT = len(MARK) + 64
-LENGTH = struct.pack("<H", COMMENT)  # stands before the comment of a zip archive
+LENGTH = struct.pack("<H", COMMENT)
 LAST = "last.ckpt"
 PREVIOUS = "last.previous.ckpt"
 """The checkpoint that :data:`LAST` replaced, beside it."""
 _RESTORING = "while a checkpoint's content took its place"
-_OTHER = "give another, or 'last' for the newest that is whole"
+_OTHER_CHECKPOINT = "give another, or 'last' for the newest that is whole"
 
 
 def check_intact_file(path: Path) -> None:
-    """Refuse a checkpoint that is cut off or whose bytes are not those that were written, by a ValueError.
-
-    Of one that another program wrote the checksums are compared that each tensor has in a zip archive.
-    """
-    if damage := damage_of(path):
-        raise ValueError(f"ckpt_path={str(path)!r} {damage}; {_OTHER}")
+    """Raise a ValueError if a checkpoint is truncated or damaged; see :func:`damage_of`."""
+    damage = damage_of(path)
+    if damage:
+        raise ValueError(f"ckpt_path={str(path)!r} {damage}; {_OTHER_CHECKPOINT}")
 
 
 def damage_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint file, to stand behind its name; ``None`` if it is as it was written."""
+    """Describe the damage of a checkpoint file, to follow its name; ``None`` if it is intact.
+
+    The digest of the file is compared or, if another program wrote it, the checksum of each tensor in the zip archive.
+    """
     with path.open("rb") as file:
-        content = max(0, path.stat().st_size - len(LENGTH) - COMMENT)
-        file.seek(content)
+        archive_size = max(0, path.stat().st_size - len(LENGTH) - COMMENT)
+        file.seek(archive_size)
         end = file.read()
         if end.startswith(LENGTH + MARK):
             file.seek(0)
             digest = hashlib.sha256()
-            while block := file.read(min(content - file.tell(), 2**22)):
+            while block := file.read(min(archive_size - file.tell(), 2**22)):
                 digest.update(block)
-            digest.update(b"\0\0")
-            whole = end == LENGTH + MARK + digest.hexdigest().encode()
-            return None if whole else "is damaged: its content does not have the digest it names"
+            digest.update(b"\0\0")  # the length of the comment when the digest was computed
+            if end == LENGTH + MARK + digest.hexdigest().encode():
+                return None
+            return "is damaged: its content does not match its digest"
     try:
         with zipfile.ZipFile(path) as archive:
             if archive.comment or MARK in end:
-                return "is damaged: its end is not as it was written"
-            broken = archive.testzip()
+                return "is damaged: its end was changed"
+            damaged_member = archive.testzip()
     except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError) as error:
-        return f"is not a checkpoint, or was cut off ({' '.join(str(error).split())[:150]})"
-    return None if broken is None else f"is damaged: the checksum of {broken!r} in it does not fit"
+        return f"is not a checkpoint, or was truncated ({' '.join(str(error).split())[:150]})"
+    if damaged_member is None:
+        return None
+    return f"is damaged: the checksum of {damaged_member!r} in it does not match"
 
 
-def newest_intact(paths: Iterable[Path], suits: Callable[[Path], bool] | None = None) -> Path | None:
-    """The checkpoint written last that is whole and suits, whatever its name; None if there is none.
+def newest_intact(paths: Iterable[Path], accepts: Callable[[Path], bool] | None = None) -> Path | None:
+    """Return the newest intact checkpoint, whatever its name; None if there is none.
 
-    Damaged ones are left out with a warning. Where a folder has ``last.ckpt``, what that replaced is older, whatever
-    the times of the files say: copying changes them.
+    Warns of damaged checkpoints.
+
+    Args:
+        paths: The checkpoints.
+        accepts: Whether an intact checkpoint may be returned; None to accept all.
     """
-    found = set(paths)
+    all_paths = set(paths)
 
     def age(path: Path) -> tuple[int, str, bool]:
-        replaced = path.name == PREVIOUS and path.with_name(LAST) in found
-        shown = path.with_name(LAST) if replaced else path
-        return shown.stat().st_mtime_ns, str(shown), not replaced
+        # The checkpoint that last.ckpt replaced is older, regardless of the files' times, which copying changes.
+        was_replaced = path.name == PREVIOUS and path.with_name(LAST) in all_paths
+        dated_path = path.with_name(LAST) if was_replaced else path
+        return dated_path.stat().st_mtime_ns, str(dated_path), not was_replaced
 
-    for path in sorted(found, key=age, reverse=True):
+    for path in sorted(all_paths, key=age, reverse=True):
         damage = damage_of(path)
         if damage is None:
-            if suits is None or suits(path):
+            if accepts is None or accepts(path):
                 return path
-            continue
-        if not this_rank():
-            what = f"{str(path)!r} {damage}, so the checkpoint before it is taken, if there is one"
-            warnings.warn(what, stacklevel=2)
+        elif not this_rank():
+            warnings.warn(f"{str(path)!r} {damage}, so the checkpoint before it is used, if there is one", stacklevel=2)
     return None
 
 
 def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
-    """Let the saved states of a federation name its clients' files where they are now, beside the checkpoint."""
+    """Update the paths of clients' files in the saved states of a federation: they are beside the checkpoint."""
     for name in ("clients", "tuned"):
         if path is not None and states[name] is not None:
             states[name] = locate(states[name], Path(path))
 
 
 def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file holds
-    """What perada put into a checkpoint, after looking at its numbers; a ValueError if it is nothing of the kind."""
+    """Check perada's content of a checkpoint and return it.
+
+    Raises:
+        ValueError: If it was not written by perada.
+    """
     if saved is None:
         raise ValueError("the checkpoint was not written by perada: it holds no federation; give one of a perada run")
-    with naming("the checkpoint does not hold what perada writes", _OTHER):
+    with naming("the checkpoint does not hold what perada writes", _OTHER_CHECKPOINT):
         check_format("the checkpoint", saved["format"], CHECKPOINT_FORMAT)
         for row in (saved, *saved["metrics"]["rounds"]):
             check_integer("step", row["step"], 0)
@@ -122,13 +135,13 @@ def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file h
             raise KeyError("privacy")
         if not isinstance(saved["data"]["train"], dict):
             raise TypeError("the fingerprint of the training data must be a dictionary")
-    found: dict[str, Any] = saved
-    return found
+    content: dict[str, Any] = saved
+    return content
 
 
 @contextmanager
 def restoring() -> Iterator[None]:
-    """Mark the errors that come up while a checkpoint's content takes its place, for :func:`plain_data`."""
+    """Mark errors while the content of a checkpoint is restored, for :func:`plain_data`."""
     try:
         yield
     except Exception as error:
@@ -138,100 +151,115 @@ def restoring() -> Iterator[None]:
 
 @contextmanager
 def plain_data(ckpt_path: str | None, trainer: Any = None) -> Iterator[None]:  # noqa: ANN401  # a pl.Trainer
-    """Say in one line, by a ValueError, that a checkpoint holds more than data, or other data than perada writes.
+    """Turn errors from a checkpoint that holds code, or other data than perada writes, into one-line ValueErrors.
 
-    No code that it brings is run. With a ``trainer`` this is of what it restores, else of all that is done in here.
+    Code in a checkpoint is never run.
+
+    Args:
+        ckpt_path: The checkpoint, for messages; None if there is none.
+        trainer: Consider only errors while this trainer restores a checkpoint; None to consider all.
     """
     if trainer is not None:
+        # Lightning 2.x has no hook around the restoration.
         connector = trainer._checkpoint_connector
         for name in ("_restore_modules_and_callbacks", "restore_training_state"):
             setattr(connector, name, restoring()(getattr(connector, name)))
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        marked = trainer is None or _RESTORING in getattr(error, "__notes__", ())
-        if ckpt_path is None or isinstance(error, torch.distributed.DistError) or not marked:
+        is_relevant = trainer is None or _RESTORING in getattr(error, "__notes__", ())
+        if ckpt_path is None or isinstance(error, torch.distributed.DistError) or not is_relevant:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(f"ckpt_path={ckpt_path!r} does not hold what perada writes ({reason}); {_OTHER}") from error
+        raise ValueError(
+            f"ckpt_path={ckpt_path!r} does not hold what perada writes ({reason}); {_OTHER_CHECKPOINT}"
+        ) from error
     except UnpicklingError as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"ckpt_path={ckpt_path!r} holds more than tensors and plain data, and is not read, since it could run any "
-            f"code ({reason}); if you trust it, and a callback of your own put that there, give weights_only=False to "
-            "Trainer.fit, or --weights_only=false to the program"
+            f"code ({reason}); if you trust it, and your own callback added that, give weights_only=False to "
+            "Trainer.fit, or --weights_only=false on the command line"
         ) from error
 
 
 def states_of(federation: Federation) -> tuple[list[State], Callable[[int], State] | None]:
-    """The global models, and what gives a client's own state; None where clients have none."""
-    models = unstack(clone(federation.server.members()))
+    """Return the states of the global models, and a function for a client's personal state, or None without these."""
+    global_states = unstack(clone(federation.server.members()))
     if not federation.personalized:
-        return models, None
-    return models, lambda client: unstack(federation.personal_states([client]))[0]
+        return global_states, None
+
+    def personal_state(client: int) -> State:
+        (state,) = unstack(federation.personal_states([client]))
+        return state
+
+    return global_states, personal_state
 
 
 def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module | None = None) -> tuple[Any, ...]:
-    """The run whose checkpoint is at ``path``, or the newest whole one in a fit's folder there, as it was then.
+    """Load a run from a checkpoint, or from the newest intact one in the folder of a fit.
 
     Args:
         path: The checkpoint, or the folder.
-        algorithm: The run's, where it is not perada's own.
-        backbone: The network, where the run was made with one of the caller's own.
+        algorithm: The run's algorithm, if it is not one of perada's.
+        backbone: The network, if the run was made with the caller's own.
 
     Returns:
-        What a :class:`perada.Run` is made of.
+        The arguments of :class:`perada.Run`.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it cannot be read, or what was given is not the run's.
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If it cannot be read, or was written with another algorithm or network.
     """
     path = _checkpoint(path)
     check_intact_file(path)
     with plain_data(str(path)):
         saved = contents(torch.load(path, map_location="cpu", weights_only=True).get(CHECKPOINT_KEY))
         info = saved["info"]
-        algorithm = algorithm_of(info["training"]["algorithm"]) if algorithm is None else algorithm
+        if algorithm is None:
+            algorithm = algorithm_of(info["training"]["algorithm"])
         spec = ModelSpec(
             _network(path, info, backbone),
             info["num_classes"],
             info["pretrained"],
             info["built_for"],
-            _known(path, "PEFT configuration", info["adapter"]),
+            _check_available(path, "PEFT configuration", info["adapter"]),
             info["train_backbone"],
             info["adapter_options"],
             info["seed"] or 0,
         )
+    # Errors of the caller's own network are not the checkpoint's.
     with plain_data(str(path)) if backbone is None else nullcontext():
         adapted = spec.build()
     trained = find_tensor_names(adapted.model, adapted.backbone.head).keys
-    weights = "put the run's weights where it names them"
+    trained_shapes = {key: list(adapted.model.state_dict()[key].shape) for key in trained}
+    weights_remedy = "put the run's weights where it names them"
     if info["seed"] is None:
-        weights = (
-            "it is of a private run in test mode, and its frozen weights follow from its seed, which is not written; "
-            "save what perada.finetune returned with Run.save, or begin with pretrained weights"
+        weights_remedy = (
+            "it is of a private run in test mode, and its frozen weights depend on its seed, which is not saved; save "
+            "what perada.finetune returned with Run.save, or begin with pretrained weights"
         )
-    for what, remedy, here in (
-        ("algorithm", "give the run's own as algorithm=", algorithm.kind),
-        (
-            "trained tensors",
-            "give the run's own network as backbone=, and its weights where it names them",
-            {key: list(adapted.model.state_dict()[key].shape) for key in trained},
-        ),
-        ("frozen weights", weights, frozen_digest(adapted.model)),
+    network_remedy = "give the run's network as backbone=, and put its weights where it names them"
+    for fact, actual, remedy in (
+        ("algorithm", algorithm.kind, "give the run's as algorithm="),
+        ("trained tensors", trained_shapes, network_remedy),
+        ("frozen weights", frozen_digest(adapted.model), weights_remedy),
     ):
-        if saved["belongs"].get(what) != here:
-            raise ValueError(f"{str(path)!r} was written with other {what}; {remedy}")
+        if saved["belongs"].get(fact) != actual:
+            raise ValueError(f"{str(path)!r} was written with other {fact}; {remedy}")
     with plain_data(str(path)):
         federation = _federation(path, saved, spec, adapted, algorithm)
-        return adapted, *states_of(federation), federation.num_clients, saved["metrics"], info
+        global_states, personal_state = states_of(federation)
+        return adapted, global_states, personal_state, federation.num_clients, saved["metrics"], info
 
 
 def _checkpoint(path: Path) -> Path:
-    """A checkpoint file itself, or the newest whole one of a fit's folder."""
-    found = path if path.is_file() else newest_intact((path / "checkpoints").rglob("*.ckpt"))
-    if found is not None:
-        return found
+    """Return the path of a checkpoint file, or of the newest intact one in the folder of a fit."""
+    if path.is_file():
+        return path
+    newest = newest_intact((path / "checkpoints").rglob("*.ckpt"))
+    if newest is not None:
+        return newest
     if (path / CONFIG_FILE).is_file() and (path.absolute().parent / RUN_FILE).is_file():
         raise FileNotFoundError(
             f"{str(path)!r} is one adapter of a run; give the folder that it is in, {str(path.parent)!r}, and choose "
@@ -243,8 +271,8 @@ def _checkpoint(path: Path) -> Path:
     )
 
 
-def _known(path: Path, what: str, part: Any, remedy: str = "") -> Any:  # noqa: ANN401  # a name, or the caller's own
-    """A part of the run, which its files lack where it was one of the caller's own."""
+def _check_available(path: Path, what: str, part: Any, remedy: str = "") -> Any:  # noqa: ANN401  # a name, or an object
+    """Return a part of a run, after checking that it is not the caller's own, which the run's files lack."""
     if part is None:
         raise ValueError(
             f"{str(path)!r} is of a run with a {what} of your own, which is not in it; {remedy}save what "
@@ -255,17 +283,17 @@ def _known(path: Path, what: str, part: Any, remedy: str = "") -> Any:  # noqa: 
 
 def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> Any:  # noqa: ANN401  # a name, or a network
     network = info["backbone"] if backbone is None else backbone
-    return _known(path, "network", network, "give one of the same class as backbone=, or ")
+    return _check_available(path, "network", network, "give one of the same class as backbone=, or ")
 
 
 def _federation(
     path: Path, saved: dict[str, Any], spec: ModelSpec, adapted: AdaptedModel, algorithm: Algorithm
 ) -> Federation:
-    """The states of server and clients, for none of whom anything will be trained."""
-    clients, training = saved["belongs"]["number of clients"], LocalTraining("sgd", {"local": 0.0})
+    """Make a federation that holds the states of the server and the clients. Its training options are not used."""
+    clients = saved["belongs"]["number of clients"]
     settings = Settings(
         algorithm,
-        training,
+        LocalTraining("sgd", {"local": 0.0}),
         Distillation(steps=0),
         "uniform",
         (),
@@ -286,23 +314,33 @@ def _federation(
 
 
 def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None, config: PeftConfig) -> AdaptedModel:
-    """The network of the run in ``folder``, with an adapter; ``backbone`` where it was one of the caller's own.
+    """Build the network of a saved run with its adapter.
+
+    Args:
+        folder: The run's folder.
+        info: ``Run.info``.
+        backbone: The network, if it was the caller's own.
+        config: The adapter's configuration.
 
     Raises:
         FileNotFoundError: If its weights are missing.
-        ValueError: If it was one of the caller's own, which was not given, or its weights are others.
+        ValueError: If it was the caller's own and is not given, or its weights do not match.
     """
-    network, path = _network(folder, info, backbone), folder / BACKBONE_FILE
+    network = _network(folder, info, backbone)
+    path = folder / BACKBONE_FILE
     if not path.is_file() and (not info["pretrained"] or info["backbone"] is None):
         raise FileNotFoundError(
             f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy "
             "the whole folder"
         )
-    pretrained = False if path.is_file() and own_weights(info) else info["pretrained"]
+    pretrained = info["pretrained"]
+    if path.is_file() and needs_backbone_file(info):
+        pretrained = False  # all weights are in the file
     built = build_backbone(network, info["num_classes"], pretrained=pretrained, image_size=info["built_for"])
     with torch.random.fork_rng(devices=[]):
         adapted = insert_adapter(built, config, train_backbone=info["train_backbone"])
     if path.is_file():
+        # Trained tensors are in the adapters' folders.
         frozen = set(adapted.model.state_dict()) - set(trained_keys(adapted.model))
         set_state(adapted.model, read_backbone(adapted, path, frozen))
     return adapted

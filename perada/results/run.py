@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes out of a run: models and metrics, saved, loaded and shared."""
+"""The result of a run: models and metrics, which can be saved, loaded and shared."""
 
 import shutil
 import warnings
@@ -19,16 +19,16 @@ from perada.results.clients import with_joined
 from perada.results.export import (
     BACKBONE_FILE,
     CARD_FILE,
+    CLASS_NAMES_FILE,
     CONFIG_FILE,
-    NAMES_FILE,
     WEIGHTS_FILE,
     PeftFolders,
     base_name,
-    own_weights,
+    needs_backbone_file,
     push,
     read_config,
     save_backbone,
-    shared_part,
+    shared_run_file,
 )
 from perada.results.models import Models
 from perada.results.report import TEST_MODE
@@ -48,27 +48,31 @@ from perada.results.run_file import (
 
 
 class Run(Models):
-    """The adapters of all clients and of the server, on one frozen backbone, and how they are kept.
+    """The adapters of all clients and of the server on one frozen backbone.
 
-    :class:`perada.results.models.Models` says what ``num_clients``, ``metrics`` and ``info`` hold.
+    ``num_clients``, ``metrics`` and ``info`` are described at :class:`perada.results.models.Models`.
     """
 
-    def with_client(self, alone: "Run", how: dict[str, Any]) -> "Run":
-        """This run with one more client, whose number is the last; this one stays as it is.
+    def with_client(self, single: "Run", record: dict[str, Any]) -> "Run":
+        """Return a copy of this run with one more client, which gets the last number.
 
         Args:
-            alone: The run of that client alone.
-            how: How it came, with its ``name``, for ``info["joined"]``.
+            single: The run of the new client only.
+            record: The client's entry in ``info["joined"]``, with its ``name``.
         """
-        number, earlier, state = self.num_clients, self._personal, alone.state("personal", 0)
-        info, metrics = with_joined(self, alone, how)
+        new_client = self.num_clients
+        new_state = single.state("personal", 0)
+        other_states = self._personal
+        info, metrics = with_joined(self, single, record)
 
         def personal(client: int) -> State:
-            if client == number:
-                return state
-            return self._global[0] if earlier is None else earlier(client)
+            if client == new_client:
+                return new_state
+            if other_states is None:
+                return self._global[0]
+            return other_states(client)
 
-        return Run(self._adapted, self._global, personal, number + 1, metrics, info)
+        return Run(self._adapted, self._global, personal, new_client + 1, metrics, info)
 
     def save(
         self,
@@ -78,97 +82,141 @@ class Run(Models):
         license: str = UNKNOWN,
         scores: bool | None = None,
     ) -> Path:
-        """Write one PEFT folder per client (``client_0`` …) and ``global``, with what it takes to load them.
+        """Write one PEFT folder per client (``client_0`` …) and ``global``, with all that :meth:`load` needs.
 
         An ensemble is written as ``global_0`` …; clients that predict with it have no folder. The frozen backbone is
-        written only where its weights cannot be had elsewhere (random, from a file, or a network of your own), under
-        the names that it has without adapters.
-        Of several processes only rank 0 writes.
+        written only if its weights cannot be downloaded (random, from a file, or your own network), under its names
+        without adapters. Each folder has a model card, ``README.md``. With several processes only rank 0 writes.
 
-        With a ``client``, by number or name, only its folder is written, for PEFT: :meth:`load` needs all. Each folder
-        has a model card, ``README.md``; ``license`` is that of the adapters, as the Hub writes licences (``mit``).
-
-        ``scores`` says whether scores, losses and diagnostics are in the cards and in ``run.json``. By default those of
-        a private run are not: they follow from clients' images, and ε does not cover them.
+        Args:
+            folder: The folder.
+            client: Number or name of a client to write only its folder, for PEFT; :meth:`load` needs all folders.
+            license: Licence of the adapters in the Hub's notation, such as ``mit``.
+            scores: Whether scores, losses and diagnostics are written to the cards and to ``run.json``. By default not
+                for a private run: they depend on the clients' images, and ε does not cover them.
         """
         folder = Path(folder)
-        only = None if client is None else self.number(client)
+        number = None if client is None else self.number(client)
         if this_rank():
             return folder
         self._warn_of_test_mode(folder)
-        shown = self._shows_scores(scores)
+        with_scores = self._with_scores(scores)
         with together(folder) as stage:
-            if only is not None:
-                self._write(stage, folder, [(f"client_{only}", only)], license, shown)
+            if number is not None:
+                self._write_adapters(stage, folder, [(f"client_{number}", number)], license, with_scores)
             else:
-                self._describe(stage, self._write(stage, folder, self._folders(), license, shown), shown)
+                digests = self._write_adapters(stage, folder, self._folders(), license, with_scores)
+                self._write_run_file(stage, digests, with_scores)
         return folder
 
     def add_client(self, folder: str | Path, client: int | str, *, scores: bool | None = None) -> Path:
-        """Write a client that joined into the folder of the run that it joined; no other file but run.json changes.
+        """Write a client that joined into the folder of its run. Beside its folder only run.json changes.
 
-        ``scores`` is as of :meth:`save`.
+        Args:
+            folder: The run's folder.
+            client: Number or name of the client.
+            scores: See :meth:`save`.
         """
-        folder, number = Path(folder), self.number(client)
-        shown = self._shows_scores(scores)
+        folder = Path(folder)
+        number = self.number(client)
+        with_scores = self._with_scores(scores)
         if not this_rank():
             with together(folder) as stage:
-                files = self._write(stage, folder, [(f"client_{number}", number)], scores=shown)
-                self._describe(stage, read_run(folder).files | files, shown)
+                digests = self._write_adapters(stage, folder, [(f"client_{number}", number)], scores=with_scores)
+                self._write_run_file(stage, read_run(folder).files | digests, with_scores)
         return folder
 
-    def _shows_scores(self, scores: bool | None) -> bool:
-        """Whether scores are written: as was asked for, or by default those of runs that are not private."""
+    def _with_scores(self, scores: bool | None) -> bool:
+        """Whether scores are written: by default only those of runs that are not private."""
         return not self.info.get("privacy") if scores is None else scores
 
     def _folders(self) -> Iterator[tuple[str, int | None]]:
-        """The names of all adapters' folders, with the client or, of a global one, None."""
+        """Yield the folders of all adapters by name, with the client, or None for a global adapter."""
         if "adapter_of" in self.info:
-            yield "", 0  # alone, as on the Hub
+            yield "", 0  # a single adapter, as on the Hub
             return
-        yield from ((name, None) for name in _global_folders(len(self._global)))
+        for name in _global_folders(len(self._global)):
+            yield name, None
         if self._personal is not None or len(self._global) == 1:
-            yield from ((f"client_{client}", client) for client in self._remaining)
+            for client in self._remaining:
+                yield f"client_{client}", client
 
-    def _write(
+    def _write_adapters(
         self,
         stage: Path,
-        former: Path,
+        existing: Path,
         folders: Iterable[tuple[str, int | None]],
         license: str = UNKNOWN,
         scores: bool = True,
     ) -> dict[str, str]:
-        """Write adapters with their cards and digests, and the backbone; return the digests of all tensors' files.
+        """Write adapters with their cards and digests, and the backbone if its weights are not available elsewhere.
 
-        What somebody wrote into a card in the folder of before, ``former``, stays.
+        Args:
+            stage: Folder to write to.
+            existing: Folder with former cards, in which users may have written: their text is kept.
+            folders: Names of the adapters' folders, with the client, or None for a global adapter.
+            license: See :meth:`save`.
+            scores: Whether the cards have scores.
+
+        Returns:
+            The digests of all tensors' files, by path in the folder.
         """
-        base, own, adapted = base_name(self._adapted, self.info["pretrained"]), own_weights(self.info), self._adapted
-        files, written, cards = {}, PeftFolders(adapted, base), Cards(self, base, scores, license)
-        names = [NAMES_FILE] * bool(self.info.get("classes")) + [BACKBONE_FILE] * bool(adapted.beside)
-        names = [CARD_FILE, *names, CONFIG_FILE, WEIGHTS_FILE]
-        if own:
+        adapted = self._adapted
+        base = base_name(adapted, self.info["pretrained"])
+        peft_folders = PeftFolders(adapted, base)
+        cards = Cards(self, base, scores, license)
+        has_backbone_file = needs_backbone_file(self.info)
+        if has_backbone_file:
             save_backbone(adapted, stage)
-        for place, (name, client) in enumerate(folders):
-            state = self._global[place] if client is None else self.state("personal", client)
-            folder, card = stage / name, former / name / CARD_FILE
+        # In the order of SHA256SUMS.
+        file_names = [CARD_FILE]
+        if self.info.get("classes"):
+            file_names.append(CLASS_NAMES_FILE)
+        if adapted.beside:
+            file_names.append(BACKBONE_FILE)
+        file_names += [CONFIG_FILE, WEIGHTS_FILE]
+
+        digests: dict[str, str] = {}
+        # Global adapters come first, in the order of their states.
+        for index, (name, client) in enumerate(folders):
+            state = self._global[index] if client is None else self.state("personal", client)
+            folder = stage / name
             folder.mkdir(exist_ok=True)
-            if card.is_file() and not card.is_symlink() and not card.parent.is_symlink():
-                shutil.copyfile(card, folder / CARD_FILE)
-            where = BACKBONE_FILE if adapted.beside or not name else f"../{BACKBONE_FILE}"
-            cards.write(folder / CARD_FILE, client, where if own or adapted.beside else None)
-            written.save(state, folder, self.info.get("classes"), _rank(self.info, client))
-            digests = write_sums(folder, names)
-            files[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = digests[WEIGHTS_FILE]
-        return files | ({BACKBONE_FILE: digest_of(stage / BACKBONE_FILE)} if own else {})
+            former_card = existing / name / CARD_FILE
+            # A link could lead to a file that is not meant to be shared.
+            is_link = former_card.is_symlink() or former_card.parent.is_symlink()
+            if former_card.is_file() and not is_link:
+                shutil.copyfile(former_card, folder / CARD_FILE)
+            backbone_path = None
+            if adapted.beside or (has_backbone_file and not name):
+                backbone_path = BACKBONE_FILE
+            elif has_backbone_file:
+                backbone_path = f"../{BACKBONE_FILE}"
+            cards.write(folder / CARD_FILE, client, backbone_path)
+            peft_folders.save(state, folder, self.info.get("classes"), _lora_rank(self.info, client))
+            folder_digests = write_sums(folder, file_names)
+            digests[f"{name}/{WEIGHTS_FILE}".lstrip("/")] = folder_digests[WEIGHTS_FILE]
+        if has_backbone_file:
+            digests[BACKBONE_FILE] = digest_of(stage / BACKBONE_FILE)
+        return digests
 
-    def _warn_of_test_mode(self, where: object) -> None:
+    def _warn_of_test_mode(self, target: object) -> None:
         if is_test_mode(self.info.get("privacy")):
-            warnings.warn(f"{str(where)!r}: {TEST_MODE}", stacklevel=3)
+            warnings.warn(f"{str(target)!r}: {TEST_MODE}", stacklevel=3)
 
-    def _describe(self, folder: Path, files: dict[str, str], scores: bool) -> None:
-        shared = self._personal is None or "adapter_of" in self.info
-        info, metrics = (self.info, self.metrics) if scores else published(self.info, self.metrics)
-        content = RunFile(self.num_clients, info, metrics, len(self._global), shared, files=files)
+    def _write_run_file(self, folder: Path, digests: dict[str, str], scores: bool) -> None:
+        info = self.info
+        metrics = self.metrics
+        if not scores:
+            info, metrics = published(info, metrics)
+        content = RunFile(
+            self.num_clients,
+            info,
+            metrics,
+            global_models=len(self._global),
+            shared=self._personal is None or "adapter_of" in self.info,
+            files=digests,
+        )
         write_run(folder, content)
 
     def push_to_hub(
@@ -181,59 +229,63 @@ class Run(Models):
         scores: bool | None = None,
         token: str | None = None,
     ) -> str:
-        """Upload the global adapter or, where it is named, one client's, to a repository of the Hugging Face Hub.
+        """Upload the global adapter, or one client's adapter, to a repository of the Hugging Face Hub.
 
-        It is laid out as PEFT lays out an adapter, with a model card, and ``run.json``, which says nothing of other
-        clients. A line on standard error says what leaves. Weights of the backbone go along where they cannot be had
-        elsewhere.
+        The repository is a PEFT adapter with a model card, and with a ``run.json`` that reveals nothing of other
+        clients. A line on standard error states what is uploaded. The backbone's weights are uploaded, too, if they
+        cannot be downloaded elsewhere.
 
         Args:
-            repo: Name of the repository, ``user/name``; it is made if it does not exist.
+            repo: Name of the repository, ``user/name``, which is created if it does not exist.
             client: Number or name of the client. No personal adapter is uploaded unless its client is named.
-            private: Make a private repository.
-            license: Of the adapter, as the Hub writes licences.
-            scores: Whether its scores go along. By default not those of a private run: they follow from clients'
-                images, and ε does not cover them.
-            token: Of the Hub; by default that of ``hf auth login``.
+            private: Whether the repository must be private.
+            license: Licence of the adapter in the Hub's notation.
+            scores: Whether to upload scores. By default not for a private run: they depend on the clients' images, and
+                ε does not cover them.
+            token: Token of the Hub; by default that of ``hf auth login``.
 
         Returns:
             The address of the repository.
 
         Raises:
-            ValueError: If there is no such client, or no global model, or several; or if the repository is to be
-                private, exists, and is public.
+            ValueError: If there is no such client, no global model or several; or if the repository must be private,
+                exists, and is public.
         """
         number = None if client is None else self.number(client)
         if number is None:
             if not self.info["global_model"]:
                 raise ValueError(f"{self.info['algorithm']} has no global model to upload; name a client")
-            self.state("global")  # an error where there are several
-        privacy = self.info.get("privacy")
-        told = self._shows_scores(scores)
+            self.state("global")  # raises an error if there are several
+        with_scores = self._with_scores(scores)
         self._warn_of_test_mode(repo)
 
         def write(folder: Path) -> None:
-            self._write(folder, folder, [("", number)], license, told)
-            write_run(folder, shared_part(self.info, self.metrics, self.num_clients, number, told))
+            self._write_adapters(folder, folder, [("", number)], license, with_scores)
+            write_run(folder, shared_run_file(self.info, self.metrics, self.num_clients, number, with_scores))
 
-        whose = "the global adapter" if number is None else f"the adapter of client {client}"
-        own = number if number in self.own_clients() else None
-        what = f"{whose}: its weights, {'scores, ' if told else ''}names of classes and how it was trained; no images"
-        return push(write, repo, f"{what}. It was trained {protection(privacy, own)}.", private, token)
+        adapter = "the global adapter" if number is None else f"the adapter of client {client}"
+        contents = "scores, names of classes" if with_scores else "names of classes"
+        private_client = number if number in self.own_clients() else None
+        description = (
+            f"{adapter}: its weights, {contents} and how it was trained; no images. It was trained "
+            f"{protection(self.info.get('privacy'), private_client)}."
+        )
+        return push(write, repo, description, private, token)
 
     @classmethod
     def from_hub(
         cls, repo: str, *, revision: str | None = None, token: str | None = None, backbone: nn.Module | None = None
     ) -> "Run":
-        """Load what :meth:`push_to_hub` uploaded: the global adapter, which is every client's too, or one client's.
+        """Load an adapter that :meth:`push_to_hub` uploaded.
 
-        A client's adapter is that of client 0, and there is no global one then.
+        The global adapter is then every client's, too. A client's adapter is that of client 0, and there is no global
+        one.
 
         Args:
             repo: Name of the repository.
-            revision: A branch, a tag or a commit.
-            token: Of the Hub.
-            backbone: As in :meth:`load`, which also says what is refused.
+            revision: A branch, tag or commit.
+            token: Token of the Hub.
+            backbone: See :meth:`load`, which raises the same errors.
         """
         from huggingface_hub import snapshot_download
 
@@ -243,53 +295,71 @@ class Run(Models):
     def load(
         cls, folder: str | Path, *, algorithm: Algorithm | None = None, backbone: nn.Module | None = None
     ) -> "Run":
-        """Read a run: what :meth:`save` wrote, what a fit left in its folder, or one of its checkpoints.
+        """Load a run that :meth:`save` wrote, the folder of a fit, or one of its checkpoints.
 
-        Of a fit's folder the newest whole checkpoint counts. The folder stays as it is.
+        From the folder of a fit the newest intact checkpoint is loaded. The folder is not changed.
 
         Args:
             folder: The run's folder, such as ``lightning_logs/version_0``, or a checkpoint file.
-            algorithm: That of a fit, where it is not perada's own.
-            backbone: The network, where the run was made with one of your own.
+            algorithm: The algorithm of a fit, if it is not one of perada's.
+            backbone: The network, if the run was made with your own.
 
         Raises:
             FileNotFoundError: If there is no run in ``folder``, or an adapter is missing.
-            ValueError: If an adapter is broken or foreign, or the backbone is missing.
+            ValueError: If an adapter is broken or belongs to another run, or the backbone is missing.
         """
         folder = Path(folder)
         finish(folder)
         if not holds_adapters(folder):
-            return cls(*restored(folder, algorithm, backbone))
+            restored_run = restored(folder, algorithm, backbone)
+            return cls(*restored_run)
         saved = read_run(folder)
-        info, metrics, clients = saved.info, saved.metrics, saved.num_clients
+        info = saved.info
         with naming(folder / RUN_FILE):
-            check_record(info.get("privacy") or {}, clients)
+            check_record(info.get("privacy") or {}, saved.num_clients)
             Preprocessing.from_record(info["preprocessing"])
         check_files(folder, saved.files)
-        models = saved.global_models
-        alone = models == 1 and not (folder / "global").is_dir() and (folder / CONFIG_FILE).is_file()  # as on the Hub
-        config = read_config(folder if alone else folder / next(_global_folders(models)))
+
+        # A single adapter, as on the Hub, is in the folder itself.
+        is_single = saved.global_models == 1 and not (folder / "global").is_dir() and (folder / CONFIG_FILE).is_file()
+        first_folder = folder if is_single else folder / next(_global_folders(saved.global_models))
+        config = read_config(first_folder)
         adapted = rebuilt(folder, info, backbone, config)
-        folders = PeftFolders(adapted)
-        shared = [folders.load(folder / name, config) for name in (["."] if alone else _global_folders(models))]
+        peft_folders = PeftFolders(adapted)
+        if is_single:
+            global_states = [peft_folders.load(folder, config)]
+        else:
+            names = _global_folders(saved.global_models)
+            global_states = [peft_folders.load(folder / name, config) for name in names]
         if "adapter_of" in info:
-            return cls(adapted, shared, lambda _: shared[0], clients, metrics, info)
-        gone = {*info.get("forgotten", ()), *info.get("elsewhere", ())}
-        left = range(0 if saved.shared else clients)
-        states = {
-            client: folders.load(folder / f"client_{client}", config, _rank(info, client))
-            for client in left
-            if client not in gone
-        }
-        return cls(adapted, shared, None if saved.shared else states.__getitem__, clients, metrics, info)
+            return cls(adapted, global_states, lambda _: global_states[0], saved.num_clients, saved.metrics, info)
+        if saved.shared:
+            return cls(adapted, global_states, None, saved.num_clients, saved.metrics, info)
+        absent = {*info.get("forgotten", ()), *info.get("elsewhere", ())}
+        personal_states = {}
+        for client in range(saved.num_clients):
+            if client not in absent:
+                rank = _lora_rank(info, client)
+                personal_states[client] = peft_folders.load(folder / f"client_{client}", config, rank)
+        return cls(adapted, global_states, personal_states.__getitem__, saved.num_clients, saved.metrics, info)
 
 
-def _global_folders(models: int) -> Iterator[str]:
-    """One by one: a broken file may name millions, of which the first is missing."""
-    return (f"global_{place}" if models > 1 else "global" for place in range(models))
+def _global_folders(num_models: int) -> Iterator[str]:
+    """Yield the names of the global adapters' folders.
+
+    One by one: a broken file may name millions, of which the first is missing.
+    """
+    if num_models == 1:
+        yield "global"
+        return
+    for index in range(num_models):
+        yield f"global_{index}"
 
 
-def _rank(info: Mapping[str, Any], client: int | None) -> int | None:
-    """A client's rank of LoRA; None if it is the adapter's, as that of clients that joined."""
+def _lora_rank(info: Mapping[str, Any], client: int | None) -> int | None:
+    """Return the LoRA rank of a client; None for the adapter's rank, which clients that joined have."""
     ranks = info.get("lora_ranks", [])
-    return None if client is None or client >= len(ranks) else ranks[client]
+    if client is None or client >= len(ranks):
+        return None
+    rank: int = ranks[client]
+    return rank

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder: its file ``run.json``, and files that come into it together. Nothing large is imported."""
+"""A run's folder: its file ``run.json``, and atomic updates of its files. Nothing large is imported."""
 
 import errno
 import json
@@ -17,31 +17,38 @@ from perada.core.checks import OptionError, check_integer
 from perada.core.digests import SUMS_FILE, WrongFormat, check_format, check_sealed, digest_of, sealed
 from perada.core.files import check_links, locked, sync, write_atomic
 
-STAGE, READY = ".perada-saving", ".perada-saved"
-"""Folders within the folder: of what is being written, and of what has been written in full and is to be moved."""
+STAGE = ".perada-saving"
+"""Subfolder with the files that are being written."""
+READY = ".perada-saved"
+"""Subfolder with files that are complete and are to be moved into the folder."""
 
 
 @contextmanager
 def together(folder: Path) -> Iterator[Path]:
-    """Give a folder to write into; at the end its files take their places in ``folder``, in which others stay.
+    """Provide a folder to write into, whose files are moved into ``folder`` at the end. Other files there are kept.
 
-    Until the last of them is written nothing in ``folder`` has changed. From then on the new ones count: if moving them
-    is interrupted, :func:`finish` completes it. Files are locked meanwhile, by which those of a living process can be
-    told from what one that was killed left behind. An OSError of the disk, such as that it is full, names the folder
-    and says which of both is the case; a BlockingIOError that another process writes there.
+    Nothing in ``folder`` changes before all files are written. If the process is killed while they are moved,
+    :func:`finish` completes the move. A lock distinguishes the files of a running process from those that a killed
+    process left behind.
+
+    Raises:
+        BlockingIOError: If another process is writing to the folder.
+        OSError: If the disk fails, for example because it is full. The message names the folder and states whether it
+            was changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     finish(folder)
     stage = folder / STAGE
-    with ExitStack() as held:
+    with ExitStack() as locks:
         try:
             stage.mkdir()
-            alone = held.enter_context(locked(stage)) and stage.is_dir()
+            # Another process may take the folder for a killed one's, and delete it, before the lock is held.
+            is_exclusive = locks.enter_context(locked(stage)) and stage.is_dir()
         except FileExistsError:
-            alone = False
-        if not alone:
-            what = f"another process is writing a run into {str(folder)!r}; wait until it has ended"
-            raise BlockingIOError(errno.EAGAIN, f"{what}, or give another folder")
+            is_exclusive = False
+        if not is_exclusive:
+            problem = f"another process is writing a run into {str(folder)!r}"
+            raise BlockingIOError(errno.EAGAIN, f"{problem}; wait until it has ended, or give another folder")
         try:
             yield stage
             sync([stage, *stage.rglob("*")])
@@ -51,109 +58,131 @@ def together(folder: Path) -> Iterator[Path]:
             if not isinstance(error, OSError) or error.errno is None:
                 raise
             reason = error.strerror if error.filename is None else error
-            what = f"{str(folder)!r} could not be written, and was not changed"
-            raise OSError(error.errno, f"{what} ({reason})") from error
+            raise OSError(
+                error.errno, f"{str(folder)!r} could not be written, and was not changed ({reason})"
+            ) from error
         try:
             sync([folder])
             _move(folder)
         except OSError as error:
-            what = f"{str(folder)!r} was written, but not all files are in their places: load it, or write it again"
-            raise OSError(error.errno, f"{what} ({error})") from error
+            raise OSError(
+                error.errno,
+                f"{str(folder)!r} was written, but not all files are in their places: load it, or write it again "
+                f"({error})",
+            ) from error
 
 
 def finish(folder: Path) -> None:
-    """Put in place what was written in full before whoever wrote it was killed, and delete what was not.
+    """Complete the move of files that a killed process had written completely, and delete its incomplete files.
 
-    What a living process writes is left to it; while it moves files, it is waited for. A ValueError if this would move
-    files out of the folder or into it, since links lead there.
+    Files that a running process is writing are not touched. If it is moving files, this waits for it.
+
+    Raises:
+        ValueError: If links would move files out of the folder or into it.
     """
     with locked(folder / READY, wait=True):
         _move(folder)
-    with locked(folder / STAGE) as alone:
-        if alone and (folder / STAGE).is_dir():
+    with locked(folder / STAGE) as is_exclusive:
+        if is_exclusive and (folder / STAGE).is_dir():
             shutil.rmtree(folder / STAGE)
 
 
 def _move(folder: Path) -> None:
-    ready, changed = folder / READY, {folder}
-    moved = [] if ready.is_symlink() else sorted(ready.rglob("*"))
-    new = {path for path in moved if path.parent == ready and path.is_dir() and not os.path.lexists(folder / path.name)}
-    places = {path: folder / path.relative_to(ready) for path in moved if new.isdisjoint(path.parents)}
-    folders = [target for path, target in places.items() if path not in new and path.is_dir()]
-    for path in (ready, folder / STAGE, *moved, *folders):
+    """Move the files in :data:`READY` into the folder, and delete :data:`READY`."""
+    ready = folder / READY
+    sources = [] if ready.is_symlink() else sorted(ready.rglob("*"))
+    # A folder that does not exist yet is moved as a whole.
+    new_folders = set()
+    for path in sources:
+        if path.parent == ready and path.is_dir() and not os.path.lexists(folder / path.name):
+            new_folders.add(path)
+    targets = {path: folder / path.relative_to(ready) for path in sources if new_folders.isdisjoint(path.parents)}
+    existing_folders = [target for path, target in targets.items() if path not in new_folders and path.is_dir()]
+    for path in (ready, folder / STAGE, *sources, *existing_folders):
         if path.is_symlink():
             raise ValueError(
                 f"{str(path)!r} is a link to {str(path.resolve())!r}, and files of the run would be moved there; "
                 "delete the link, or save the run into another folder"
             )
-    for target in folders:
+    changed = {folder}
+    for target in existing_folders:
         target.mkdir(exist_ok=True)
         changed.add(target)
-    for path, target in places.items():
-        if target not in changed:  # a file, or a folder that is not there yet
+    for path, target in targets.items():
+        if target not in changed:  # a file, or a new folder
             path.replace(target)
     if ready.is_dir():
-        sync(changed)  # before the last trace of what is to be moved goes
-        with suppress(FileNotFoundError):  # somebody deletes the folder meanwhile
+        # The moves must be on the disk before READY, from which they could be repeated, is deleted.
+        sync(changed)
+        with suppress(FileNotFoundError):  # another process may delete it at the same time
             shutil.rmtree(ready)
 
 
 RUN_FILE = "run.json"
 FORMAT = 1
-_OWN = re.compile(r"run\.json|(adapter_config|config)\.json|\w+\.safetensors|SHA256SUMS|(client|global)(_\d+)?")
-"""What perada reads in a folder."""
-_IN_FOLDER = re.compile(r"(\w+/)?\w+\.safetensors")
-_MOST = 10**7
-"""Clients, classes or models of a run at most, so that a broken file does not fill the memory."""
+_READ_FILES = re.compile(r"run\.json|(adapter_config|config)\.json|\w+\.safetensors|SHA256SUMS|(client|global)(_\d+)?")
+"""Names of files and subfolders that perada reads in a folder."""
+_TENSORS_FILE = re.compile(r"(\w+/)?\w+\.safetensors")
+_MAX_COUNT = 10**7
+"""Largest number of clients, classes or models of a run, so that a broken file does not fill the memory."""
+_REQUIRED_INFO = {
+    "backbone",
+    "pretrained",
+    "image_size",
+    "preprocessing",
+    "training",
+    "train_backbone",
+    "global_model",
+}
 
 
 DATA_INDEPENDENT_METRICS = ("epoch", "step", "round", "params/", "comm/", "privacy/", "server/")
-"""Metrics, or the first parts of their names, in which clients' images have no part that a ledger does not count.
+"""Metrics, or beginnings of their names, that do not depend on clients' images beyond what the ledgers account for.
 
-Private training may stop by them, and they are what is published of a private run.
+Private training may stop by them, and only they are published of a private run.
 """
 
 
 def published(info: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``Run.info`` and ``Run.metrics`` of a private run without what follows from clients' images beside the ledgers.
+    """Return ``Run.info`` and ``Run.metrics`` of a private run with :data:`DATA_INDEPENDENT_METRICS` only.
 
-    Scores, losses and diagnostics are left out, those of a client that joined too.
+    Scores, losses and diagnostics are left out, also those of clients that joined.
     """
     info = dict(info)
     if "joined" in info:
         info["joined"] = [record | {"before": None, "after": None} for record in info["joined"]]
-    rounds = [
-        {name: value for name, value in row.items() if name.startswith(_independent_in(row))}
-        for row in metrics["rounds"]
-    ]
+    rounds = []
+    for row in metrics["rounds"]:
+        prefixes = _data_independent_prefixes(row)
+        rounds.append({name: value for name, value in row.items() if name.startswith(prefixes)})
     clients = {name: values for name, values in metrics["clients"].items() if name.startswith("privacy/")}
     return info, {"rounds": rounds, "clients": clients}
 
 
-def _independent_in(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those of :data:`DATA_INDEPENDENT_METRICS` that are independent in a round of a simulation, or of a deployment.
+def _data_independent_prefixes(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return those of :data:`DATA_INDEPENDENT_METRICS` that hold for a round, which may be of a deployment.
 
-    A deployment measures the bytes that came, and counts the parameters of those that answered. A site whose training
-    broke sends a short reply, and whether it does depends on its images.
+    A deployment measures the received bytes, and counts the parameters of the sites that replied. A site whose training
+    fails sends a short reply, and whether it fails depends on its images.
     """
     if not any(name.startswith("deploy/") for name in row):
         return DATA_INDEPENDENT_METRICS
-    return tuple(start for start in DATA_INDEPENDENT_METRICS if start not in ("params/", "comm/"))
+    return tuple(prefix for prefix in DATA_INDEPENDENT_METRICS if prefix not in ("params/", "comm/"))
 
 
 @dataclass
 class RunFile:
-    """What the file holds.
+    """The content of ``run.json``.
 
     Attributes:
-        num_clients: M.
-        info: What the run was (:class:`perada.Run`).
-        metrics: How it went.
-        global_models: States that the global model averages.
-        shared: Whether clients have no states of their own.
-        in_checkpoints: Whether the states are in the folder's checkpoints: what a fit leaves.
-        train_sizes: Training images of each client, of a fit.
-        command: What was typed, word by word.
+        num_clients: Number of clients M.
+        info: See :class:`perada.Run`.
+        metrics: See :class:`perada.Run`.
+        global_models: Number of states that the global model averages.
+        shared: Whether clients have no personal states.
+        in_checkpoints: Whether the states are in the folder's checkpoints, as in the folder of a fit.
+        train_sizes: Training images of each client, for a fit.
+        command: The command line, word by word.
         files: Digests of the tensors' files, by their paths in the folder.
     """
 
@@ -168,44 +197,68 @@ class RunFile:
     files: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Look at what a file held that anyone may have written; whoever shows the privacy checks that."""
-        info, clients = self.info, self.num_clients
-        counts = {"num_clients": clients, "global_models": self.global_models, "num_classes": info["num_classes"]}
-        for name, number in counts.items():
-            check_integer(name, number, le=_MOST)
+        """Check the content of a file, which anyone may have written.
+
+        The privacy record is checked where it is shown, by :func:`perada.results.cards.check_record`.
+
+        Raises:
+            ValueError, KeyError or TypeError: If the content is invalid.
+        """
+        self._check_info()
+        self._check_metrics()
+        if not all(_TENSORS_FILE.fullmatch(name) for name in self.files):
+            raise KeyError("files has a name that is not one of a saved run")
+        check_list(self.train_sizes or [0] * self.num_clients, self.num_clients, kind=int)
+        check_list(self.command, None, kind=str)
+
+    def _check_info(self) -> None:
+        info = self.info
+        check_integer("num_clients", self.num_clients, le=_MAX_COUNT)
+        check_integer("global_models", self.global_models, le=_MAX_COUNT)
+        check_integer("num_classes", info["num_classes"], le=_MAX_COUNT)
         check_integer("built_for", info["built_for"], optional=True)
         check_list(info.get("lora_ranks", []), None, kind=int)
         for rank in info.get("lora_ranks", []):
             check_integer("a rank", rank)
-        for key, count in (("classes", info["num_classes"]), ("clients", clients)):
-            if info.get(key) is not None:
-                check_list(info[key], count, kind=str)
-        joined = [record["client"] for record in info.get("joined", [])]
-        absent = [*info.get("forgotten", []), *info.get("elsewhere", [])]
-        for number in (*joined, *absent, *info.get("own_adapters", [])):
-            check_integer("client", number, 0, le=clients - 1)
+        if info.get("classes") is not None:
+            check_list(info["classes"], info["num_classes"], kind=str)
+        if info.get("clients") is not None:
+            check_list(info["clients"], self.num_clients, kind=str)
+        numbers = [record["client"] for record in info.get("joined", [])]
+        for name in ("forgotten", "elsewhere", "own_adapters"):
+            numbers += info.get(name, [])
+        for number in numbers:
+            check_integer("client", number, 0, le=self.num_clients - 1)
         check_list([info.get("adapter_of", ""), *(info.get("training") or {}).keys()], None, kind=str)
-        needed = "backbone pretrained image_size preprocessing training train_backbone global_model"
-        missing = set(needed.split()) - set(info)
-        if missing or not all(map(_IN_FOLDER.fullmatch, self.files)):
-            raise KeyError(f"info lacks {sorted(missing)}, or files names what is not a file of a saved run")
-        check_list([row["round"] for row in self.metrics["rounds"]], None, kind=int)
-        check_list([[*row.values()] for row in self.metrics["rounds"]], None, None)
-        scores = [*self.metrics["clients"].values(), *self.metrics.get("initial", {}).values()]
-        for row in self.metrics.get("by_round", []):
+        missing = _REQUIRED_INFO - set(info)
+        if missing:
+            raise KeyError(f"info lacks {sorted(missing)}")
+
+    def _check_metrics(self) -> None:
+        metrics = self.metrics
+        check_list([row["round"] for row in metrics["rounds"]], None, kind=int)
+        check_list([[*row.values()] for row in metrics["rounds"]], None, None)
+        scores_of_clients = [*metrics["clients"].values(), *metrics.get("initial", {}).values()]
+        for row in metrics.get("by_round", []):
             check_list([row["round"]], 1, kind=int)
-            scores.append(row["personal/local_test"])
-        scores += [self.metrics["global/local_test"]] if "global/local_test" in self.metrics else []
-        check_list(scores, None, clients)
-        check_list(self.metrics.get("test_images", [0] * clients), clients, kind=int)
-        check_list(self.train_sizes or [0] * clients, clients, kind=int)
-        check_list(self.command, None, kind=str)
+            scores_of_clients.append(row["personal/local_test"])
+        if "global/local_test" in metrics:
+            scores_of_clients.append(metrics["global/local_test"])
+        check_list(scores_of_clients, None, self.num_clients)
+        check_list(metrics.get("test_images", [0] * self.num_clients), self.num_clients, kind=int)
 
 
 def check_list(values: Any, length: int | None, *inner: int | None, kind: Any = int | float) -> None:  # noqa: ANN401
-    """Refuse, by a TypeError, what is not a list of so many (None: any) values, or of lists that are as ``inner``.
+    """Check a list, which may hold further lists.
 
-    Those of ``kind`` int are counts.
+    Args:
+        values: The list.
+        length: Its length; None for any.
+        *inner: The length of the lists in it, of the lists in these, and so on.
+        kind: Type of the values. Values of type int must not be negative.
+
+    Raises:
+        TypeError: If it is not such a list.
     """
     if not isinstance(values, list) or length not in (None, len(values)):
         raise TypeError(f"{str(values)[:40]!r} is not a list of {length or 'any length'}")
@@ -213,59 +266,65 @@ def check_list(values: Any, length: int | None, *inner: int | None, kind: Any = 
         if inner:
             check_list(value, *inner, kind=kind)
         elif not isinstance(value, kind) or (kind is int and value < 0):
-            raise TypeError(f"{str(value)[:40]!r} is not what may stand there")
+            raise TypeError(f"{str(value)[:40]!r} is not a valid value there")
 
 
 @contextmanager
-def naming(what: Path | str, remedy: str = "take a copy that is whole, save it again, or delete it") -> Iterator[None]:
-    """Name a file that does not hold what perada writes, by a ValueError; anyone may have written it."""
-    said = f"{str(what)!r} is broken" if isinstance(what, Path) else what
+def naming(subject: Path | str, remedy: str = "take an intact copy, save it again, or delete it") -> Iterator[None]:
+    """Turn errors from the content of a broken file, which anyone may have written, into a ValueError that names it.
+
+    Args:
+        subject: The file, or the beginning of the message.
+        remedy: What to do, for the end of the message.
+    """
+    problem = f"{str(subject)!r} is broken" if isinstance(subject, Path) else subject
     try:
         yield
     except WrongFormat:
         raise
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        # An option's error says what is wrong; of Python's own the type does ("KeyError: 'rounds'").
+        # The message of an OptionError is complete; others need their type ("KeyError: 'rounds'").
         reason = str(error) if isinstance(error, OptionError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{said} ({reason}); {remedy}") from error
+        raise ValueError(f"{problem} ({reason}); {remedy}") from error
 
 
 def write_run(folder: Path, content: RunFile) -> None:
-    """Write the file into ``folder``, where it stands in full or not at all."""
+    """Write ``run.json`` into a folder, completely or not at all."""
     write_json(folder / RUN_FILE, {"format": FORMAT} | vars(content))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file, whole or not at all: NaN becomes null, infinity a word, and a list of numbers is one line.
+    """Write a JSON file, completely or not at all.
 
-    Its first entry is a digest of the others (:func:`perada.core.digests.sealed`).
+    NaN becomes null, infinity a string, and a list of numbers is on one line. The first entry is a digest of the others
+    (:func:`perada.core.digests.sealed`).
     """
     text = json.dumps(sealed(_replace(content, _to_json)), indent=2, allow_nan=False)
-    # No string of JSON holds a line break, so that only what is between values is taken out.
-    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\n *", " ", found[0]), text)
+    # JSON strings have no line breaks, so only line breaks between values are removed.
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda match: re.sub(r"\n *", " ", match[0]), text)
     write_atomic(path, text.encode() + b"\n", durable=False)
 
 
 def read_run(folder: Path) -> RunFile:
-    """Read the file in ``folder``.
+    """Read ``run.json`` in a folder.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is not what :func:`write_run` wrote, or the folder has links to what is outside.
+        FileNotFoundError: If it does not exist.
+        ValueError: If it was not written by :func:`write_run`, or the folder has links that lead out of it.
     """
     path = folder / RUN_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give one that Run.save wrote")
-    check_links(folder, _OWN)
+    check_links(folder, _READ_FILES)
     with naming(path):
         content = dict(check_sealed(json.loads(path.read_text(encoding="utf-8"))))
         check_format(path, content.pop("format"), FORMAT)
-        read = RunFile(**content)
-        read.metrics = numbers_of(read.metrics)
-        if read.info.get("privacy"):
-            read.info["privacy"] = _replace(read.info["privacy"], _from_json)
-        read.check()
-    return read
+        run_file = RunFile(**content)
+        run_file.metrics = numbers_of(run_file.metrics)
+        if run_file.info.get("privacy"):
+            run_file.info["privacy"] = _replace(run_file.info["privacy"], _from_json)
+        run_file.check()
+    return run_file
 
 
 def holds_adapters(folder: Path) -> bool:
@@ -274,7 +333,9 @@ def holds_adapters(folder: Path) -> bool:
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Compare a run's files of tensors with their digests in ``run.json``; a missing one is named where it is read.
+    """Compare a run's files of tensors with their digests in ``run.json``.
+
+    Missing files are skipped: they are reported when they are read.
 
     Raises:
         ValueError: If a file is not the run's, or the digests beside it are missing.
@@ -288,7 +349,7 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
         if digest_of(path) != digest:
             raise ValueError(
                 f"{str(path)!r} was changed or damaged since it was written, or is of another run, as {RUN_FILE} "
-                "shows; take a copy of the folder that is whole, or save the run again"
+                "shows; take an intact copy of the folder, or save the run again"
             )
 
 
@@ -302,14 +363,14 @@ def _replace(content: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401
 
 
 def _to_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
-    """JSON has no NaN, which becomes null, and no infinity, which becomes a word that ``float`` reads."""
+    """Replace what JSON does not have: NaN by null, and infinity by a string that ``float`` reads."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else str(value)
 
 
 def numbers_of(content: Any) -> Any:  # noqa: ANN401  # any JSON
-    """What :func:`write_json` made of metrics as they were: null is NaN, and a word may be infinity."""
+    """Restore the numbers of metrics that :func:`write_json` wrote: null is NaN, and strings may be infinity."""
     return _replace(content, lambda value: math.nan if value is None else _from_json(value))
 
 

@@ -224,7 +224,7 @@ def test_a_checkpoint_that_says_what_no_run_says_is_refused_in_one_line(tmp_path
 def test_random_weights_whose_seed_is_kept_secret_are_said_to_be_the_reason(tmp_path):
     privacy = perada.Privacy(noise_multiplier=1.0, secure_rng=False)
     _, folder = made_in_python(tmp_path, rounds=1, privacy=privacy, seed=5)
-    with pytest.raises(ValueError, match="of a private run in test mode, and its frozen weights follow from its seed"):
+    with pytest.raises(ValueError, match="of a private run in test mode, and its frozen weights depend on its seed"):
         open_run(folder)
 
 
@@ -244,7 +244,7 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
         main(["predict", str(folder), *image, "--client", "9", "--output", str(tmp_path / "a.csv")])
     with pytest.raises(IsADirectoryError, match=r"--output=.* is a folder; give a file, such as .*predictions\.csv"):
         main(["predict", str(folder), *image, "--output", str(tmp_path)])
-    with pytest.raises(ValueError, match=r"device='tpux' cannot be used \(.*\); give cpu, or a GPU that is there"):
+    with pytest.raises(ValueError, match=r"device='tpux' is not available \(.*\); give cpu, or a GPU"):
         main(["predict", str(folder), *image, "--device=tpux", "--output", str(tmp_path / "a.csv")])
     with pytest.raises(ValueError, match=r"--config is not an option of `perada predict RUN"):
         main(["predict", str(folder), *image, "--config=quickstart"])
@@ -254,7 +254,7 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
         torch.save(saved | {"perada": saved["perada"] | {"info": saved["perada"]["info"] | info}}, checkpoint)
         return ["predict", str(folder), *image]
 
-    with pytest.raises(ValueError, match=r"was written with other trained tensors; give the run's own network"):
+    with pytest.raises(ValueError, match=r"was written with other trained tensors; give the run's network"):
         main(written(adapter="bias_norm"))
     with pytest.raises(ValueError, match="adapter 'hat' is unknown"):
         main(written(adapter="hat"))

@@ -95,7 +95,9 @@ def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_p
         main(["personalize", str(run), "--data", str(pictures), "--client", name, *words])
 
     joins(saved, "first", tmp_path / "new")
-    with pytest.raises(ValueError, match=r"holds a run that first joined, and one without would replace it: to add"):
+    with pytest.raises(
+        ValueError, match=r"holds a run that first joined, and a run without them would replace it: to add"
+    ):
         joins(saved, "second", tmp_path / "new")
     assert perada.Run.load(tmp_path / "new").info["clients"][-1] == "first"
 

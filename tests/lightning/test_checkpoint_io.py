@@ -85,7 +85,7 @@ def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(written, monkeypatch):
 @pytest.mark.parametrize("left", [0, 1, 100, -1, -79, -90, -2000])
 def test_a_file_that_is_cut_off_is_found(written, left):
     written.write_bytes(written.read_bytes()[:left])
-    with pytest.raises(ValueError, match=r"last\.ckpt' is (not a checkpoint, or was cut off|damaged)"):
+    with pytest.raises(ValueError, match=r"last\.ckpt' is (not a checkpoint, or was truncated|damaged)"):
         check_intact_file(written)
 
 
@@ -97,7 +97,7 @@ def test_damage_of_another_programs_checkpoint_is_found_by_the_checksums_of_its_
     content[content.index(bytes(1000)) + 500] ^= 4
     path.write_bytes(content)
     assert float(torch.load(path)["w"].abs().max()) > 0  # torch itself does not look
-    with pytest.raises(ValueError, match=r"is damaged: the checksum of 'other/data/0' in it does not fit"):
+    with pytest.raises(ValueError, match=r"is damaged: the checksum of 'other/data/0' in it does not match"):
         check_intact_file(path)
 
 
@@ -204,11 +204,11 @@ def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
     last = second / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
     last.write_bytes(last.read_bytes()[:-1000])
     with pytest.raises(
-        ValueError, match=r"last\.ckpt' is not a checkpoint, or was cut off \(.*\); give another, or 'last'"
+        ValueError, match=r"last\.ckpt' is not a checkpoint, or was truncated \(.*\); give another, or 'last'"
     ):
         perada.finetune(tiny.net(), tiny.data(), ckpt_path=str(last), **options | {"rounds": 4})
     with pytest.warns(
-        UserWarning, match=r"'.*/last\.ckpt' is not a .* cut off .*, so the checkpoint before it is taken"
+        UserWarning, match=r"'.*/last\.ckpt' is not a .* truncated .*, so the checkpoint before it is used"
     ):
         resumed = perada.finetune(tiny.net(), tiny.data(), ckpt_path="last", **options | {"rounds": 4})
     for key, value in whole.state("global").items():

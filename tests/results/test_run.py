@@ -278,7 +278,7 @@ def with_other_shapes(tensors):
         ),
         (
             change_tensors("client_0/adapter_model.safetensors", with_other_shapes),
-            r"client_0' belongs to another.*' is \[.*, 2\], of the run it is \[",
+            r"client_0' belongs to another.*' is \[.*, 2\], expected \[",
         ),
         (
             change_tensors("client_3/adapter_model.safetensors", with_first_filled(math.nan)),
@@ -288,7 +288,7 @@ def with_other_shapes(tensors):
             change_tensors("global/adapter_model.safetensors", with_first_filled(-math.inf)),
             "global' is broken: '.*' is not finite",
         ),
-        (change_tensors("backbone.safetensors", with_other_shapes), "backbone.safetensors' does not fit backbone"),
+        (change_tensors("backbone.safetensors", with_other_shapes), "backbone.safetensors' does not match backbone"),
         (truncate("backbone.safetensors"), "backbone.safetensors'"),
         (remove("backbone.safetensors"), "backbone.safetensors"),
     ],
@@ -319,7 +319,7 @@ def test_another_backbone_is_refused(saved, tiny):
     with pytest.raises(ValueError, match="3"):
         perada.Run.load(saved, backbone=tiny.net(classes=4))
     other = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
-    with pytest.raises(ValueError, match=r"another backbone|does not fit backbone"):
+    with pytest.raises(ValueError, match=r"another backbone|does not match backbone"):
         perada.Run.load(saved, backbone=other)
 
 
@@ -330,7 +330,7 @@ def test_another_rank_is_refused(tiny, tmp_path):
     undigested(wide.save(tmp_path / "wide"))
     (tmp_path / "wide" / "client_1").rename(tmp_path / "aside")
     (tmp_path / "narrow" / "client_1").rename(tmp_path / "wide" / "client_1")
-    with pytest.raises(ValueError, match=r"client_1'.*its r is 2, of the run it is 4") as error:
+    with pytest.raises(ValueError, match=r"client_1'.*its r is 2, expected 4") as error:
         perada.Run.load(tmp_path / "wide")
     assert "\n" not in str(error.value)
 
