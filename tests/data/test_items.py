@@ -170,6 +170,13 @@ def test_targets_are_read_in_their_order_whatever_their_keys_are(labels, classes
     assert data.checked.train.client_labels()[0].tolist() == [1, 0, 1]
 
 
+def test_a_client_without_test_images_may_have_words_as_labels():
+    items = Listed(pairs(["b", "a", "b"]))
+    items.targets = ["b", "a", "b"]
+    data = opened(FederatedData([items, items], [items, Subset(items, [])]))
+    assert [labels.tolist() for labels in data.checked.test.client_labels()] == [[1, 0, 1], []]
+
+
 def test_of_many_classes_a_few_are_named():
     with pytest.raises(ValueError, match=r"the label 'owl', outside '0', '1', '2', '3', '4' and 95 more: correct"):
         opened(FederatedData([pairs(WORDS)], classes=[str(number) for number in range(100)]))
