@@ -89,7 +89,7 @@ def test_files_give_the_runs_logits_for_any_number_of_images(lora, tmp_path, for
 
 
 def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
-    write = formats._safetensors
+    write = formats._write_safetensors
 
     def wrong(model, x, path, metadata):
         read = write(model, x, path, metadata)
@@ -111,7 +111,7 @@ def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
         (failing, ValueError, r"cannot be written as safetensors \(KeyError: 'aten::odd'\)"),
         (full, OSError, rf"{tmp_path.name}' could not be written, and was not changed \(File too large"),
     ):
-        monkeypatch.setattr(formats, "_safetensors", own)
+        monkeypatch.setattr(formats, "_write_safetensors", own)
         with pytest.raises(kind, match=message):
             export_model(lora[0], 1, "safetensors", tmp_path)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
