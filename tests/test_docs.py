@@ -128,8 +128,11 @@ class Reader:
             getattr(self, program)(given, bool(block.note))
 
     def make(self, given, parse_only):
-        targets = re.findall(r"^([\w-]+(?: [\w-]+)*):(?! export)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(given) <= set(" ".join(targets).split())
+        makefile = (ROOT / "Makefile").read_text()
+        targets = re.findall(r"^([\w-]+(?: [\w-]+)*):(?! export)", makefile, re.MULTILINE)
+        variables = {word.split("=")[0] for word in given if "=" in word}
+        assert {word for word in given if "=" not in word} <= set(" ".join(targets).split())
+        assert all(f"$({name})" in makefile for name in variables)
 
     def pip(self, given, parse_only):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

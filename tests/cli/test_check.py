@@ -67,7 +67,7 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
 
 @pytest.mark.parametrize("words", [["tiny.yaml", "--rounds", "7"], ["--rounds=7", "--config", "tiny.yaml"]], ids=str)
 def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, monkeypatch, words):
-    monkeypatch.setattr("perada.federation.federation.Federation.open", None)  # no round can be begun
+    monkeypatch.setattr("perada.federation.federation.Federation.begin_round", None)  # no round can be begun
     (said,) = checked(capsys, *words)
     assert said == "This can be run: 3 clients, 60 training images, 7 rounds."
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]

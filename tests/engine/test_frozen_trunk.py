@@ -196,7 +196,7 @@ def test_a_store_computes_whole_blocks_once():
         got, labels = store.take(owners, indices)
         assert torch.equal(got, x.flatten(1).cumsum(1)) and torch.equal(labels, y)
     assert asked == [BLOCK, 64]
-    cache = FeatureCache(encode, 4, 4 * 4 * (sum(sizes) + 10), suits=lambda _: True)
+    cache = FeatureCache(encode, 4, 4 * 4 * (sum(sizes) + 10), supports=lambda _: True)
     other = make_store([TensorDataset(torch.randn(11, 2, 2), torch.arange(11))])
     assert isinstance(cache(plain), FeatureStore) and cache(plain) is cache(plain)
     assert cache(other) is other  # does not fit beside the first

@@ -170,7 +170,7 @@ def test_the_badly_off():
         "x_weighted": np.average(known, weights=weights),
     }
     assert spread("x", values, sizes=sizes) == pytest.approx(expected)
-    errors = spread("x", values, falls=True)
+    errors = spread("x", values, lower_is_better=True)
     assert errors["x_worst"] == pytest.approx(0.9)
     assert errors["x_p10"] == pytest.approx(np.percentile(known, 90))
     assert "x_weighted" not in errors

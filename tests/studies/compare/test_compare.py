@@ -508,7 +508,9 @@ def test_an_adapter_of_its_own_has_the_options_that_it_knows(recipe, given, lora
 def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own(recipe, tmp_path):
     """What ``--adapter`` says on the command line is as if the recipe said it; ``--vary`` is for every algorithm."""
     given = Namespace(recipes=[recipe], algorithms=["fedavg", "feddpa", "fedalt_row", "rolora"], seeds=[0], vary=[])
-    given.update(Namespace(tune=[], set=[], trials=None, sampler="tpe", choose_by=list(CHOSEN_BY), paper=False))
+    given.update(
+        Namespace(tune=[], set=[], variants=[], trials=None, sampler="tpe", choose_by=list(CHOSEN_BY), paper=False)
+    )
     make = partial(PeradaCLI, run=False)
 
     def adapters(*words):
