@@ -53,7 +53,7 @@ class Killed(Watched, Demo):
         log = self.log("worker-beta")
         self.wait_for(lambda: f"train, round {number + 1}" in log.read_text(), "run", f"round {number} at beta", 400)
         self.processes["worker-beta"].send_signal(signal.SIGSTOP)
-        assert self.state("beta").round == number - 1, "the round was over before it could be held"
+        assert self.state("beta").training.round == number - 1, "the round was over before it could be held"
 
     def go_on(self):
         self.processes["worker-beta"].send_signal(signal.SIGCONT)
