@@ -124,7 +124,7 @@ class Distillation:
     temperature: float = 1.0
     student_mode: Literal["train", "eval"] = "eval"
     teacher_mode: Literal["public", "train", "eval"] = "public"
-    trust_region: float | None = 0.5
+    trust_region: float | None = 0.25
     until_round: int | None = None
     validate_every: int = 0
     guard: Literal["predictions"] | None = None
