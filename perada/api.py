@@ -46,7 +46,7 @@ DISTILLATION = {"lr_server": "lr", "server_optimizer": "optimizer"} | {
 SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
 
 
-def finetune(  # noqa: D417, PLR0913  # one argument an option, of which `_explain` adds what their classes say
+def finetune(  # noqa: D417, PLR0913  # each argument is an option, and `_explain` adds the descriptions
     backbone: str | nn.Module,
     data: FederatedData | FederatedDataModule,
     *,

@@ -82,7 +82,7 @@ class ClientStep(Protocol):
         states: What is being trained, by role, (C, ...): the roles of :meth:`Algorithm.begin_round`. Parameters that
             the phase trains are leaves that require gradients. Other tensors may be changed in place.
         received: What the server sent, (C, ...). Read only.
-        kept: What the clients kept before the round, by role, (C, ...). Read only.
+        client_state: What the clients kept before the round, by role, (C, ...). Read only.
         round: The round, counted from 0.
         phase: Name of the phase, as :meth:`Algorithm.phases` gives it.
         tensor_names: The names of the model's tensors.
@@ -90,7 +90,7 @@ class ClientStep(Protocol):
 
     states: Stacks
     received: State
-    kept: Stacks
+    client_state: Stacks
     round: int
     phase: str
     tensor_names: TensorNames
@@ -308,9 +308,9 @@ class Algorithm(Options):
         """What the server sends to each of C clients, (C, ...)."""
         return expand(sending.global_state, len(sending.clients))
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The stacks (C, ...) to train in this round, made from what the clients kept and received, (C, ...)."""
-        return {role: kept["personal"] if role == "personal" else received for role in self.roles}
+        return {role: client_state["personal"] if role == "personal" else received for role in self.roles}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """Parameters that ``phase`` trains in ``role`` in a round; those that the role lacks are ignored."""
@@ -321,14 +321,14 @@ class Algorithm(Options):
         step.descend("local", step.loss("local"))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """What the clients keep, and what they send, (C, ...) each.
 
         What is kept has the roles and names of :meth:`initial_client_state`.
         """
-        keeps = {"personal": trained["personal"]} if self.inference == "personal" else {}
-        return keeps, trained["local"] if self.sends_updates else {}
+        new_client_state = {"personal": trained["personal"]} if self.inference == "personal" else {}
+        return new_client_state, trained["local"] if self.sends_updates else {}
 
     def server_step(self, server: ServerStep) -> State:
         """The new global state, without a client axis: the mean, distilled if the algorithm ``uses_distillation``.
@@ -344,9 +344,9 @@ class Algorithm(Options):
         """The global models (K, ...) whose averaged outputs predict; usually one."""
         return expand(global_state, 1)
 
-    def personal(self, kept: Stacks, global_state: State) -> State:
+    def personal(self, client_state: Stacks, global_state: State) -> State:
         """The states (C, ...) that clients predict with, where ``inference`` is ``"personal"``."""
-        return kept["personal"]
+        return client_state["personal"]
 
     def personalization(self) -> "tuple[Algorithm, Phase] | None":
         """What every client trains alone from the final global state after the last round, and for how long."""

@@ -81,10 +81,10 @@ class _Weighted(Algorithm):
         ]
         return {key + OF: initial[key].new_tensor(share) for key, share in shares}
 
-    def personal(self, kept: Stacks, global_state: State) -> State:
+    def personal(self, client_state: Stacks, global_state: State) -> State:
         """Both branches, weighted."""
-        own_branch = kept["personal"]
-        return weighted(expand(global_state, len(next(iter(own_branch.values())))) | own_branch, kept[WEIGHT])
+        own_branch = client_state["personal"]
+        return weighted(expand(global_state, len(next(iter(own_branch.values())))) | own_branch, client_state[WEIGHT])
 
 
 def weighted(states: State, weights: State) -> State:
@@ -120,13 +120,13 @@ class FedDPA(_Weighted):
         """The global branch and head."""
         return expand(partition(sending.global_state, sending.tensor_names.private)[1], len(sending.clients))
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Both models, the weights, the global branch as it was received, and zeros in place of the own one."""
         beside = {
             "shared": partition(received, tensor_names.shared)[0],
-            "absent": _zeros(kept["personal"], tensor_names.private),
+            "absent": _zeros(client_state["personal"], tensor_names.private),
         }
-        return kept | {"local": received} | beside
+        return client_state | {"local": received} | beside
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """Both models."""
@@ -139,7 +139,7 @@ class FedDPA(_Weighted):
         step.descend("local", step.loss(step.states["local"] | step.states["absent"], stream="local"))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep the own branch, send the global one."""
         return {"personal": trained["personal"], WEIGHT: trained[WEIGHT]}, trained["local"]
@@ -171,7 +171,7 @@ class FedDPAF(FedAvg):
         """The global branch and head."""
         return expand(partition(sending.global_state, sending.tensor_names.private)[1], len(sending.clients))
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """What was received, with zeros in place of the own branch."""
         return {
             "local": received
@@ -183,7 +183,7 @@ class FedDPAF(FedAvg):
         return tuple(key for key in tensor_names.parameters if key not in tensor_names.private)
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Send what was trained."""
         return {}, partition(trained["local"], tensor_names.private)[1]
@@ -209,10 +209,10 @@ class OwnBranch(_Weighted):
         copied = {own_branch: initial[name] for own_branch, name in twins(tensor_names).items()}
         return {"personal": initial | copied, WEIGHT: self.weights(initial, tensor_names)}
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The own branch, and zeros in place of the global one."""
-        own_branch = partition(kept["personal"], tensor_names.shared)[1]
-        return {"personal": own_branch, "absent": _zeros(kept["personal"], tensor_names.shared)}
+        own_branch = partition(client_state["personal"], tensor_names.shared)[1]
+        return {"personal": own_branch, "absent": _zeros(client_state["personal"], tensor_names.shared)}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """The own branch and head."""
@@ -223,10 +223,10 @@ class OwnBranch(_Weighted):
         step.descend("personal", step.loss(step.states["personal"] | step.states["absent"], stream="personal"))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep the own branch beside the global one."""
-        return {"personal": kept["personal"] | trained["personal"], WEIGHT: kept[WEIGHT]}, {}
+        return {"personal": client_state["personal"] | trained["personal"], WEIGHT: client_state[WEIGHT]}, {}
 
 
 SHARE = "row/share"
@@ -265,8 +265,8 @@ class RestOfWorld(Algorithm):
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """The individual branch, gate and head, and the RoW branch."""
-        others, own_branch = partition(initial, tensor_names.shared)
-        return {"personal": own_branch, "others": others}
+        branch_of_others, individual_branch = partition(initial, tensor_names.shared)
+        return {"personal": individual_branch, "others": branch_of_others}
 
     def broadcast(self, sending: Broadcast) -> State:
         """v̄, and what a client's own part in it is."""
@@ -275,9 +275,9 @@ class RestOfWorld(Algorithm):
         others = sending.num_clients - 1
         return expand(mean | {SHARE: example.new_tensor(1 / others if others > 0 else 0.0)}, len(sending.clients))
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The individual branch and all else, and the RoW branch."""
-        own_branch = kept["personal"]
+        own_branch = client_state["personal"]
         others = {}
         for key, name in twins(tensor_names).items():
             mean = received[key]
@@ -295,10 +295,10 @@ class RestOfWorld(Algorithm):
         step.descend("personal", step.loss(both_branches, stream="personal"))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep all; send v̄ moved by the change of the individual branch."""
-        before = kept["personal"]
+        before = client_state["personal"]
         after = trained["personal"]
         return trained, {key: received[key] + (after[key] - before[key]) for key in twins(tensor_names)}
 
@@ -309,6 +309,6 @@ class RestOfWorld(Algorithm):
         average = server.mean(server.updates, torch.full_like(server.weights, 1 / len(server.clients)))
         return {key: old[key] + share * (value - old[key]) for key, value in average.items()}
 
-    def personal(self, kept: Stacks, global_state: State) -> State:
+    def personal(self, client_state: Stacks, global_state: State) -> State:
         """Both branches, and all else."""
-        return kept["others"] | kept["personal"]
+        return client_state["others"] | client_state["personal"]

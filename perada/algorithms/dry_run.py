@@ -74,17 +74,17 @@ class DryRun:
         global_state = self.initial
         server_state: dict[str, State] = {}
         first = call("initial_client_state", algorithm.initial_client_state, self.initial, tensor_names)
-        kept = {role: expand(state, len(self.clients)) for role, state in first.items()}
+        client_state = {role: expand(state, len(self.clients)) for role, state in first.items()}
         for round in numbers:
             sending = Broadcast(
                 global_state, tensor_names, round, self.clients, self.num_clients, seed=0, state=server_state
             )
             received = call("broadcast", algorithm.broadcast, sending)
-            opened = call("begin_round", algorithm.begin_round, kept, received, tensor_names)
+            opened = call("begin_round", algorithm.begin_round, client_state, received, tensor_names)
             step = DryRunStep(
                 algorithm,
                 opened,
-                kept,
+                client_state,
                 received,
                 round=round,
                 changed=self.changed,
@@ -96,7 +96,9 @@ class DryRun:
                 call("trainable_keys", step.begin, phase.name, tensor_names)
                 call("client_step", algorithm.client_step, step)
                 call("client_step", algorithm.client_step, step)
-            kept, update = call("end_round", algorithm.end_round, step.finished(), kept, received, tensor_names)
+            client_state, update = call(
+                "end_round", algorithm.end_round, step.finished(), client_state, received, tensor_names
+            )
             if update:
                 server = ServerStep(
                     round=round,
@@ -114,7 +116,7 @@ class DryRun:
                 )
                 global_state = global_state | call("server_step", algorithm.server_step, server)
                 server_state = server.state
-            yield update, kept, global_state
+            yield update, client_state, global_state
 
 
 def dry_run_rounds(
@@ -160,8 +162,8 @@ def dry_run_rounds(
         num_classes=num_classes,
         multilabel=multilabel,
     )
-    for _, kept, global_state in dry_run.rounds(range(2), checked_call):
-        last = kept, global_state
+    for _, client_state, global_state in dry_run.rounds(range(2), checked_call):
+        last = client_state, global_state
     if algorithm.inference == "personal":
         checked_call("personal", algorithm.personal, *last)
 
@@ -175,7 +177,7 @@ class _CheckedCalls:
         self._clients = clients
         self._first: Stacks = {}  # what a client keeps before the first round
 
-    def __call__(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # a method's
+    def __call__(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # any method's result
         who = f"{self._algorithm}.{method}"
         result = _tried(who, function, *arguments)
         initial = self._initial
@@ -185,8 +187,8 @@ class _CheckedCalls:
         elif method == "end_round":
             if not isinstance(result, tuple) or len(result) != 2:
                 raise _Refused(f"{who} gives {type(result).__name__}; give what clients keep, and what they send")
-            kept, update = result
-            _check_stacks(f"{who}, in what clients keep,", kept, self._first, self._clients)
+            client_state, update = result
+            _check_stacks(f"{who}, in what clients keep,", client_state, self._first, self._clients)
             # Clients may send more than the model, for the algorithm's own server_step.
             more = {key: value[0] for key, value in update.items() if key not in initial}
             _check_state(f"{who}, in what clients send,", update, initial | more, self._clients, partial=True)
@@ -214,10 +216,14 @@ def _predicted(
 
 def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
     """Return what a client sends in the first round, (1, ...), if it trains nothing."""
-    kept = {role: expand(state, 1) for role, state in algorithm.initial_client_state(initial, tensor_names).items()}
+    client_state = {
+        role: expand(state, 1) for role, state in algorithm.initial_client_state(initial, tensor_names).items()
+    }
     losses = torch.zeros(1, algorithm.modes) if algorithm.compares_models else None
     received = algorithm.broadcast(Broadcast(initial, tensor_names, 0, (0,), 1, 0, losses))
-    return algorithm.end_round(algorithm.begin_round(kept, received, tensor_names), kept, received, tensor_names)[1]
+    return algorithm.end_round(
+        algorithm.begin_round(client_state, received, tensor_names), client_state, received, tensor_names
+    )[1]
 
 
 class _Refused(ValueError):
@@ -288,7 +294,7 @@ class DryRunStep:
     Args:
         algorithm: Says what is trained.
         opened: What the round begins with, (C, ...) by role.
-        kept: What the clients kept, (C, ...) by role.
+        client_state: What the clients kept, (C, ...) by role.
         received: What the server sent, (C, ...).
         round: Number of the round.
         changed: The stream of batches whose gradients are others than usual.
@@ -304,7 +310,7 @@ class DryRunStep:
         self,
         algorithm: Algorithm,
         opened: Stacks,
-        kept: Stacks,
+        client_state: Stacks,
         received: State,
         *,
         round: int = 0,
@@ -314,7 +320,7 @@ class DryRunStep:
         multilabel: bool = False,
     ) -> None:
         self.algorithm = algorithm
-        self.kept = kept
+        self.client_state = client_state
         self.received = received
         self.round = round
         self.phase = ""

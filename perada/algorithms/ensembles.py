@@ -77,14 +77,14 @@ class FedBE(Algorithm):
         self.average = "logits" if distill else "probabilities"
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Send the trained state, and with ``moments`` the scaled squares of its changes."""
-        keeps, sent = super().end_round(trained, kept, received, tensor_names)
+        new_client_state, sent = super().end_round(trained, client_state, received, tensor_names)
         if self.moments:
             drawn = [key for key in tensor_names.keys if sent[key].is_floating_point() and not key.endswith(UNDRAWN)]
             sent = sent | {SQUARE + key: (sent[key] - received[key]).square() * SCALE for key in drawn}
-        return keeps, sent
+        return new_client_state, sent
 
     def server_step(self, server: ServerStep) -> State:
         """Average, draw, and distil or remember the ensemble."""
@@ -109,13 +109,13 @@ class FedBE(Algorithm):
 
     def _draw_by_moments(self, server: ServerStep, squares: list[str], random: torch.Generator) -> State:
         """Draw models (S, ...) from the mean and the variances of the clients' models: sums are all that is seen."""
-        second, center = partition(server.updates.mean(server.weights), squares)
+        scaled_squares, mean = partition(server.updates.mean(server.weights), squares)
         spread = {}
-        for name, value in center.items():
-            if SQUARE + name in second:
-                variance = second[SQUARE + name] / SCALE - (value - server.previous[name]).square()
+        for name, value in mean.items():
+            if SQUARE + name in scaled_squares:
+                variance = scaled_squares[SQUARE + name] / SCALE - (value - server.previous[name]).square()
                 spread[name] = variance.clamp(min=0).sqrt()  # rounding may leave less than 0
-        return draw_gaussian(center, spread, self.samples, random)
+        return draw_gaussian(mean, spread, self.samples, random)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """The ensemble of the last round where it is not distilled, else the global model."""
@@ -301,18 +301,18 @@ class FedEnsemble(AlgorithmWrapper):
             received = {key: torch.stack([sent[mode][key][row] for row, mode in rows]) for key in sent[0]}
         return received | {MODE: modes.to(device)} | ({BEST: best.to(device)} if self.keeps == "best" else {})
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """As the base."""
         states = {key: value for key, value in received.items() if key not in (MODE, BEST)}
-        return self.base.begin_round(kept, states, tensor_names)
+        return self.base.begin_round(client_state, states, tensor_names)
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """As the base. The number of the mode goes back too."""
-        keeps, update = self.base.end_round(trained, kept, received, tensor_names)
+        new_client_state, update = self.base.end_round(trained, client_state, received, tensor_names)
         best = {BEST: {BEST: received[BEST]}} if self.keeps == "best" else {}
-        return keeps | best, update | {MODE: received[MODE]}
+        return new_client_state | best, update | {MODE: received[MODE]}
 
     def server_step(self, server: ServerStep) -> State:
         """The base's server step for each mode that some client had. The others stay as they are."""
@@ -343,11 +343,11 @@ class FedEnsemble(AlgorithmWrapper):
         """All modes."""
         return global_state
 
-    def personal(self, kept: Stacks, global_state: State) -> State:
+    def personal(self, client_state: Stacks, global_state: State) -> State:
         """The best mode, or what the base says."""
         if self.keeps == "best":
-            return gather(global_state, kept[BEST][BEST].tolist())
-        return self.base.personal(kept, global_state)
+            return gather(global_state, client_state[BEST][BEST].tolist())
+        return self.base.personal(client_state, global_state)
 
 
 def _stacked(states: list[State]) -> State:

@@ -83,7 +83,7 @@ class FedBABU(FedAvgFT):
         return tuple(key for key in tensor_names.parameters if key not in tensor_names.head)
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Send all but the head."""
         return {}, partition(trained["local"], tensor_names.head)[1]
@@ -140,15 +140,15 @@ class FedDyn(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """A step on the regularised loss."""
-        slope = {key: -value for key, value in step.kept["gradient"].items()}
+        slope = {key: -value for key, value in step.client_state["gradient"].items()}
         step.descend("local", step.loss("local"), pull=(self.alpha, step.received), slope=slope)
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Update h_m, send w_m."""
         local = trained["local"]
-        gradient = {key: h - self.alpha * (local[key] - received[key]) for key, h in kept["gradient"].items()}
+        gradient = {key: h - self.alpha * (local[key] - received[key]) for key, h in client_state["gradient"].items()}
         return {"gradient": gradient}, local
 
     def server_step(self, server: ServerStep) -> State:

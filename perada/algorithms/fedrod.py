@@ -59,8 +59,8 @@ class FedROD(Algorithm):
         step.descend("local", step.loss(logits + balance.log().to(logits).unsqueeze(1)))
         step.descend("personal", step.loss(personal_logits))
 
-    def personal(self, kept: Stacks, global_state: State) -> State:
+    def personal(self, client_state: Stacks, global_state: State) -> State:
         """The global model, whose head has φ_m added."""
-        own_head = kept["personal"]
+        own_head = client_state["personal"]
         models = expand(global_state, len(next(iter(own_head.values()))))
         return models | {key: models[key] + value for key, value in own_head.items()}

@@ -127,24 +127,26 @@ class HetLoRA(AlgorithmWrapper):
         rank_tensor = torch.tensor(ranks, device=example.device)
         return cut_ranks(self.base.broadcast(sending), sending.tensor_names.factors, rank_tensor) | {RANK: rank_tensor}
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """As the base, with what a client keeps cut, too: at first it keeps factors of rank r."""
         ranks = received[RANK]
         received = partition(received, {RANK})[1]
-        return self.base.begin_round(_cut(kept, tensor_names, ranks), received, tensor_names)
+        return self.base.begin_round(_cut(client_state, tensor_names, ranks), received, tensor_names)
 
     def client_step(self, step: ClientStep) -> None:
         """The base's step, which noise and pulls do not leave with more than the rank."""
         self.base.client_step(cast(ClientStep, _CutStep(step)))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """As the base."""
         ranks = received[RANK]
         received = partition(received, {RANK})[1]
-        keeps, update = self.base.end_round(trained, _cut(kept, tensor_names, ranks), received, tensor_names)
-        return _cut(keeps, tensor_names, ranks), cut_ranks(update, tensor_names.factors, ranks)
+        new_client_state, update = self.base.end_round(
+            trained, _cut(client_state, tensor_names, ranks), received, tensor_names
+        )
+        return _cut(new_client_state, tensor_names, ranks), cut_ranks(update, tensor_names.factors, ranks)
 
     def server_step(self, server: ServerStep) -> State:
         """As the base, with means of factors weighted by the norms of their products."""
@@ -208,9 +210,9 @@ class _CutStep:
         return getattr(self._step, name)
 
     @property
-    def kept(self) -> Stacks:
+    def client_state(self) -> Stacks:
         """What the clients kept, cut."""
-        return _cut(self._step.kept, self._step.tensor_names, self._step.received[RANK])
+        return _cut(self._step.client_state, self._step.tensor_names, self._step.received[RANK])
 
     def descend(self, role: str | tuple[str, ...], *given: Any, **named: Any) -> None:
         """A step of the optimiser, after which what is beyond the ranks is zero again."""
@@ -264,12 +266,13 @@ class _ByNorm(ServerRule):
     def _warn_of_lost(self, aggregation: Aggregation, result: State) -> None:
         """Say where rows of A and columns of B became zero alike: neither ever has a gradient again."""
         for pair in self._factors:
-            before, after = (_used(aggregation.previous | state, pair, self._most) for state in ({}, result))
-            if after < before:
+            rank_before = _used(aggregation.previous, pair, self._most)
+            rank_after = _used(aggregation.previous | result, pair, self._most)
+            if rank_after < rank_before:
                 warnings.warn(
-                    f"round {aggregation.round + 1}: none of its clients has LoRA of a rank above {after}: what the "
-                    "server has beyond is zero now, and stays so, as it has no gradient; draw more clients a round, or "
-                    "choose server_rule='svd'",
+                    f"round {aggregation.round + 1}: none of its clients has LoRA of a rank above {rank_after}: "
+                    "what the server has beyond is zero now, and stays so, as it has no gradient; draw more clients a "
+                    "round, or choose server_rule='svd'",
                     stacklevel=2,
                 )
                 return

@@ -39,10 +39,10 @@ class Joining(AlgorithmWrapper):
         vars(self).update({name: getattr(base, name) for name in self.theirs})
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep what the algorithm keeps, send nothing."""
-        return self.base.end_round(trained, kept, received, tensor_names)[0], {}
+        return self.base.end_round(trained, client_state, received, tensor_names)[0], {}
 
 
 class OwnPart(Joining):
@@ -54,9 +54,9 @@ class OwnPart(Joining):
         super().__init__(base)
         self._role = "personal" if isinstance(base, FedSim) else "own"  # a role without a rate has the local one
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The private part; the shared one beside it, since running statistics change as images pass."""
-        return {self._role: kept["personal"], "local": received}
+        return {self._role: client_state["personal"], "local": received}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """The private part alone."""
@@ -67,7 +67,7 @@ class OwnPart(Joining):
         step.descend(self._role, step.loss(step.states[self._role] | step.states["local"], stream=self._role))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep the private part."""
         return {"personal": trained[self._role]}, {}

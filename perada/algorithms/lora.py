@@ -92,20 +92,20 @@ class FFALoRA(AlgorithmWrapper):
         """As the base, with A."""
         return self.base.broadcast(replace(sending, tensor_names=_without_a(sending.tensor_names)))
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """As the base."""
-        return self.base.begin_round(kept, received, _without_a(tensor_names))
+        return self.base.begin_round(client_state, received, _without_a(tensor_names))
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """As the base, but for A."""
         return self.base.trainable_keys(role, phase, _without_a(tensor_names), round)
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """As the base. A is not sent."""
-        keeps, update = self.base.end_round(trained, kept, received, _without_a(tensor_names))
-        return keeps, partition(update, downs(tensor_names))[1]
+        new_client_state, update = self.base.end_round(trained, client_state, received, _without_a(tensor_names))
+        return new_client_state, partition(update, downs(tensor_names))[1]
 
     def server_step(self, server: ServerStep) -> State:
         """As the base. A stays as it is."""
@@ -117,9 +117,9 @@ class FFALoRA(AlgorithmWrapper):
         whole = expand(partition(global_state, members)[1], len(next(iter(members.values()))))
         return whole | members
 
-    def personal(self, kept: Stacks, global_state: State) -> State:
+    def personal(self, client_state: Stacks, global_state: State) -> State:
         """As the base."""
-        return self.base.personal(kept, global_state)
+        return self.base.personal(client_state, global_state)
 
     def personalization(self) -> tuple[Algorithm, Phase] | None:
         """As the base, with A frozen."""
@@ -180,7 +180,7 @@ class RoLoRA(Algorithm):
         turn = torch.tensor(_is_turn_of_a(sending.round), device=device)
         return expand(sending.global_state | {TURN: turn}, len(sending.clients))
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The global state."""
         return {"local": partition(received, {TURN})[1]}
 
@@ -190,7 +190,7 @@ class RoLoRA(Algorithm):
         return tuple(key for key in tensor_names.parameters if key not in idle)
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Send what was trained."""
         idle = ups(tensor_names) if bool(received[TURN][0]) else downs(tensor_names)

@@ -37,7 +37,7 @@ class _Merging(Algorithm):
                 )
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Send all but W."""
         return {}, partition(trained["local"], tensor_names.merged)[1]

@@ -48,13 +48,13 @@ class Moon(Algorithm):
         logits, z = step.outputs("local")
         with torch.no_grad():
             z_glob, z_prev = (
-                step.outputs(states, training=False)[1] for states in (step.received, step.kept["previous"])
+                step.outputs(states, training=False)[1] for states in (step.received, step.client_state["previous"])
             )
         apart = F.cosine_similarity(z, z_prev, dim=-1) - F.cosine_similarity(z, z_glob, dim=-1)
         step.descend("local", step.loss(logits) + self.mu * step.mean(F.softplus(apart / self.tau)))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep the model, and send it."""
         return {"previous": trained["local"]}, trained["local"]

@@ -76,10 +76,10 @@ class MTL(Algorithm):
         step.descend("personal", step.loss("personal"), pull=(self.prox_strength, step.received))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep v_m, send v̄ moved by its change."""
-        before = kept["personal"]
+        before = client_state["personal"]
         after = trained["personal"]
         moved = {
             key: received[key] + (value - before[key]) if value.is_floating_point() else value
@@ -132,7 +132,7 @@ class PFedMe(Algorithm):
         self.beta = beta
         self.restart = restart
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Both start from what was received."""
         return {"personal": received, "local": received}
 
@@ -147,7 +147,7 @@ class PFedMe(Algorithm):
         step.descend("local", pull=(self.prox_strength, theta))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep θ, send w_m."""
         parameters = {key: trained["local"][key] for key in tensor_names.parameters}
@@ -192,9 +192,9 @@ class APFL(Algorithm):
         alpha = torch.full((), self.alpha, dtype=double_dtype(example.device), device=example.device)
         return {"personal": initial, "mixed": initial, "share": {"alpha": alpha}}
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Train v_m and w_m. α goes with them."""
-        return {"personal": kept["personal"], "local": received, "share": kept["share"]}
+        return {"personal": client_state["personal"], "local": received, "share": client_state["share"]}
 
     def client_step(self, step: ClientStep) -> None:
         """One pass of the mixture and one of w_m."""
@@ -210,15 +210,15 @@ class APFL(Algorithm):
         step.descend("local", step.loss("local"))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep v_m, α and the mixture; send w_m."""
         mixed = _mixture(trained["personal"], trained["local"], trained["share"]["alpha"], tensor_names.parameters)
         return {"personal": trained["personal"], "mixed": mixed, "share": trained["share"]}, trained["local"]
 
-    def personal(self, kept: Stacks, global_state: State) -> State:
+    def personal(self, client_state: Stacks, global_state: State) -> State:
         """The mixture."""
-        return kept["mixed"]
+        return client_state["mixed"]
 
 
 def _mixture(personal: State, local: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:

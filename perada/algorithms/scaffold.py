@@ -42,9 +42,9 @@ class Scaffold(Algorithm):
         control = _control(sending.state, sending.global_state, sending.tensor_names)
         return expand(sending.global_state | control, len(sending.clients))
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """y, the sum of the gradients, and how many they are."""
-        gradients = {key: torch.zeros_like(value) for key, value in kept["control"].items()}
+        gradients = {key: torch.zeros_like(value) for key, value in client_state["control"].items()}
         example = next(iter(gradients.values()))
         local = partition(received, _names(tensor_names))[1]
         return {"local": local, "gradients": gradients, "steps": {"taken": example.new_zeros(len(example))}}
@@ -57,7 +57,7 @@ class Scaffold(Algorithm):
         """A corrected step, whose gradient is added to the sum."""
         local = step.states["local"]
         sums = step.states["gradients"]
-        slope = {key: step.received[CONTROL + key] - own for key, own in step.kept["control"].items()}
+        slope = {key: step.received[CONTROL + key] - own for key, own in step.client_state["control"].items()}
         step.descend("local", step.loss("local"), slope=slope)
         gradients = {key: own for key in sums if (own := local[key].grad) is not None}
         finite = [value.reshape(len(value), -1).isfinite().all(1) for value in gradients.values()]
@@ -67,13 +67,13 @@ class Scaffold(Algorithm):
         step.states["steps"]["taken"] += took_step
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Update c_i; send y, and c moved by the change of c_i."""
         steps = trained["steps"]["taken"]
         controls = {}
         moved = {}
-        for key, before in kept["control"].items():
+        for key, before in client_state["control"].items():
             server = received[CONTROL + key]
             mean = trained["gradients"][key] / per_client(steps, before)
             controls[key] = (before - server + mean).where(per_client(steps > 0, before), before)

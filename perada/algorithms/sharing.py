@@ -51,20 +51,20 @@ class PartialSharing(Algorithm, ABC):
         """The shared part."""
         return expand(partition(sending.global_state, self.private(sending.tensor_names))[1], len(sending.clients))
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """The whole model, made of both parts."""
-        return {"local": received | kept["personal"]}
+        return {"local": received | client_state["personal"]}
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep one part, send the other."""
         private, shared = partition(trained["local"], self.private(tensor_names))
         return {"personal": private}, shared
 
-    def personal(self, kept: Stacks, global_state: State) -> State:
+    def personal(self, client_state: Stacks, global_state: State) -> State:
         """The newest shared part with the client's own."""
-        own_part = kept["personal"]
+        own_part = client_state["personal"]
         return expand(global_state, len(next(iter(own_part.values())))) | own_part
 
 
@@ -138,16 +138,16 @@ class FedSim(PartialSharing):
             )
         super().check(tensor_names, num_clients)
 
-    def begin_round(self, kept: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Both parts, apart."""
-        return {"personal": kept["personal"], "local": received}
+        return {"personal": client_state["personal"], "local": received}
 
     def client_step(self, step: ClientStep) -> None:
         """One gradient, one step on each part."""
         step.descend(("personal", "local"), whole_loss(step))
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep v, send u."""
         return {"personal": trained["personal"]}, trained["local"]

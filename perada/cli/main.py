@@ -54,7 +54,7 @@ COMMANDS: Tree = {
     "validate": ("cli.main:run", "Score the models of a checkpoint and print the table of clients."),
     "test": ("cli.main:run", "The same as validate, and the scores on shifted test sets."),
     "predict": ("cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
-    "check": ("cli.runs:check", "Say all that a run would refuse or warn of, without training."),
+    "check": ("cli.runs:check", "Report every error and warning that a run would raise, without training."),
     "doctor": ("cli.doctor:doctor", "Print versions and the machine, for a bug report, and check them."),
     "ls": ("cli.main:ls", "List the shipped recipes."),
     "cp": ("cli.main:cp", "Copy a shipped recipe, to edit it."),

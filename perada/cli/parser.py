@@ -173,7 +173,7 @@ def _set_rule_of_algorithm(federated: dict[str, Any]) -> None:
         federated["server_rule"] = implied_rule
 
 
-def by_name(value: Any, option: str) -> Any:  # noqa: ANN401  # any YAML value
+def by_name(value: object, option: str) -> object:
     """Return the class of an algorithm or a server rule that a value names; any other value unchanged.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, cast
 
 import pytorch_lightning as pl
 import yaml
@@ -49,7 +49,7 @@ REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, Misconfi
 """Errors by which a run is refused; any other error is a bug."""
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false")
 REPLACEMENTS = (1, 0.5, 10, 1e-5)
-"""Values that `perada check` tries in place of a refused one that cannot be left out."""
+"""Values that `perada check` tries in place of a rejected one that cannot be left out."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -158,9 +158,9 @@ class PeradaCLI(LightningCLI):
         check_words(vars(trainer))
         if not self.runs or self.config.get("subcommand") == "fit":
             self._check_rounds(trainer.max_epochs)
-        chosen, callbacks = default_components(vars(trainer), listed(trainer.callbacks))
+        defaults, callbacks = default_components(vars(trainer), listed(trainer.callbacks))
         self.trainer_defaults = {"callbacks": callbacks}
-        built = super().instantiate_trainer(**kwargs | chosen)
+        built = super().instantiate_trainer(**kwargs | defaults)
         check_trainer(built)
         return built
 
@@ -216,7 +216,7 @@ class PeradaCLI(LightningCLI):
         with warnings.catch_warnings():
             # LightningCLI advises against passing arguments from Python.
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
-            words: list[str] = [*args]  # type: ignore[misc]  # what the constructor passes
+            words = list(cast(list[str], args))  # the constructor passes a list
             command_parser = self._subcommand_parsers[words[0]] if self.runs else parser
             for word, next_word in zip(words, [*words[1:], ""], strict=True):
                 option, _, topic = word.partition("=")
@@ -305,7 +305,7 @@ class _StopAfterSetUp(pl.Callback):
 
 
 def check(parser: ArgumentParser, words: list[str]) -> None:
-    """Print what would be refused and warned of; the exit status is 1 if the recipe cannot be run."""
+    """Print the errors and warnings of a recipe; the exit status is 1 if it is invalid."""
     parser.add_argument("recipe", nargs="*", help="Recipe, and others over it. Options of `perada fit` may follow.")
     is_option = [word.startswith("-") for word in words]
     num_recipes = is_option.index(True) if any(is_option) else len(words)
@@ -321,20 +321,21 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
     if not paths:
         raise ValueError("give a recipe: perada check RECIPE; `perada ls` lists those that ship")
     recipes = [full_names(read_yaml(path)) for path in paths]
-    refused, warned, cli = findings(recipes, options)
-    for title, lines in (("Refused", refused), ("Warned of", warned)):
+    result = find_problems(recipes, options)
+    for title, lines in (("Errors", result.errors), ("Warnings", result.warnings)):
         if lines:
             print(f"{title} ({len(lines)}):")
             for line in lines:
                 print(f"- {line}")
             print()
-    if refused or cli is None:
-        print("This cannot be run until it is fixed.")
+    cli = result.cli
+    if result.errors or cli is None:
+        print("The recipe is invalid.")
         sys.exit(1)
     data = cli.datamodule
     num_images = sum(data.train_sizes)
     rounds = cli.trainer.max_epochs
-    print(f"This can be run: {data.num_clients} clients, {num_images} training images, {rounds} rounds.")
+    print(f"The recipe is valid: {data.num_clients} clients, {num_images} training images, {rounds} rounds.")
     for line in privacy_lines(cli):
         print(line)
 
@@ -375,51 +376,65 @@ def _privacy_line(
     )
 
 
-def findings(recipes: list[dict[str, Any]], words: Sequence[str]) -> tuple[list[str], list[str], PeradaCLI | None]:
+@dataclass(frozen=True)
+class Problems:
+    """What setting up a recipe shows.
+
+    Attributes:
+        errors: Messages of all errors.
+        warnings: Messages of the warnings of the last attempt.
+        cli: The run that was set up, without the options that were rejected; None if there is none.
+    """
+
+    errors: list[str]
+    warnings: list[str]
+    cli: PeradaCLI | None
+
+
+def find_problems(recipes: list[dict[str, Any]], words: Sequence[str]) -> Problems:
     """Find all errors and warnings of a run.
 
-    An option that is refused is removed, and the rest is set up again, so that all errors are found and not only the
-    first. If the option is required, other values replace it. What is refused only because of that is no error of the
-    recipe, and is not reported.
+    A rejected option is removed, and the rest is set up again, so that all errors are found and not only the first. If
+    the option is required, other values replace it. An error that only this removal causes is not reported.
 
     Args:
         recipes: Contents of recipes; later ones take precedence.
         words: Options on the command line.
-
-    Returns:
-        Errors, warnings, and the run; None if it cannot be set up.
     """
     recipes = copy.deepcopy(recipes)
     words = list(words)
-    refused: list[str] = []
-    changed: _Option | None = None  # the option that was refused last
-    replacements: list[object] = []  # values that were not tried in its place
+    errors: list[str] = []
+    changed: _Option | None = None  # the option that was rejected last
+    replacements: list[object] = []  # values not yet tried in its place
     while True:
-        cli, error, warned = _set_up(recipes, words)
-        if error is None:
-            return refused, warned, cli
-        option = _option_of(error, recipes, words)
+        attempt = _set_up(recipes, words)
+        if attempt.error is None:
+            return Problems(errors, attempt.warnings, attempt.cli)
+        option = _option_of(attempt.error, recipes, words)
         if changed is not None and (option is None or option.name == changed.name):
+            # The error follows from the removal or the replacement, not from the recipe.
             if not replacements:
-                return refused, warned, None
+                return Problems(errors, attempt.warnings, None)
             changed.set(replacements.pop(0))
             continue
-        refused.append(one_line(error))
+        errors.append(one_line(attempt.error))
         if option is None:
-            return refused, warned, None
+            return Problems(errors, attempt.warnings, None)
         option.remove()
         changed = option
         replacements = list(REPLACEMENTS)
 
 
-def _set_up(
-    recipes: list[dict[str, Any]], words: Sequence[str]
-) -> tuple[PeradaCLI | None, Exception | None, list[str]]:
-    """Set up the run of these recipes.
+class _SetUpAttempt(NamedTuple):
+    """The run, if the parser accepted it; the error that rejected it, if any; and its warnings."""
 
-    Returns:
-        The run, the error by which it was refused, and its warnings.
-    """
+    cli: PeradaCLI | None
+    error: Exception | None
+    warnings: list[str]
+
+
+def _set_up(recipes: list[dict[str, Any]], words: Sequence[str]) -> _SetUpAttempt:
+    """Set up the run of these recipes, and stop before the first round."""
     from perada.studies.compare.running import quiet
 
     cli: PeradaCLI | None = None
@@ -439,11 +454,11 @@ def _set_up(
             pass
         except REFUSALS as refusal:
             error = refusal
-    warned = []
+    messages = []
     for warning in caught:
         if warning.category is UserWarning:
-            warned.append(printable(" ".join(str(warning.message).split())))
-    return cli, error, list(dict.fromkeys(warned))
+            messages.append(printable(" ".join(str(warning.message).split())))
+    return _SetUpAttempt(cli, error, list(dict.fromkeys(messages)))
 
 
 @dataclass

@@ -413,10 +413,11 @@ def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Labe
                 )
             num_read = size if reads_all else min(1, size)
             labels = [_read_label(dataset, client, index) for index in range(num_read)]
-            if any(isinstance(label, str) for label in labels):
+            tensors = [label for label in labels if isinstance(label, Tensor)]
+            if len(tensors) < len(labels):  # some labels are words
                 labels_of_clients.append(labels)
-            elif labels:
-                labels_of_clients.append(torch.stack(labels))
+            elif tensors:
+                labels_of_clients.append(torch.stack(tensors))
             else:
                 labels_of_clients.append(torch.empty(0, dtype=torch.int64))
     return labels_of_clients
@@ -434,7 +435,7 @@ def _labels_match_items(declared: Labels, dataset: Dataset[Any], client: int) ->
     return items_have_words == isinstance(declared, list)
 
 
-def _read_label(dataset: Dataset[Any], client: int, index: int) -> Any:  # noqa: ANN401
+def _read_label(dataset: Dataset[Any], client: int, index: int) -> str | Tensor:
     """Read the label of a sample, a word or a tensor."""
     try:
         item = read_item(dataset, index, f"client {client}")

@@ -195,7 +195,7 @@ class Preprocessing:
                 return step.height
         return None
 
-    def _as_tensor(self, image: Any) -> Tensor:  # noqa: ANN401
+    def _as_tensor(self, image: object) -> Tensor:
         """Return an image as a tensor: uint8 (Ch, H, W), or a prepared sample."""
         if isinstance(image, str | Path | Image.Image):
             return self._decode(image)

@@ -118,7 +118,7 @@ class _Chunk:
         self._x = batch.x[self._rows, :width]
         self._y = batch.y[self._rows, :width]
         self.received = _rows(cohort.received, self.start, stop)
-        self.kept = {role: _rows(state, self.start, stop) for role, state in cohort.kept.items()}
+        self.client_state = {role: _rows(state, self.start, stop) for role, state in cohort.client_state.items()}
         self._finite = torch.ones_like(cohort.broken[self._rows])
         cohort.algorithm.client_step(self)
 
@@ -274,7 +274,7 @@ class ClientResults:
     processes; tensors (C,) are on the CPU.
 
     Attributes:
-        kept: What this process' clients keep, (c, ...) by role.
+        client_state: What this process' clients keep, (c, ...) by role.
         sent: What they send, (c, ...).
         finite_here: Whether their training stayed finite, (c,), on the device.
         finite: Whether each client's training stayed finite, (C,).
@@ -286,7 +286,7 @@ class ClientResults:
         failed: Clients of whom a sample could not be read, and why.
     """
 
-    kept: Stacks
+    client_state: Stacks
     sent: State
     finite_here: Tensor
     finite: Tensor
@@ -303,7 +303,7 @@ class Cohort:
     Args:
         trainer: What they train with.
         plan: The clients and their steps.
-        kept: What the clients kept, (C, ...) by role.
+        client_state: What the clients kept, (C, ...) by role.
         received: What the server sent them, (C, ...).
         factor: Factor of their learning rates.
         tuning: Whether this is the fine-tuning that follows the last round.
@@ -313,7 +313,7 @@ class Cohort:
         self,
         trainer: LocalTrainer,
         plan: RoundPlan,
-        kept: Stacks,
+        client_state: Stacks,
         received: State,
         factor: float = 1.0,
         tuning: bool = False,
@@ -331,14 +331,14 @@ class Cohort:
         self.tensor_names = trainer.tensor_names
         self.training = settings.training
         self.plan = plan
-        self.kept = kept
+        self.client_state = client_state
         self.received = received
         self.factor = factor
         self.private: PrivateRound | None = None
         if trainer.protection.images is not None:
             self.private = PrivateRound(trainer.protection.images, trainer.gradients, settings.seed, plan, tuning)
         self.scales = trainer.scales.open("clients", clients, device)
-        opened = self.algorithm.begin_round(kept, received, self.tensor_names)
+        opened = self.algorithm.begin_round(client_state, received, self.tensor_names)
         # Weights that the server merges into are not trained: they need no copies, and come back as they were.
         self._merged = {role: partition(state, self.tensor_names.merged)[0] for role, state in opened.items()}
         size = 1 if self.engine.kind == "loop" else settings.clients_per_chunk or clients
@@ -395,13 +395,13 @@ class Cohort:
         trained = self._trained()
         finite_here = _all_finite(~self.broken, *trained.values())
         trained = {role: state | self._merged[role] for role, state in trained.items()}
-        kept, sent = self.algorithm.end_round(trained, self.kept, self.received, self.tensor_names)
+        client_state, sent = self.algorithm.end_round(trained, self.client_state, self.received, self.tensor_names)
         # An algorithm may make what is not finite of what is.
         sent_is_finite = _all_finite(torch.ones_like(finite_here), sent)
         if self.private is not None:
             accepted = sent_is_finite
         else:
-            finite_here = _all_finite(finite_here & sent_is_finite, *kept.values())
+            finite_here = _all_finite(finite_here & sent_is_finite, *client_state.values())
             accepted = finite_here
 
         roles = len(self.losses)
@@ -422,7 +422,7 @@ class Cohort:
             if steps.any():
                 losses[role] = total / steps
         return ClientResults(
-            kept=kept,
+            client_state=client_state,
             sent=sent,
             finite_here=finite_here,
             finite=finite,

@@ -322,7 +322,7 @@ def gradient_norms(
     clients = len(shares.plan.clients)
     roles = [received]
     if isinstance(algorithm, PerAda):
-        roles.append(cohort.kept["personal"])
+        roles.append(cohort.client_state["personal"])
     gradients, own_images = full_gradients(cohort, settings, roles, batches if places else ())
     images = torch.zeros(clients, dtype=torch.float64)
     images[places] = own_images[:own]
@@ -338,7 +338,7 @@ def gradient_norms(
     if isinstance(algorithm, PerAda):
         norms = torch.zeros(clients, dtype=torch.float64)
         for name, value in gradients[1].items():
-            pull = double(cohort.kept["personal"][name]) - double(received[name])
+            pull = double(cohort.client_state["personal"][name]) - double(received[name])
             gradient = (value + algorithm.prox_strength * pull)[:own]
             norms[places] += gradient.flatten(1).square().sum(1).to(norms)
         ranks.sum_([norms])

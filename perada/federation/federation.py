@@ -146,7 +146,7 @@ class Federation:
         is_client = torch.arange(len(results.finite_here), device=results.finite_here.device) < len(places)
         self.trainer.scales.close("clients", cohort.scales, results.finite_here & is_client, self.ranks)
         metrics = self._round_metrics(opened, cohort.received, results)
-        self.store.scatter(shares.parts, results.broken, results.kept)
+        self.store.scatter(shares.parts, results.broken, results.client_state)
         self.rounds_done = plan.round + 1
         # Who failed depends on the images, and no ledger of a private run counts it: there all that were drawn count.
         absent = set[int]() if self.settings.private else set(results.broken)
@@ -256,7 +256,7 @@ class Federation:
             for batch in loader(shares.own):
                 cohort.step(batch)
             results = cohort.finish(shares, self.ranks)
-            self.tuned.scatter(shares.parts, results.broken, results.kept)
+            self.tuned.scatter(shares.parts, results.broken, results.client_state)
             broken += results.broken
             failed |= results.failed
         return broken, failed

@@ -184,7 +184,7 @@ def return_logits(model: nn.Module, classes: int) -> None:
     model.register_forward_hook(partial(_logits, classes))
 
 
-def _logits(classes: int, module: nn.Module, arguments: tuple[object, ...], output: Any) -> Tensor:  # noqa: ANN401
+def _logits(classes: int, module: nn.Module, arguments: tuple[object, ...], output: object) -> Tensor:
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "logits" in output:

@@ -193,7 +193,7 @@ class StackedDora(StackedLayer):
         x_R: Tensor,
         *,
         lora_A: Any,  # noqa: ANN401  # twins of linear layers or convolutions
-        lora_B: Any,  # noqa: ANN401
+        lora_B: Any,  # noqa: ANN401  # likewise
         scaling: float,
         base_layer: Any,  # noqa: ANN401  # the frozen layer
         base_result: Tensor | None = None,

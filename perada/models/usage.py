@@ -12,7 +12,7 @@ since most adapters start as zero.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -271,7 +271,9 @@ class _Trial:
         }
         for path, module in wrappers.items():
 
-            def forward(*args: Any, path: str = path, run: Any = module.forward, **kwargs: Any) -> Any:  # noqa: ANN401
+            def forward(
+                *args: object, path: str = path, run: Callable[..., object] = module.forward, **kwargs: object
+            ) -> object:
                 called.add(path)
                 return run(*args, **kwargs)
 

@@ -120,7 +120,7 @@ def check_device(device: torch.device | str) -> torch.device:
     return checked
 
 
-def as_list(images: Any) -> list[Any]:  # noqa: ANN401
+def as_list(images: object) -> list[Any]:
     """Return one image, a batch with four axes, or several images as a list of images."""
     if isinstance(images, Tensor | np.ndarray):
         return list(images) if images.ndim == 4 else [images]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from perada.core.checks import OptionError, check_integer
@@ -248,7 +249,7 @@ class RunFile:
         check_list(metrics.get("test_images", [0] * self.num_clients), self.num_clients, kind=int)
 
 
-def check_list(values: Any, length: int | None, *inner: int | None, kind: Any = int | float) -> None:  # noqa: ANN401
+def check_list(values: object, length: int | None, *inner: int | None, kind: type | UnionType = int | float) -> None:
     """Check a list, which may hold further lists.
 
     Args:
@@ -265,7 +266,7 @@ def check_list(values: Any, length: int | None, *inner: int | None, kind: Any = 
     for value in values:
         if inner:
             check_list(value, *inner, kind=kind)
-        elif not isinstance(value, kind) or (kind is int and value < 0):
+        elif not isinstance(value, kind) or (kind is int and isinstance(value, int) and value < 0):
             raise TypeError(f"{str(value)[:40]!r} is not a valid value there")
 
 

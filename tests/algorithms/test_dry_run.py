@@ -29,7 +29,7 @@ class Own(Algorithm):
         return {"local": received, "personal": kept["personal"]}
 
     def client_step(self, step):
-        step.descend("local", step.loss("local"), slope=step.kept["drift"])
+        step.descend("local", step.loss("local"), slope=step.client_state["drift"])
         step.descend("personal", step.loss("personal"), pull=(0.1, step.received))
 
     def end_round(self, trained, kept, received, tensor_names):

@@ -60,8 +60,8 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
     ]
     assert [[text for text in wanted if text in line] for line in said].count([]) == 0
     assert [text for text in wanted if text not in "\n".join(said)] == []
-    assert first == f"Refused ({len(said)}):" and len(said) == len(wanted)
-    assert last == "This cannot be run until it is fixed."
+    assert first == f"Errors ({len(said)}):" and len(said) == len(wanted)
+    assert last == "The recipe is invalid."
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
 
 
@@ -69,7 +69,7 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
 def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, monkeypatch, words):
     monkeypatch.setattr("perada.federation.federation.Federation.begin_round", None)  # no round can be begun
     (said,) = checked(capsys, *words)
-    assert said == "This can be run: 3 clients, 60 training images, 7 rounds."
+    assert said == "The recipe is valid: 3 clients, 60 training images, 7 rounds."
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
 
 
@@ -79,7 +79,7 @@ def test_warnings_of_the_set_up_are_said(capsys, monkeypatch):
 
     monkeypatch.setattr("perada.lightning.setup.check_images", warned)
     one, said, _, last = checked(capsys, "tiny.yaml", "--algorithm=fedavg", "--distill_steps=0")
-    assert one == "Warned of (1):" and last.startswith("This can be run: ")
+    assert one == "Warnings (1):" and last.startswith("The recipe is valid: ")
     assert said == "- something looks odd"
 
 
@@ -87,7 +87,7 @@ def test_what_would_not_be_private_is_said(capsys):
     words = ["--algorithm=fedavg", "--distill_steps=0", "--privacy.noise_multiplier=1", "--privacy.delta=0.5"]
     words += ["--data.public=null", "--data.public_fraction=0.2"]
     said = checked(capsys, "tiny.yaml", *words, code=1)
-    assert said[0] == "Refused (2):"
+    assert said[0] == "Errors (2):"
     assert any(line.startswith("- privacy: delta=0.5 must be below 1 / ") for line in said)
     assert any(line.startswith("- public_fraction=0.2 cannot be used in a private run") for line in said)
 
@@ -102,7 +102,7 @@ def test_what_would_not_be_private_is_said(capsys):
 )
 def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words, says):
     said = checked(capsys, "tiny.yaml", *words, code=1)
-    assert said[0] == "Refused (1):" and says in said[1]
+    assert said[0] == "Errors (1):" and says in said[1]
 
 
 @pytest.mark.parametrize("in_recipe", [False, True], ids=["words", "recipe"])
@@ -148,7 +148,7 @@ def test_every_error_of_one_object_is_named(capsys, tmp_path, in_recipe, options
         words = [f"--{path}={value}" for path, value in options.items()]
     said = "\n".join(checked(capsys, "tiny.yaml", *words, code=1))
     assert [name for name in names if name not in said] == []
-    assert said.startswith(f"Refused ({len(names)}):")
+    assert said.startswith(f"Errors ({len(names)}):")
 
 
 def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):

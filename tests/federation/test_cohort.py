@@ -133,7 +133,7 @@ def test_a_broken_client_does_not_touch_the_others(optimizer, clip_norm, engine)
     dirty, clean = train(broken=True), train(broken=False)
     assert dirty.finite.tolist() == [True, False, True, True]
     assert clean.finite.all()
-    for one, other in ((dirty.sent, clean.sent), (dirty.kept["personal"], clean.kept["personal"])):
+    for one, other in ((dirty.sent, clean.sent), (dirty.client_state["personal"], clean.client_state["personal"])):
         for key in one:
             assert torch.equal(one[key][dirty.finite], other[key][dirty.finite])
     assert dirty.sent["fc.weight"][1].isnan().any()
@@ -159,7 +159,7 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
         running = cohort(model, training, Standalone(), **options)
         for batch in batches():
             running.step(batch)
-        results.append(running.finish().kept["personal"])
+        results.append(running.finish().client_state["personal"])
     for key, value in results[0].items():
         torch.testing.assert_close(results[1][key], value)
         torch.testing.assert_close(results[2][key], value)
@@ -170,7 +170,7 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
     for batch in batches():
         n = min(2, len(batch.clients))
         small.step(batch._replace(clients=batch.clients[:n], x=batch.x[:n], y=batch.y[:n], counts=batch.counts[:n]))
-    for key, value in small.finish().kept["personal"].items():
+    for key, value in small.finish().client_state["personal"].items():
         torch.testing.assert_close(value, results[0][key][:2])
 
 
@@ -180,7 +180,7 @@ def test_dropout_of_one_role_is_not_that_of_another():
     running = cohort(model, LocalTraining("sgd", rates(0.1)), PerAda(0.0, distill=False))
     running.step(batches()[0])
     results = running.finish()
-    kept, sent = results.kept, results.sent
+    kept, sent = results.client_state, results.sent
     assert not torch.allclose(kept["personal"]["fc.weight"], sent["fc.weight"])
 
 

@@ -157,7 +157,7 @@ def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
     for batch in batches(wild=1e280):
         running.step(batch)
     results = running.finish()
-    kept, sent, finite = results.kept, results.sent, results.finite
+    kept, sent, finite = results.client_state, results.sent, results.finite
     assert finite.all()
     descents = 2 if algorithm in ("perada", "ditto") or not isinstance(algorithm, str) else 1
     wanted = [descents * sum(client == row for client, _ in WILD) for row in range(len(CLIENTS))]
@@ -171,7 +171,7 @@ def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
                 one = slice(row, row + 1)
                 plain.step(CohortBatch(CLIENTS[one], batch.x[one], batch.y[one], COUNTS[one], 0, batch.step))
         alone = plain.finish()
-        kept_alone, sent_alone = alone.kept, alone.sent
+        kept_alone, sent_alone = alone.client_state, alone.sent
         pairs = [(sent, sent_alone), *((kept[role], kept_alone[role]) for role in kept)]
         for got, expected in pairs:
             for key, value in expected.items():

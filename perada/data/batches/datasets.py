@@ -42,7 +42,7 @@ def length(dataset: Dataset[Any]) -> int:
     return len(cast(Sized, dataset))
 
 
-def resolve_subset(dataset: Any) -> tuple[Any, np.ndarray[Any, Any]]:  # noqa: ANN401
+def resolve_subset(dataset: Dataset[Any]) -> tuple[Dataset[Any], np.ndarray[Any, Any]]:
     """Follow Subsets, which may be nested, to the dataset that they are made of.
 
     Returns:
@@ -143,7 +143,7 @@ def declared_labels(dataset: Dataset[Any]) -> Tensor | list[Any] | None:
         return None
 
 
-def image_and_label(item: Any, labelled: bool) -> tuple[Any, Any]:  # noqa: ANN401
+def image_and_label(item: object, labelled: bool) -> tuple[Any, Any]:
     """Return the image of an item, and its label or None if ``labelled`` is False.
 
     An item is a pair, or a dict with one of :data:`IMAGE_KEYS` and, if labelled, one of :data:`LABEL_KEYS`.
@@ -166,7 +166,7 @@ def image_and_label(item: Any, labelled: bool) -> tuple[Any, Any]:  # noqa: ANN4
     return item[0], item[1]
 
 
-def _entry(item: Mapping[str, Any], name: str, accepted_keys: Sequence[str]) -> Any:  # noqa: ANN401
+def _entry(item: Mapping[str, Any], name: str, accepted_keys: Sequence[str]) -> object:
     """Return the entry under the one accepted key that the item has."""
     keys = [key for key in accepted_keys if key in item]
     if len(keys) != 1:
@@ -180,7 +180,7 @@ def _entry(item: Mapping[str, Any], name: str, accepted_keys: Sequence[str]) -> 
     return item[keys[0]]
 
 
-def read_item(dataset: Dataset[Any], index: int, owner: str) -> Any:  # noqa: ANN401
+def read_item(dataset: Dataset[Any], index: int, owner: str) -> object:
     """Read an item of a dataset.
 
     Raises:
@@ -197,7 +197,7 @@ def read_item(dataset: Dataset[Any], index: int, owner: str) -> Any:  # noqa: AN
         ) from error
 
 
-def location_of(dataset: Any, index: int) -> str:  # noqa: ANN401
+def location_of(dataset: object, index: int) -> str:
     """Return the path of an item in parentheses, after a space, if the dataset lists its paths; else an empty string.
 
     torchvision's folders list them, for example.

@@ -235,7 +235,7 @@ def _check_image_shape(prefix: str, images: Tensor) -> None:
         )
 
 
-def _as_tensor(prefix: str, values: Any) -> Tensor | None:  # noqa: ANN401
+def _as_tensor(prefix: str, values: object) -> Tensor | None:
     if values is None or isinstance(values, Tensor):
         return values
     try:
@@ -248,7 +248,7 @@ def _as_tensor(prefix: str, values: Any) -> Tensor | None:  # noqa: ANN401
         ) from None
 
 
-def checked_columns(who: str, columns: Any, size: int) -> dict[str, np.ndarray[Any, Any]]:  # noqa: ANN401
+def checked_columns(who: str, columns: object, size: int) -> dict[str, np.ndarray[Any, Any]]:
     """Convert the columns of a set to arrays, and check that they have one value for each image.
 
     Args:
@@ -274,7 +274,7 @@ def checked_columns(who: str, columns: Any, size: int) -> dict[str, np.ndarray[A
     return arrays
 
 
-def class_names(who: str, classes: Any, num_classes: int | None) -> tuple[str, ...] | None:  # noqa: ANN401
+def class_names(who: str, classes: object, num_classes: int | None) -> tuple[str, ...] | None:
     """Return the class names as a tuple; None if ``classes`` is not a list of names.
 
     Args:
@@ -300,7 +300,7 @@ def class_names(who: str, classes: Any, num_classes: int | None) -> tuple[str, .
     return tuple(classes)
 
 
-def _describe_type(value: Any) -> str:  # noqa: ANN401
+def _describe_type(value: object) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return "None" if value is None else f"one {type(value).__name__}"

@@ -235,7 +235,9 @@ class SiteWorker:
 
         problem = ""
         if bool(trained.finite[0]):
-            kept = {role: {key: value.cpu() for key, value in part.items()} for role, part in trained.kept.items()}
+            kept = {
+                role: {key: value.cpu() for key, value in part.items()} for role, part in trained.client_state.items()
+            }
             if tuning:
                 training = replace(training, tuned_state=kept)
             else:

@@ -53,7 +53,7 @@ def sent_after(client, shift):
     """What a site sends in round 1, after a round 0 in which it was given a model that is off by ``shift``."""
     order, state = Request("train", "0" * 32, client.recipe.digest, 0, 0, 3), RunState("0" * 32)
     model = client.recipe.template.sending
-    kept = client.train(order, moved(model, shift), state, client.protection(None, 0)).trained.kept
+    kept = client.train(order, moved(model, shift), state, client.protection(None, 0)).trained.client_state
     kept = {role: {key: value.clone() for key, value in part.items()} for role, part in kept.items()}
     state = replace(state, training=replace(state.training, client_state=kept))
     again = replace(order, round=1)
