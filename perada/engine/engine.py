@@ -275,7 +275,7 @@ class Engine:
 
 
 ModelCall = Callable[[nn.Module, State, Tensor, Mapping[str, str]], Tensor]
-"""Calls a module with other tensors by name; see :func:`_call`."""
+"""Calls a module, its state, the images and the tied names, and returns the logits."""
 
 
 def _call(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str]) -> Tensor:
