@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 program = import_module("perada.cli.main")  # `perada.cli` has a function of that name
 REMEDY = (
     "write it into CHANGELOG.md under its name in backticks, and run `make surface`; a former name goes on working, "
-    "with a warning by perada.core.deprecation, until the next major release"
+    "with a warning by typing_extensions.deprecated, until the next major release"
 )
 
 
