@@ -13,7 +13,7 @@ from perada.deploy.server.progress import RunProgress
 from perada.deploy.site.client import Client
 from perada.deploy.state import RunState
 from perada.federation.settings import lora_ranks
-from perada.lightning.scoring import describe_run
+from perada.lightning.run_record import RunFacts, describe_run
 from perada.privacy.accounting import history_epsilon
 from perada.results.report import LAST_ROUND
 from perada.results.run import Run
@@ -44,10 +44,7 @@ def export_site_run(client: Client, state: RunState, name: str) -> Run:
         privacy["sample"] = account.record()
     if recipe.loop.client_privacy is not None:
         privacy["client"] = _client_level_of_site(client, training.num_rounds)
-    info = describe_run(
-        client.settings,
-        recipe.module,
-        data,
+    facts = RunFacts(
         rounds=training.num_rounds,
         num_clients=1,
         clients_per_round=None,
@@ -57,6 +54,7 @@ def export_site_run(client: Client, state: RunState, name: str) -> Run:
         client_names=[name],
         privacy=privacy or None,
     )
+    info = describe_run(client.settings, recipe.module, data, facts)
     if state.rank:
         info["lora_ranks"] = [state.rank]
     metrics: dict[str, Any] = {"rounds": [], "clients": {}}
@@ -86,10 +84,7 @@ def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mappi
     members = progress.roster
     names = [member.name for member in members]
     sizes = [member.size for member in members if member.size is not None]
-    info = describe_run(
-        settings,
-        recipe.module,
-        recipe.data,
+    facts = RunFacts(
         rounds=progress.done,
         num_clients=len(members),
         clients_per_round=settings.clients_per_round,
@@ -99,6 +94,7 @@ def export_server_run(recipe: ServerRecipe, progress: RunProgress, states: Mappi
         client_names=names,
         privacy=_privacy_of_server(recipe, progress),
     )
+    info = describe_run(settings, recipe.module, recipe.data, facts)
     if algorithm.inference == "personal" or algorithm.personalization() is not None:
         info["elsewhere"] = list(range(len(members)))
     known_sizes = [None if settings.private else member.size for member in members]

@@ -22,7 +22,7 @@ from perada.federation.diagnostics import Diagnostic, check_diagnostics
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
 from perada.lightning import checkpoint as checkpoints
-from perada.lightning import run_folder, scoring
+from perada.lightning import run_folder, run_record, scoring
 from perada.lightning.checks import with_diagnostics
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts, check_failures, warn_report
@@ -117,7 +117,7 @@ class FederatedLoop(pl.Callback):
         self.num_clients = 0
         self.protection: Protection | None = None
         self.config: dict[str, Any] = {}
-        self.measured = scoring.ClientScores()
+        self.measured = run_record.ClientScores()
         self._parts: Parts | None = None
         self._began = False
         self._clock = scoring.ScoringClock()
@@ -278,7 +278,7 @@ class FederatedLoop(pl.Callback):
         self._begin(trainer, pl_module)
         if not self.parts.anyone_left(()):
             self._end_at_once(trainer, pl_module)
-        self.measured.begin(self.parts)
+        self.measured.score_initial_models(self.parts)
         pl_module.train()  # the engine sets the mode of every pass; Lightning would warn of eval mode
         run_folder.log_history(trainer, self.history)
         run_folder.write_description(self.parts, self.config)
@@ -327,7 +327,7 @@ class FederatedLoop(pl.Callback):
             plan = self.parts.data.plan(trainer.current_epoch)
             trainer.should_stop |= not self.parts.anyone_left(plan.clients)
             if plan.round + 1 == trainer.max_epochs:
-                scoring.personalize(self.parts)
+                scoring.fine_tune_clients(self.parts)
 
     def _close(self, trainer: pl.Trainer) -> None:
         """Close the round, and take note of it."""
@@ -353,7 +353,7 @@ class FederatedLoop(pl.Callback):
     ) -> None:
         """Measure the first batch that is scored."""
         raise_if_interrupted()
-        self._clock.begin(self.parts, batch_idx)
+        self._clock.start(self.parts, batch_idx)
 
     def on_validation_batch_end(
         self,
@@ -366,7 +366,7 @@ class FederatedLoop(pl.Callback):
     ) -> None:
         """Say after the first batch how long all of them take."""
         batches = trainer.num_test_batches if trainer.state.fn == "test" else trainer.num_val_batches
-        self._clock.end(self.parts, batch_idx, sum(batches))
+        self._clock.stop(self.parts, batch_idx, sum(batches))
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
@@ -383,14 +383,14 @@ class FederatedLoop(pl.Callback):
         """Add the scores to the round's record."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self.history:
             self.history[-1] |= self.parts.module.scores
-            self.measured.write(self.parts, self.history)
+            self.measured.record(self.parts, self.history)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
         self._check_rounds(trainer)
         self.parts.federation.cohort = None  # of a round that was stopped in the middle, and counts as not begun
         scoring.finish(self.parts, self.history)
-        self.measured.write(self.parts, self.history)
+        self.measured.record(self.parts, self.history)
         self._warn_of_stale_models(trainer)
         if not self.parts.settings.private:  # else an error would show that every client failed, as no ledger counts
             check_failures(self._failures, None, over=True)
@@ -440,8 +440,9 @@ class FederatedLoop(pl.Callback):
     def outcome(self, module: FederatedClassifier) -> Run:
         """The run that a fit with this loop made: the models of clients and server, and what was measured."""
         parts = self.parts
-        metrics, states = scoring.metrics_of(parts, self.history, self.measured), states_of(parts.federation)
-        return Run(parts.adapted, *states, self.num_clients, metrics, scoring.run_info(parts))
+        metrics = run_record.run_metrics(parts, self.history, self.measured)
+        global_states, personal_of = states_of(parts.federation)
+        return Run(parts.adapted, global_states, personal_of, self.num_clients, metrics, run_record.run_info(parts))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -452,11 +453,11 @@ class FederatedLoop(pl.Callback):
         checkpoint[CHECKPOINT_KEY] = {
             "format": CHECKPOINT_FORMAT,
             "federation": parts.federation.state_dict(),
-            "metrics": scoring.metrics_of(parts, self.history, self.measured),
+            "metrics": run_record.run_metrics(parts, self.history, self.measured),
             "step": self.history[-1]["step"] if self.history else 0,
             "scores": parts.module.scores,
             "shifted": parts.module.shifted,
-            "info": scoring.run_info(parts),
+            "info": run_record.run_info(parts),
             "data": parts.data.fingerprint,
         } | checkpoints.run_fingerprint(parts)
 

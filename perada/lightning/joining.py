@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that joins a finished run: it trains a model of its own, and nothing else changes."""
+"""A client that joins a finished run: it trains a personal model, and nothing else in the run changes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +17,25 @@ from perada.data.preprocessing import joining_data
 from perada.lightning.callbacks import make_trainer
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.run_record import LOCAL_SCORE
 from perada.lightning.setup import check_pretraining
 from perada.privacy import Privacy
 from perada.results.run import Run
 
-SCORE = "personal/local_test"
-OPTIONS = ("optimizer", "momentum", "weight_decay", "clip_norm", "lr_schedule", "lr_gamma", "lr_every", "metric")
+TRAINING_OPTIONS = (
+    "optimizer",
+    "momentum",
+    "weight_decay",
+    "clip_norm",
+    "lr_schedule",
+    "lr_gamma",
+    "lr_every",
+    "metric",
+)
+"""Options of the module that a run records under their own names."""
 
 
-def personalize(
+def personalize(  # noqa: PLR0913  # one argument an option of `perada personalize`
     run: Run,
     data: FederatedData,
     name: str | None = None,
@@ -42,29 +52,29 @@ def personalize(
     """Let a client join a finished run: it trains a personal model from the global state, as the run's clients did.
 
     It has the run's algorithm with its λ, and its learning rates, optimiser, batch size and local steps. The global
-    state and the other clients stay as they are. What is trained is said in :func:`perada.algorithms.joining.joining`:
-    PerAda's clients train v from w on loss + λ/2 ||v − w||². Where the run was private in single images, so is this:
-    with its noise multiplier (or its target), clipping and δ, and an ε that follows from the client's own number of
-    images. Limits are of the release ledger, since nothing is sent.
+    state and the other clients stay as they are. :func:`perada.algorithms.joining.joining` defines what is trained:
+    PerAda's clients train v from w on loss + λ/2 ||v − w||². Where the run was private in single images, this training
+    is private too: with the run's noise multiplier (or its target), clipping and δ, and an ε that follows from the
+    client's own number of images. Only the release ledger is limited, since nothing is sent.
 
     Args:
-        run: The run. It stays as it is.
+        run: The run. It is not changed.
         data: The client's images, as one client or among others by ``name``. Labels are the run's, by the names of the
             classes where the data have names. Images are prepared as the run's were.
-        name: What the client is to be called; by default what the data call it.
+        name: The client's name in the run; by default its name in the data.
         rounds: Rounds of local training; by default as many as a client of the run took part in on average, and one
             where clients had no models of their own.
         local_steps: Local steps in a round, instead of the run's.
         batch_size: Images in a step, instead of the run's.
         lr: Learning rate, instead of the run's.
-        algorithm: The run's, where it is not perada's own; another one trains otherwise.
-        seed: Of batches and dropout.
+        algorithm: The run's algorithm where it is not one of perada's, or another one to train with.
+        seed: Seed of batches and dropout.
         accelerator: ``cpu``, ``gpu`` and so on; by default a GPU if there is one.
-        progress: Show a bar.
+        progress: Show a progress bar.
 
     Returns:
-        The run with one more client, the last. ``info["joined"][-1]`` says how it came: its number, name, images and
-        rounds, and the scores ``before`` and ``after`` on its test images (``None`` without any).
+        The run with one more client, the last. ``info["joined"][-1]`` records how it joined: its number, name, images
+        and rounds, and the scores ``before`` and ``after`` on its test images (``None`` without any).
 
     Raises:
         ValueError: If the name is taken, the images or classes do not fit the run, the run has no one state to begin
@@ -75,63 +85,116 @@ def personalize(
     check_integer("batch_size", batch_size, optional=True)
     check_number("lr", lr, ge=0, optional=True)
     check_name(run, name)
-    how, info = run.info["training"], run.info
-    base = algorithm_of(how["algorithm"]) if algorithm is None else algorithm
-    ours, phases = joining(base, tuple(Phase(**phase) for phase in how["phases"]))
+    info = run.info
+    training = info["training"]
+    base = algorithm_of(training["algorithm"]) if algorithm is None else algorithm
+    client_algorithm, phases = joining(base, tuple(Phase(**phase) for phase in training["phases"]))
     if local_steps is not None:
         phases = tuple(Phase(phase.name, steps=local_steps) for phase in phases)
     if rounds is None:
-        taken = how["rounds"] * (how["clients_per_round"] or how["num_clients"]) / how["num_clients"]
-        rounds = 1 if base.inference == "global" else max(1, math.ceil(taken))
+        rounds = 1 if base.inference == "global" else _mean_participation(training)
     if info.get("privacy"):
-        # Before the images are copied into memory, after which nobody sees where they are from.
-        check_pretraining(info["pretrained"], [data.train[data.find(name)[0]]])
-    own = joining_data(data, name, run.preprocessing, info.get("classes"), info["num_classes"], info["multilabel"])
-    assert own.client_names is not None
-    name = own.client_names[0]
+        # Before joining_data copies the images into memory, after which nobody sees which set they are from.
+        client, _ = data.find(name)
+        check_pretraining(info["pretrained"], [data.train[client]])
+    client_data = joining_data(
+        data, name, run.preprocessing, info.get("classes"), info["num_classes"], info["multilabel"]
+    )
+    assert client_data.client_names is not None
+    (name,) = client_data.client_names
     check_name(run, name)
-    served = FederatedDataModule(
-        own,
-        batch_size=how["batch_size"] if batch_size is None else batch_size,
+    datamodule = FederatedDataModule(
+        client_data,
+        batch_size=training["batch_size"] if batch_size is None else batch_size,
         image_size=run.preprocessing.last_size,
         num_classes=info["num_classes"],
-        crop_padding=how["crop_padding"],
-        flip=how["flip"],
+        crop_padding=training["crop_padding"],
+        flip=training["flip"],
     )
-    given: dict[str, Any] = {rate: how[rate] if lr is None else lr for rate in ("lr_personal", "lr_local")}
-    adapted = run.adapted()
-    module = FederatedClassifier(adapted.backbone.name, **given | {option: how[option] for option in OPTIONS})
-    module.adapted = adapted
-    sample = (info.get("privacy") or {}).get("sample")
-    privacy = None if sample is None else replace(Privacy(**sample["options"]), ledger="release")
-    loop = FederatedLoop(ours, privacy=privacy, seed=seed)
+    module = _make_module(run, lr)
+    loop = FederatedLoop(client_algorithm, privacy=_release_privacy(info), seed=seed)
     loop.phases = phases
     options: dict[str, Any] = {"logger": False, "devices": 1, "num_nodes": 1, "enable_progress_bar": progress}
-    options |= {} if accelerator is None else {"accelerator": accelerator}
-    trainer = make_trainer(loop, rounds, rounds, **options)
-    trainer.fit(module, datamodule=served)
-    found = loop.outcome(module)
-    scored = loop.measured.initial, found.metrics["clients"]
-    before, after = (own[SCORE][0] if SCORE in own and served.val_dataloader() else None for own in scored)
+    if accelerator is not None:
+        options["accelerator"] = accelerator
+    trainer = make_trainer(loop, rounds, eval_every=rounds, **options)
+    trainer.fit(module, datamodule=datamodule)
+
+    client_run = loop.outcome(module)
+    before = None
+    after = None
+    if datamodule.val_dataloader():
+        before = _local_score(loop.measured.initial)
+        after = _local_score(client_run.metrics["clients"])
     if before is not None and after is not None:
-        lower_is_better = module.metrics[0].lower_is_better
-        worse = after > before if lower_is_better else after < before
-        # Scores before training are kept with five digits.
-        if worse and not math.isclose(after, before, abs_tol=1e-4):
-            images = sum(served.checked.test.sizes) if served.checked.test is not None else 0
-            rank_zero_warn(
-                f"client {name!r}: its personal model is worse than the global model on its {images} test images, "
-                f"{100 * after:.2f} % after {100 * before:.2f} %; use the global model for it, or train less or "
-                "otherwise (rounds, local_steps, lr)"
-            )
-    steps = rounds * sum(phase.local_steps(served.train_sizes[0], served.batch_size) for phase in phases)
-    told = {"name": name, "images": served.train_sizes[0], "algorithm": base.kind, "rounds": rounds, "steps": steps}
-    return run.with_client(found, told | {"before": before, "after": after})
+        test = datamodule.checked.test
+        images = 0 if test is None else sum(test.sizes)
+        _warn_if_worse(name, before, after, lower_is_better=module.metrics[0].lower_is_better, images=images)
+    steps_per_round = sum(phase.local_steps(datamodule.train_sizes[0], datamodule.batch_size) for phase in phases)
+    record = {
+        "name": name,
+        "images": datamodule.train_sizes[0],
+        "algorithm": base.kind,
+        "rounds": rounds,
+        "steps": rounds * steps_per_round,
+        "before": before,
+        "after": after,
+    }
+    return run.with_client(client_run, record)
 
 
 def check_name(run: Run, name: str | None) -> None:
-    """Refuse, by a ValueError, the name or the number of a client that the run has."""
-    names: Sequence[str] = run.info.get("clients") or list(map(str, range(run.num_clients)))
-    taken = name is not None and (name in names or (name.isdecimal() and int(name) < run.num_clients))
-    if taken or name == "":
+    """Raise a ValueError if a name is empty, or is the name or the number of a client of the run."""
+    names: Sequence[str] = run.info.get("clients") or [str(client) for client in range(run.num_clients)]
+    is_taken = name is not None and (name in names or (name.isdecimal() and int(name) < run.num_clients))
+    if is_taken or name == "":
         raise ValueError(f"name={name!r} is that of a client of the run, or empty; choose another name")
+
+
+def _mean_participation(training: Mapping[str, Any]) -> int:
+    """Return the number of rounds that a client of the run took part in on average, rounded up."""
+    num_clients = training["num_clients"]
+    per_round = training["clients_per_round"] or num_clients
+    return max(1, math.ceil(training["rounds"] * per_round / num_clients))
+
+
+def _make_module(run: Run, lr: float | None) -> FederatedClassifier:
+    """Make a module around the run's network, with the options that its clients trained with."""
+    training = run.info["training"]
+    options: dict[str, Any] = {option: training[option] for option in TRAINING_OPTIONS}
+    for rate in ("lr_personal", "lr_local"):
+        options[rate] = training[rate] if lr is None else lr
+    adapted = run.adapted()
+    module = FederatedClassifier(adapted.backbone.name, **options)
+    # In place of a network that the module would build of that name.
+    module.adapted = adapted
+    return module
+
+
+def _release_privacy(info: Mapping[str, Any]) -> Privacy | None:
+    """Return the run's sample-level privacy, limited in what a released model shows; None if it has none."""
+    privacy = info.get("privacy") or {}
+    sample_level = privacy.get("sample")
+    if sample_level is None:
+        return None
+    # The server's ledger stays empty: a client that joins sends nothing.
+    return replace(Privacy(**sample_level["options"]), ledger="release")
+
+
+def _local_score(scores: Mapping[str, Sequence[float]]) -> float | None:
+    """Return the score of the only client on its test images; None if it was not scored."""
+    if LOCAL_SCORE not in scores:
+        return None
+    return scores[LOCAL_SCORE][0]
+
+
+def _warn_if_worse(name: str, before: float, after: float, *, lower_is_better: bool, images: int) -> None:
+    """Warn if the client's model is worse after training than before."""
+    is_worse = after > before if lower_is_better else after < before
+    # The scores before training are rounded when they are recorded, so equal scores may differ a little.
+    if is_worse and not math.isclose(after, before, abs_tol=1e-4):
+        rank_zero_warn(
+            f"client {name!r}: its personal model is worse than the global model on its {images} test images, "
+            f"{100 * after:.2f} % after {100 * before:.2f} %; use the global model for it, or train less or "
+            "otherwise (rounds, local_steps, lr)"
+        )

@@ -1,199 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit measures: each client's scores, those on shifted sets and after the last round, and the run's record."""
+"""Scores of a fit besides those of Lightning's validation: on shifted sets, and after the last round."""
 
 import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from perada.algorithms.joining import algorithm_record
-from perada.data import FederatedDataModule
-from perada.data.preprocessing import Preprocessing
 from perada.data.shifts import Condition
-from perada.federation.evaluation import Evaluation, ShiftedEvaluation, sample_clients
-from perada.federation.settings import Settings
-from perada.lightning.module import FederatedClassifier
+from perada.federation.evaluation import ShiftedEvaluation, sample_clients
 from perada.lightning.parts import Parts, warn_broken
+from perada.lightning.run_record import History
 from perada.results.report import LAST_ROUND, SHIFTS_FILE
-from perada.results.run_file import RunFile, write_run
 
-History = list[dict[str, float]]
 DETAILS = ("test_images", "predictions", "global/local_test", "per_class")
-"""What the module knows of its last evaluation besides scores."""
+"""Metrics of a checkpoint that the module keeps from its last evaluation besides scores."""
 LONG_SCORING = 60.0
-"""Seconds of scoring that a run says beforehand."""
+"""Seconds from which a run announces how long scoring takes."""
 FEW_MODELS = 10
-"""Number of models that is proposed where all of them on all images take long."""
-
-
-@dataclass
-class ClientScores:
-    """What is known of each client besides its last scores.
-
-    Attributes:
-        initial: Scores by name of the models before the first round, those of each client (M,).
-        by_round: For each evaluation its ``round`` and each client's ``personal/local_test``.
-        command: The command line of the run; empty where there was none.
-    """
-
-    initial: dict[str, list[float]] = field(default_factory=dict)
-    by_round: list[dict[str, Any]] = field(default_factory=list)
-    command: list[str] = field(default_factory=list)
-
-    def begin(self, parts: Parts) -> None:
-        """Score the initial models on their clients' images: two passes at most, once, before the first round."""
-        if parts.federation.rounds_done or self.initial or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-            return
-        evaluation = Evaluation(parts.federation, parts.module.metrics, [])
-        if parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, evaluation.step):
-            self.initial = {name: _rounded(values) for name, values in evaluation.result()[1].items()}
-
-    def write(self, parts: Parts, history: History) -> None:
-        """Keep what each client scored, and write all there is so far into the run's folder, whatever loggers write."""
-        scores = parts.module.per_client.get("personal/local_test")
-        if scores is not None and history:  # in place of an earlier evaluation of the round
-            kept = [own for own in self.by_round if own["round"] < history[-1]["round"]]
-            self.by_round = [*kept, {"round": history[-1]["round"], "personal/local_test": _rounded(scores)}]
-        folder = parts.folder()
-        if folder is not None:
-            content = RunFile(
-                parts.data.num_clients,
-                run_info(parts),
-                metrics_of(parts, history, self),
-                in_checkpoints=True,
-                train_sizes=list(parts.data.train_sizes),
-                command=[] if parts.settings.test_mode else self.command,
-            )
-            write_run(folder, content)
-
-
-def _rounded(scores: torch.Tensor) -> list[float]:
-    """Scores as they are written: more digits than any number of images gives."""
-    return [round(value, 6) for value in scores.tolist()]
-
-
-def metrics_of(parts: Parts, history: History, measured: ClientScores) -> dict[str, Any]:
-    """``Run.metrics``: see :class:`perada.Run`."""
-    module = parts.module
-    clients: dict[str, list[Any]] = {name: scores.tolist() for name, scores in module.per_client.items()}
-    if parts.federation.rounds_done:
-        clients[LAST_ROUND] = list(parts.federation.last_rounds)
-    found = {
-        "rounds": history,
-        "clients": clients | parts.federation.protection.epsilons(parts.data.num_clients),
-        "shifts": module.shifted.get("kinds"),
-        "initial": measured.initial,
-        "by_round": measured.by_round,
-        "partition": class_counts(parts),
-        **module.details,
-    }
-    return {name: value for name, value in found.items() if value or name in ("rounds", "clients")}
-
-
-def class_counts(parts: Parts) -> dict[str, list[list[int]]]:
-    """Images (M, K) of each client and class, by ``train`` and ``test``; nothing of a private run's, which they are."""
-    return {} if parts.settings.private else parts.data.checked.class_counts()
-
-
-def run_info(parts: Parts) -> dict[str, Any]:
-    """The facts of ``Run.info``; without the seed where noise would follow from it."""
-    data, federation = parts.data, parts.federation
-    found = describe_run(
-        parts.settings,
-        parts.module,
-        data,
-        rounds=federation.rounds_done,
-        num_clients=federation.num_clients,
-        clients_per_round=parts.settings.clients_per_round,
-        images=list(data.train_sizes),
-        preprocessing=data.preprocessing,
-        classes=data.classes,
-        client_names=data.client_names,
-        privacy=federation.protection.record(data.num_clients),
-    )
-    return found | ({"lora_ranks": list(parts.settings.lora_ranks)} if parts.settings.lora_ranks else {})
-
-
-def describe_run(
-    settings: Settings,
-    module: FederatedClassifier,
-    data: FederatedDataModule,
-    *,
-    rounds: int,
-    num_clients: int,
-    clients_per_round: int | None,
-    images: list[int] | None,
-    preprocessing: Preprocessing,
-    classes: Sequence[str] | None,
-    client_names: Sequence[str] | None,
-    privacy: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """The facts of ``Run.info``, of a simulation or of a deployment.
-
-    Args:
-        settings: How the rounds went.
-        module: The network, built.
-        data: Only its options are looked at, not its images.
-        rounds: How many there were.
-        num_clients: How many took part.
-        clients_per_round: How many were drawn for a round; None for all.
-        images: Training images of each client; None where that is not known.
-        preprocessing: What is done to images.
-        classes: Their names.
-        client_names: Names of the clients.
-        privacy: The record of :meth:`perada.privacy.protection.Protection.record`.
-    """
-    algorithm, prepared = settings.algorithm, data.prepare
-    options = ("optimizer", "momentum", "weight_decay", "lr_schedule", "lr_gamma", "lr_every", "metric")
-    training = {  # what a client does that joins later
-        "algorithm": algorithm_record(algorithm),
-        "phases": [asdict(phase) for phase in settings.phases],
-        "rounds": rounds,
-        "num_clients": num_clients,
-        "clients_per_round": clients_per_round,
-        **({} if images is None else {"images": images}),
-        "batch_size": data.batch_size,
-        "crop_padding": prepared.crop_padding,
-        "flip": prepared.flip,
-        **{f"lr_{role}": rate for role, rate in module.lr.items()},
-        **{name: getattr(module, name) for name in options},
-        "clip_norm": None if module.clip_norm == math.inf else module.clip_norm,
-    }
-    return {
-        "backbone": module.backbone if isinstance(module.backbone, str) else None,
-        **{name: getattr(module, name) for name in ("pretrained", "num_classes", "train_backbone", "adapter_options")},
-        "image_size": module.image_size if data.image_size is None else data.image_size,
-        "built_for": module.image_size,
-        "preprocessing": preprocessing.record(),
-        "adapter": module.adapter if isinstance(module.adapter, str) else None,
-        "algorithm": algorithm.kind,
-        "average": algorithm.average,
-        "global_model": algorithm.global_model,
-        "multilabel": module.multilabel,
-        "classes": None if classes is None else list(classes),
-        "clients": None if client_names is None else list(client_names),
-        "seed": None if settings.test_mode else settings.seed,
-        "training": training,
-        "privacy": privacy,
-    }
+"""Number of models that is proposed where scoring all of them on all images takes long."""
 
 
 def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -> str | None:
-    """Say how long it takes to score all models, where that is minutes.
+    """Describe how long it takes to score all models, where that is minutes.
 
     Args:
-        seconds: What the first batch of images took.
+        seconds: Duration of the first batch of images.
         batches: Number of batches.
         models: Number of personal models; 0 where clients predict with the global one.
-        everywhere: Number of those that are scored on all images, and not only on their clients' own.
+        everywhere: Number of personal models that are scored on all images, and not only on their clients' own.
 
     Returns:
         The message, with the options that make it shorter; None for less than :data:`LONG_SCORING` seconds.
@@ -207,191 +48,281 @@ def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -
             f"score only some of them on all images with global_test_clients={FEW_MODELS} "
             f"(--model.global_test_clients={FEW_MODELS}), or {remedy}"
         )
-    what = f"{models} personal models, {everywhere} of them on all test images" if models else "the global model"
+    subject = "the global model"
+    if models:
+        subject = f"{models} personal models, {everywhere} of them on all test images"
     measured = f"{batches} batches, the first took {seconds:.1f} s"
-    return f"scoring {what} takes about {_minutes(total)} each time ({measured}); {remedy}"
+    return f"scoring {subject} takes about {_format_duration(total)} each time ({measured}); {remedy}"
 
 
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} hours" if seconds >= 5400 else f"{max(1, round(seconds / 60))} min"
+def _format_duration(seconds: float) -> str:
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{max(1, round(seconds / 60))} min"
 
 
 class ScoringClock:
-    """Measures the first batch that a Trainer scores, and says once how long all of them take."""
+    """Times the first batch that a Trainer scores, and announces once how long all of them take.
+
+    Attributes:
+        announced: Whether the first batch was timed, so that nothing is left to do.
+    """
 
     def __init__(self) -> None:
-        self.told = False
-        self._began = 0.0
+        self.announced = False
+        self._started_at = 0.0
 
-    def begin(self, parts: Parts, batch_idx: int) -> None:
-        """Take the time before a batch."""
-        if batch_idx == 0 and not self.told:
+    def start(self, parts: Parts, batch_idx: int) -> None:
+        """Start the clock before the first batch."""
+        if batch_idx == 0 and not self.announced:
             _synchronize(parts)
-            self._began = time.perf_counter()
+            self._started_at = time.perf_counter()
 
-    def end(self, parts: Parts, batch_idx: int, batches: float) -> None:
-        """Say after the first of so many batches how long all take, if that is minutes."""
-        if batch_idx != 0 or self.told or not math.isfinite(batches):
+    def stop(self, parts: Parts, batch_idx: int, batches: float) -> None:
+        """Stop the clock after the first of so many batches, and announce how long all take, if that is minutes."""
+        if batch_idx != 0 or self.announced or not math.isfinite(batches):
             return
-        self.told = True
+        self.announced = True
         _synchronize(parts)
-        seconds = time.perf_counter() - self._began
-        clients = parts.data.num_clients
-        personalized = parts.federation.personalized
-        everywhere = len(sample_clients(clients, parts.module.global_test_clients, parts.module.seed))
-        if personalized:
-            notice = scoring_notice(seconds, int(batches), clients, everywhere)
-        else:
-            notice = scoring_notice(seconds, int(batches), models=0, everywhere=0)
+        seconds = time.perf_counter() - self._started_at
+        models = 0
+        everywhere = 0
+        if parts.federation.personalized:
+            models = parts.data.num_clients
+            everywhere = len(sample_clients(models, parts.module.global_test_clients, parts.module.seed))
+        notice = scoring_notice(seconds, int(batches), models, everywhere)
         if notice is not None:
             rank_zero_info(notice)
 
 
 def _synchronize(parts: Parts) -> None:
-    """Wait for the accelerator: what runs there is not measured otherwise."""
+    """Wait for the accelerator, whose kernels run asynchronously and would not be in the measured time."""
     if parts.module.device.type == "cuda":
         torch.cuda.synchronize(parts.module.device)
 
 
+class _ConditionScores(NamedTuple):
+    """Scores on one shifted set, by metric: each client's (M,), NaN where it has none, and the global model's."""
+
+    condition: Condition
+    by_metric: dict[str, tuple[torch.Tensor, float]]
+
+
 def score_shifts(parts: Parts) -> bool:
-    """Run all models on the shifted sets, and keep the scores in the module; return whether there was anything to run.
+    """Score all models on the shifted test sets, and keep the scores in the module. A collective.
 
     The trainer's limit of test batches, or of validation batches in training, holds for each pass over the images.
+
+    Returns:
+        Whether there was a shifted set to score.
     """
-    data, module, trainer, federation = parts.data, parts.module, parts.trainer, parts.federation
+    data = parts.data
+    module = parts.module
+    trainer = parts.trainer
     limit = trainer.limit_test_batches if trainer.state.fn == "test" else trainer.limit_val_batches
     if not data.conditions or not limit:
         return False
-    began, found = time.perf_counter(), []
-    everywhere = sample_clients(federation.num_clients, module.global_test_clients, module.seed)
-    for number, condition in enumerate(parts.progress(data.conditions, "Shifts")):
-        evaluation = ShiftedEvaluation(federation, module.metrics, everywhere, condition.others)
+    started_at = time.perf_counter()
+    everywhere = sample_clients(parts.federation.num_clients, module.global_test_clients, module.seed)
+    results: list[_ConditionScores] = []
+    for condition in parts.progress(data.conditions, "Shifts"):
+        evaluation = ShiftedEvaluation(parts.federation, module.metrics, everywhere, condition.others)
         parts.evaluate(data.shift_loader(condition), limit, evaluation.step)
-        found.append((condition, evaluation.result()))
-        expected = (time.perf_counter() - began) * len(data.conditions)
-        if number == 0 and expected >= LONG_SCORING:
-            rank_zero_info(
-                f"scoring {len(data.conditions)} shifted test sets takes about {_minutes(expected)}; give fewer kinds "
-                "or severities in data.shifts, or score fewer models on all images with global_test_clients"
-            )
-    module.shifted = _summary(found, parts.settings.algorithm.global_model)
-    module.shifted |= {"of": _described(parts), "seconds": time.perf_counter() - began}
+        results.append(_ConditionScores(condition, evaluation.result()))
+        if len(results) == 1:
+            _announce_long_shifts(time.perf_counter() - started_at, len(data.conditions))
+    module.shifted = _summarize(results, has_global_model=parts.settings.algorithm.global_model)
+    module.shifted["of"] = _shift_reprs(parts)
+    module.shifted["seconds"] = time.perf_counter() - started_at
     folder = parts.folder()
     if folder is not None and module.shifted["kinds"]:
         (folder / SHIFTS_FILE).write_text(json.dumps(module.shifted["kinds"], indent=1) + "\n")
     return True
 
 
+def _announce_long_shifts(seconds_of_first: float, count: int) -> None:
+    """Announce how long so many shifted sets take, from the time of the first, if that is minutes."""
+    expected = seconds_of_first * count
+    if expected >= LONG_SCORING:
+        rank_zero_info(
+            f"scoring {count} shifted test sets takes about {_format_duration(expected)}; give fewer kinds "
+            "or severities in data.shifts, or score fewer models on all images with global_test_clients"
+        )
+
+
 def restore_scores(parts: Parts, saved: dict[str, Any]) -> None:
-    """Take over the scores of a checkpoint, but for those of shifts where the data has others by now."""
-    module, metrics, shifted = parts.module, saved["metrics"], saved["shifted"]
-    current = shifted.get("of") == _described(parts)
-    others = {} if current else {**shifted.get("scores", {}), **shifted.get("per_client", {})}
-    module.scores = {name: value for name, value in saved["scores"].items() if name not in others}
-    module.per_client = {
-        name: torch.tensor(values, dtype=torch.double)
-        for name, values in metrics["clients"].items()
-        if name not in others and name != LAST_ROUND and not name.startswith("privacy/")
-    }
+    """Restore the scores of a checkpoint, without those on shifted sets if the data now has other shifts."""
+    module = parts.module
+    metrics = saved["metrics"]
+    shifted = saved["shifted"]
+    outdated: set[str] = set()
+    if shifted.get("of") != _shift_reprs(parts):
+        outdated = {*shifted.get("scores", {}), *shifted.get("per_client", {})}
+        shifted = {}
+    module.shifted = shifted
+    module.scores = {name: value for name, value in saved["scores"].items() if name not in outdated}
+    module.per_client = {}
+    for name, values in metrics["clients"].items():
+        # The last rounds and the ledgers' ε are a part of the federation's state.
+        is_score = name != LAST_ROUND and not name.startswith("privacy/")
+        if is_score and name not in outdated:
+            module.per_client[name] = torch.tensor(values, dtype=torch.double)
     module.details = {name: metrics[name] for name in DETAILS if name in metrics}
-    module.shifted = shifted if current else {}
 
 
-def _described(parts: Parts) -> dict[str, str]:
+def _shift_reprs(parts: Parts) -> dict[str, str]:
+    """Return what identifies the shifts of the data in a checkpoint."""
     return {name: repr(shift) for name, shift in parts.data.shifts.items()}
 
 
-def _summary(found: list[tuple[Condition, dict[str, tuple[torch.Tensor, float]]]], shared: bool) -> dict[str, Any]:
-    """Scores by name, those of each client, and those of each kind of corruption, in plain types and tensors.
+def _summarize(results: Sequence[_ConditionScores], has_global_model: bool) -> dict[str, Any]:
+    """Combine the scores on all shifted sets.
 
-    The score of corruptions is the mean over their kinds and severities, of each client and of the global model. The
-    first metric has the plain names, and kinds are scored by it alone.
+    The score on corruptions is the mean over their kinds and severities. The first metric has the plain names, and
+    only it is given for each kind.
+
+    Returns:
+        ``scores`` by name, ``per_client`` scores (M,) by name, and by shift the scores of its ``kinds`` of corruption.
     """
+    by_shift: dict[str, list[_ConditionScores]] = {}
+    for result in results:
+        by_shift.setdefault(result.condition.shift, []).append(result)
     scores: dict[str, float] = {}
     per_client: dict[str, torch.Tensor] = {}
     kinds: dict[str, dict[str, Any]] = {}
-    for shift, own in groupby(found, lambda pair: pair[0].shift):
-        passes = list(own)
-        first, *others = passes[0][1]
-        for metric in (first, *others):
-            ending = "" if metric == first else f"_{metric}"
-            clients = torch.stack([results[metric][0] for _, results in passes]).nanmean(0)
-            if not clients.isnan().all():
-                mean, spread = _mean_and_std(clients)
-                per_client[f"personal/{shift}{ending}"] = clients
-                scores |= {f"personal/{shift}{ending}": mean, f"personal/{shift}{ending}_std": spread}
-            if shared:
-                scores[f"global/{shift}{ending}"] = fmean(results[metric][1] for _, results in passes)
-        for condition, results in passes if passes[0][0].kind else ():
-            personal, of_global = results[first]
-            curve = kinds.setdefault(shift, {}).setdefault(condition.kind, {"severity": []})
-            curve["severity"].append(condition.severity)
-            mean, spread = _mean_and_std(personal)
-            values = {"personal": mean, "personal_std": spread, "global": of_global}
-            for name, value in values.items():
-                if value == value:
-                    curve.setdefault(name, []).append(value)
+    for shift, of_shift in by_shift.items():
+        metrics = list(of_shift[0].by_metric)
+        for metric in metrics:
+            suffix = "" if metric == metrics[0] else f"_{metric}"
+            client_scores = torch.stack([result.by_metric[metric][0] for result in of_shift]).nanmean(0)
+            if not client_scores.isnan().all():
+                mean, std = _mean_and_std(client_scores)
+                per_client[f"personal/{shift}{suffix}"] = client_scores
+                scores[f"personal/{shift}{suffix}"] = mean
+                scores[f"personal/{shift}{suffix}_std"] = std
+            if has_global_model:
+                scores[f"global/{shift}{suffix}"] = fmean(result.by_metric[metric][1] for result in of_shift)
+        if of_shift[0].condition.kind:
+            kinds[shift] = _severity_curves(of_shift, metrics[0])
     return {"scores": scores, "per_client": per_client, "kinds": kinds}
 
 
-def _mean_and_std(values: torch.Tensor) -> tuple[float, float]:
-    """Over the clients that have a score; NaN where none has."""
-    known = values[~values.isnan()]
-    return float(known.mean()), float(known.std(correction=0)) if len(known) else math.nan
+def _severity_curves(results: Sequence[_ConditionScores], metric: str) -> dict[str, dict[str, list[float]]]:
+    """Return the scores of each kind of corruption in the order of its severities, without scores that are NaN."""
+    curves: dict[str, dict[str, list[float]]] = {}
+    for condition, by_metric in results:
+        client_scores, global_score = by_metric[metric]
+        mean, std = _mean_and_std(client_scores)
+        curve = curves.setdefault(condition.kind, {"severity": []})
+        curve["severity"].append(condition.severity)
+        for name, value in {"personal": mean, "personal_std": std, "global": global_score}.items():
+            if not math.isnan(value):
+                curve.setdefault(name, []).append(value)
+    return curves
 
 
-def personalize(parts: Parts) -> bool:
-    """Let every client fine-tune the global state, where the algorithm ends so and it was not done yet."""
-    federation, data, clients = parts.federation, parts.data, range(parts.data.num_clients)
-    tuning, protection = parts.settings.algorithm.personalization(), federation.protection
+def _mean_and_std(scores: torch.Tensor) -> tuple[float, float]:
+    """Return mean and standard deviation over the clients that have a score; NaN if none has."""
+    scores = scores[~scores.isnan()]
+    if len(scores) == 0:
+        return math.nan, math.nan
+    return float(scores.mean()), float(scores.std(correction=0))
+
+
+def fine_tune_clients(parts: Parts) -> bool:
+    """Let every client fine-tune the final global state, where that is how the algorithm ends. A collective.
+
+    Returns:
+        Whether the clients were fine-tuned by this call.
+    """
+    federation = parts.federation
+    tuning = parts.settings.algorithm.personalization()
     if tuning is None or federation.tuned is not None or not federation.rounds_done:
         return False
-    able = protection.affordable(clients, tuning=True)
-    missing = sorted({*clients} - {*able})
-    if missing:
-        rank_zero_warn(f"privacy: client {', '.join(map(str, missing))} cannot afford the fine-tuning")
-    ordered, size = sorted(able, key=lambda client: -data.train_sizes[client]), parts.settings.clients_per_round
-    size = size or len(clients)
-    groups = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    sampling = None if protection.images is None else protection.images.sampling(tuning=True)
-    plans = [data.plan_for(group, federation.rounds_done, [tuning[1]]) for group in groups]
+    _, phase = tuning
+    clients = range(parts.data.num_clients)
+    able = federation.protection.affordable(clients, tuning=True)
+    excluded = sorted({*clients} - {*able})
+    if excluded:
+        rank_zero_warn(f"privacy: client {', '.join(map(str, excluded))} cannot afford the fine-tuning")
+    # A group trains for as many steps as its largest client needs, so clients of similar sizes are grouped.
+    ordered = sorted(able, key=lambda client: -parts.data.train_sizes[client])
+    group_size = parts.settings.clients_per_round or len(clients)
+    plans = []
+    for start in range(0, len(ordered), group_size):
+        group = ordered[start : start + group_size]
+        plans.append(parts.data.plan_for(group, federation.rounds_done, [phase]))
+    images = federation.protection.images
+    sampling = None if images is None else images.sampling(tuning=True)
     with parts.precision():
-        shown = parts.progress(plans, "Fine-tune")
-        broken, failed = federation.personalize(shown, lambda plan: parts.prepared(plan, sampling))
-    parts.module.shifted = {}  # of the models before
-    if not parts.settings.private:  # in a private run no log says whose training failed
+        broken, failed = federation.personalize(
+            parts.progress(plans, "Fine-tune"), lambda plan: parts.prepared(plan, sampling)
+        )
+    parts.module.shifted = {}  # scores of the models before
+    # Whose training failed depends on the images: no log of a private run may name it.
+    if not parts.settings.private:
         warn_broken("fine-tuning", broken, "it keeps the global adapter", failed)
     return True
 
 
 def finish(parts: Parts, history: History) -> None:
-    """Fine-tune also where training was stopped early, and score what came out where that was not done yet.
+    """Do at the end of training what a training that was stopped early has skipped. A collective.
 
-    The scores are logged, and added to the last record of the history, if it has one; the newest checkpoint of each
-    callback is written once more.
+    Clients are fine-tuned, and models are scored, where that was not done yet. New scores are logged and added to the
+    last record of the history, if there is one. The newest checkpoint of each callback is written again with all that
+    is new.
     """
-    module, tuned = parts.module, personalize(parts)
-    scored = not history or any(name.startswith("personal/") for name in history[-1])
-    found = False
-    if tuned or not scored:
+    tuned = fine_tune_clients(parts)
+    scored = _score_last_round(parts, history, tuned)
+    if scored:
+        _log_scores(parts, history)
+    if tuned or scored:
+        _rewrite_newest_checkpoints(parts.trainer)
+
+
+def _score_last_round(parts: Parts, history: History, tuned: bool) -> bool:
+    """Score models that have changed since they were scored; return whether there are new scores."""
+    module = parts.module
+    has_new_scores = False
+    is_scored = not history or any(name.startswith("personal/") for name in history[-1])
+    if tuned or not is_scored:
         module.on_validation_epoch_start()
-        found = parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, module.validation_step)
-        if found:
+        has_new_scores = parts.evaluate(
+            parts.data.val_dataloader(), parts.trainer.limit_val_batches, module.validation_step
+        )
+        if has_new_scores:
             module.score()
-    if parts.data.shifts_when != "test" and history and module.shifted.get("of") != _described(parts):
-        if score_shifts(parts):
-            module.add_shifted()
-            found = True
-    if found:
-        for record in history[-1:]:
-            record |= module.scores
-        round = history[-1]["round"] if history else 0
-        for logger in parts.trainer.loggers:
-            values = {"epoch": round, "round": round, **module.scores}
-            logger.log_metrics(values, step=max(0, parts.trainer.global_step - 1))
-    if tuned or found:
-        for callback in parts.trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and not parts.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-                newest = callback.last_model_path or ("" if callback.monitor else callback.best_model_path)
-                if newest:
-                    parts.trainer.save_checkpoint(newest, callback.save_weights_only)
+    shifts_are_due = parts.data.shifts_when != "test" and history and module.shifted.get("of") != _shift_reprs(parts)
+    if shifts_are_due and score_shifts(parts):
+        module.add_shifted()
+        has_new_scores = True
+    return has_new_scores
+
+
+def _log_scores(parts: Parts, history: History) -> None:
+    """Add the module's scores to the last round, in the history and in the loggers."""
+    scores = parts.module.scores
+    round: float = 0
+    if history:
+        history[-1] |= scores
+        round = history[-1]["round"]
+    # Loggers count steps from 0: this is the row of the last optimiser step.
+    step = max(0, parts.trainer.global_step - 1)
+    for logger in parts.trainer.loggers:
+        logger.log_metrics({"epoch": round, "round": round, **scores}, step=step)
+
+
+def _rewrite_newest_checkpoints(trainer: pl.Trainer) -> None:
+    """Write the newest checkpoint of each callback again, with the present models and scores."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        return
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        newest = callback.last_model_path
+        # A callback that monitors nothing takes its newest checkpoint for the best one. A checkpoint that was chosen by
+        # a metric stays as it was when it was chosen.
+        if not newest and not callback.monitor:
+            newest = callback.best_model_path
+        if newest:
+            trainer.save_checkpoint(newest, callback.save_weights_only)

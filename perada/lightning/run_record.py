@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run records about itself: ``run.json``, and ``info`` and ``metrics`` of checkpoints and of ``perada.Run``."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from perada.algorithms.joining import algorithm_record
+from perada.data import FederatedDataModule
+from perada.data.preprocessing import Preprocessing
+from perada.federation.evaluation import Evaluation
+from perada.federation.settings import Settings
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.parts import Parts
+from perada.results.report import LAST_ROUND
+from perada.results.run_file import RunFile, write_run
+
+History = list[dict[str, float]]
+"""The metrics of each round by name, with its number ``round`` and its last optimiser ``step``."""
+LOCAL_SCORE = "personal/local_test"
+"""Name of the scores of personal models on their own clients' test images."""
+SCORE_DIGITS = 6
+"""Digits that scores are written with: more than any number of images gives."""
+
+
+@dataclass
+class ClientScores:
+    """Scores of each client besides its last ones.
+
+    Attributes:
+        initial: By name, each client's scores (M,) of the models before the first round.
+        by_round: For each evaluation its ``round`` and each client's ``personal/local_test``.
+        command: The command line of the run; empty where there was none.
+    """
+
+    initial: dict[str, list[float]] = field(default_factory=dict)
+    by_round: list[dict[str, Any]] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+
+    def score_initial_models(self, parts: Parts) -> None:
+        """Score the models on their clients' images before the first round, with at most two passes over the images.
+
+        Does nothing in a run that is resumed.
+        """
+        if parts.federation.rounds_done or self.initial or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+            return
+        evaluation = Evaluation(parts.federation, parts.module.metrics, everywhere=[])
+        has_images = parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, evaluation.step)
+        if has_images:
+            _, per_client = evaluation.result()
+            self.initial = {name: _rounded(scores) for name, scores in per_client.items()}
+
+    def record(self, parts: Parts, history: History) -> None:
+        """Record the clients' scores of the last round, and write ``run.json`` into the run's folder if it has one.
+
+        ``run.json`` is written whichever loggers the trainer has.
+        """
+        scores = parts.module.per_client.get(LOCAL_SCORE)
+        if scores is not None and history:
+            round = history[-1]["round"]
+            # A round is scored twice where training ends early or clients are fine-tuned: the later scores count.
+            earlier = [record for record in self.by_round if record["round"] < round]
+            self.by_round = [*earlier, {"round": round, LOCAL_SCORE: _rounded(scores)}]
+        folder = parts.folder()
+        if folder is None:
+            return
+        content = RunFile(
+            parts.data.num_clients,
+            run_info(parts),
+            run_metrics(parts, history, self),
+            in_checkpoints=True,
+            train_sizes=list(parts.data.train_sizes),
+            # The command line may contain the seed, which is secret in the test mode of privacy.
+            command=[] if parts.settings.test_mode else self.command,
+        )
+        write_run(folder, content)
+
+
+def _rounded(scores: torch.Tensor) -> list[float]:
+    return [round(value, SCORE_DIGITS) for value in scores.tolist()]
+
+
+def run_metrics(parts: Parts, history: History, client_scores: ClientScores) -> dict[str, Any]:
+    """Return what becomes :attr:`perada.Run.metrics`, without entries that are empty."""
+    module = parts.module
+    clients: dict[str, list[Any]] = {name: scores.tolist() for name, scores in module.per_client.items()}
+    if parts.federation.rounds_done:
+        clients[LAST_ROUND] = list(parts.federation.last_rounds)
+    clients |= parts.federation.protection.epsilons(parts.data.num_clients)
+    metrics = {
+        "rounds": history,
+        "clients": clients,
+        "shifts": module.shifted.get("kinds"),
+        "initial": client_scores.initial,
+        "by_round": client_scores.by_round,
+        "partition": class_counts(parts),
+        **module.details,
+    }
+    always = ("rounds", "clients")
+    return {name: value for name, value in metrics.items() if value or name in always}
+
+
+def class_counts(parts: Parts) -> dict[str, list[list[int]]]:
+    """Return the number of images (M, K) of each client and class, by ``train`` and ``test``.
+
+    Empty for a private run: class counts depend on the images, and no ledger accounts for them.
+    """
+    if parts.settings.private:
+        return {}
+    return parts.data.checked.class_counts()
+
+
+def run_info(parts: Parts) -> dict[str, Any]:
+    """Return what becomes :attr:`perada.Run.info`."""
+    data = parts.data
+    facts = RunFacts(
+        rounds=parts.federation.rounds_done,
+        num_clients=parts.federation.num_clients,
+        clients_per_round=parts.settings.clients_per_round,
+        images=list(data.train_sizes),
+        preprocessing=data.preprocessing,
+        classes=data.classes,
+        client_names=data.client_names,
+        privacy=parts.federation.protection.record(data.num_clients),
+    )
+    info = describe_run(parts.settings, parts.module, data, facts)
+    if parts.settings.lora_ranks:
+        info["lora_ranks"] = list(parts.settings.lora_ranks)
+    return info
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a simulation and a deployment learn about a run in different ways.
+
+    Attributes:
+        rounds: Number of rounds that are done.
+        num_clients: Number of clients.
+        clients_per_round: Number of clients drawn for a round; None for all.
+        images: Training images of each client; None where they are not known.
+        preprocessing: How images are prepared.
+        classes: Names of the classes.
+        client_names: Names of the clients.
+        privacy: The record of :meth:`perada.privacy.protection.Protection.record`.
+    """
+
+    rounds: int
+    num_clients: int
+    clients_per_round: int | None
+    images: list[int] | None
+    preprocessing: Preprocessing
+    classes: Sequence[str] | None
+    client_names: Sequence[str] | None
+    privacy: dict[str, Any] | None
+
+
+def describe_run(
+    settings: Settings, module: FederatedClassifier, data: FederatedDataModule, facts: RunFacts
+) -> dict[str, Any]:
+    """Return what becomes :attr:`perada.Run.info`, of a simulation or of a deployment.
+
+    Args:
+        settings: Settings of the rounds.
+        module: The module, whose network is built.
+        data: Only its options are read, not its images.
+        facts: What differs between a simulation and a deployment.
+    """
+    algorithm = settings.algorithm
+    return {
+        "backbone": module.backbone if isinstance(module.backbone, str) else None,
+        "pretrained": module.pretrained,
+        "num_classes": module.num_classes,
+        "train_backbone": module.train_backbone,
+        "adapter_options": module.adapter_options,
+        "image_size": module.image_size if data.image_size is None else data.image_size,
+        "built_for": module.image_size,
+        "preprocessing": facts.preprocessing.record(),
+        "adapter": module.adapter if isinstance(module.adapter, str) else None,
+        "algorithm": algorithm.kind,
+        "average": algorithm.average,
+        "global_model": algorithm.global_model,
+        "multilabel": module.multilabel,
+        "classes": None if facts.classes is None else list(facts.classes),
+        "clients": None if facts.client_names is None else list(facts.client_names),
+        # In the test mode of privacy the noise follows from the seed: whoever reads it can subtract the noise.
+        "seed": None if settings.test_mode else settings.seed,
+        "training": _describe_training(settings, module, data, facts),
+        "privacy": facts.privacy,
+    }
+
+
+def _describe_training(
+    settings: Settings, module: FederatedClassifier, data: FederatedDataModule, facts: RunFacts
+) -> dict[str, Any]:
+    """Return how clients trained, which a client that joins later repeats."""
+    training: dict[str, Any] = {
+        "algorithm": algorithm_record(settings.algorithm),
+        "phases": [asdict(phase) for phase in settings.phases],
+        "rounds": facts.rounds,
+        "num_clients": facts.num_clients,
+        "clients_per_round": facts.clients_per_round,
+    }
+    if facts.images is not None:
+        training["images"] = facts.images
+    training["batch_size"] = data.batch_size
+    training["crop_padding"] = data.prepare.crop_padding
+    training["flip"] = data.prepare.flip
+    for role, rate in module.lr.items():
+        training[f"lr_{role}"] = rate
+    for option in ("optimizer", "momentum", "weight_decay", "lr_schedule", "lr_gamma", "lr_every", "metric"):
+        training[option] = getattr(module, option)
+    # JSON has no infinity.
+    training["clip_norm"] = None if module.clip_norm == math.inf else module.clip_norm
+    return training
