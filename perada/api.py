@@ -24,8 +24,9 @@ from perada.federation.diagnostics import Diagnostic
 from perada.federation.settings import ClientOptimizer, StoreKind
 from perada.lightning import FederatedLoop
 from perada.lightning.callbacks import make_trainer
-from perada.lightning.checkpoint import described_early, find_checkpoint
+from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier, LRSchedule
+from perada.lightning.run_fingerprint import early_fingerprint
 from perada.lightning.run_folder import no_trace_if_refused
 from perada.lightning.strategies import check_trainer
 from perada.models.adapted import AdapterChoice
@@ -175,7 +176,7 @@ def finetune(  # noqa: D417, PLR0913  # each argument is an option, and `_explai
         "data": f"{type(given).__name__} of {data.num_clients} clients",
         "ckpt_path": ckpt_path,
     }
-    early = described_early(loop, module, data)
+    early = early_fingerprint(loop, module, data)
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir), early, loop.resume_allow)
     with quiet(), plain_data(path, trainer), no_trace_if_refused(trainer), explain_worker_deaths():
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)

@@ -26,7 +26,7 @@ from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
 from perada.cli.main import _tables
 from perada.core.digests import KEY, sealed, write_sums
-from perada.lightning.checkpoint import WholeCheckpointIO
+from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.results.clients import forget
 from perada.studies.report.page import write_page
 from perada.studies.report.records import read_records
@@ -166,7 +166,7 @@ def _changed(draw: random.Random, root: Path, place: Path, outside: Path) -> str
             Runs(str(root.parent / "owned")),
         )
         where = _put(draw, content["perada"] if draw.random() < 0.9 else content, values)
-        WholeCheckpointIO().save_checkpoint(content, path)
+        AtomicCheckpointIO().save_checkpoint(content, path)
         return where
     content = json.loads(path.read_text())
     whole = content if isinstance(content, list) else [content]

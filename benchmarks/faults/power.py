@@ -21,7 +21,7 @@ from benchmarks.faults.job import Job, network
 from benchmarks.faults.outcomes import Campaign
 from perada.core.digests import digest_of
 from perada.federation.store import locate
-from perada.lightning.checkpoint import WholeCheckpointIO
+from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.results.restore import newest_intact
 
 CALLS = ("fsync", "rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir")
@@ -128,7 +128,9 @@ def power(campaign: Campaign, folder: Path) -> None:
         ),
         "checkpoints alone": (
             folder / "alone",
-            lambda: [WholeCheckpointIO().save_checkpoint({"epoch": n}, folder / "alone" / "last.ckpt") for n in (1, 2)],
+            lambda: [
+                AtomicCheckpointIO().save_checkpoint({"epoch": n}, folder / "alone" / "last.ckpt") for n in (1, 2)
+            ],
             _resumable,
         ),
     }

@@ -37,8 +37,9 @@ from perada.data import FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
 from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.callbacks import TRAINER_DEFAULTS, default_components, listed
-from perada.lightning.checkpoint import described_early, find_checkpoint
+from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.run_fingerprint import early_fingerprint
 from perada.lightning.run_folder import log_options, no_trace_if_refused
 from perada.lightning.strategies import check_devices, check_trainer, check_words, device_defaults
 from perada.privacy import ClientPrivacy, Privacy
@@ -198,7 +199,7 @@ class PeradaCLI(LightningCLI):
         """Run a subcommand of LightningCLI, from a checkpoint that belongs to this run if one is requested."""
         config = self.config[subcommand]
         if config.ckpt_path is not None:
-            early = described_early(self.loop, self.model, self.datamodule)
+            early = early_fingerprint(self.loop, self.model, self.datamodule)
             root = Path(config.trainer.default_root_dir or ".")
             fits = subcommand == "fit"
             path = find_checkpoint(self._requested_ckpt_path, root, early, self.loop.resume_allow, fits)

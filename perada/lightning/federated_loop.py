@@ -26,6 +26,12 @@ from perada.lightning import run_folder, run_record, scoring
 from perada.lightning.checks import with_diagnostics
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts, check_failures, warn_report
+from perada.lightning.run_fingerprint import (
+    check_ranks_agree,
+    check_same_run,
+    cross_rank_fingerprint,
+    run_fingerprint,
+)
 from perada.lightning.setup import set_up_rounds
 from perada.lightning.strategies import scaling_of, set_up_trainer
 from perada.privacy import ClientPrivacy, Privacy
@@ -251,12 +257,12 @@ class FederatedLoop(pl.Callback):
         """The federation of this process, which was set up as those of the others were."""
         parts, ranks = self.parts, Ranks(together=trainer.world_size > 1)
         done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
-        mine = checkpoints.cross_rank_fingerprint(parts, done)
+        mine = cross_rank_fingerprint(parts, done)
         if ranks.size > 1:
             mine["data"] = (
                 parts.data.fingerprint
             )  # takes a while for large data, and one process has nothing to compare
-        checkpoints.check_alike(ranks, mine)
+        check_ranks_agree(ranks, mine)
         given = parts.module.engine, parts.module.tensor_names, parts.module.initial_state
         return Federation(*given, parts.settings, self.num_clients, ranks, self.protection)
 
@@ -459,7 +465,7 @@ class FederatedLoop(pl.Callback):
             "shifted": parts.module.shifted,
             "info": run_record.run_info(parts),
             "data": parts.data.fingerprint,
-        } | checkpoints.run_fingerprint(parts)
+        } | run_fingerprint(parts).state_dict()
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -468,9 +474,11 @@ class FederatedLoop(pl.Callback):
         saved, fits = contents(checkpoint.get(CHECKPOINT_KEY)), trainer.state.fn == "fit"
         assert self.protection is not None
         self.protection.check_alike(saved["federation"].get("privacy"))
-        checkpoints.check_saved(saved, self.parts, fits, self.resume_allow)
+        check_same_run(saved, self.parts, fits, self.resume_allow)
         find_clients(saved["federation"], trainer.ckpt_path)
         self._loaded = checkpoints.remap_clients(saved, self.parts.data, self.resume_allow)
         self._journals = run_folder.journals_of(saved["federation"], str(trainer.ckpt_path))
         if fits:
-            checkpoints.resume(checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0)
+            checkpoints.set_resume_point(
+                checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0
+            )

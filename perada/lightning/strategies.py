@@ -22,7 +22,7 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from perada.core.checks import OptionError, check_choice, check_known
-from perada.lightning.checkpoint import WholeCheckpointIO
+from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.lightning.foreign_callbacks import check_callbacks
 
 LOST = (
@@ -251,7 +251,7 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
         raise ValueError(f"the Trainer has several {loop.__name__}s among its callbacks; give it one")
     check_trainer(trainer)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # not a way of the caller's own
-        trainer.strategy.checkpoint_io = WholeCheckpointIO()
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     if trainer.world_size > 1:
         # Lightning would divide the steps of a round among the processes; the datamodule divides its clients.
         trainer._accelerator_connector.use_distributed_sampler = False

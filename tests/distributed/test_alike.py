@@ -4,8 +4,8 @@
 import pytest
 
 from perada.core.ranks import Ranks
-from perada.lightning import checkpoint
-from perada.lightning.checkpoint import check_alike
+from perada.lightning import federated_loop
+from perada.lightning.run_fingerprint import check_ranks_agree
 
 from .job import run
 
@@ -23,7 +23,7 @@ class Another(Ranks):
 def said(monkeypatch, **options):
     """What a process with these options tells the others."""
     found = []
-    monkeypatch.setattr(checkpoint, "check_alike", lambda ranks, mine: found.append(mine))
+    monkeypatch.setattr(federated_loop, "check_ranks_agree", lambda ranks, mine: found.append(mine))
     run("perada", **{"rounds": 1} | options)
     return found[0]
 
@@ -45,6 +45,6 @@ def said(monkeypatch, **options):
 @pytest.mark.every(2)
 def test_another_option_is_named(monkeypatch, option, name):
     mine, other = said(monkeypatch), said(monkeypatch, **option)
-    check_alike(Another(said(monkeypatch)), mine)
+    check_ranks_agree(Another(said(monkeypatch)), mine)
     with pytest.raises(ValueError, match=f"process 1 has another {name}.* than process 0"):
-        check_alike(Another(other), mine)
+        check_ranks_agree(Another(other), mine)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import perada
-from perada.lightning.checkpoint import WholeCheckpointIO, find_checkpoint
+from perada.lightning.checkpoint import AtomicCheckpointIO, find_checkpoint
 from perada.results.restore import check_intact_file, newest_intact
 from tests.disks import no_room
 
@@ -24,12 +24,12 @@ CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3
 @pytest.fixture
 def written(tmp_path):
     path = tmp_path / "run" / "last.ckpt"
-    WholeCheckpointIO().save_checkpoint(CONTENT, path)
+    AtomicCheckpointIO().save_checkpoint(CONTENT, path)
     return path
 
 
 def test_what_is_written_is_read_by_torch_alone(written):
-    for read in (torch.load(written, weights_only=True), WholeCheckpointIO().load_checkpoint(written)):
+    for read in (torch.load(written, weights_only=True), AtomicCheckpointIO().load_checkpoint(written)):
         assert read["epoch"] == 4
         assert read["name"] == "ü"
         assert torch.equal(read["state_dict"]["w"], CONTENT["state_dict"]["w"])
@@ -39,7 +39,7 @@ def test_what_is_written_is_read_by_torch_alone(written):
 def test_no_copy_of_a_checkpoint_is_made_in_memory(tmp_path):
     tracemalloc.start()
     try:
-        WholeCheckpointIO().save_checkpoint({"w": torch.zeros(16, 2**20)}, tmp_path / "last.ckpt")
+        AtomicCheckpointIO().save_checkpoint({"w": torch.zeros(16, 2**20)}, tmp_path / "last.ckpt")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -77,7 +77,7 @@ def test_a_bit_that_flips_on_the_way_to_the_disk_is_found(written, monkeypatch):
             yield Flipping()
 
     monkeypatch.setattr("perada.lightning.checkpoint.open_atomic", flipping)
-    WholeCheckpointIO().save_checkpoint(CONTENT, written)
+    AtomicCheckpointIO().save_checkpoint(CONTENT, written)
     with pytest.raises(ValueError, match="is damaged"):
         check_intact_file(written)
 
@@ -103,12 +103,12 @@ def test_damage_of_another_programs_checkpoint_is_found_by_the_checksums_of_its_
 
 def test_the_one_before_is_kept(written):
     before = written.read_bytes()
-    WholeCheckpointIO().save_checkpoint({"epoch": 5}, written)
+    AtomicCheckpointIO().save_checkpoint({"epoch": 5}, written)
     assert (written.parent / "last.previous.ckpt").read_bytes() == before
     assert torch.load(written) == {"epoch": 5}
-    WholeCheckpointIO().save_checkpoint({"epoch": 6}, written)
+    AtomicCheckpointIO().save_checkpoint({"epoch": 6}, written)
     assert torch.load(written.parent / "last.previous.ckpt") == {"epoch": 5}
-    WholeCheckpointIO().save_checkpoint({"epoch": 7}, written.parent / "best.ckpt")
+    AtomicCheckpointIO().save_checkpoint({"epoch": 7}, written.parent / "best.ckpt")
     assert sorted(os.listdir(written.parent)) == ["best.ckpt", "last.ckpt", "last.previous.ckpt"]
 
 
@@ -122,7 +122,7 @@ CALLS = ["link", "fsync", "replace"]
 @pytest.mark.parametrize("moment", [(name, nth) for name in CALLS for nth in (1, 2) if (name, nth) != ("link", 2)])
 @pytest.mark.parametrize("happens", ["kill", "full disk"])
 def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, happens):
-    WholeCheckpointIO().save_checkpoint({"epoch": 5}, written)
+    AtomicCheckpointIO().save_checkpoint({"epoch": 5}, written)
     left, real = {name: moment[1] if name == moment[0] else 0 for name in CALLS}, {n: getattr(os, n) for n in CALLS}
     stop = Killed() if happens == "kill" else OSError(errno.ENOSPC, "No space left on device")
 
@@ -139,10 +139,10 @@ def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, hap
         monkeypatch.setattr(os, name, call(name))
     linked = moment[0] == "link" and happens == "full disk"  # then it is renamed instead
     if linked:
-        WholeCheckpointIO().save_checkpoint({"epoch": 6}, written)
+        AtomicCheckpointIO().save_checkpoint({"epoch": 6}, written)
     else:
         with pytest.raises((Killed, OSError)) as raised:
-            WholeCheckpointIO().save_checkpoint({"epoch": 6}, written)
+            AtomicCheckpointIO().save_checkpoint({"epoch": 6}, written)
         if happens == "full disk":
             assert re.search(r"No space left on device: '.*/run(/last.ckpt)?'$", str(raised.value))
             assert not list(written.parent.glob(".last.ckpt.partial"))
@@ -178,10 +178,10 @@ def test_a_disk_that_is_full_is_named_with_the_runs_folder(tiny, tmp_path, size)
 
 
 def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written):
-    WholeCheckpointIO().save_checkpoint({"epoch": 5}, written)
+    AtomicCheckpointIO().save_checkpoint({"epoch": 5}, written)
     replaced = written.with_name("last.previous.ckpt")
     other = written.parent / "of_another_name.ckpt"
-    WholeCheckpointIO().save_checkpoint({"epoch": 1}, other)
+    AtomicCheckpointIO().save_checkpoint({"epoch": 1}, other)
     for time, path in enumerate((other, written, replaced)):  # as after copying the folder
         os.utime(path, (time, time))
     folder = written.parent

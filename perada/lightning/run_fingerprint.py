@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What identifies a run: compared with a checkpoint's before it is loaded, and among the processes of a job."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perada.core.checks import check_choice
+from perada.core.ranks import Ranks
+from perada.data import FederatedDataModule
+from perada.data.fingerprints import difference_in_content, difference_in_names
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.parts import Parts
+from perada.results.restore import CHECKPOINT_KEY
+from perada.server import ServerRule
+
+ALLOW_CLIENTS = "clients"
+"""What ``resume_allow`` must contain for more clients."""
+ALLOW_IMAGES = "images"
+"""What ``resume_allow`` must contain for other images or labels of the same clients."""
+CLIENT_FIELDS = ("number of clients", "clients' numbers of images", "partition of the data")
+"""What may differ between a checkpoint and a run that resumes from it with more clients."""
+OPTIONS_KNOWN_AT_SETUP = ("precision",)
+"""Options of a fingerprint that an early one lacks."""
+
+
+@dataclass(frozen=True)
+class RunFingerprint:
+    """What a checkpoint records about its run, in plain types.
+
+    Attributes:
+        belongs: What all runs that may load the checkpoint have in common.
+        options: Options that change what rounds compute, by the names that users give them. They are compared where
+            training resumes.
+    """
+
+    belongs: dict[str, Any]
+    options: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint."""
+        return {"belongs": self.belongs, "options": self.options}
+
+
+@dataclass(frozen=True)
+class EarlyFingerprint(RunFingerprint):
+    """As much of a fingerprint as is known before anything is set up.
+
+    Attributes:
+        model: The options ``backbone`` and ``adapter``, which a checkpoint has in its ``info``.
+        partition: Data set and partition, as ``partition.json`` has them; empty where the clients' data are given.
+    """
+
+    model: dict[str, Any]
+    partition: dict[str, str]
+
+
+def early_fingerprint(loop: Any, module: FederatedClassifier, data: FederatedDataModule) -> EarlyFingerprint:  # noqa: ANN401  # a FederatedLoop, which imports this
+    """Return the fingerprint of a run as far as it is known before set-up."""
+    belongs: dict[str, Any] = {"algorithm": loop.algorithm.kind, "server rule": loop.server_rule.kind}
+    if not loop.test_mode:
+        belongs["seed"] = loop.seed
+    if data.data is not None:
+        belongs["number of clients"] = len(data.data.train)
+    partition: dict[str, str] = {}
+    if data.division is not None:
+        partition["dataset"] = repr(data.division.dataset)
+        partition["partition"] = repr(data.division.partition)
+    return EarlyFingerprint(
+        belongs=belongs,
+        options=_module_options(module) | _data_options(data) | _round_options(loop, loop.server_rule),
+        model={"backbone": module.backbone, "adapter": module.adapter},
+        partition=partition,
+    )
+
+
+def run_fingerprint(parts: Parts) -> RunFingerprint:
+    """Return the fingerprint of a run that is set up."""
+    settings = parts.settings
+    data = parts.data
+    module = parts.module
+    partition_json = json.dumps(data.partition_dict(), sort_keys=True)
+    partition = hashlib.sha256(partition_json.encode()).hexdigest()[:16]
+    seed: int | str = settings.seed
+    if settings.test_mode:
+        seed = disguise_seed(settings.seed, salt=partition)
+    model = module.model.state_dict()
+    belongs = {
+        "backbone": parts.adapted.backbone.name,
+        "adapter": type(parts.adapted.config).__name__,
+        "algorithm": settings.algorithm.kind,
+        "server rule": settings.rule.kind,
+        "seed": seed,
+        "number of classes": data.num_classes,
+        "number of clients": data.num_clients,
+        "clients' numbers of images": list(data.train_sizes),
+        "partition of the data": partition,
+        "trained tensors": {key: list(model[key].shape) for key in module.tensor_names.keys},
+        "frozen weights": module.frozen_digest,
+    }
+    precision = {"precision": str(module.trainer.precision)}
+    options = _module_options(module) | precision | _data_options(data) | _round_options(settings, settings.rule)
+    return RunFingerprint(belongs, options)
+
+
+def _module_options(module: FederatedClassifier) -> dict[str, Any]:
+    """Return the options of the module that change what rounds compute."""
+    options: dict[str, Any] = {f"lr_{role}": rate for role, rate in module.lr.items()}
+    options["optimizer"] = module.optimizer
+    options["momentum"] = module.momentum
+    options["weight_decay"] = module.weight_decay
+    options["clip_norm"] = module.clip_norm
+    options["lr_schedule"] = [module.lr_schedule, module.lr_gamma, module.lr_every]
+    return options
+
+
+def _data_options(data: FederatedDataModule) -> dict[str, Any]:
+    """Return the options of the data module that change what rounds compute."""
+    return {
+        "batch_size": data.batch_size,
+        "image_size": data.image_size,
+        "augmentation": [data.prepare.crop_padding, data.prepare.flip, data.prepare.augment_public],
+    }
+
+
+def _round_options(source: Any, rule: ServerRule) -> dict[str, Any]:  # noqa: ANN401  # a FederatedLoop, or its Settings
+    """Return the options of the loop that change what rounds compute; a loop and its Settings have the same."""
+    options = {
+        "clients_per_round": source.clients_per_round,
+        "weighting": source.weighting,
+        "drop_outliers": source.drop_outliers,
+        "local_training": repr(source.phases),
+        "algorithm": repr(source.algorithm),
+        "server_rule": repr(rule),
+        "secure_sums": repr(source.secure_sums),
+    }
+    for name, value in asdict(source.distillation).items():
+        options[f"distillation.{name}"] = value
+    return options
+
+
+@cache
+def disguise_seed(seed: int, salt: str) -> str:
+    """Return a mark of a secret seed, by which it can be compared. Each guess of a seed costs 50 ms."""
+    return hashlib.scrypt(str(seed).encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()
+
+
+def cross_rank_fingerprint(parts: Parts, rounds_done: int) -> dict[str, Any]:
+    """Return by name, in plain types, what must be the same in all processes of a job."""
+    fingerprint = run_fingerprint(parts)
+    trainer = parts.trainer
+    return {
+        **fingerprint.belongs,
+        **fingerprint.options,
+        "number of rounds (max_epochs)": trainer.max_epochs,
+        "number of rounds behind it": rounds_done,
+        "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+        "limit_val_batches": trainer.limit_val_batches,
+        "eval_batch_size": parts.data.eval_batch_size,
+        "global_test_clients": parts.module.global_test_clients,
+        "metric": parts.module.metric,
+        "privacy": repr((parts.settings.privacy, parts.settings.client_privacy)),
+    }
+
+
+def check_ranks_agree(ranks: Ranks, fingerprint: dict[str, Any]) -> None:
+    """Raise a ValueError that names the first difference between the processes of a job. A collective.
+
+    Processes that trained different things would wait for one another forever.
+
+    Args:
+        ranks: The processes.
+        fingerprint: That of this process. An entry ``data`` is the data module's fingerprint.
+    """
+    for rank, other in enumerate(ranks.gather(fingerprint)):
+        for name, value in fingerprint.items():
+            if name == "data":
+                # Datasets that return other images each time are compared by names and labels only.
+                other_data = other.get(name, {})
+                differs = bool(difference_in_names(other_data, value) or difference_in_content(other_data, value))
+            else:
+                differs = other.get(name) != value
+            if differs:
+                subject = f"process {rank} has another {name} than process {ranks.rank}"
+                raise ValueError(
+                    f"{subject}: data and options must be alike in all; draw from a fixed seed in your script"
+                )
+
+
+def check_allowed_before_setup(allowed: Sequence[str], fingerprint: EarlyFingerprint) -> None:
+    """Raise an OptionError if ``resume_allow`` contains a name that a run does not have."""
+    for name in allowed:
+        check_choice("resume_allow", name, (*fingerprint.options, *OPTIONS_KNOWN_AT_SETUP, ALLOW_CLIENTS, ALLOW_IMAGES))
+
+
+def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequence[str], training: bool) -> str | None:
+    """Describe why a checkpoint belongs to another run, by what is known before set-up.
+
+    Args:
+        path: The checkpoint.
+        fingerprint: The run's.
+        allowed: The run's ``resume_allow``.
+        training: Whether training resumes, so that options are compared.
+
+    Returns:
+        The message; None if it may belong to the run. What cannot be read here is left to :func:`check_same_run`.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)[CHECKPOINT_KEY]
+        for name, value in fingerprint.model.items():
+            former = saved["info"][name]
+            # A network or a configuration of the caller's own is compared at set-up.
+            if isinstance(value, str) and isinstance(former, str) and value != former:
+                return _other_run_message(f"its {name} {_difference(former, value)}", training)
+        partition_file = path.parent.parent / "partition.json"
+        if partition_file.is_file() and ALLOW_CLIENTS not in allowed:
+            former_partition = json.loads(partition_file.read_text(encoding="utf-8"))
+            for name, option in fingerprint.partition.items():
+                if former_partition.get(name, option) != option:
+                    return _other_run_message(f"its {name} {_difference(former_partition[name], option)}", training)
+        ignored = [*CLIENT_FIELDS] if ALLOW_CLIENTS in allowed else []
+        # A text is the mark of a secret seed, of a run in the test mode of privacy.
+        if isinstance(saved["belongs"]["seed"], str):
+            ignored.append("seed")
+        difference = _difference_in_fields(saved["belongs"], fingerprint.belongs, ignored, training)
+        if difference is None and training:
+            difference = _difference_in_options(saved["options"], fingerprint.options, allowed)
+        return difference
+    except Exception:  # the file may contain anything
+        return None
+
+
+def check_same_run(saved: dict[str, Any], parts: Parts, training: bool, allowed: Sequence[str]) -> None:
+    """Raise a ValueError if a checkpoint belongs to another run than this one.
+
+    Args:
+        saved: The checkpoint's content.
+        parts: The run, which is set up.
+        training: Whether training resumes, so that options are compared. An evaluation in the test mode of privacy
+            need not know the seed.
+        allowed: The run's ``resume_allow``: options that may differ, ``clients`` for more clients, and ``images`` for
+            other images of the same clients.
+    """
+    fingerprint = run_fingerprint(parts)
+    for name in allowed:
+        check_choice("resume_allow", name, (*fingerprint.options, ALLOW_CLIENTS, ALLOW_IMAGES))
+    num_clients = fingerprint.belongs["number of clients"]
+    has_more_clients = ALLOW_CLIENTS in allowed and saved["belongs"]["number of clients"] != num_clients
+    ignored: Sequence[str] = ()
+    if has_more_clients:
+        # Which images the former clients have is compared where they get their new numbers, in remap_clients.
+        ignored = CLIENT_FIELDS
+    elif parts.settings.test_mode and not training:
+        ignored = ("seed",)
+    belongs = fingerprint.belongs
+    if not has_more_clients:
+        # Names before numbers of images: clients in another order usually differ in both. What comes before them, such
+        # as the backbone, explains more.
+        names = list(belongs)
+        position = names.index("clients' numbers of images")
+        _check_fields(saved, {name: belongs[name] for name in names[:position]}, ignored, training)
+        _check_names(saved["data"], parts.data.fingerprint, training)
+    _check_fields(saved, belongs, ignored, training)
+    if not has_more_clients:
+        _check_content(saved["data"], parts, training, allowed)
+    if training:
+        difference = _difference_in_options(saved["options"], fingerprint.options, allowed)
+        if difference is not None:
+            raise ValueError(difference)
+
+
+def _check_fields(saved: dict[str, Any], belongs: dict[str, Any], ignored: Sequence[str], training: bool) -> None:
+    """Raise a ValueError if a checkpoint differs in one of the fields that it must have in common with the run."""
+    difference = _difference_in_fields(saved["belongs"], belongs, ignored, training)
+    if difference is not None:
+        raise ValueError(difference)
+
+
+def _check_names(former: dict[str, Any], current: dict[str, Any], training: bool) -> None:
+    """Raise a ValueError if clients or classes have other names or another order.
+
+    Their states and their noise are stored by number.
+    """
+    difference = difference_in_names(former, current)
+    if difference is None:
+        return
+    if training:
+        raise ValueError(f"the checkpoint belongs to another run: {difference}")
+    raise ValueError(_other_run_message(difference, training))
+
+
+def _check_content(former: dict[str, Any], parts: Parts, training: bool, allowed: Sequence[str]) -> None:
+    """Raise a ValueError if images or labels differ from those that the run was trained on, unless that is allowed."""
+    difference = difference_in_content(former, parts.data.fingerprint)
+    resumes_private_run = training and parts.settings.private
+    if difference is None or (ALLOW_IMAGES in allowed and not resumes_private_run):
+        return
+    if not training:
+        raise ValueError(_other_run_message(difference, training))
+    if resumes_private_run:
+        raise ValueError(
+            f"the checkpoint belongs to a private run on other data: {difference}; its noise and its ledgers are of "
+            "the former images. Give these in the former order, or start anew"
+        )
+    raise ValueError(
+        f"the checkpoint belongs to a run on other data: {difference}; give the former data in the former order, "
+        f"or accept the change by resume_allow=[{ALLOW_IMAGES!r}] (--federated.resume_allow=[{ALLOW_IMAGES}])"
+    )
+
+
+def _difference_in_fields(
+    former: dict[str, Any], belongs: dict[str, Any], ignored: Sequence[str], training: bool
+) -> str | None:
+    """Return the message on the first field of ``belongs`` in which a checkpoint differs; None if there is none."""
+    for name, value in belongs.items():
+        former_value = former.get(name)
+        if former_value != value and name not in ignored:
+            return _other_run_message(f"its {name} {_difference(former_value, value)}", training)
+    return None
+
+
+def _difference_in_options(former: dict[str, Any], options: dict[str, Any], allowed: Sequence[str]) -> str | None:
+    """Return the message on the first option in which a checkpoint differs; None if there is none."""
+    for name, value in options.items():
+        former_value = former.get(name)
+        if former_value != value and name not in allowed:
+            return (
+                f"the checkpoint belongs to a run with {name}={_shortened(former_value)}, and here it is "
+                f"{_shortened(value)}; resume with the former, or accept the change by resume_allow=[{name!r}] "
+                f"(--federated.resume_allow=[{name}])"
+            )
+    return None
+
+
+def _other_run_message(difference: str, training: bool) -> str:
+    remedy = "give the configuration that wrote it"
+    if not training:
+        remedy += "; other test images belong in data.shifts (docs/shifts.md)"
+    return f"the checkpoint belongs to another run: {difference}; {remedy}"
+
+
+def _difference(former: object, value: object) -> str:
+    """Describe how two values differ; of dictionaries only the first difference."""
+    if isinstance(former, dict) and isinstance(value, dict):
+        for key in former | value:
+            if former.get(key) != value.get(key):
+                return f"have {key!r} of shape {former.get(key)}, here it is {value.get(key)}"
+    return f"is {_shortened(former)}, here it is {_shortened(value)}"
+
+
+def _shortened(value: object, limit: int = 80) -> str:
+    """Return the ``repr`` of a value on one line, cut to so many characters."""
+    text = " ".join(repr(value).split())
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 3]}..."
