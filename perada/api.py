@@ -23,12 +23,12 @@ from perada.engine.engine import EngineName
 from perada.federation.diagnostics import Diagnostic
 from perada.federation.settings import ClientOptimizer, StoreKind
 from perada.lightning import FederatedLoop
-from perada.lightning.callbacks import make_trainer
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier, LRSchedule
 from perada.lightning.run_fingerprint import early_fingerprint
 from perada.lightning.run_folder import no_trace_if_refused
-from perada.lightning.strategies import check_trainer
+from perada.lightning.trainer_setup import check_trainer
+from perada.lightning.trainers import make_trainer
 from perada.models.adapted import AdapterChoice
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import options_of

@@ -36,12 +36,13 @@ from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
 from perada.lightning import FederatedLoop, PredictionFile
-from perada.lightning.callbacks import TRAINER_DEFAULTS, default_components, listed
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_fingerprint import early_fingerprint
 from perada.lightning.run_folder import log_options, no_trace_if_refused
-from perada.lightning.strategies import check_devices, check_trainer, check_words, device_defaults
+from perada.lightning.strategies import device_defaults
+from perada.lightning.trainer_setup import check_devices, check_trainer, check_words
+from perada.lightning.trainers import TRAINER_DEFAULTS, as_callback_list, default_components
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.report import client_table, epsilon_text, mode_line, notes_on_means, shift_tables
 from perada.results.restore import plain_data
@@ -159,7 +160,7 @@ class PeradaCLI(LightningCLI):
         check_words(vars(trainer))
         if not self.runs or self.config.get("subcommand") == "fit":
             self._check_rounds(trainer.max_epochs)
-        defaults, callbacks = default_components(vars(trainer), listed(trainer.callbacks))
+        defaults, callbacks = default_components(vars(trainer), as_callback_list(trainer.callbacks))
         self.trainer_defaults = {"callbacks": callbacks}
         built = super().instantiate_trainer(**kwargs | defaults)
         check_trainer(built)

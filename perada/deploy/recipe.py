@@ -26,7 +26,7 @@ from perada.deploy.sums.vector import Contents
 from perada.federation.settings import Settings, Storage
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.strategies import check_trainer
+from perada.lightning.trainer_setup import check_trainer
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.client_sums import change_of, example_of
 from perada.server import Distillation

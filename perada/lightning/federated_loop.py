@@ -33,7 +33,7 @@ from perada.lightning.run_fingerprint import (
     run_fingerprint,
 )
 from perada.lightning.setup import set_up_rounds
-from perada.lightning.strategies import scaling_of, set_up_trainer
+from perada.lightning.trainer_setup import loss_scaler, set_up_trainer
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
 from perada.privacy.protection import Protection
@@ -206,7 +206,7 @@ class FederatedLoop(pl.Callback):
         module.build(data.num_classes, data.multilabel, self.seed, self.algorithm.merges_into_backbone)
         self.algorithm.check(module.tensor_names, data.num_clients)  # before anything else that asks the algorithm
         storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
-        settings = self.settings_of(module, storage=storage, loss_scaling=scaling_of(trainer))
+        settings = self.settings_of(module, storage=storage, loss_scaling=loss_scaler(trainer))
         sizes = [None] * data.num_clients if settings.private else data.train_sizes
         names = data.client_names or map(str, range(data.num_clients))
         ranks = lora_ranks(self.algorithm, module.tensor_names, get_state(module.model), names, sizes)

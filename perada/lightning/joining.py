@@ -14,11 +14,11 @@ from perada.core.checks import check_integer, check_number
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.preprocessing import joining_data
-from perada.lightning.callbacks import make_trainer
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_record import LOCAL_SCORE
 from perada.lightning.setup import check_pretraining
+from perada.lightning.trainers import make_trainer
 from perada.privacy import Privacy
 from perada.results.run import Run
 

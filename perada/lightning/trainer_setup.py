@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a trainer is checked, and what is changed in it, before federated rounds."""
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.accelerators import AcceleratorRegistry
+from pytorch_lightning.plugins import TorchCheckpointIO
+
+from perada.core.checks import OptionError, check_choice
+from perada.lightning.checkpoint import AtomicCheckpointIO
+from perada.lightning.foreign_callbacks import check_callbacks
+from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
+
+WORD_OPTIONS = {"profiler": ("simple", "advanced", "pytorch", "xla"), "gradient_clip_algorithm": ("value", "norm")}
+"""Options of a trainer that take one of several words."""
+ALL_DEVICES = ("auto", "-1", -1, None)
+"""Values of ``devices`` for all devices of the machine."""
+
+
+def check_devices(accelerator: object, devices: object) -> None:
+    """Reject an accelerator that this machine lacks, and a number of devices that is impossible.
+
+    Objects of Lightning's classes are left to Lightning.
+
+    Raises:
+        OptionError: With the value and the remedy.
+    """
+    if isinstance(accelerator, str):
+        _check_accelerator(accelerator)
+    if devices in ALL_DEVICES:
+        return
+    count = _device_count(devices)
+    on_cpu = accelerator == "cpu" or (accelerator == "auto" and not _is_available("gpu"))
+    has_indices = isinstance(devices, list) or (isinstance(devices, str) and "," in devices)
+    if count is None or count < 1 or (has_indices and on_cpu):
+        raise OptionError(
+            f"devices={devices!r} cannot be used; give a whole number of 1 or more, 'auto' for all, or, on GPUs, a "
+            "list of their numbers, such as [0, 1]",
+            name="devices",
+            value=devices,
+        )
+    on_cuda = accelerator == "cuda" or (accelerator in ("auto", "gpu") and torch.cuda.is_available())
+    if on_cuda and count > torch.cuda.device_count():
+        raise OptionError(
+            f"devices={devices!r} cannot be used: torch finds {torch.cuda.device_count()} GPUs; give fewer",
+            name="devices",
+            value=devices,
+        )
+
+
+def _check_accelerator(accelerator: str) -> None:
+    """Reject an accelerator that is unknown, or that this machine lacks."""
+    names = ["auto", "gpu", *AcceleratorRegistry.available_accelerators()]
+    check_choice("accelerator", accelerator, sorted(names))
+    if accelerator != "auto" and not _is_available(accelerator):
+        raise OptionError(
+            f"accelerator={accelerator!r} cannot be used: torch finds no such device on this machine; give 'auto' "
+            "or 'cpu', or see `perada doctor`",
+            name="accelerator",
+            value=accelerator,
+        )
+
+
+def _is_available(accelerator: str) -> bool:
+    if accelerator == "gpu":
+        return torch.cuda.is_available() or torch.backends.mps.is_available()
+    is_available: bool = AcceleratorRegistry[accelerator]["accelerator"].is_available()
+    return is_available
+
+
+def _device_count(devices: object) -> int | None:
+    """Return the number of devices that an option requests as a number, a list of indices or a text of either.
+
+    None for a value that is neither.
+    """
+    if isinstance(devices, list):
+        is_valid = all(isinstance(index, int) and index >= 0 for index in devices)
+        return len(devices) if is_valid else None
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        return devices
+    if isinstance(devices, str) and re.fullmatch(r"\d+(,\d+)*,?", devices.replace(" ", "")):
+        if "," not in devices:
+            return int(devices)
+        return len([index for index in devices.split(",") if index.strip()])
+    return None
+
+
+def check_words(options: Mapping[str, Any]) -> None:
+    """Reject words that a trainer's options do not take. Lightning's own messages do not name the option.
+
+    Raises:
+        OptionError: With the value and the choice.
+    """
+    for name, choices in WORD_OPTIONS.items():
+        value = options.get(name)
+        if isinstance(value, str):
+            check_choice(name, value, choices)
+    for name in ("max_time", "val_check_interval"):
+        value = options.get(name)
+        if isinstance(value, str) and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
+            remedy = "give days, hours, minutes and seconds, such as 00:12:00:00 for half a day, or leave it out"
+            raise OptionError(f"{name}={value!r} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
+
+
+class _Unsupported(NamedTuple):
+    """The values of an option that rounds can run with, as text, and why no other."""
+
+    allowed: tuple[str, ...]
+    reason: str
+
+
+UNSUPPORTED_TRAINER_OPTIONS = {
+    "accumulate_grad_batches": _Unsupported(
+        ("1",), "a batch is one local step of every client; give a larger batch_size"
+    ),
+    "gradient_clip_val": _Unsupported(
+        ("None", "0", "0.0"),
+        "it does not know the clients; give clip_norm to the FederatedClassifier, which clips each client's gradient",
+    ),
+    "val_check_interval": _Unsupported(
+        ("None", "1.0"),
+        "models are there only between rounds; give check_val_every_n_epoch, the rounds between two evaluations",
+    ),
+    "max_steps": _Unsupported(("-1",), "it would stop within a round; give max_epochs, the number of rounds"),
+    "precision": _Unsupported(
+        ("32-true", "bf16-mixed", "16-mixed"),
+        "it casts whole models; give 'bf16-mixed', '16-mixed' or '32-true'",
+    ),
+}
+"""Options of a trainer that federated rounds support for some values only."""
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Reject a trainer with options or callbacks that federated rounds do not support.
+
+    Raises:
+        ValueError: With the value, the reason and the remedy.
+    """
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
+        strategy = type(trainer.strategy).__name__
+        raise OptionError(
+            f"strategy={strategy} cannot be used on {trainer.world_size} devices: clients are not replicas of one "
+            "model; give strategy='perada'",
+            name="strategy",
+            value=strategy,
+        )
+    if started_by_torchrun() and trainer.world_size != int(os.environ["WORLD_SIZE"]):
+        options = f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes}"
+        raise ValueError(
+            f"{options} cannot be used: torchrun started {os.environ['WORLD_SIZE']} processes; leave both out"
+        )
+    check_callbacks(trainer)
+    for name, unsupported in UNSUPPORTED_TRAINER_OPTIONS.items():
+        value = getattr(trainer, name)
+        # fast_dev_run sets max_steps.
+        is_dev_run = name == "max_steps" and trainer.fast_dev_run  # type: ignore[attr-defined]  # set by Lightning
+        if str(value) not in unsupported.allowed and not is_dev_run:
+            raise OptionError(f"{name}={value!r} cannot be used: {unsupported.reason}", name=name, value=value)
+
+
+def loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
+    """Return a copy of the loss scaler of the trainer's precision; None without one.
+
+    A copy, since loading a checkpoint changes the options of the trainer's.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return copy(scaler)
+
+
+def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
+    """Check a trainer, let it write atomic checkpoints, and let each process have clients of its own.
+
+    Each process gets the batches as the data module gives them, and logs the same values, those of all clients.
+
+    Args:
+        trainer: The trainer.
+        loop: The class of the loop, of which there must be one.
+
+    Raises:
+        ValueError: If the trainer has several loops, or options that rounds do not support.
+    """
+    if sum(isinstance(callback, loop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
+        raise ValueError(f"the Trainer has several {loop.__name__}s among its callbacks; give it one")
+    check_trainer(trainer)
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # Lightning's default, not the caller's choice
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    if trainer.world_size > 1:
+        # Lightning would divide the steps of a round among the processes; the data module divides its clients.
+        trainer._accelerator_connector.use_distributed_sampler = False
+        trainer._signal_connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)  # type: ignore[method-assign]  # Lightning's hangs, see there
+        # Lightning advises sync_dist=True, which would average values that are equal in all processes.
+        warnings.filterwarnings(
+            "ignore", "It is recommended to use .* when logging on epoch level in distributed setting"
+        )
+
+
+def _note_sigterm(trainer: pl.Trainer, signum: int, frame: object) -> None:
+    """Let this process end after its step, and those that it started; the others then lose their connection to it.
+
+    Lightning's own handler (2.6.6) broadcasts to the other processes at once. In the middle of another collective they
+    take this for a part of it, or none of them ever ends.
+    """
+    if not trainer.received_sigterm and trainer.strategy.launcher is not None:
+        trainer.strategy.launcher.kill(signum)
+    trainer._signal_connector.received_sigterm = True
