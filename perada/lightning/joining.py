@@ -153,9 +153,10 @@ def check_name(run: Run, name: str | None) -> None:
 
 def _mean_participation(training: Mapping[str, Any]) -> int:
     """Return the number of rounds that a client of the run took part in on average, rounded up."""
-    num_clients = training["num_clients"]
-    per_round = training["clients_per_round"] or num_clients
-    return max(1, math.ceil(training["rounds"] * per_round / num_clients))
+    num_clients: int = training["num_clients"]
+    per_round: int = training["clients_per_round"] or num_clients
+    rounds: int = training["rounds"]
+    return max(1, math.ceil(rounds * per_round / num_clients))
 
 
 def _make_module(run: Run, lr: float | None) -> FederatedClassifier:

@@ -171,7 +171,7 @@ def loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
 
     A copy, since loading a checkpoint changes the options of the trainer's.
     """
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scaler: torch.amp.GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return None
     return copy(scaler)
