@@ -58,9 +58,25 @@ def run(copy: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=copy, env=variables, capture_output=True, text=True, timeout=1200, check=False)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=name)
-def test_what_a_mistake_replaces_stands_there_once(mutant):
-    assert (ROOT / "perada" / mutant.file).read_text(encoding="utf-8").count(mutant.before) == 1
+@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.parent.name)
+def test_what_a_mistake_replaces_stands_there_once(table):
+    wrong = [
+        name(mutant)
+        for mutant in read_table(table)
+        if (ROOT / "perada" / mutant.file).read_text(encoding="utf-8").count(mutant.before) != 1
+    ]
+    assert wrong == []
+
+
+def test_the_test_that_must_notice_is_there():
+    """Below ``tests/``: a row that names no test would only be found by the hours of `make test-all`."""
+    missing = []
+    for mutant in MUTANTS:
+        file, _, function = mutant.test.partition("::")
+        path = ROOT / "tests" / f"{file}.py"
+        if not path.is_file() or f"def {function.partition('[')[0]}(" not in path.read_text(encoding="utf-8"):
+            missing.append(f"{name(mutant)}: {mutant.test}")
+    assert missing == []
 
 
 @pytest.mark.slow
