@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# One package: its tests, and the examples in its docstrings.
+ROOM ?=
+ROOM_PATHS = $(if $(ROOM),$(or $(wildcard tests/$(ROOM) tests/test_$(ROOM).py perada/$(ROOM) perada/$(ROOM).py),$(error \
+  ROOM=$(ROOM) is not a package; choose one of $(notdir $(patsubst %/__init__.py,%,$(wildcard perada/*/__init__.py))))))
 # Not with --quiet, which would keep warnings from being errors.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 comma := ,
@@ -14,7 +18,7 @@ comma := ,
 help:
 	@echo "make quickstart  set up .venv and compare six methods on 12 hospitals (recipes/hospitals.yaml)"
 	@echo "make deploy-demo set up .venv and run three sites on this machine over Flower"
-	@echo "make test        set up .venv and run the tests"
+	@echo "make test        set up .venv and run the quick tests; of one package: make test ROOM=engine"
 	@echo "make test-all    the slow tests too"
 	@echo "make check       formatting, lint, types, documentation"
 	@echo "make docs        the documentation as a site, in site/"
@@ -76,10 +80,10 @@ test test-all check: export OMP_NUM_THREADS = 1
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS) $(ROOM_PATHS)
 
 test-all: $(VENV)/.installed-all
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS) $(ROOM_PATHS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check

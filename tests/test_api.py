@@ -162,6 +162,7 @@ def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
         perada.finetune(tiny.net(), tiny.data(), trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("own", "given", "scored"), [(1, 3, [2]), (3, None, [2]), (1, None, [0, 1, 2]), (3, 1, [0, 1, 2])]
 )
@@ -218,6 +219,7 @@ def test_a_vit_is_built_for_the_image_size_of_the_datamodule(tiny):
     assert run.global_model().pos_embed.shape[1] == 1 + (48 // 16) ** 2
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("low", "high", "warned"), [(0, 1, True), (-1, 1, False), (0, 2, False)])
 def test_images_that_nobody_normalised_are_warned_of(low, high, warned, recwarn):
     images = torch.empty(6, 3, 28, 28).uniform_(low, high)
@@ -350,6 +352,7 @@ def test_a_network_without_linear_head_is_refused(call):
         call(backbone=3, rounds=1, logger=False)
 
 
+@pytest.mark.slow
 def test_the_options_that_were_given_in_python_are_a_configuration_for_the_program(call, tmp_path):
     """All of it but the data and what is an object in Python: the program's parser reads it back to the same values."""
     call(rounds=2, lr_local=0.2, privacy={"noise_multiplier": 1.5}, weight_decay=0.25, algorithm="ditto")

@@ -227,6 +227,7 @@ def metrics_of_the_glossary():
     return set(re.findall(r"`(\w+/\w+)`", (ROOT / "docs" / "glossary.md").read_text()))
 
 
+@pytest.mark.slow
 def test_the_readmes_blocks_run(reader):
     names = reader.follow("README.md")
     run = names["run"]

@@ -86,6 +86,7 @@ def test_modes_differ_in_their_adapters():
     assert all(not mode["conv.lora_B.default.weight"].any() for mode in modes)  # LoRA starts as the identity
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_modes_have_heads_of_their_own_also_where_the_weights_bring_one_that_fits(adapter):
     data = perada.FederatedData([TensorDataset(-torch.ones(4, 3, 8, 8), torch.arange(4))] * 2, num_classes=10)
@@ -124,6 +125,7 @@ def test_a_robust_rule_that_does_nothing_says_so(monkeypatch):
     assert any(str(warning.message).startswith(said) for warning in caught)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("average", ["logits", "probabilities"])
 def test_scores_are_those_of_the_modes_and_of_their_average(average):
     run = finetune(FedEnsemble(modes=MODES, average=average))
@@ -147,6 +149,7 @@ def test_one_model_has_no_best_and_worst():
     assert not {"global/best_mode", "global/entropy"} & set(finetune("fedavg").metrics["rounds"][-1])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_a_client_takes_and_keeps_the_mode_with_the_least_loss_on_its_images(engine):
     algorithm = FedEnsemble(modes=MODES, assignment="loss", keeps="best")

@@ -161,6 +161,7 @@ def test_nothing_is_written_into_the_temporary_directory(tiny, tmp_path, monkeyp
     assert sorted(os.listdir(folder)) == ["last.ckpt", "last.previous.ckpt"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("size", [100, 1000, 5000])  # which partition.json, metrics.csv and a checkpoint pass
 def test_a_disk_that_is_full_is_named_with_the_runs_folder(tiny, tmp_path, size):
     options = tiny.options | {"rounds": 3, "default_root_dir": str(tmp_path), "logger": True, "client_store": "disk"}
@@ -195,6 +196,7 @@ def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written)
     assert newest_intact([]) is None
 
 
+@pytest.mark.slow
 def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
     options = tiny.options | {"default_root_dir": str(tmp_path), "logger": True}
     whole = perada.finetune(tiny.net(), tiny.data(), **options | {"rounds": 4})

@@ -21,7 +21,7 @@ def equal(one, other):
 @pytest.mark.parametrize(
     "other", [{"algorithm": "fedavg"}, {"seed": 3}, {"lr_local": 0.3}, {"local_steps": 1}, {"batch_size": 2}], ids=str
 )
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_last_is_the_newest_of_the_same_experiment(tiny, tmp_path, other):
     first = fit(tiny, tmp_path, 1)
     fit(tiny, tmp_path, 2, **other)
@@ -30,6 +30,7 @@ def test_last_is_the_newest_of_the_same_experiment(tiny, tmp_path, other):
     assert len(fit(tiny, tmp_path, 2, ckpt_path="last").metrics["rounds"]) == 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -54,6 +55,7 @@ def test_an_allowed_option_is_no_other_experiment(tiny, tmp_path):
     assert len(run.metrics["rounds"]) == 2
 
 
+@pytest.mark.slow
 def test_the_program_finds_the_recipes_own_run(tmp_path, monkeypatch, capsys):
     import yaml
 

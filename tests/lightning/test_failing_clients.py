@@ -72,6 +72,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sample_that_goes_wrong_in_round_2_costs_its_client_that_round(tiny, fault, workers):
@@ -137,6 +138,7 @@ def test_with_privacy_the_client_has_taken_part(tiny):
     assert not any("clients/failed" in record for record in run.metrics["rounds"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("algorithm", ["ditto", "fedavg_ft"])
 @pytest.mark.filterwarnings("ignore:.*cannot be read", "ignore:privacy. delta")
 def test_with_privacy_a_sample_that_cannot_be_read_is_as_one_without_a_gradient(tiny, algorithm):
@@ -174,6 +176,7 @@ def test_too_many_failures_end_the_run(tiny):
         fit(tiny, data, max_failures=1, callbacks=[Later(data.train[1], 0)])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 def test_a_private_run_ends_alike_whether_or_not_clients_fail(tiny, section):
     """Neither an error nor a warning shows whose training failed: it depends on images, and no ledger counts it."""

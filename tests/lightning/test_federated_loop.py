@@ -106,7 +106,7 @@ def rows(folder):
     ],
 )
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # Lightning's own checkpoint says so
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, checkpoint, step, eval_every):
     def callbacks():
         return [checkpoint()] if checkpoint else []
@@ -133,6 +133,7 @@ def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, check
         assert logged[1][round] == pytest.approx(values)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_within_a_round_begins_the_round_anew(tiny, tmp_path):
     whole = fit(tiny, tmp_path / "whole")
     trainer, module, data, _ = build(tiny, tmp_path, callbacks=[Killer(2, 0)])

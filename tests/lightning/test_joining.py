@@ -122,6 +122,7 @@ def test_a_client_without_test_images_has_no_scores(tiny):
     assert told["before"] is told["after"] is None
 
 
+@pytest.mark.slow
 def test_the_rounds_are_those_that_a_client_took_part_in(tiny):
     run = finished(tiny, rounds=4)  # two of five clients in a round
     assert perada.personalize(run, newcomer(), "late", accelerator="cpu").info["joined"][-1]["rounds"] == 2
@@ -152,6 +153,7 @@ def test_where_a_part_is_shared_the_other_is_trained(tiny, algorithm):
     assert {key for key in start if not torch.equal(found[key], start[key])} == private
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["apfl", *slow("standalone", "fedavg_ft")])
 def test_other_algorithms_train_a_model_of_the_clients_own(tiny, algorithm):
     run = finished(tiny, algorithm)
@@ -215,6 +217,7 @@ def test_classes_are_found_by_name(tiny):
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_one_client_is_taken_from_several_by_name(tiny):
     run, one = finished(tiny), newcomer()
     several = FederatedData([tiny.data().train[0], one.train[0]], [], client_names=["far", "late"])

@@ -133,6 +133,7 @@ def multilabel(tiny):
     return data
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("metric", "several"), [("accuracy", False), ("auroc", False), ("auto", True)])
 def test_scores_are_those_of_every_model_alone(tiny, metric, several):
     data = multilabel(tiny) if several else tiny.data()

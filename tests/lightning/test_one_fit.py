@@ -138,6 +138,7 @@ def test_one_data_module_serves_one_loop_after_the_other():
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("privacy", [{"noise_multiplier": 4.0}, {"target_epsilon": 4.0}])
 def test_an_evaluation_before_the_fit_does_not_fix_its_plan(privacy):
     """Validated by a trainer of one round, or of 1,000 as by default, and fitted for three."""
@@ -155,6 +156,7 @@ def test_an_evaluation_before_the_fit_does_not_fix_its_plan(privacy):
         assert spent <= privacy.get("target_epsilon", 100)
 
 
+@pytest.mark.slow
 def test_what_was_loaded_for_an_evaluation_is_not_trained_from_the_first_round(tmp_path):
     one, network, served = loop(), module(), data()
     saving = trainer(one, 2)

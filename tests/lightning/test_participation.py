@@ -44,6 +44,7 @@ def mean_over(values, chosen):
     return sum(value for value, taken in zip(values, chosen, strict=True) if taken) / sum(chosen)
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(("clients", "size"), [(20, 8), (5, 2), (5, 5), (5, None), (1, 1), (7, 3)])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 8, 30])
 def test_recent_and_stale_clients_are_those_of_a_plain_loop(clients, size, rounds):
@@ -76,7 +77,7 @@ def test_the_warning_names_clients_their_rounds_and_the_remedy():
 
 
 @pytest.mark.parametrize("algorithm", ["ditto", "perada_no_kd", "fedavg", "fedavg_ft", "standalone"])
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_the_last_rounds_are_those_of_the_cohorts_that_were_drawn(tiny, algorithm):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -98,6 +99,7 @@ def test_the_last_rounds_are_those_of_the_cohorts_that_were_drawn(tiny, algorith
         assert f"{client} since round {last[client]}" in said[0] or f"{client} in none" in said[0]
 
 
+@pytest.mark.slow
 def test_the_score_of_recent_clients_is_that_of_each_round(tiny):
     run = fit(tiny, 5, seed=2)
     for number, row in enumerate(run.metrics["rounds"]):
@@ -106,6 +108,7 @@ def test_the_score_of_recent_clients_is_that_of_each_round(tiny):
         assert row["personal/local_test_recent"] == pytest.approx(mean_over(scores, recent), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_where_all_take_part_all_are_recent(tiny):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -128,6 +131,7 @@ def test_a_client_that_never_took_part_is_not_recent(tiny):
     assert "last_round" not in untrained.metrics["clients"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_who_took_part_before(tiny, tmp_path):
     options = {"logger": True, "enable_checkpointing": None, "default_root_dir": str(tmp_path)}
     fit(tiny, 2, **options)
@@ -141,6 +145,7 @@ def test_a_resumed_run_knows_who_took_part_before(tiny, tmp_path):
     assert loaded.metrics["clients"]["last_round"] == drawn(3)
 
 
+@pytest.mark.slow
 def test_clients_keep_their_last_rounds_where_a_run_resumes_with_more(tiny, tmp_path):
     options = {"logger": True, "enable_checkpointing": None, "default_root_dir": str(tmp_path), "clients_per_round": 1}
     first = fit(tiny, 2, data=named(tiny, list("bdf")), **options)
@@ -186,6 +191,7 @@ def test_a_private_run_says_nothing_that_depends_on_who_failed(tiny, tmp_path, s
     assert not any(word in content for word in ("last_round", "_recent", "test_images"))
 
 
+@pytest.mark.slow
 def test_a_client_that_was_forgotten_or_joined_has_no_last_round(tiny, tmp_path):
     run = fit(tiny, 3)
     run.save(tmp_path / "saved")

@@ -146,7 +146,7 @@ ALGORITHMS = [
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("optimizer", [("sgd", {"momentum": 0.9, "weight_decay": 0.1}), ("adam", {})])
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
     """In double precision with images that overflow it, so that skipping is all that the scales add."""
     if algorithm == "apfl":
@@ -257,6 +257,7 @@ def records(run, name):
     return [record[name] for record in run.metrics["rounds"]]
 
 
+@pytest.mark.slow
 def test_scales_go_on_from_round_to_round(tiny):
     run = finetune(tiny, 3, **plugin(init_scale=2.0**24))
     skipped = records(run, "train/skipped_steps")
@@ -266,6 +267,7 @@ def test_scales_go_on_from_round_to_round(tiny):
     assert "train/skipped_steps" not in finetune(tiny, 1).metrics["rounds"][0]
 
 
+@pytest.mark.slow
 def test_resume_in_float16_is_exact(tiny, tmp_path):
     scale = {"init_scale": 2.0**24, "growth_interval": 5}
     options = {"logger": True, "default_root_dir": tmp_path}
@@ -278,6 +280,7 @@ def test_resume_in_float16_is_exact(tiny, tmp_path):
     assert records(whole, "train/skipped_steps") == records(resumed, "train/skipped_steps")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("interval", "grown"), [(1, True), (1000, False)])
 def test_a_resumed_run_has_the_scaler_that_it_is_given(tiny, tmp_path, interval, grown):
     options = {"logger": True, "default_root_dir": tmp_path}
@@ -368,6 +371,7 @@ def test_local_steps_read_nothing_from_the_device(scaling, adapter):
     assert scaling is None or running.scales.skipped.sum() > 0
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 @pytest.mark.parametrize("scaling", [None, LossScaling(2.0**20, 2.0, 0.5, 2)], ids=["single", "float16"])
 def test_distillation_reads_nothing_from_the_device(scaling, kind):
@@ -383,6 +387,7 @@ def test_distillation_reads_nothing_from_the_device(scaling, kind):
     assert reads.found == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("half", [0.002, 0.0005])
 def test_one_line_says_where_bfloat16_is_the_slower_one(monkeypatch, caplog, half):
     monkeypatch.setattr(setup, "product_seconds", lambda dtype: half if dtype == torch.bfloat16 else 0.001)

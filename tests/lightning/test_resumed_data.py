@@ -170,6 +170,7 @@ def test_more_clients_are_compared_too(tmp_path):
         fit(tmp_path, mixed, 2, ckpt_path="last", resume_allow=["clients"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("draw", ["own generator", "global generator", "counter"])
 def test_datasets_that_draw_at_random_resume(tmp_path, draw):
     """With a generator of its own nobody knows the images of another session; the labels are still compared."""

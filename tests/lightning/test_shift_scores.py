@@ -120,6 +120,7 @@ def pooled(multilabel=False):
     return [x for _, x, _ in parts], torch.stack([y for _, _, y in parts]), [client for client, _, _ in parts]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("multilabel", [False, True])
 def test_the_scores_are_those_of_the_exported_models(tmp_path, multilabel):
     saved = run(multilabel=multilabel).save(tmp_path / "run")
@@ -195,6 +196,7 @@ def checkpoint(folder):
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_scores(tmp_path):
     where = {"logger": True, "default_root_dir": str(tmp_path / "half")}
     run(rounds=1, **where)
@@ -252,6 +254,7 @@ def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsy
         main(["test", "--config", "digits", *small, "--data.test_limit=19", "--ckpt_path", "last"])
 
 
+@pytest.mark.slow
 def test_when_they_are_scored(tmp_path):
     def rounds(when):
         found = run(when=when, given={"others": "label_shift"})
@@ -262,6 +265,7 @@ def test_when_they_are_scored(tmp_path):
     assert rounds("test") == [False, False]
 
 
+@pytest.mark.slow
 def test_only_the_sample_runs_on_shifted_images():
     some, whole = run(global_test_clients=2), run()
     sampled = sample_clients(4, 2, SEED)
@@ -278,6 +282,7 @@ def test_only_the_sample_runs_on_shifted_images():
     assert set(none.metrics["shifts"]["dim"]["contrast"]) == {"severity", "global"}
 
 
+@pytest.mark.slow
 def test_an_ensemble_and_models_without_a_server():
     modes = run(FedEnsemble(modes=2))
     members = modes.global_model()
@@ -294,6 +299,7 @@ def test_an_ensemble_and_models_without_a_server():
     assert "global" not in alone.metrics["shifts"]["dim"]["contrast"]
 
 
+@pytest.mark.slow
 def test_features_and_images_give_the_same_scores(monkeypatch):
     encoded = []
     features = Engine.features
@@ -323,6 +329,7 @@ class Stop(pl.Callback):
         trainer.should_stop = True
 
 
+@pytest.mark.slow
 def test_models_that_are_fine_tuned_after_an_early_stop_are_scored_afresh():
     tuned = run("fedavg_ft", when="evaluation", rounds=3, callbacks=[Stop()], lr=0.2)
     assert len(tuned.metrics["rounds"]) == 1
@@ -332,6 +339,7 @@ def test_models_that_are_fine_tuned_after_an_early_stop_are_scored_afresh():
     assert found != pytest.approx([accuracy(tuned.global_model(), *new)] * 4)
 
 
+@pytest.mark.slow
 def test_private_training_is_scored_alike():
     private = run("perada_no_kd", privacy={"noise_multiplier": 1.0, "secure_rng": False})
     assert {"personal/dim", "global/dim"} <= private.metrics["rounds"][-1].keys()
@@ -347,6 +355,7 @@ def test_an_image_that_does_not_fit_the_network_is_refused():
         run(given={"wide": Wide()}, rounds=1)
 
 
+@pytest.mark.slow
 def test_two_rounds_of_draws_are_not_disturbed():
     """The shifts draw from no stream that training draws from."""
     plain, shifted = run(given={}, when="evaluation"), run(when="evaluation")

@@ -75,6 +75,7 @@ def assert_mean_of(coordinator, workers, names):
         assert torch.equal(value, expected[key]), key
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "lie",
     [random_texts(), random_texts(["site2"]), other_commitments],
@@ -93,6 +94,7 @@ def test_who_deals_what_does_not_open_is_left_out_and_named(lie, tiny, tmp_path,
     assert transport.asked.count(("site1", "shares")) == 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("accused", [["site1"], ["site1", "site2", "site3"]], ids=["one", "all"])
 def test_who_accuses_without_reason_is_left_out_itself(accused, tiny, tmp_path, caplog):
     """The accused open what they dealt, and mask nothing with those keys."""
@@ -103,6 +105,7 @@ def test_who_accuses_without_reason_is_left_out_itself(accused, tiny, tmp_path, 
     assert_mean_of(coordinator, transport.workers, made.names[1:])
 
 
+@pytest.mark.slow
 def test_a_site_that_deals_badly_and_accuses_is_the_only_one_that_is_left_out(tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lies = {("site0", "shares"): random_texts(["site3"]), ("site0", "hold"): accuses("site1")}
@@ -120,6 +123,7 @@ def test_an_accused_site_that_opens_another_key_is_left_out(tiny, tmp_path, capl
     assert record.summed == made.names[1:] and record.failed == {"site0": "lied"}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("silent", [{}, {"seals": "00"}, {"seals": 3}])
 def test_an_accused_site_that_opens_nothing_is_left_out_but_not_proven_to_lie(silent, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -129,6 +133,7 @@ def test_an_accused_site_that_opens_nothing_is_left_out_but_not_proven_to_lie(si
     assert not any(member.lie for member in coordinator.progress.roster)
 
 
+@pytest.mark.slow
 def test_an_honest_site_that_goes_while_it_is_accused_is_not_proven_to_lie(tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=SIX)
     transport = Lie(made.workers(), {("site0", "hold"): accuses("site1", "site2")})
@@ -156,6 +161,7 @@ def test_random_shares_at_the_end_spoil_nothing_and_are_named(tiny, tmp_path, ca
     assert_mean_of(coordinator, transport.workers, made.names[1:])
 
 
+@pytest.mark.slow
 def test_random_shares_where_all_are_needed_end_the_run_with_a_name(tiny, tmp_path):
     """Of three sites each is needed: the first round is void, and no site trains for a second one."""
     made = parties(tiny, tmp_path, "fedavg", rounds=3)
@@ -178,6 +184,7 @@ def test_a_site_that_reveals_a_part_is_named(tiny, tmp_path, caplog):
     assert record.summed == made.names and record.failed == {"site0": "malformed"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("wrong", [1, 4])
 def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, monkeypatch, tiny, tmp_path, caplog):
     """With one wrong share other sets of shares give the secret. With all wrong ones the round is void, and named."""
@@ -209,6 +216,7 @@ def test_keys_that_are_signed_by_nobody_put_out_their_site(tiny, tmp_path, caplo
         assert record.summed == made.names[1:] and record.failed == {"site0": "malformed"}
 
 
+@pytest.mark.slow
 def test_a_site_with_an_identity_that_others_do_not_know_puts_out_no_other(tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     workers = made.workers()
@@ -220,6 +228,7 @@ def test_a_site_with_an_identity_that_others_do_not_know_puts_out_no_other(tiny,
     assert "the keys of 'site0' are not signed by it" in caplog.text
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("accused", [["site1"], ["site1", "site2", "site3"]], ids=["one", "all"])
 def test_a_site_that_alone_does_not_accept_others_is_left_out(accused, tiny, tmp_path):
     """As one whose list of sites is an old one, or that lies: all sites see the same keys."""
@@ -229,6 +238,7 @@ def test_a_site_that_alone_does_not_accept_others_is_left_out(accused, tiny, tmp
         assert record.summed == made.names[1:] and record.failed == {"site0": "disputed"}
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("lie", [accuses(), accuses("nobody"), accuses("site0"), lambda _: {"objects": 3}])
 @pytest.mark.parametrize("step", ["shares", "hold"])
 def test_objections_to_nobody_stop_nothing(lie, step, tiny, tmp_path):
@@ -237,6 +247,7 @@ def test_objections_to_nobody_stop_nothing(lie, step, tiny, tmp_path):
     assert {*made.names[1:]} <= {*record.summed} and not record.void
 
 
+@pytest.mark.slow
 def test_liars_that_take_turns_are_found_one_after_the_other(tiny, tmp_path):
     """Four of them, in four attempts: each that shows who lies is no failure."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(*SIX, 7))
@@ -269,6 +280,7 @@ def test_what_the_server_told_is_what_sites_say_of_it(tiny, tmp_path):
         assert received == coordinator.progress.sent_digests
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("liar", ["site0", "site5"])
 def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_round(liar, tiny, tmp_path):
     """It says of that round another thing than the other one does, and nobody else was there but the server."""
@@ -307,6 +319,7 @@ def test_opening_what_was_dealt_ends_the_attempt_for_the_site(tiny, tmp_path, ca
     assert record.summed == made.names[1:]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("step", ["confirm", "reveal"])
 def test_what_was_dealt_is_not_opened_once_it_masks_a_vector(step, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

@@ -68,12 +68,13 @@ def parties(tiny, tmp_path, algorithm="perada", *, loop=None, secure=None, **opt
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.every(6)
+@pytest.mark.every(24)
 def test_a_deployed_run_equals_its_simulation(case, tiny, tmp_path):
     algorithm, options = CASES[case]
     assert_equal(parties(tiny, tmp_path, algorithm, rounds=3, every=3, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedavg", "perada"])
 def test_also_with_those_that_were_drawn(algorithm, tiny, tmp_path):
     given = {"loop": {"clients_per_round": 3, "seed": 5}, "sizes": (9, 5, 14, 7)}
@@ -108,6 +109,7 @@ def mean_of(updates, names):
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("step", STEPS)
 def test_who_goes_at_a_step_is_in_the_sum_or_not_and_the_sum_is_right(step, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -124,6 +126,7 @@ def test_who_goes_at_a_step_is_in_the_sum_or_not_and_the_sum_is_right(step, tiny
     assert len(record.answered) == 4  # all have trained
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("step", STEPS)
 def test_with_too_few_at_a_step_the_round_is_void_and_the_run_continues(step, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
@@ -138,6 +141,7 @@ def test_with_too_few_at_a_step_the_round_is_void_and_the_run_continues(step, ti
     assert second.summed == made.names and not second.void
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("step", "attempt"), [("shares", 0), ("keys", 1)])
 def test_a_sum_is_begun_again_where_nothing_was_masked(step, attempt, tiny, tmp_path):
     """Of three sites all are needed; one of them restarts in between, once or twice."""
@@ -157,6 +161,7 @@ def test_a_sum_is_begun_again_where_nothing_was_masked(step, attempt, tiny, tmp_
     assert equal(state(coordinator), state(plain))
 
 
+@pytest.mark.slow
 def test_a_worker_that_restarts_after_its_training_has_other_keys_in_the_same_sum(tiny, tmp_path):
     """Its answer that is on the disk has none: the answer that comes again has those of the new process."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -194,6 +199,7 @@ def dying(made, workers, step):
     return transport
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("step", ["mask", "confirm", "reveal"])
 def test_a_worker_that_died_over_its_masks_is_out_of_the_sum(step, tiny, tmp_path):
     """Its keys are gone with it. Before its part was sent it does not count; after, the others take its mask away."""
@@ -210,7 +216,7 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("kind", ["train", *STEPS])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after, tiny, tmp_path):
     made = parties(tiny, tmp_path, "perada", sizes=FOUR)
     workers = made.workers()
@@ -236,6 +242,7 @@ def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after
     assert equal(state(again), state(plain))
 
 
+@pytest.mark.slow
 def test_a_server_that_was_stopped_with_all_workers_has_a_void_round(tiny, tmp_path):
     """Their keys are gone, and what was masked once is not masked again."""
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
@@ -256,6 +263,7 @@ def test_a_server_that_was_stopped_with_all_workers_has_a_void_round(tiny, tmp_p
     assert second.summed == made.names
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("algorithm", ["fedavg", "perada"])
 def test_scores_are_those_of_the_simulation_and_no_site_tells_its_own(algorithm, tiny, tmp_path):
     made = parties(tiny, tmp_path, algorithm, module={"metric": ["accuracy", "auroc"]})
@@ -271,6 +279,7 @@ def test_scores_are_those_of_the_simulation_and_no_site_tells_its_own(algorithm,
         assert read_header(reply)["facts"].keys() <= ({"size", "tests", "labels"} if kind == "join" else set()), kind
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("silent", "scored"), [(1, True), (2, False)])
 def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored, tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

@@ -58,6 +58,7 @@ def shifted(state):
     return {key: value + 1.0 if value.is_floating_point() else value for key, value in state.items()}
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "change",
     [
@@ -88,6 +89,7 @@ def dead(state):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_believes")
 def test_sites_that_were_told_different_things_once_are_in_no_later_sum(tiny, tmp_path, caplog):
     """By what they keep of that round all but one send back what they are sent, and the sum would be the one's update.
@@ -141,6 +143,7 @@ def test_a_round_is_summed_once(tiny, tmp_path, caplog):
     assert "has left under masks before" in caplog.text
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("revealed", [False, True])
 def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -166,6 +169,7 @@ def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
     assert "has left under masks before" in caplog.text
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("restarts", [False, True])
 def test_scores_leave_under_masks_once(restarts, tiny, tmp_path, caplog):
     """The difference of two sums of the same models' scores, with one site less, is what that site's images say."""
@@ -252,6 +256,7 @@ def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
     assert read_header(workers["site1"].answer(pack(order), "liar"))["code"] == "other"
 
 
+@pytest.mark.slow
 def test_an_old_round_and_one_that_was_not_trained_are_refused(tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     coordinator, workers = made.deployed()
@@ -303,6 +308,7 @@ def without(*gone):
     return lie
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [

@@ -78,7 +78,7 @@ def noise(vector, _):
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     "change", [huge, weight(-34), weight(-50), weight(0.5), noise], ids=["huge", "none", "negative", "half", "noise"]
 )
