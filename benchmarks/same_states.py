@@ -103,11 +103,8 @@ def _train(
             lr_personal=0.05,
             lr_local=0.05,
             momentum=0.9,
-            distill_steps=4,
-            distill_batch_size=32,
+            distillation={"steps": 4, "batch_size": 32, "optimizer": "sgd", "lr": 0.05},
             # Adam would turn the rounding of a gradient that is nearly zero into steps of full length.
-            server_optimizer="sgd",
-            lr_server=0.05,
             accelerator="gpu" if device is not None and device.type == "cuda" else "cpu",
             devices=1,
             logger=False,

@@ -73,7 +73,6 @@ class Workload:
 
     def finetune(self, data: FederatedData | FederatedDataModule, device: torch.device, **options: Any) -> Run:
         """Run rounds of perada; ``options`` are those of :func:`perada.finetune` that are not the workload's."""
-        distillation = self.distillation
         return perada.finetune(
             self.backbone,
             data,
@@ -87,9 +86,7 @@ class Workload:
             batch_size=self.batch,
             lr_personal=LR,
             lr_local=LR,
-            distill_steps=distillation.steps,
-            distill_batch_size=distillation.batch_size,
-            lr_server=LR_SERVER,
+            distillation=self.distillation,
             accelerator="gpu" if device.type == "cuda" else "cpu",
             logger=False,
             enable_checkpointing=False,

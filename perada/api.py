@@ -4,7 +4,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import indent, shorten, wrap
 from typing import Any, Literal
@@ -36,14 +36,8 @@ from perada.results.restore import plain_data
 from perada.results.run import Run
 from perada.server import Distillation, SecureSums, ServerRule, make_rule
 from perada.server.aggregate import Weighting
-from perada.server.distill import ServerOptimizer
 
 __all__ = ["FULL_NAMES", "argument_texts", "finetune", "full_name", "make_trainer"]
-DISTILLATION = {"lr_server": "lr", "server_optimizer": "optimizer"} | {
-    f"distill_{name}": name
-    for name in ("steps", "batch_size", "temperature", "until_round", "validate_every", "share_steps")
-}
-"""Fields of the distillation that :func:`finetune` has under names of their own."""
 SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
 
 
@@ -79,18 +73,9 @@ def finetune(  # noqa: D417, PLR0913  # each argument is an option, and `_explai
     torch_compile: bool | dict[str, Any] = False,
     metric: str | list[str | dict[str, Any]] = "auto",
     global_test_clients: int | None = None,
-    prox_strength: float | None = None,
     weighting: Weighting = "uniform",
     server_rule: str | ServerRule = "mean",
     distillation: Distillation | dict[str, Any] | None = None,
-    distill_steps: int | None = None,
-    distill_batch_size: int | Literal["full"] | None = None,
-    distill_temperature: float | None = None,
-    distill_until_round: int | None = None,
-    distill_validate_every: int | None = None,
-    distill_share_steps: bool | None = None,
-    lr_server: float | None = None,
-    server_optimizer: ServerOptimizer | None = None,
     engine: EngineName = "auto",
     privacy: Privacy | dict[str, Any] | None = None,
     client_privacy: ClientPrivacy | dict[str, Any] | None = None,
@@ -114,15 +99,14 @@ def finetune(  # noqa: D417, PLR0913  # each argument is an option, and `_explai
             its own.
         algorithm: ``perada``, ``perada_no_kd``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an
             algorithm. ``flexlora``, ``lora_fair`` and ``modified_local_gd`` bring their server rule.
-        algorithm_options: Options of the algorithm named, for example ``{"modes": 3}`` of ``fed_ensemble``.
+        algorithm_options: Options of the algorithm named, for example ``{"prox_strength": 0.1}`` of ``ditto``.
         rounds: Communication rounds; 0 returns the initial states.
         batch_size: Images in a local step, or ``"full"``; 64 by default. A datamodule has its own.
-        prox_strength: λ (μ) of the pull towards another model, in the algorithms that have one; by default their own.
         server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``krum``, ``geometric_median``,
             ``norm_clipping``, ``fltrust``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``,
             ``modified_local_gd``, ``svd``, ``lora_fair``, or a rule.
-        distillation: How the server distils (:class:`perada.server.Distillation`), or a dictionary of its fields; where
-            there is no public set, not at all. The next eight are shorthands for its fields, with its defaults.
+        distillation: How the server distils (:class:`perada.server.Distillation`), or a dictionary of its fields.
+            ``steps`` is 0 by default where there is no public set.
         privacy: Differential privacy of the clients' images in all that they train (:class:`perada.privacy.Privacy`),
             or a dictionary of its fields.
         client_privacy: Differential privacy of whole clients in what they send (:class:`perada.privacy.ClientPrivacy`),
@@ -149,10 +133,9 @@ def finetune(  # noqa: D417, PLR0913  # each argument is an option, and `_explai
     data = _datamodule(data, backbone, batch_size, image_size, num_classes)
     arguments["image_size"] = data.image_size
     algorithm, server_rule = with_server_rule(algorithm, server_rule)
-    arguments["algorithm"] = chosen = _algorithm(algorithm, algorithm_options, prox_strength)
+    arguments["algorithm"] = chosen = _algorithm(algorithm, algorithm_options)
     arguments["server_rule"] = make_rule(server_rule)
-    shorthands = {name: arguments[name] for name in DISTILLATION if arguments[name] is not None}
-    arguments["distillation"] = _distillation(distillation, shorthands, chosen, bool(data.public_size))
+    arguments["distillation"] = _distillation(distillation, chosen, bool(data.public_size))
     arguments["privacy"] = options_of(Privacy, "privacy", privacy)
     arguments["client_privacy"] = options_of(ClientPrivacy, "client_privacy", client_privacy)
     arguments["secure_sums"] = options_of(SecureSums, "secure_sums", secure_sums)
@@ -204,20 +187,22 @@ def as_plain(value: object) -> Any:  # noqa: ANN401  # what YAML holds
     return shorten(repr(value), 500, placeholder="...")
 
 
-def _algorithm(given: str | Algorithm, options: dict[str, Any] | None, prox_strength: float | None) -> Algorithm:
-    """The algorithm, made by its name with its options, which one that is made already has."""
-    check_options("algorithm_options", {} if options is None else options, "{'modes': 5}")
-    if prox_strength is not None and "prox_strength" in (options or {}):
-        raise OptionError(
-            f"prox_strength={prox_strength!r} cannot be given beside algorithm_options={options!r}; leave one out",
-            name="prox_strength",
-            value=prox_strength,
+def _algorithm(algorithm: str | Algorithm, options: dict[str, Any] | None) -> Algorithm:
+    """Return the algorithm itself, or the one of that name with these options.
+
+    Raises:
+        ValueError: If options are given beside an algorithm that has its own.
+    """
+    if options is None:
+        options = {}
+    check_options("algorithm_options", options, "{'modes': 5}")
+    if options and isinstance(algorithm, Algorithm):
+        name, value = next(iter(options.items()))
+        kind = type(algorithm).__name__
+        raise ValueError(
+            f"{name}={value!r} cannot be given beside an algorithm that is made already; give it to {kind} itself"
         )
-    options = (options or {}) | ({} if prox_strength is None else {"prox_strength": prox_strength})
-    if options and isinstance(given, Algorithm):
-        what, kind = next(f"{name}={value!r}" for name, value in options.items()), type(given).__name__
-        raise ValueError(f"{what} cannot be given beside an algorithm that is made already; give it to {kind} itself")
-    return make_algorithm(given, **options)
+    return make_algorithm(algorithm, **options)
 
 
 def _datamodule(
@@ -263,28 +248,17 @@ def _take_over(
 
 
 def _distillation(
-    given: Distillation | dict[str, Any] | None, shorthands: dict[str, Any], algorithm: Algorithm, public: bool
+    distillation: Distillation | dict[str, Any] | None, algorithm: Algorithm, has_public_set: bool
 ) -> Distillation:
-    """The options of distillation, from an object or from shorthands for its fields."""
-    if given is not None and shorthands:
-        name, value = next(iter(shorthands.items()))
-        raise ValueError(f"distillation is given, and {name}={value!r} beside it: set it in distillation")
-    fields = {DISTILLATION[name]: value for name, value in shorthands.items()}
-    if given is None and "steps" not in fields and not public:
-        if algorithm.uses_distillation:
-            rank_zero_info(f"{type(algorithm).__name__} runs without distillation: the data has no public set")
-        fields["steps"] = 0
-    options = options_of(Distillation, "distillation", given)
-    if options is not None:
+    """Return the options of the distillation. Where there is no public set, the number of steps is 0 by default."""
+    options = options_of(Distillation, "distillation", {} if distillation is None else distillation)
+    assert options is not None
+    has_steps = isinstance(distillation, Distillation) or "steps" in (distillation or {})
+    if has_steps or has_public_set:
         return options
-    try:
-        return Distillation(**fields)
-    except OptionError as error:
-        # The error calls the field by its own name, and the caller knows the shorthand.
-        for name in shorthands:
-            if error.option == f"distillation.{DISTILLATION[name]}":
-                raise error.renamed(name) from None
-        raise
+    if algorithm.uses_distillation:
+        rank_zero_info(f"{type(algorithm).__name__} runs without distillation: the data has no public set")
+    return replace(options, steps=0)
 
 
 FULL_NAMES = {
@@ -294,8 +268,6 @@ FULL_NAMES = {
         for name in inspect.signature(kind).parameters
         if name in inspect.signature(finetune).parameters.keys() - {"data", "privacy", "client_privacy"}
     },
-    **{name: f"federated.distillation.{field}" for name, field in DISTILLATION.items()},
-    "prox_strength": "federated.algorithm.prox_strength",
     "rounds": "trainer.max_epochs",
     "eval_every": "trainer.check_val_every_n_epoch",
     "seed": "seed_everything",
@@ -329,8 +301,6 @@ def argument_texts(documented: Callable[..., Any]) -> dict[str, str]:
 def _explain() -> None:
     """Complete the docstring of ``finetune`` by what the classes say that take its options."""
     texts = argument_texts(FederatedLoop) | argument_texts(FederatedClassifier)
-    fields = argument_texts(Distillation)
-    texts |= {name: fields[field] for name, field in DISTILLATION.items()}
     texts |= argument_texts(finetune)
     names = [*(name for name in inspect.signature(finetune).parameters if name in texts), "**trainer_kwargs"]
     lines = (line for name in names for line in wrap(f"{name}: {texts[name]}", 112, subsequent_indent="    "))

@@ -30,6 +30,7 @@ from perada.cli.runs import PeradaCLI
 from perada.core.states import State
 from perada.data import Digits, Dirichlet, FederatedDataModule, Photographs
 from perada.server.rules import SERVER_RULES, TrimmedMean
+from tests.options import sections
 
 ROOT = Path(__file__).parents[1]
 LORA_ONLY = {"ffa_lora", "fedsa_lora", "rolora", "fedex_lora", "flora", "het_lora", "flexlora", "lora_fair"}
@@ -81,7 +82,9 @@ def run_digest(data: FederatedDataModule | None = None, **arguments: Any) -> str
         "enable_checkpointing": False,
         "logger": False,
     }
-    run = perada.finetune(arguments.pop("backbone", "test_resnet"), data or small_data(), **options | arguments)
+    run = perada.finetune(
+        arguments.pop("backbone", "test_resnet"), data or small_data(), **sections(**options | arguments)
+    )
     parts: list[Any] = [state_digest(state) for state in run.states("global")]
     if run.personalized:
         parts += [state_digest(state) for state in run.states("personal")]

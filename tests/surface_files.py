@@ -24,8 +24,8 @@ def files(folder: Path) -> dict[str, Parts]:
     public = TensorDataset(torch.randint(0, 256, (4, 3, 8, 8), generator=random).byte())
     data = perada.FederatedData(made, made, public, classes=["cat", "dog"], client_names=["north", "south"])
     run = perada.finetune(
-        "test_resnet", data, pretrained=False, rounds=1, local_steps=1, distill_steps=1, batch_size=4, image_size=32,
-        enable_progress_bar=False, accelerator="cpu", default_root_dir=str(folder),
+        "test_resnet", data, pretrained=False, rounds=1, local_steps=1, distillation={"steps": 1}, batch_size=4,
+        image_size=32, enable_progress_bar=False, accelerator="cpu", default_root_dir=str(folder),
     )  # fmt: skip
     fit, saved = folder / "lightning_logs" / "version_0", run.save(folder / "saved")
     content = read(fit / "run.json")

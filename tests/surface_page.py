@@ -117,8 +117,7 @@ def options(found: dict[str, Parts]) -> list[str]:
             (code([name]), code([short[name]] if name in short else []), values, code([default] if default else []))
         )
     text = "Options of `trainer` are Lightning's; these have a meaning here. [Recipes](recipes.md) explains both names."
-    own = f"`{next(name for target, name in short.items() if target not in found)}` is one of the algorithm's."
-    return ["## Options of recipes", "", text, own, "",
+    return ["## Options of recipes", "", text, "",
             *table(["option", "short name", "values", "default"], rows),
             "Names that stand for classes, and classes that are known by their names alone:", "",
             *table(["option", "names"], named)]  # fmt: skip

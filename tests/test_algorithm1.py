@@ -134,7 +134,7 @@ def test_three_rounds_equal_algorithm_1(
             local_steps=STEPS,
             lr_personal=LR_PERSONAL,
             lr_local=LR_LOCAL,
-            prox_strength=PROX,
+            algorithm_options={"prox_strength": PROX},
             distillation={
                 "steps": DISTILL_STEPS,
                 "batch_size": "full",

@@ -21,6 +21,7 @@ from perada.cli import main
 from perada.cli.runs import PeradaCLI
 from perada.core.digests import check_sealed
 from perada.server import Distillation, SecureSums
+from tests.options import sections
 
 
 @pytest.fixture
@@ -30,7 +31,9 @@ def call(tiny, tmp_path):
     def finetune(backbone=None, data=None, **options):
         backbone = tiny.net() if backbone is None else backbone
         data = tiny.data() if data is None else data
-        return perada.finetune(backbone, data, **({"default_root_dir": str(tmp_path)} | tiny.options | options))
+        return perada.finetune(
+            backbone, data, **sections(**({"default_root_dir": str(tmp_path)} | tiny.options | options))
+        )
 
     return finetune
 
@@ -151,15 +154,17 @@ def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
         accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, log_every_n_steps=1,
         num_sanity_val_steps=0, enable_model_summary=False, logger=pl.loggers.CSVLogger(tmp_path),
     )  # fmt: skip
-    run = perada.finetune(tiny.net(), tiny.data(), rounds=2, trainer=trainer, **options)
+    run = perada.finetune(tiny.net(), tiny.data(), **sections(rounds=2, trainer=trainer, **options))
     assert run.metrics == call(rounds=2, logger=False).metrics
     (saved,) = (tmp_path / "lightning_logs" / "version_0" / "checkpoints").glob("*.ckpt")
     assert torch.load(saved, weights_only=True)["perada"]["metrics"]["rounds"] == run.metrics["rounds"]
     with pytest.raises(ValueError, match="has a FederatedLoop already"):  # whatever else is asked for
-        perada.finetune(tiny.net(), tiny.data(), rounds=5, trainer=trainer, **options)
+        perada.finetune(tiny.net(), tiny.data(), **sections(rounds=5, trainer=trainer, **options))
     assert len([one for one in trainer.callbacks if isinstance(one, perada.FederatedLoop)]) == 1
     with pytest.raises(ValueError, match=r"\['precision'\] cannot be used beside trainer="):
-        perada.finetune(tiny.net(), tiny.data(), trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)
+        perada.finetune(
+            tiny.net(), tiny.data(), **sections(trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)
+        )
 
 
 @pytest.mark.every(2)
@@ -173,7 +178,9 @@ def test_a_trainer_evaluates_as_often_as_is_asked_for_and_the_config_says_so(tin
         logger=pl.loggers.CSVLogger(tmp_path),
     )  # fmt: skip
     options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
-    run = perada.finetune(tiny.net(), tiny.data(), rounds=3, trainer=trainer, **options | {"eval_every": given})
+    run = perada.finetune(
+        tiny.net(), tiny.data(), **sections(rounds=3, trainer=trainer, **options | {"eval_every": given})
+    )
     assert [row["round"] for row in run.metrics["rounds"] if "global/global_test" in row] == scored
     (config,) = tmp_path.rglob("config.yaml")
     written = yaml.safe_load(config.read_text())["trainer"]
@@ -184,7 +191,7 @@ def test_a_trainer_made_for_another_number_of_rounds_is_refused(tiny, tmp_path):
     options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
     trainer = pl.Trainer(max_epochs=5, accelerator="cpu", default_root_dir=tmp_path, logger=False)
     with pytest.raises(ValueError, match="the trainer has max_epochs=5 and rounds=2; give both the same, or leave"):
-        perada.finetune(tiny.net(), tiny.data(), rounds=2, trainer=trainer, **options)
+        perada.finetune(tiny.net(), tiny.data(), **sections(rounds=2, trainer=trainer, **options))
     assert trainer.max_epochs == 5
 
 
@@ -225,10 +232,10 @@ def test_images_that_nobody_normalised_are_warned_of(low, high, warned, recwarn)
     images = torch.empty(6, 3, 28, 28).uniform_(low, high)
     data = perada.FederatedData([TensorDataset(images, torch.arange(6) % 2)], [])
     options = {"adapter": "head", "rounds": 0, "logger": False, "accelerator": "cpu"}
-    perada.finetune("test_resnet", data, pretrained="perada:fashion_test_resnet", **options)
+    perada.finetune("test_resnet", data, **sections(pretrained="perada:fashion_test_resnet", **options))
     said = [str(w.message) for w in recwarn.list if "have values from 0 to 1 and reach backbone" in str(w.message)]
     assert len(said) == warned
-    perada.finetune("test_resnet", data, pretrained=False, **options)
+    perada.finetune("test_resnet", data, **sections(pretrained=False, **options))
     assert len([w for w in recwarn.list if "have values from 0 to 1" in str(w.message)]) == warned
 
 
@@ -271,12 +278,17 @@ def emptied(tiny):
         ({"adapter": "residuals"}, "adapter 'residuals' is unknown: choose one of"),
         ({"adapter": "lora", "adapter_options": {"rank": 2}}, "adapter 'lora' has no option 'rank'"),
         ({"algorithm": "perda"}, "algorithm='perda' is unknown; did you mean 'perada'"),
-        ({"algorithm": "fedavg", "prox_strength": 1.0}, "algorithm='fedavg' cannot be made with.*prox_strength"),
-        ({"prox_strength": -1.0}, "prox_strength=-1.0 cannot be used; give a finite number of 0 or more"),
-        ({"algorithm": perada.make_algorithm("ditto"), "prox_strength": 2.0}, "prox_strength=2.0.*beside an algorithm"),
         (
-            {"algorithm": "ditto", "algorithm_options": {"prox_strength": 1.0}, "prox_strength": 2.0},
-            "prox_strength=2.0 cannot be given beside algorithm_options=.*; leave one out",
+            {"algorithm": "fedavg", "algorithm_options": {"prox_strength": 1.0}},
+            "algorithm='fedavg' cannot be made with.*prox_strength",
+        ),
+        (
+            {"algorithm_options": {"prox_strength": -1.0}},
+            "prox_strength=-1.0 cannot be used; give a finite number of 0 or more",
+        ),
+        (
+            {"algorithm": perada.make_algorithm("ditto"), "algorithm_options": {"prox_strength": 2.0}},
+            "prox_strength=2.0.*beside an algorithm",
         ),
         ({"clients_per_round": 6}, "clients_per_round=6 cannot be used; give a whole number from 1 to 5"),
         ({"clients_per_round": 0}, "clients_per_round=0 cannot be used; give a whole number of 1 or more"),
@@ -296,7 +308,7 @@ def emptied(tiny):
         ({"local_steps": 0}, "steps=0 cannot be used"),
         ({"lr_personal": -0.1}, "lr_personal=-0.1"),
         ({"lr_local": -0.1}, "lr_local=-0.1"),
-        ({"lr_server": -0.1}, "lr_server=-0.1 cannot be used; give a finite number above 0"),
+        ({"distillation": {"lr": -0.1}}, "distillation: lr=-0.1 cannot be used; give a finite number above 0"),
         ({"distill_steps": -1}, "steps=-1"),
         ({"distill_temperature": 0.0}, "temperature=0.0"),
         (
@@ -304,12 +316,12 @@ def emptied(tiny):
             "temperature=1000000000000 cannot be used; give a finite number from 0.001 to",
         ),
         (
-            {"prox_strength": 10**30},
+            {"algorithm_options": {"prox_strength": 10**30}},
             "prox_strength=10+ cannot be used; give a finite number from 0 to 9223372036854775807",
         ),
         ({"lr_local": 1e300}, "lr_local=1e.300 cannot be used; give a finite number from 0 to 3.4e.38"),
         ({"distill_steps": 10**400}, "steps=10+… cannot be used; give a whole number from 0 to 1000000000000"),
-        ({"server_optimizer": "adagrad"}, "optimizer='adagrad'"),
+        ({"distill_optimizer": "adagrad"}, "optimizer='adagrad'"),
         ({"optimizer": "adagrad"}, "optimizer='adagrad' is unknown"),
         ({"weighting": "size"}, "weighting='size'"),
         ({"engine": "vmap"}, "engine='vmap' is unknown"),
@@ -369,8 +381,8 @@ def test_the_options_that_were_given_in_python_are_a_configuration_for_the_progr
 
 def test_distillation_is_given_as_an_object_as_fields_or_by_shorthands(call, tiny):
     options = {"steps": 3, "batch_size": 4, "lr": 0.01, "temperature": 2.0}
-    short = {"distill_steps": 3, "distill_batch_size": 4, "lr_server": 0.01, "distill_temperature": 2.0}
-    none = {"distill_steps": None, "distill_batch_size": None, "lr_server": None}
+    short = {"distill_steps": 3, "distill_batch_size": 4, "distill_lr": 0.01, "distill_temperature": 2.0}
+    none = {"distill_steps": None, "distill_batch_size": None, "distill_lr": None}
     runs = [
         call(rounds=1, logger=False, **(none | {"distillation": given})) for given in (options, Distillation(**options))
     ]
@@ -408,7 +420,6 @@ def test_help_explains_every_argument_and_says_what_the_class_says():
     assert {*said} - {"**trainer_kwargs"} == {*inspect.signature(perada.finetune).parameters} - {"trainer_kwargs"}
     assert said["lr_local"] == argument_texts(perada.FederatedClassifier)["lr_local"]
     assert said["weighting"] == argument_texts(perada.FederatedLoop)["weighting"]
-    assert said["lr_server"] == argument_texts(Distillation)["lr"]
 
 
 def norms():
@@ -467,7 +478,7 @@ def test_such_a_name_trains_with_its_rule():
         {"algorithm": "fedavg", "server_rule": "modified_local_gd"},
         {"algorithm": "fedavg"},
     ]
-    trained = [perada.finetune(net, data, adapter="full", **own, **quiet).global_model() for own in options]
+    trained = [perada.finetune(net, data, **sections(adapter="full", **own, **quiet)).global_model() for own in options]
     named, meant, mean = (torch.cat([value.flatten() for value in model.parameters()]) for model in trained)
     assert torch.equal(named, meant)
     assert not torch.allclose(named, mean)

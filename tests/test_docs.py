@@ -25,6 +25,7 @@ from perada.cli import main
 from perada.cli.recipes import is_comparison
 from perada.server import make_rule
 from perada.studies.compare import command as comparing
+from tests.options import sections
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
@@ -84,7 +85,7 @@ class Reader:
             options.pop("local_epochs", None)
             if "distill_steps" in options or getattr(data, "public", None) is not None:
                 options |= {"distill_steps": 1, "distill_batch_size": 8}
-            return finetune(backbone, data, **options)
+            return finetune(backbone, data, **sections(**options))
 
         monkeypatch.setattr(perada, "finetune", short)
         monkeypatch.chdir(folder)

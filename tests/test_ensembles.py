@@ -15,6 +15,7 @@ import perada
 from perada.algorithms import FedBE, FedEnsemble, PerAda, make_algorithm
 from perada.data import FederatedDataModule, Phase
 from perada.server import ServerRule, TrimmedMean
+from tests.options import sections
 
 SIZES, CLASSES, MODES = (9, 4, 14, 6), 3, 3
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
@@ -54,7 +55,7 @@ def frozen(state):
 
 def finetune(algorithm, rounds=2, adapter="full", **options):
     return perada.finetune(
-        network(), task(), adapter=adapter, algorithm=algorithm, rounds=rounds, **COMMON | options, **QUIET
+        network(), task(), **sections(adapter=adapter, algorithm=algorithm, rounds=rounds, **COMMON | options, **QUIET)
     )
 
 
@@ -91,7 +92,7 @@ def test_modes_differ_in_their_adapters():
 def test_modes_have_heads_of_their_own_also_where_the_weights_bring_one_that_fits(adapter):
     data = perada.FederatedData([TensorDataset(-torch.ones(4, 3, 8, 8), torch.arange(4))] * 2, num_classes=10)
     options = {"pretrained": "perada:fashion_test_resnet", "adapter": adapter, "algorithm": FedEnsemble(modes=3)}
-    modes = perada.finetune("test_resnet", data, rounds=0, **options, **QUIET).states("global")
+    modes = perada.finetune("test_resnet", data, **sections(rounds=0, **options, **QUIET)).states("global")
     (head,) = {name for name in modes[0] if name.endswith("weight") and name.startswith("fc.")}
     assert len({float(mode[head].sum()) for mode in modes}) == 3
     body = {name for name in modes[0] if "fc." not in name and "lora_" not in name}
@@ -120,7 +121,7 @@ def test_a_robust_rule_that_does_nothing_says_so(monkeypatch):
     data = perada.FederatedData([*task().train[1:], lost], num_classes=CLASSES)
     options = COMMON | {"clients_per_round": None, "server_rule": TrimmedMean(0.3), "adapter": "full"}
     with pytest.warns(UserWarning) as caught:
-        perada.finetune(network(), data, algorithm="fedavg", rounds=1, **options, **QUIET)
+        perada.finetune(network(), data, **sections(algorithm="fedavg", rounds=1, **options, **QUIET))
     said = "round 1: the server rule cannot do what it is for: trim=0.3 drops none of 3 clients"
     assert any(str(warning.message).startswith(said) for warning in caught)
 
@@ -221,9 +222,11 @@ def test_clients_that_share_an_ensemble_have_no_folders(tmp_path):
 def test_a_checkpoint_with_other_modes_is_refused(tmp_path, monkeypatch, algorithm, message):
     monkeypatch.chdir(tmp_path)
     options = COMMON | {"enable_progress_bar": False, "accelerator": "cpu"}
-    perada.finetune(network(), task(), adapter="full", algorithm=FedEnsemble(modes=2), rounds=1, **options)
+    perada.finetune(network(), task(), **sections(adapter="full", algorithm=FedEnsemble(modes=2), rounds=1, **options))
     with pytest.raises(ValueError, match=message):
-        perada.finetune(network(), task(), adapter="full", algorithm=algorithm, rounds=2, ckpt_path="last", **options)
+        perada.finetune(
+            network(), task(), **sections(adapter="full", algorithm=algorithm, rounds=2, ckpt_path="last", **options)
+        )
 
 
 @pytest.mark.parametrize(
@@ -240,9 +243,9 @@ def test_a_checkpoint_with_other_modes_is_refused(tmp_path, monkeypatch, algorit
 def test_a_checkpoint_of_another_server_is_refused(tmp_path, monkeypatch, before, after, message):
     monkeypatch.chdir(tmp_path)
     options = COMMON | {"algorithm": "fedavg", "adapter": "full", "enable_progress_bar": False, "accelerator": "cpu"}
-    perada.finetune(network(), task(), rounds=1, **options | before)
+    perada.finetune(network(), task(), **sections(rounds=1, **options | before))
     with pytest.raises(ValueError, match=message):
-        perada.finetune(network(), task(), rounds=2, ckpt_path="last", **options | after)
+        perada.finetune(network(), task(), **sections(rounds=2, ckpt_path="last", **options | after))
 
 
 @pytest.mark.parametrize("name", ["fedrep", "lg_fedavg", "standalone"])

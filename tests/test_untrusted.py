@@ -16,6 +16,7 @@ import perada
 from perada.cli import main
 from perada.privacy import ClientPrivacy, Privacy
 from tests.digests import undigested
+from tests.options import sections
 from tests.recipes import recipe
 
 CONTROL = "\x1b]0;owned\x07\x1b[2J"
@@ -34,7 +35,7 @@ class Evil:
 
 def fit(tiny, root, **options):
     return perada.finetune(
-        tiny.net(), tiny.data(), **tiny.options | {"rounds": 2, "default_root_dir": str(root)} | options
+        tiny.net(), tiny.data(), **sections(**tiny.options | {"rounds": 2, "default_root_dir": str(root)} | options)
     )
 
 
@@ -164,8 +165,8 @@ def test_code_beside_weights_is_neither_run_nor_offered_to_be(tiny, tmp_path, mo
     options = {"rounds": 0, "logger": False}
     for call in (
         lambda: perada.Run.load(saved),
-        lambda: perada.finetune(f"hf:{folder}", tiny.data(), **options),
-        lambda: perada.finetune(f"hf:{folder}", tiny.data(), pretrained=False, **options),
+        lambda: perada.finetune(f"hf:{folder}", tiny.data(), **sections(**options)),
+        lambda: perada.finetune(f"hf:{folder}", tiny.data(), **sections(pretrained=False, **options)),
     ):
         with pytest.raises(ValueError, match="comes with code of its own, which is not run here") as error:
             call()

@@ -50,7 +50,6 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "local_epochs": (1, 0.5),
     "clients_per_round": (1, 2, 3),
     "batch_size": (1, 4, "full"),
-    "distill_steps": (0, 1),
     "image_size": (8, 16),
     "num_classes": (3, 4, 10),
     "pretrained": (False, True, "nowhere.safetensors"),
@@ -61,7 +60,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "torch_compile": (False,),
     "diagnostics": (False, True, ["update_norms"], ["none"]),
 }
-ENDLESS = {"rounds", "local_steps", "local_epochs", "distill_steps"}
+ENDLESS = {"rounds", "local_steps", "local_epochs"}
 """Options of which the first wrong value would be right, and take years."""
 LEFT_OUT = {"backbone", "data", "trainer", "trainer_kwargs", "torch_compile"}  # or too slow to be tried often
 PARTITIONS = (IID, Dirichlet, Shards, DominantClass)
@@ -115,7 +114,7 @@ def _clear(message: str, options: dict[str, Any]) -> str:
     """Whether a refusal is one line that names an option that was given, or its value, and says more than that."""
     if "\n" in message.strip():
         return f"several lines: {message.splitlines()[0][:150]}"
-    names = [part for name in options for part in (name, name.removeprefix("distill_"), name.removesuffix("_options"))]
+    names = [part for name in options for part in (name, name.removesuffix("_options"))]
     names += [key for value in options.values() if isinstance(value, dict) for key in value]
     kinds = [kind for kind in PARTITIONS if kind.__name__ == options.get("partition")]
     kinds += [

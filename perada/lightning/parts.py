@@ -155,7 +155,7 @@ def warn_report(round: int, report: RoundReport, settings: Settings) -> None:
         what = f"client {client} sent a change {times:,.0f} times as long as the median of the round's"
         rank_zero_warn(f"round {round + 1}: {what}. {then}")
     if report.server.diverged:
-        then = "the round continues with the clients' average. Lower its learning rate (lr_server)."
+        then = "the round continues with the clients' average. Lower its learning rate (distillation.lr)."
         rank_zero_warn(f"round {round + 1}: the distillation became NaN or infinite; {then}")
     if report.server.discarded:
         rank_zero_warn(

@@ -13,6 +13,7 @@ from perada.adapters import register
 from perada.data import FederatedData
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
+from tests.options import sections
 
 
 def adapted(name, adapter, **options):
@@ -132,7 +133,9 @@ def finetune(network, adapter, **options):
     part = TensorDataset(images, torch.arange(6) % 3)
     common = {"algorithm": "fedavg", "rounds": 1, "local_steps": 1, "batch_size": 3, "accelerator": "cpu"}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return perada.finetune(network, FederatedData([part, part]), adapter=adapter, **common, **quiet, **options)
+    return perada.finetune(
+        network, FederatedData([part, part]), **sections(adapter=adapter, **common, **quiet, **options)
+    )
 
 
 def residual_network():

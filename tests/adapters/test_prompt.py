@@ -41,6 +41,7 @@ from tests.algorithms.problems import (
     distance,
     task,
 )
+from tests.options import sections
 
 WIDTH, DEPTH, HEADS, TOKENS, PATCH = 8, 3, 2, 4, 3
 KINDS = {
@@ -306,9 +307,9 @@ def answer(function, kind):
 
 def run(algorithm, kind, engine="folded", **options):
     common = {"clients_per_round": CLIENTS_PER_ROUND, "batch_size": BATCH, "local_epochs": EPOCHS, "rounds": ROUNDS}
-    common |= {"lr_personal": LR_PERSONAL, "lr_local": LR_LOCAL, "lr_server": LR_SERVER, "server_optimizer": "sgd"}
+    common |= {"lr_personal": LR_PERSONAL, "lr_local": LR_LOCAL, "distill_lr": LR_SERVER, "distill_optimizer": "sgd"}
     common |= {"adapter": "prompt", "adapter_options": KINDS[kind], "distill_steps": DISTILL_STEPS, "engine": engine}
-    return perada.finetune(vit(), task(), algorithm=algorithm, **common | QUIET | options)
+    return perada.finetune(vit(), task(), **sections(algorithm=algorithm, **common | QUIET | options))
 
 
 def is_prompt(key):

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
+from tests.options import sections
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 BACKBONES = [("test_resnet", "residual"), ("test_resnet", "lora"), ("test_vit", "lora"), ("test_vit", "bottleneck")]
@@ -46,14 +47,16 @@ def test_what_is_saved_predicts_what_was_trained(algorithm, tmp_path):
     run = perada.finetune(
         "test_resnet",
         perada.FederatedData(train),
-        pretrained=False,
-        adapter="residual",
-        train_backbone=True,
-        algorithm=algorithm,
-        rounds=2,
-        clients_per_round=2,
-        batch_size=3,
-        **QUIET,
+        **sections(
+            pretrained=False,
+            adapter="residual",
+            train_backbone=True,
+            algorithm=algorithm,
+            rounds=2,
+            clients_per_round=2,
+            batch_size=3,
+            **QUIET,
+        ),
     )
     states = [run.state("personal", m) for m in range(3)]
     key = "layer1.0.conv1.base_layer.weight"

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.adapters import DualLoraConfig
-from perada.api import DISTILLATION
 from perada.data import Phase
+from tests.options import sections
 
 ROUNDS, CLIENTS_PER_ROUND, BATCH, EPOCHS, CLASSES = 3, 3, 4, 2, 3
 SIZES = (9, 3, 14, 6)
@@ -95,22 +95,22 @@ def finetune(algorithm, problem="net-full", engine="folded", rounds=ROUNDS, drop
         "lr_personal": LR_PERSONAL,
         "lr_local": LR_LOCAL,
         "distill_steps": DISTILL_STEPS,
-        "lr_server": LR_SERVER,
-        "server_optimizer": "sgd",
+        "distill_lr": LR_SERVER,
+        "distill_optimizer": "sgd",
     }
     given = PROBLEMS[problem] | common | QUIET | options
     if "distillation" not in given:
         # The references distil as the paper says: nothing limits the student.
-        shorthands = {name: given.pop(name) for name in tuple(given) if name in DISTILLATION}
-        fields = {DISTILLATION[name]: value for name, value in shorthands.items()}
-        given["distillation"] = {"teacher_mode": "eval", "trust_region": None} | fields
+        given["distillation"] = {"teacher_mode": "eval", "trust_region": None}
     return perada.finetune(
         network(problem.partition("-")[0], dropout),
         task(),
-        algorithm=algorithm,
-        engine=engine,
-        rounds=rounds,
-        **given,
+        **sections(
+            algorithm=algorithm,
+            engine=engine,
+            rounds=rounds,
+            **sections(**given),
+        ),
     )
 
 

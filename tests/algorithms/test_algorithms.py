@@ -30,6 +30,7 @@ from perada.algorithms import (
     make_algorithm,
 )
 from perada.data import Phase
+from tests.options import sections
 
 from . import personal_references, references
 from .problems import (
@@ -175,7 +176,7 @@ ENGINES = [
 @pytest.mark.every(4)
 def test_equals_its_definition(name, options, function, problem, engine):
     w, personal = answer(function, problem)
-    run = finetune(name, problem, engine, **options)
+    run = finetune(name, problem, engine, **sections(**options))
     shared = run.states("global")
     for k, (state, wanted) in enumerate(zip(shared, [w] if isinstance(w, dict) else w, strict=True)):
         assert_same(state, wanted, f"global {k}")

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.adapters import DualLoraConfig
 from perada.algorithms import FedDPA, FedDPAF, FedEnsemble, HetLoRA, RestOfWorld
+from tests.options import sections
 
 from .problems import CLASSES, CLIENTS, QUIET, finetune, is_private, network, reference, task
 from .references import fedavg
@@ -28,7 +29,9 @@ def two_clients():
 
 def row(rounds, data=None, **options):
     own = {"adapter": GATE, "batch_size": 4, "local_epochs": 1, "lr_personal": 0.2} | QUIET | options
-    return perada.finetune(network("net"), data or two_clients(), algorithm="fedalt_row", rounds=rounds, **own)
+    return perada.finetune(
+        network("net"), data or two_clients(), **sections(algorithm="fedalt_row", rounds=rounds, **own)
+    )
 
 
 @pytest.mark.parametrize("engine", ["folded", "loop"])
@@ -165,7 +168,7 @@ def test_a_client_joins(algorithm, adapter):
 
     data = perada.FederatedData([single(client) for client in task().train], num_classes=CLASSES)
     options = {"adapter": adapter, "batch_size": 4, "local_epochs": 1} | QUIET
-    found = perada.finetune(network("net").float(), data, algorithm=algorithm, rounds=2, **options)
+    found = perada.finetune(network("net").float(), data, **sections(algorithm=algorithm, rounds=2, **options))
     alone = perada.FederatedData([single(task().train[0])], num_classes=CLASSES)
     joined = perada.personalize(found, alone, "late", accelerator="cpu")
     own, w = joined.state("personal", len(CLIENTS)), found.state("global")

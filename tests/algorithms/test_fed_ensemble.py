@@ -11,6 +11,7 @@ import perada
 from perada.algorithms import FedEnsemble
 from perada.algorithms.ensembles import mode_schedule
 from perada.core.states import unstack
+from tests.options import sections
 
 from .problems import CLASSES, CLIENTS, SIZES, assert_equal, distance, finetune, network, reference, task
 
@@ -114,7 +115,9 @@ def test_scores_of_the_modes_and_the_entropy(average):
     data = perada.FederatedData(task().train, test, num_classes=CLASSES)
     options = {"adapter": "full", "clients_per_round": 3, "batch_size": 4, "lr_local": 0.5, "rounds": 2}
     quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    run = perada.finetune(network("net"), data, algorithm=FedEnsemble(average=average, **MODES), **options, **quiet)
+    run = perada.finetune(
+        network("net"), data, **sections(algorithm=FedEnsemble(average=average, **MODES), **options, **quiet)
+    )
     x, y = (torch.cat([part.tensors[i] for part in test]) for i in (0, 1))
     model = reference("net-full").model.eval()
     outputs = [torch.func.functional_call(model, state, (x,)).detach() for state in run.states("global")]

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset, TensorDataset
 import perada
 from perada.algorithms import FedROD, TensorNames
 from perada.core.rounds import PrivateSampling
+from tests.options import sections
 
 from .problems import CLASSES, CLIENTS, QUIET, assert_same, finetune, network, task
 
@@ -68,5 +69,7 @@ def test_refusals():
     several = [TensorDataset(one[:][0], labels[one[:][1]]) for one in task().train]
     with pytest.raises(ValueError, match="FedROD needs each client's number of images of each class"):
         perada.finetune(
-            network("net"), perada.FederatedData(several), algorithm="fedrod", adapter="full", rounds=1, **QUIET
+            network("net"),
+            perada.FederatedData(several),
+            **sections(algorithm="fedrod", adapter="full", rounds=1, **QUIET),
         )

@@ -39,6 +39,7 @@ from perada.algorithms import (
 from perada.lightning import FederatedClassifier
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import Mean
+from tests.options import sections
 
 from .problems import CLASSES, CLIENTS, QUIET, SIZES, assert_equal, assert_same, task
 
@@ -74,8 +75,8 @@ class Net(nn.Module):
 
 def run(algorithm, **options):
     common = {"adapter": LAYERS, "rounds": 3, "clients_per_round": 3, "batch_size": 4, "local_epochs": 2}
-    common |= {"lr_personal": LR_OWN, "lr_local": LR, "lr_server": 0.5, "server_optimizer": "sgd", "distill_steps": 3}
-    return perada.finetune(Net(), task(), algorithm=algorithm, **common | QUIET | options)
+    common |= {"lr_personal": LR_OWN, "lr_local": LR, "distill_lr": 0.5, "distill_optimizer": "sgd", "distill_steps": 3}
+    return perada.finetune(Net(), task(), **sections(algorithm=algorithm, **common | QUIET | options))
 
 
 def start():
@@ -360,9 +361,9 @@ def test_ranks_by_name_and_size_in_a_run():
     data = perada.FederatedData(task().train, num_classes=CLASSES, client_names=["a", "b", "c", "d"])
     options = {"adapter": LAYERS, "rounds": 1, "batch_size": 4} | QUIET
     by_name = HetLoRA(ranks={"a": 3, "b": 1, "c": 2, "d": 3})
-    assert perada.finetune(Net(), data, algorithm=by_name, **options).info["lora_ranks"] == [3, 1, 2, 3]
+    assert perada.finetune(Net(), data, **sections(algorithm=by_name, **options)).info["lora_ranks"] == [3, 1, 2, 3]
     by_size = HetLoRA(ranks=[1, 2, 3], sizes=[6, 10])
-    assert perada.finetune(Net(), data, algorithm=by_size, **options).info["lora_ranks"] == [2, 1, 3, 2]
+    assert perada.finetune(Net(), data, **sections(algorithm=by_size, **options)).info["lora_ranks"] == [2, 1, 3, 2]
 
 
 def test_a_client_that_joins_has_the_whole_rank():
@@ -372,7 +373,7 @@ def test_a_client_that_joins_has_the_whole_rank():
     )
     data = perada.FederatedData([single.train[0]] * 2, num_classes=CLASSES)
     options = {"adapter": LAYERS, "rounds": 1, "batch_size": 4} | QUIET
-    found = perada.finetune(Net().float(), data, algorithm=HetLoRA(Ditto(), [1, 2]), **options)
+    found = perada.finetune(Net().float(), data, **sections(algorithm=HetLoRA(Ditto(), [1, 2]), **options))
     joined = perada.personalize(found, single, "late", accelerator="cpu")
     assert joined.info["lora_ranks"] == [1, 2]
     assert joined.state("personal", 2)[b("one")][:, :2].any()

@@ -37,6 +37,7 @@ from perada.algorithms import (
 )
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import Mean
+from tests.options import sections
 
 from .problems import CLASSES, CLIENTS, QUIET, assert_equal, assert_same, finetune, reference, task
 
@@ -89,8 +90,8 @@ class Features(nn.Module):
 
 def run(algorithm, net=None, **options):
     common = {"adapter": LAYER, "rounds": 3, "clients_per_round": 3, "batch_size": 4, "local_epochs": 1}
-    common |= {"lr_personal": 0.2, "lr_local": 0.1, "lr_server": 0.5, "server_optimizer": "sgd", "distill_steps": 3}
-    return perada.finetune(net or Square(), task(), algorithm=algorithm, **common | QUIET | options)
+    common |= {"lr_personal": 0.2, "lr_local": 0.1, "distill_lr": 0.5, "distill_optimizer": "sgd", "distill_steps": 3}
+    return perada.finetune(net or Square(), task(), **sections(algorithm=algorithm, **common | QUIET | options))
 
 
 def start():
@@ -247,9 +248,11 @@ def test_three_rounds_of_two_clients_by_hand(algorithm, engine):
     found = perada.finetune(
         Square(),
         perada.FederatedData([TensorDataset(*client) for client in data], num_classes=CLASSES),
-        algorithm=algorithm,
-        **{"adapter": LAYER, "engine": engine, "rounds": 3, "batch_size": 16, "local_steps": 2, "lr_local": 0.1}
-        | QUIET,
+        **sections(
+            algorithm=algorithm,
+            **{"adapter": LAYER, "engine": engine, "rounds": 3, "batch_size": 16, "local_steps": 2, "lr_local": 0.1}
+            | QUIET,
+        ),
     )
     for m in range(2):
         wanted = {key: (kept[m] if key in own else shared)[key] for key in first}
@@ -343,7 +346,7 @@ def test_a_client_that_joins_trains_b_on_the_same_a():
     data = perada.FederatedData([single(client) for client in task().train], num_classes=CLASSES)
     options = {"adapter": LAYER, "rounds": 1, "batch_size": 4, "local_epochs": 1} | QUIET
     for base in (Ditto(), FedAvg(), FedRep()):
-        found = perada.finetune(Square().float(), data, algorithm=FFALoRA(base), **options)
+        found = perada.finetune(Square().float(), data, **sections(algorithm=FFALoRA(base), **options))
         alone = perada.FederatedData([single(task().train[0])], num_classes=CLASSES)
         joined = perada.personalize(found, alone, "late", accelerator="cpu")
         state, before = joined.state("personal", len(CLIENTS)), found.state("global")

@@ -12,6 +12,7 @@ from torch import nn
 
 import perada
 from perada.algorithms import HetLoRA
+from tests.options import sections
 
 from .problems import CLASSES, CLIENTS, QUIET, task
 
@@ -48,7 +49,7 @@ def network():
 def run(algorithm, adapter, **options):
     config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ["conv", "layer"]} | ADAPTERS[adapter])
     common = {"rounds": 2, "batch_size": 4, "local_steps": 2, "lr_local": 0.2, "adapter": config}
-    return perada.finetune(network(), task(), algorithm=algorithm, **common | QUIET | options)
+    return perada.finetune(network(), task(), **sections(algorithm=algorithm, **common | QUIET | options))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -19,6 +19,7 @@ import perada
 from perada.algorithms import Ditto, FedSALoRA, FFALoRA, FLoRA, HetLoRA, PerAda
 from perada.data import Phase
 from perada.server import LoRAFair
+from tests.options import sections
 
 from .problems import CLASSES, QUIET
 
@@ -89,7 +90,9 @@ class Plain:
         common = {"adapter": self.adapter, "engine": self.engine, "rounds": rounds, "local_steps": STEPS}
         common |= {"clients_per_round": self.together, "batch_size": "full"}
         common |= {"weighting": "samples" if self.weighted else "uniform"}
-        return perada.finetune(self.net, self.data, algorithm=algorithm, **common | self.options | QUIET | options)
+        return perada.finetune(
+            self.net, self.data, **sections(algorithm=algorithm, **common | self.options | QUIET | options)
+        )
 
     def logits(self, state, x):
         def run(name, x):

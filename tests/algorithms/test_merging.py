@@ -20,6 +20,7 @@ from perada.data import Phase
 from perada.models.adapted import Backbone, find_tensor_names, insert_adapter
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import Mean, Updates
+from tests.options import sections
 
 from .problems import BATCH, CLASSES, CLIENTS, CLIENTS_PER_ROUND, QUIET, SIZES, assert_equal, task
 
@@ -48,7 +49,9 @@ def network():
 def run(algorithm, net=None, **options):
     common = {"adapter": LORA, "rounds": ROUNDS, "clients_per_round": CLIENTS_PER_ROUND, "batch_size": BATCH}
     return perada.finetune(
-        net or network(), task(), algorithm=algorithm, **common | {"local_epochs": 2, "lr_local": LR} | QUIET | options
+        net or network(),
+        task(),
+        **sections(algorithm=algorithm, **common | {"local_epochs": 2, "lr_local": LR} | QUIET | options),
     )
 
 
@@ -297,7 +300,7 @@ def test_a_client_that_joins_trains_factors_on_merged_weights():
 
     data = perada.FederatedData([single(client) for client in task().train], num_classes=CLASSES)
     options = {"adapter": LORA, "rounds": 2, "batch_size": BATCH, "lr_local": LR} | QUIET
-    found = perada.finetune(network().float(), data, algorithm="fedex_lora", **options)
+    found = perada.finetune(network().float(), data, **sections(algorithm="fedex_lora", **options))
     alone = perada.FederatedData([single(task().train[0])], num_classes=CLASSES)
     joined = perada.personalize(found, alone, "late", accelerator="cpu")
     state, before = joined.state("personal", len(CLIENTS)), found.state("global")

@@ -11,6 +11,7 @@ import perada
 from perada.algorithms import FedEnsemble, HetLoRA, Moon
 from perada.core.states import get_state, stack
 from perada.engine import Engine
+from tests.options import sections
 
 from .problems import QUIET, assert_same, finetune, task
 
@@ -78,7 +79,9 @@ def test_with_features_cached_before_the_head(engine):
         torch.manual_seed(3)
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
         options = {"adapter": "head", "engine": engine, "rounds": 3, "batch_size": 4, "lr_local": 0.2} | QUIET
-        found.append(perada.finetune(net, single(), algorithm=Moon(mu=2.0), cache_features=cache, **options))
+        found.append(
+            perada.finetune(net, single(), **sections(algorithm=Moon(mu=2.0), cache_features=cache, **options))
+        )
     for key, value in found[0].state("global").items():
         torch.testing.assert_close(value, found[1].state("global")[key], rtol=1e-4, atol=1e-5)
 

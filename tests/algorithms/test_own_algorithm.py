@@ -15,6 +15,7 @@ from perada.algorithms import FedAvg
 from perada.cli import main
 from perada.data import Phase
 from perada.server import FedAvgM
+from tests.options import sections
 
 from .problems import CLASSES, SIZES, finetune, task
 
@@ -35,7 +36,7 @@ def written(page, file):
 
 def trained(tiny, **options):
     settings = tiny.options | {"distill_steps": None, "logger": False, "eval_every": 9} | options
-    (state,) = perada.finetune(tiny.net(), tiny.data(public=False, test=False), **settings).states("global")
+    (state,) = perada.finetune(tiny.net(), tiny.data(public=False, test=False), **sections(**settings)).states("global")
     return {name: value for name, value in state.items() if value.is_floating_point()}
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import PFedMe
+from tests.options import sections
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 INNER, OUTER, STRENGTH, MOMENTUM = 0.1, 0.05, 2.0, 0.9
@@ -25,15 +26,17 @@ def test_the_inner_problem_starts_where_the_last_one_ended_or_afresh(restart):
     run = perada.finetune(
         network,
         perada.FederatedData([TensorDataset(images, labels)]),
-        adapter="full",
-        algorithm=PFedMe(STRENGTH, inner_steps=2, restart=restart),
-        rounds=1,
-        batch_size="full",
-        local_steps=3,
-        lr_personal=INNER,
-        lr_local=OUTER,
-        momentum=MOMENTUM,
-        **QUIET,
+        **sections(
+            adapter="full",
+            algorithm=PFedMe(STRENGTH, inner_steps=2, restart=restart),
+            rounds=1,
+            batch_size="full",
+            local_steps=3,
+            lr_personal=INNER,
+            lr_local=OUTER,
+            momentum=MOMENTUM,
+            **QUIET,
+        ),
     )
     outer_model = copy.deepcopy(network)
     outer = torch.optim.SGD(outer_model.parameters(), lr=OUTER, momentum=MOMENTUM)

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import FedEnsemble, Scaffold, make_algorithm
+from tests.options import sections
 
 from .problems import CLIENTS, LR_LOCAL, QUIET, SIZES, assert_same, distance, finetune, reference
 
@@ -40,7 +41,7 @@ def test_it_goes_to_the_minimum_where_fedavg_does_not(clients_per_round):
         options = {"rounds": 120, "local_steps": 4, "lr_local": 0.3, "batch_size": "full", "distill_steps": 0}
         net = nn.Sequential(nn.Flatten(), nn.Linear(2, 2)).double()
         given = options | QUIET | {"clients_per_round": clients_per_round}
-        model = perada.finetune(net, data, algorithm=algorithm, adapter="full", **given).global_model()
+        model = perada.finetune(net, data, **sections(algorithm=algorithm, adapter="full", **given)).global_model()
         losses = [F.cross_entropy(model(x), y) for x, y in many_images()]
         (gradient,) = torch.autograd.grad(sum(losses), [model[1].weight])
         return float(gradient.norm())
@@ -51,7 +52,7 @@ def test_it_goes_to_the_minimum_where_fedavg_does_not(clients_per_round):
 def test_one_step_of_all_clients_is_that_of_fedavg():
     """Then the corrections cancel out."""
     options = WHOLE | {"local_epochs": None, "local_steps": 1}
-    runs = [finetune(name, "linear-full", **options) for name in ("scaffold", "fedavg")]
+    runs = [finetune(name, "linear-full", **sections(**options)) for name in ("scaffold", "fedavg")]
     assert_same(runs[0].state("global"), runs[1].state("global"), "global")
 
 

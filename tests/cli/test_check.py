@@ -78,13 +78,18 @@ def test_warnings_of_the_set_up_are_said(capsys, monkeypatch):
         warnings.warn("something looks odd", stacklevel=2)
 
     monkeypatch.setattr("perada.lightning.setup.check_images", warned)
-    one, said, _, last = checked(capsys, "tiny.yaml", "--algorithm=fedavg", "--distill_steps=0")
+    one, said, _, last = checked(capsys, "tiny.yaml", "--algorithm=fedavg", "--federated.distillation.steps=0")
     assert one == "Warnings (1):" and last.startswith("The recipe is valid: ")
     assert said == "- something looks odd"
 
 
 def test_what_would_not_be_private_is_said(capsys):
-    words = ["--algorithm=fedavg", "--distill_steps=0", "--privacy.noise_multiplier=1", "--privacy.delta=0.5"]
+    words = [
+        "--algorithm=fedavg",
+        "--federated.distillation.steps=0",
+        "--privacy.noise_multiplier=1",
+        "--privacy.delta=0.5",
+    ]
     words += ["--data.public=null", "--data.public_fraction=0.2"]
     said = checked(capsys, "tiny.yaml", *words, code=1)
     assert said[0] == "Errors (2):"
@@ -155,7 +160,13 @@ def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
     """Poisson batches of 8 of 20 images, one step a round, 4 rounds: σ is the one that Opacus itself calibrates."""
     from opacus.accountants import RDPAccountant
 
-    words = ["--algorithm=fedavg", "--distill_steps=0", "--data.batch_size=8", "--data.public_fraction=0", "--rounds=4"]
+    words = [
+        "--algorithm=fedavg",
+        "--federated.distillation.steps=0",
+        "--data.batch_size=8",
+        "--data.public_fraction=0",
+        "--rounds=4",
+    ]
     words += ["--privacy.noise_multiplier=2", "--privacy.delta=0.01"]
     said = checked(capsys, "tiny.yaml", *words)
     accountant = RDPAccountant()
@@ -171,7 +182,7 @@ def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
 def test_the_noise_of_a_target_and_of_whole_clients_is_printed(capsys):
     words = [
         "--algorithm=fedavg",
-        "--distill_steps=0",
+        "--federated.distillation.steps=0",
         "--rounds=4",
         "--data.public_fraction=0",
         "--privacy.delta=0.01",

@@ -26,6 +26,7 @@ from perada.cli.main import COMMANDS, STUDIES
 from perada.cli.parser import spelt_out
 from perada.cli.runs import PeradaCLI
 from perada.lightning import FederatedClassifier
+from tests.options import sections
 
 QUICKSTART = Path(perada.__file__).parent / "recipes" / "quickstart.yaml"
 TINY = {
@@ -599,7 +600,7 @@ def test_debugging_shows_where_an_error_arose(folder, monkeypatch):
 
 
 def test_export_of_a_python_run_names_run_save(folder, tiny, monkeypatch, capsys):
-    perada.finetune(tiny.net(), tiny.data(), rounds=1, **tiny.options)
+    perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **tiny.options))
     says = perada_says(monkeypatch, capsys, "export", "lightning_logs/version_0", "--output", "x")
     assert "Run.save" in says
 

@@ -20,6 +20,7 @@ from perada.cli import main
 from perada.cli.inference import open_run
 from perada.cli.main import entry_point
 from perada.data import FashionMNIST
+from tests.options import sections
 
 RECIPE = {
     "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
@@ -97,7 +98,7 @@ def made_in_python(tmp_path, backbone="test_resnet", **options):
     sets = [TensorDataset(part, torch.arange(6) % 3) for part in x]
     settings = {"pretrained": False, "adapter": "head", "rounds": 2, "local_steps": 1, "lr_local": 0.1, "batch_size": 4}
     settings |= {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
-    run = perada.finetune(backbone, perada.FederatedData(sets), **settings | options)
+    run = perada.finetune(backbone, perada.FederatedData(sets), **sections(**settings | options))
     return run, tmp_path / "lightning_logs" / "version_0"
 
 

@@ -60,7 +60,7 @@ def test_what_init_writes_runs(words, capsys, validator):
     written = read("new/my.yaml")
     assert (written["rounds"], "privacy" in written) == (1, bool(words))
     assert [*validator.iter_errors(written)] == []
-    few = ["--data.partition.num_clients=4", *([] if words else ["--distill_steps=1"])]
+    few = ["--data.partition.num_clients=4", *([] if words else ["--federated.distillation.steps=1"])]
     main(["fit", "--config", "new/my.yaml", *SMALL, *few])
     assert "mean ± std" in capsys.readouterr().out
 

@@ -22,7 +22,8 @@ def saved(tmp_path_factory):
     )
     run = perada.finetune(
         "test_resnet", data, pretrained="perada:fashion_test_resnet", adapter="head", rounds=1, local_steps=2,
-        logger=False, enable_progress_bar=False, accelerator="cpu", distill_steps=0, prox_strength=0.01,
+        logger=False, enable_progress_bar=False, accelerator="cpu", distillation={"steps": 0},
+        algorithm_options={"prox_strength": 0.01},
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("run")
     run.save(folder)

@@ -21,6 +21,7 @@ from perada.data import (
     Phase,
     Photographs,
 )
+from tests.options import sections
 
 
 def client(size=4, channels=1, side=5, labels=None, dtype=torch.uint8):
@@ -249,12 +250,12 @@ def test_what_is_advised_for_other_channels_works():
     own = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 8), torch.nn.Flatten(), torch.nn.Linear(2, 2))
     named = {"pretrained": False, "image_size": 8}
     with pytest.raises(ValueError, match="convert them to 3"):
-        perada.finetune("test_resnet", FederatedData(parts), **options, **named)
-    assert perada.finetune(own, FederatedData(parts), **options).num_clients == 2
+        perada.finetune("test_resnet", FederatedData(parts), **sections(**options, **named))
+    assert perada.finetune(own, FederatedData(parts), **sections(**options)).num_clients == 2
     converted = [TensorDataset(x.expand(-1, 3, -1, -1), y) for x, y in (part.tensors for part in parts)]
     grey = [TensorDataset((255 * x).byte(), y) for x, y in (part.tensors for part in parts)]
     for data in (converted, grey):
-        assert perada.finetune("test_resnet", FederatedData(data), **options, **named).num_clients == 2
+        assert perada.finetune("test_resnet", FederatedData(data), **sections(**options, **named)).num_clients == 2
 
 
 class Own(ImageSet):

@@ -15,6 +15,7 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.transforms import Preparation
 from perada.engine import Engine
 from perada.server import Distillation, Distiller
+from tests.options import sections
 
 COUNT = 7
 PADDING = 1
@@ -146,7 +147,7 @@ def test_teachers_and_student_see_the_same_images(kind, mode):
         torch.testing.assert_close(refined[key], value, rtol=1e-4, atol=1e-5)
 
 
-DISTILS = {"distill_steps": 3, "distill_batch_size": 5, "lr_server": 0.05}
+DISTILS = {"distill_steps": 3, "distill_batch_size": 5, "distill_lr": 0.05}
 
 
 def federation():
@@ -160,7 +161,7 @@ def fit(tiny, data=None, **changes):
     data = FederatedDataModule(data or federation(), **options | changes.pop("data_options", {}))
     given = tiny.options | DISTILS | {"rounds": 2} | changes
     del given["batch_size"]  # the datamodule has its own
-    return perada.finetune(tiny.net(), data, **given)
+    return perada.finetune(tiny.net(), data, **sections(**given))
 
 
 def test_a_resumed_run_has_the_same_bits_and_keeps_its_augmentation(tiny, tmp_path):
@@ -186,7 +187,7 @@ def test_features_are_not_kept_of_augmented_public_images(tiny):
         data = FederatedDataModule(federation(), batch_size=4, flip=True, augment_public=True, image_size=32)
         given = tiny.options | DISTILS | options | {"rounds": 2}
         del given["batch_size"]
-        run = perada.finetune("test_resnet", data, **given)
+        run = perada.finetune("test_resnet", data, **sections(**given))
         found.append(run.states("global")[0])
     for key, value in found[0].items():
         torch.testing.assert_close(value, found[1][key], rtol=1e-4, atol=1e-5)

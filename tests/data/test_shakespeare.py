@@ -15,6 +15,7 @@ import perada
 from perada.cli import main
 from perada.data import ByDomain, FederatedDataModule, Shakespeare
 from perada.data.sets.published import CHARACTERS
+from tests.options import sections
 
 TEXT = "Now is the winter of our discontent made glorious summer by this sun of York;\nAnd all the clouds that lour'd "
 TEXT += "upon our house\nIn the deep bosom of the ocean buried. (1594) [Enter CLARENCE, guarded]"
@@ -174,7 +175,7 @@ OPTIONS = {
 
 def finetune(data, algorithm, **options):
     given = OPTIONS | options
-    return perada.finetune(given.pop("backbone"), data, algorithm=algorithm, **given)
+    return perada.finetune(given.pop("backbone"), data, **sections(algorithm=algorithm, **given))
 
 
 def clients_of(root):
@@ -249,7 +250,7 @@ def test_two_rounds_of_an_ensemble_are_those_of_a_plain_loop(root):
 def test_perada_distils_on_public_sequences_and_measures_them(root):
     data = served(root, public_fraction=0.2, batch_size=4)
     (found,) = finetune(
-        data, "perada", rounds=1, distill_steps=10, lr_server=3e-5, distill_batch_size="full", diagnostics=True
+        data, "perada", rounds=1, distill_steps=10, distill_lr=3e-5, distill_batch_size="full", diagnostics=True
     ).metrics["rounds"]
     assert data.public_size == 4
     assert 0 < found["theory/distilled_distance"] < found["theory/averaged_distance"]

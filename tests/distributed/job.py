@@ -18,6 +18,7 @@ from perada.adapters import DualLoraConfig
 from perada.algorithms import FedEnsemble, FFALoRA, HetLoRA, PerAda
 from perada.data import Corruptions, ImageSet
 from perada.server import SVD, FedAdam, FLTrust, LoRAFair
+from tests.options import sections
 
 SIZES, CLASSES = (9, 5, 14, 7, 20), 3
 QUICK = (
@@ -209,15 +210,17 @@ def run(case: str, devices: int = 1, rounds: int = 3, **extra) -> perada.Run:
     return perada.finetune(
         net(norm, dtype),
         data,
-        batch_size=4,
-        lr_personal=0.05,
-        lr_local=0.05,
-        momentum=0.9,
-        rounds=rounds,
-        devices=devices,
-        accelerator="cpu",
-        enable_progress_bar=False,
-        **{"logger": False, "adapter": "full"} | options,
+        **sections(
+            batch_size=4,
+            lr_personal=0.05,
+            lr_local=0.05,
+            momentum=0.9,
+            rounds=rounds,
+            devices=devices,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            **{"logger": False, "adapter": "full"} | options,
+        ),
     )
 
 

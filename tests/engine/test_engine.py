@@ -19,6 +19,7 @@ from perada.engine import Engine
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.server import Distillation
+from tests.options import sections
 
 CLIENTS, ROWS = 3, 5
 COUNTS = (5, 3, 4)
@@ -158,15 +159,15 @@ def finetune(model, size, adapter, engine, rounds=2, **options):
         "lr_local": 0.002,
         "distill_steps": 2,
         "distill_batch_size": 4,
-        "lr_server": 0.002,
-        "server_optimizer": "sgd",
+        "distill_lr": 0.002,
+        "distill_optimizer": "sgd",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "accelerator": "cpu",
     }
     options = common | {"data": separate_datasets(size)} | options
-    return perada.finetune(model, adapter=adapter, engine=engine, rounds=rounds, **options)
+    return perada.finetune(model, **sections(adapter=adapter, engine=engine, rounds=rounds, **options))
 
 
 def roles(run):
@@ -287,7 +288,7 @@ def test_unknown_engines_are_refused():
 @pytest.mark.every(3)
 def test_half_precision_learns_what_single_precision_does(name, adapter, engine, algorithm, tmp_path):
     built, size = backbone(name, tmp_path)
-    options = {"algorithm": algorithm, "lr_personal": 0.05, "lr_local": 0.05, "lr_server": 0.05, "local_epochs": 3}
+    options = {"algorithm": algorithm, "lr_personal": 0.05, "lr_local": 0.05, "distill_lr": 0.05, "local_epochs": 3}
     start, full, half = (
         finetune(built.model, size, adapter, engine, rounds, precision=precision, **options)
         for rounds, precision in ((0, "32-true"), (1, "32-true"), (1, "bf16-mixed"))

@@ -10,6 +10,7 @@ import perada
 from perada.engine.fold_check import check_fold
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
+from tests.options import sections
 
 
 class Net(nn.Module):
@@ -53,7 +54,7 @@ def finetune(between, **options):
     torch.manual_seed(0)
     common = {"adapter": "full", "rounds": 2, "local_epochs": 1, "batch_size": 5, "lr_personal": 0.1, "lr_local": 0.1}
     quiet = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    return perada.finetune(Net(between), data(), **common | quiet | options)
+    return perada.finetune(Net(between), data(), **sections(**common | quiet | options))
 
 
 @pytest.mark.parametrize("between", MIXING)
@@ -87,8 +88,8 @@ def test_what_fails_in_a_folded_batch_takes_the_loop():
     with pytest.warns(
         UserWarning, match=r"for backbone 'test_vit': it fails on the images of two clients \(\w+Error: "
     ):
-        run = perada.finetune("test_vit", images, **options)
-    wanted = perada.finetune("test_vit", images, **options | {"engine": "loop"})
+        run = perada.finetune("test_vit", images, **sections(**options))
+    wanted = perada.finetune("test_vit", images, **sections(**options | {"engine": "loop"}))
     for key, value in wanted.state("global").items():
         assert torch.equal(run.state("global")[key], value)
 

@@ -17,6 +17,7 @@ from perada.data.batches.samples import make_store
 from perada.engine import Engine
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
+from tests.options import sections
 
 CLIENTS, ROWS, SIDE, CLASSES = 3, 4, 32, 5
 
@@ -216,14 +217,14 @@ def federation(**options):
 def run(data, adapter="head", net="test_resnet", **options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     options = {"rounds": 3, "clients_per_round": 2, "distill_steps": 4, "distill_batch_size": 5} | options
-    return perada.finetune(net, data, adapter=adapter, pretrained=False, **options, **quiet)
+    return perada.finetune(net, data, **sections(adapter=adapter, pretrained=False, **options, **quiet))
 
 
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 0.5, "max_norm": 1.0, "secure_rng": False}])
 def test_a_run_is_the_same_with_features(engine, privacy):
     with_features, without = (
-        run(federation(), engine=engine, privacy=privacy, server_optimizer="sgd", cache_features=use)
+        run(federation(), engine=engine, privacy=privacy, distill_optimizer="sgd", cache_features=use)
         for use in (True, False)
     )
     for role, client in (("global", None), ("personal", 0), ("personal", 1), ("personal", 2)):
@@ -264,7 +265,7 @@ def test_peculiar_networks_train_alike_with_features(way, engine):
     for use in (None, False):
         net = Peculiar(way)
         torch.manual_seed(1)  # of randomness that is not ours
-        trained = run(federation(), net=net, rounds=2, engine=engine, cache_features=use, server_optimizer="sgd")
+        trained = run(federation(), net=net, rounds=2, engine=engine, cache_features=use, distill_optimizer="sgd")
         states.append([trained.state("global"), *trained.states("personal")])
     for got, expected in zip(*states, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)

@@ -12,6 +12,7 @@ from perada.algorithms import FedAvg
 from perada.core.rounds import RoundPlan
 from perada.federation.server import find_outliers
 from perada.server import Updates
+from tests.options import sections
 
 ORDER: list[int] = []
 """The clients of the last round, in the order of the rows."""
@@ -39,7 +40,7 @@ class Hostile(FedAvg):
 
 def finetune(tiny, algorithm, **options):
     given = {"algorithm": algorithm, "rounds": 2, "clients_per_round": None}
-    return perada.finetune(tiny.net(), tiny.data(), **tiny.options | given | options)
+    return perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | given | options))
 
 
 def test_a_client_whose_update_the_algorithm_broke_is_left_out_and_named(tiny):

@@ -15,6 +15,7 @@ import perada
 from perada.algorithms import make_algorithm
 from perada.cli import main
 from perada.studies.report.records import run_report
+from tests.options import sections
 
 SIZES, CLASSES, PROX = (9, 5, 14, 7), 3, 0.7
 NAMES = {
@@ -57,7 +58,7 @@ def finetune(algorithm="perada", data=None, rounds=3, **options):
         "clients_per_round": 3,
         "lr_personal": 0.2,
         "lr_local": 0.2,
-        "lr_server": 0.01,
+        "distill_lr": 0.01,
         "distill_steps": 3,
         "distill_batch_size": 5,
         "logger": False,
@@ -65,7 +66,9 @@ def finetune(algorithm="perada", data=None, rounds=3, **options):
         "enable_progress_bar": False,
         "accelerator": "cpu",
     }
-    return perada.finetune(network(), data or task(), algorithm=algorithm, rounds=rounds, **common | options)
+    return perada.finetune(
+        network(), data or task(), **sections(algorithm=algorithm, rounds=rounds, **common | options)
+    )
 
 
 class Plain:

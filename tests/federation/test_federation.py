@@ -22,6 +22,7 @@ from perada.federation.settings import LocalTraining, Settings
 from perada.lightning import FederatedLoop
 from perada.models.adapted import find_tensor_names
 from perada.server import Distillation
+from tests.options import sections
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def task(broken=(), sizes=SIZES, test=False, validation=False):
 
 def finetune(data, algorithm="perada", rounds=1, **options):
     common = {"adapter": "full", "batch_size": 4, "lr_personal": 0.1, "lr_local": 0.1, "distill_steps": 2}
-    return perada.finetune(network(), data, algorithm=algorithm, rounds=rounds, **common | options, **QUIET)
+    return perada.finetune(network(), data, **sections(algorithm=algorithm, rounds=rounds, **common | options, **QUIET))
 
 
 def equal(left, right):
@@ -234,13 +235,13 @@ def test_validation_without_labelled_images_is_refused():
 
 
 def test_no_distillation_after_its_last_round():
-    two = finetune(task(), rounds=2, distill_until_round=1, lr_server=0.1)
+    two = finetune(task(), rounds=2, distill_until_round=1, distill_lr=0.1)
     federated, served = federation("perada", task(), distillation=Distillation(2, 128, lr=0.1))
     run_round(federated, served, 0)
     federated.settings.algorithm.uses_distillation = False
     run_round(federated, served, 1)
     assert equal(federated.global_state, two.state("global"))
-    assert not equal(federated.global_state, finetune(task(), rounds=2, lr_server=0.1).state("global"))
+    assert not equal(federated.global_state, finetune(task(), rounds=2, distill_lr=0.1).state("global"))
 
 
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg", "fedavg_ft", "standalone"])

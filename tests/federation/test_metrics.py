@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.federation.metrics import make_metrics, metric_names, spread
 from perada.federation.scores import Scores
+from tests.options import sections
 
 CLASSES = 4
 F2 = {"MulticlassFBetaScore": {"beta": 2.0, "average": "macro", "name": "f2"}}
@@ -187,7 +188,9 @@ def test_several_metrics_in_one_run(tiny, tmp_path, algorithm):
     def fit(metric):
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
         return perada.finetune(
-            tiny.net(), data, adapter="full", algorithm=algorithm, rounds=1, lr_local=0.5, metric=metric, **quiet
+            tiny.net(),
+            data,
+            **sections(adapter="full", algorithm=algorithm, rounds=1, lr_local=0.5, metric=metric, **quiet),
         )
 
     run, alone = fit(choice), fit("accuracy")

@@ -17,6 +17,7 @@ import perada
 from perada.lightning.checkpoint import AtomicCheckpointIO, find_checkpoint
 from perada.results.restore import check_intact_file, newest_intact
 from tests.disks import no_room
+from tests.options import sections
 
 CONTENT = {"state_dict": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}, "epoch": 4, "name": "ü"}
 
@@ -156,7 +157,7 @@ def test_nothing_is_written_into_the_temporary_directory(tiny, tmp_path, monkeyp
     """It may be on another file system, from which nothing can be renamed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
     options = tiny.options | {"rounds": 3, "default_root_dir": str(tmp_path), "logger": True}
-    perada.finetune(tiny.net(), tiny.data(), **options)
+    perada.finetune(tiny.net(), tiny.data(), **sections(**options))
     folder = tmp_path / "lightning_logs" / "version_0" / "checkpoints"
     assert sorted(os.listdir(folder)) == ["last.ckpt", "last.previous.ckpt"]
 
@@ -169,11 +170,13 @@ def test_a_disk_that_is_full_is_named_with_the_runs_folder(tiny, tmp_path, size)
         no_room(size),
         pytest.raises(OSError, match="File too large; fix this, and resume with") as full,
     ):
-        perada.finetune(tiny.net(), tiny.data(), **options)
+        perada.finetune(tiny.net(), tiny.data(), **sections(**options))
     assert str(tmp_path / "lightning_logs" / "version_0") in str(full.value)
     saved = any(tmp_path.rglob("*.ckpt"))
-    resumed = perada.finetune(tiny.net(), tiny.data(), **options, ckpt_path="last" if saved else None)
-    undisturbed = perada.finetune(tiny.net(), tiny.data(), **options | {"default_root_dir": str(tmp_path / "other")})
+    resumed = perada.finetune(tiny.net(), tiny.data(), **sections(**options, ckpt_path="last" if saved else None))
+    undisturbed = perada.finetune(
+        tiny.net(), tiny.data(), **sections(**options | {"default_root_dir": str(tmp_path / "other")})
+    )
     for role in ("global", "personal"):
         torch.testing.assert_close(resumed.states(role), undisturbed.states(role), rtol=0, atol=0)
 
@@ -199,20 +202,20 @@ def test_what_was_replaced_is_older_whatever_the_times_of_the_files_say(written)
 @pytest.mark.slow
 def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
     options = tiny.options | {"default_root_dir": str(tmp_path), "logger": True}
-    whole = perada.finetune(tiny.net(), tiny.data(), **options | {"rounds": 4})
+    whole = perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 4}))
     second = tmp_path / "second"
     options["default_root_dir"] = str(second)
-    perada.finetune(tiny.net(), tiny.data(), **options | {"rounds": 3})
+    perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 3}))
     last = second / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
     last.write_bytes(last.read_bytes()[:-1000])
     with pytest.raises(
         ValueError, match=r"last\.ckpt' is not a checkpoint, or was truncated \(.*\); give another, or 'last'"
     ):
-        perada.finetune(tiny.net(), tiny.data(), ckpt_path=str(last), **options | {"rounds": 4})
+        perada.finetune(tiny.net(), tiny.data(), **sections(ckpt_path=str(last), **options | {"rounds": 4}))
     with pytest.warns(
         UserWarning, match=r"'.*/last\.ckpt' is not a .* truncated .*, so the checkpoint before it is used"
     ):
-        resumed = perada.finetune(tiny.net(), tiny.data(), ckpt_path="last", **options | {"rounds": 4})
+        resumed = perada.finetune(tiny.net(), tiny.data(), **sections(ckpt_path="last", **options | {"rounds": 4}))
     for key, value in whole.state("global").items():
         assert torch.equal(resumed.state("global")[key], value)
     for path in Path(second).rglob("*.ckpt"):

@@ -15,6 +15,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 import perada
+from tests.options import sections
 
 
 class Killer(pl.Callback):
@@ -30,7 +31,7 @@ class Killer(pl.Callback):
 
 def fit(tiny, root, store="disk", rounds=4, **options):
     options = tiny.options | {"seed": 5, "default_root_dir": str(root), "client_store": store} | options
-    return perada.finetune(tiny.net(), tiny.data(), rounds=rounds, **options)
+    return perada.finetune(tiny.net(), tiny.data(), **sections(rounds=rounds, **options))
 
 
 def run_folder(root, version=0):

@@ -7,11 +7,14 @@ import torch
 import perada
 from perada.cli import main
 from perada.lightning import FederatedClassifier
+from tests.options import sections
 
 
 def fit(tiny, folder, rounds, **options):
     given = tiny.options | {"distill_steps": None, "distill_batch_size": None, "algorithm": "ditto"} | options
-    return perada.finetune(tiny.net(), tiny.data(public=False), **given, rounds=rounds, default_root_dir=str(folder))
+    return perada.finetune(
+        tiny.net(), tiny.data(public=False), **sections(**given, rounds=rounds, default_root_dir=str(folder))
+    )
 
 
 def equal(one, other):

@@ -15,6 +15,7 @@ import perada
 from perada.algorithms import FedAvg
 from perada.core.rounds import one_of
 from perada.privacy import ClientPrivacy, Privacy
+from tests.options import sections
 
 
 class Own(Dataset):
@@ -57,7 +58,7 @@ def federation(tiny, what, bad=2):
 def fit(tiny, data, rounds=3, net=None, **options):
     settings = tiny.options | {"adapter": "head", "algorithm": "ditto", "logger": False, "distill_steps": None}
     settings |= {"distill_batch_size": None, "clients_per_round": None, "enable_checkpointing": False}
-    return perada.finetune(net or tiny.net(), data, rounds=rounds, **(settings | options))
+    return perada.finetune(net or tiny.net(), data, **sections(rounds=rounds, **(settings | options)))
 
 
 FAULTS = {

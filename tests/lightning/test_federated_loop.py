@@ -22,6 +22,7 @@ from perada.algorithms import make_algorithm
 from perada.api import make_trainer
 from perada.lightning import FederatedLoop, PredictionFile, RoundProgressBar
 from perada.server import Distillation
+from tests.options import sections
 
 
 class Killer(pl.Callback):
@@ -186,7 +187,9 @@ def test_a_finished_run_can_go_on(tiny, tmp_path):
 def test_checkpoint_holds_safe_types_and_no_backbone(tiny, tmp_path):
     data = perada.FederatedDataModule(tiny.data(), batch_size=4)
     run = perada.finetune(
-        tiny.net(), data, **(tiny.options | {"adapter": "head", "rounds": 1, "default_root_dir": str(tmp_path)})
+        tiny.net(),
+        data,
+        **sections(**(tiny.options | {"adapter": "head", "rounds": 1, "default_root_dir": str(tmp_path)})),
     )
     saved = torch.load(run_folder(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["state_dict"] == {}
@@ -251,9 +254,9 @@ def test_another_partition_of_the_same_sizes_is_refused(tiny, tmp_path):
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     options = {"adapter": "head", "algorithm": "fedavg", "accelerator": "cpu", "default_root_dir": str(tmp_path)}
     options["enable_progress_bar"] = False
-    perada.finetune(net, data(0), rounds=1, **options)
+    perada.finetune(net, data(0), **sections(rounds=1, **options))
     with pytest.raises(ValueError, match=r"its partition of the data is '[0-9a-f]{16}', here it is"):
-        perada.finetune(net, data(1), rounds=2, ckpt_path="last", **options)
+        perada.finetune(net, data(1), **sections(rounds=2, ckpt_path="last", **options))
 
 
 def accuracy(model, dataset):
@@ -472,8 +475,8 @@ def test_a_client_whose_loss_is_nan_is_named_and_left_out(tiny, tmp_path):
     data.train[1].tensors[0][:] = 3e38
     arguments = tiny.options | {"clients_per_round": None, "rounds": 1, "logger": False}
     with pytest.warns(UserWarning, match="round 1: the loss of client 1 became NaN"):
-        run = perada.finetune(tiny.net(), data, **arguments)
-    start = perada.finetune(tiny.net(), tiny.data(), **(arguments | {"rounds": 0}))
+        run = perada.finetune(tiny.net(), data, **sections(**arguments))
+    start = perada.finetune(tiny.net(), tiny.data(), **sections(**(arguments | {"rounds": 0})))
     assert torch.equal(run.state("personal", 1)["7.weight"], start.state("personal", 1)["7.weight"])
     assert not torch.equal(run.state("personal", 0)["7.weight"], start.state("personal", 0)["7.weight"])
     assert all(value.isfinite().all() for value in run.state("global").values())
@@ -516,7 +519,7 @@ CHANGES = [
     ({"batch_size": 3}, "batch_size="),
     ({"algorithm_options": {"prox_strength": 9.0}}, "algorithm='PerAda(prox_strength=1.0"),
     ({"local_steps": 3, "local_epochs": None}, "local_training="),
-    ({"lr_server": 0.5}, "distillation.lr="),
+    ({"distill_lr": 0.5}, "distillation.lr="),
     ({"momentum": 0.3}, "momentum="),
 ]
 
@@ -525,13 +528,13 @@ CHANGES = [
 @pytest.mark.every(3)
 def test_a_run_is_not_resumed_with_other_options_but_for_those_that_are_allowed(tiny, tmp_path, changed, message):
     options = tiny.options | {"lr_local": 0.1, "logger": True, "default_root_dir": str(tmp_path)}
-    perada.finetune(tiny.net(), tiny.data(), **options | {"rounds": 1})
+    perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 1}))
     saved = str(run_folder(tmp_path) / "checkpoints" / "last.ckpt")
     options |= changed | {"ckpt_path": saved, "rounds": 2}
     with pytest.raises(ValueError, match=re.escape(f"the checkpoint belongs to a run with {message}")) as error:
-        perada.finetune(tiny.net(), tiny.data(), **options)
+        perada.finetune(tiny.net(), tiny.data(), **sections(**options))
     (name,) = re.findall(r"resume_allow=\['(.*)'\]", str(error.value))
-    resumed = perada.finetune(tiny.net(), tiny.data(), **options, resume_allow=[name])
+    resumed = perada.finetune(tiny.net(), tiny.data(), **sections(**options, resume_allow=[name]))
     assert [row["round"] for row in resumed.metrics["rounds"]] == [0, 1]
     with pytest.raises(ValueError, match="resume_allow='lr_locl' is unknown"):
-        perada.finetune(tiny.net(), tiny.data(), **options, resume_allow=["lr_locl"])
+        perada.finetune(tiny.net(), tiny.data(), **sections(**options, resume_allow=["lr_locl"]))

@@ -9,6 +9,7 @@ from pytorch_lightning import callbacks as lightning
 import perada
 from perada.data import FederatedDataModule
 from perada.lightning import FederatedClassifier, FederatedLoop
+from tests.options import sections
 
 
 class OwnAverage(lightning.WeightAveraging):
@@ -58,7 +59,7 @@ def test_every_callback_of_lightning_is_looked_at():
 
 def finetune(tiny, callback, **options):
     common = tiny.options | {"rounds": 3, "local_steps": 1, "distill_steps": 1, "enable_checkpointing": None}
-    return perada.finetune(tiny.net(), tiny.data(), callbacks=callback, **common | options)
+    return perada.finetune(tiny.net(), tiny.data(), **sections(callbacks=callback, **common | options))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -6,6 +6,7 @@ import torch
 
 import perada
 from perada.data import FederatedData
+from tests.options import sections
 
 
 def named(tiny, names, sizes=None):
@@ -17,7 +18,7 @@ def named(tiny, names, sizes=None):
 
 def run(tiny, folder, data, rounds, **options):
     given = tiny.options | {"distill_steps": None, "distill_batch_size": None, "algorithm": "ditto"} | options
-    return perada.finetune(tiny.net(), data, **given, rounds=rounds, default_root_dir=str(folder))
+    return perada.finetune(tiny.net(), data, **sections(**given, rounds=rounds, default_root_dir=str(folder)))
 
 
 def equal(one, other):

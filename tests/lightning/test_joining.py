@@ -12,6 +12,7 @@ import perada
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.privacy import Privacy
+from tests.options import sections
 
 # A few steps on few images may make a model worse, which is warned of, and tested below.
 pytestmark = pytest.mark.filterwarnings("ignore:client .* its personal model is worse:UserWarning")
@@ -41,7 +42,7 @@ def finished(tiny, algorithm="perada", **options):
     if algorithm not in ("perada", "feddf"):
         settings |= {"distill_steps": None, "distill_batch_size": None}
     return perada.finetune(
-        network(tiny), tiny.data(public=algorithm == "perada"), **settings | options, algorithm=algorithm
+        network(tiny), tiny.data(public=algorithm == "perada"), **sections(**settings | options, algorithm=algorithm)
     )
 
 

@@ -19,6 +19,7 @@ from perada.core.states import get_state
 from perada.lightning import FederatedLoop
 from perada.lightning import module as lightning_module
 from perada.models.adapted import find_tensor_names
+from tests.options import sections
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,9 @@ def test_scores_are_those_of_every_model_alone(tiny, metric, several):
 
 
 def test_where_clients_share_the_global_model_each_has_its_scores(tiny):
-    run = finetune(tiny.net(), tiny.data(), **(tiny.options | {"algorithm": "fedavg", "rounds": 1, "logger": False}))
+    run = finetune(
+        tiny.net(), tiny.data(), **sections(**(tiny.options | {"algorithm": "fedavg", "rounds": 1, "logger": False}))
+    )
     assert len(run.metrics["clients"]["personal/global_test"]) == 5
     assert len(run.metrics["clients"]["personal/local_test"]) == 5
     assert len(set(run.metrics["clients"]["personal/global_test"])) == 1

@@ -15,6 +15,7 @@ import perada
 from perada.algorithms import PerAda
 from perada.lightning import FederatedLoop
 from perada.privacy import Privacy, history_epsilon
+from tests.options import sections
 
 PIXELS, CLASSES, SIGMA = 16, 3, 1000.0
 PLAIN = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -133,7 +134,7 @@ def test_a_copy_of_all_objects_after_the_fit_has_been_fitted():
 
 def test_one_data_module_serves_one_loop_after_the_other():
     served = data()
-    runs = [perada.finetune(module().backbone, served, adapter="full", rounds=1, **PLAIN) for _ in range(3)]
+    runs = [perada.finetune(module().backbone, served, **sections(adapter="full", rounds=1, **PLAIN)) for _ in range(3)]
     first, *others = [next(iter(run.state("global").values())) for run in runs]
     assert all(torch.equal(first, other) for other in others)
 
@@ -193,7 +194,7 @@ class Meddler(pl.Callback):
 
 
 def use_for_another_run(served):
-    perada.finetune(module().backbone, served, adapter="full", rounds=1, local_steps=9, **PLAIN)
+    perada.finetune(module().backbone, served, **sections(adapter="full", rounds=1, local_steps=9, **PLAIN))
 
 
 @pytest.mark.parametrize(

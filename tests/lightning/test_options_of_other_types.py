@@ -8,6 +8,7 @@ import pytest
 import perada
 from perada.data import ByDomain, Digits, Dirichlet, FederatedData, FederatedDataModule, FromFile
 from perada.models.adapted import METHODS
+from tests.options import sections
 
 WRONG = [
     ("seed", 0.5),
@@ -28,16 +29,13 @@ WRONG = [
     ("resume_allow", "lr_local"),
     ("metric", 10**12),
     ("metric", None),
-    ("lr_server", -1),
-    ("server_optimizer", []),
-    ("distill_temperature", "hot"),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_one_line_says_what_is_wrong(tiny, name, value):
     with pytest.raises(ValueError, match=rf"^{name}=") as raised:
-        perada.finetune(tiny.net(), tiny.data(), **tiny.options | {name: value})
+        perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | {name: value}))
     said = str(raised.value)
     assert said.startswith(f"{name}={value!r} ")
     assert "; " in said

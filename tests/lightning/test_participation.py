@@ -15,6 +15,7 @@ from perada.cli import main
 from perada.core.rounds import sample_cohort
 from perada.federation.participation import STALE, Participation
 from perada.results.clients import forget
+from tests.options import sections
 
 from .test_failing_clients import Later, federation
 from .test_growth import named
@@ -28,7 +29,7 @@ SECTIONS = {
 def fit(tiny, rounds=4, data=None, **options):
     settings = tiny.options | {"algorithm": "ditto", "logger": False, "distill_steps": None, "distill_batch_size": None}
     settings |= {"enable_checkpointing": False} | options
-    return perada.finetune(tiny.net(), data or tiny.data(public=False), rounds=rounds, **settings)
+    return perada.finetune(tiny.net(), data or tiny.data(public=False), **sections(rounds=rounds, **settings))
 
 
 def drawn(rounds, clients=5, size=2, seed=0):

@@ -27,6 +27,7 @@ from perada.lightning import setup
 from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.server import Distillation, Distiller
+from tests.options import sections
 
 LossScaling = partial(torch.amp.GradScaler, "cpu")
 STEPS, COUNTS, CLASSES = (12, 9, 9, 4), (6, 4, 6, 5), 3
@@ -250,7 +251,7 @@ def plugin(**options):
 
 def finetune(tiny, rounds=2, **options):
     options = tiny.options | {"rounds": rounds, "logger": False, "num_classes": 3} | options
-    return perada.finetune(tiny.net(), tiny.data(), **options)
+    return perada.finetune(tiny.net(), tiny.data(), **sections(**options))
 
 
 def records(run, name):
@@ -317,7 +318,7 @@ def test_half_precision_follows_single_precision(precision, bound):
 
     public = TensorDataset(torch.randn(16, 3, 32, 32, generator=random))
     data = perada.FederatedData([part(24), part(16), part(32)], [part(6)] * 3, public)
-    rates = {"lr_personal": 0.02, "lr_local": 0.02, "lr_server": 0.01, "server_optimizer": "sgd"}
+    rates = {"lr_personal": 0.02, "lr_local": 0.02, "distill_lr": 0.01, "distill_optimizer": "sgd"}
     quiet = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False}
     sizes = {"batch_size": 8, "distill_steps": 5, "distill_batch_size": 8}
     lower = {"precision": precision} if precision == "bf16-mixed" else plugin(init_scale=2.0**10)
@@ -325,7 +326,11 @@ def test_half_precision_follows_single_precision(precision, bound):
     for rounds, options in ((0, {}), (2, {}), (2, lower)):
         torch.manual_seed(0)
         model = timm.create_model("test_resnet", num_classes=4, zero_init_last=False)
-        runs.append(perada.finetune(model, data, adapter="lora", rounds=rounds, **rates, **quiet, **sizes, **options))
+        runs.append(
+            perada.finetune(
+                model, data, **sections(adapter="lora", rounds=rounds, **rates, **quiet, **sizes, **options)
+            )
+        )
     for role, client in (("global", None), ("personal", 0), ("personal", 1), ("personal", 2)):
         start, single, half = (
             torch.cat([run.state(role, client)[key].flatten() for key in run.state("global")]) for run in runs

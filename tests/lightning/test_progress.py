@@ -8,6 +8,7 @@ import pytest
 
 import perada
 from perada.lightning import RoundLines, RoundProgressBar, round_progress
+from tests.options import sections
 
 SHOWN = {
     "personal/local_test": "own images",
@@ -19,7 +20,7 @@ SHOWN = {
 
 def test_a_file_gets_a_line_for_each_round(tiny, tmp_path, capsys):
     options = tiny.options | {"enable_progress_bar": True, "default_root_dir": tmp_path, "eval_every": 2}
-    run = perada.finetune(tiny.net(), tiny.data(), rounds=4, **options)
+    run = perada.finetune(tiny.net(), tiny.data(), **sections(rounds=4, **options))
     said = capsys.readouterr().err
     assert "\r" not in said
     lines = [line for line in said.splitlines() if line.startswith("Round ")]
@@ -44,9 +45,9 @@ def test_a_terminal_and_a_notebook_get_bars(monkeypatch):
 def test_a_refused_run_leaves_no_folder(tiny, tmp_path):
     options = tiny.options | {"default_root_dir": tmp_path}
     with pytest.raises(ValueError, match="clients_per_round=9 cannot be used"):
-        perada.finetune(tiny.net(), tiny.data(), rounds=1, **options | {"clients_per_round": 9})
+        perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options | {"clients_per_round": 9}))
     assert [*tmp_path.iterdir()] == []
-    perada.finetune(tiny.net(), tiny.data(), rounds=1, **options)
+    perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options))
     with pytest.raises(ValueError, match="clients_per_round=9 cannot be used"):
-        perada.finetune(tiny.net(), tiny.data(), rounds=1, **options | {"clients_per_round": 9})
+        perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **options | {"clients_per_round": 9}))
     assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]

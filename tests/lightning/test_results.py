@@ -8,11 +8,12 @@ import torch
 from pytorch_lightning.loggers import CSVLogger
 
 import perada
+from tests.options import sections
 
 
 def fit(tiny, path, rounds=2, **options):
     options = tiny.options | {"rounds": rounds, "default_root_dir": path} | options
-    return perada.finetune(tiny.net(), options.pop("data", None) or tiny.data(), **options)
+    return perada.finetune(tiny.net(), options.pop("data", None) or tiny.data(), **sections(**options))
 
 
 def saved(path, version=0):

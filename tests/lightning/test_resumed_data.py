@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import perada
 from perada.data import FederatedData, fingerprints
+from tests.options import sections
 
 SIZE = 12
 NAMES = ["north", "south", "east"]
@@ -59,7 +60,7 @@ def fit(folder, given, rounds=1, **options):
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
     options = {"algorithm": "ditto", "adapter": "head", "batch_size": 6, "num_classes": 3} | options
     options |= {"enable_progress_bar": False, "accelerator": "cpu", "default_root_dir": str(folder)}
-    return perada.finetune(net, given, rounds=rounds, **options)
+    return perada.finetune(net, given, **sections(rounds=rounds, **options))
 
 
 def other_label(client):
@@ -244,14 +245,14 @@ def test_image_files_with_other_content_are_refused(tmp_path):
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8 * 8 * 3, 2))
     options = {"adapter": "head", "algorithm": "fedavg", "accelerator": "cpu", "enable_progress_bar": False}
     options["default_root_dir"] = str(tmp_path)
-    perada.finetune(net, given(), rounds=1, **options)
+    perada.finetune(net, given(), **sections(rounds=1, **options))
     # The names of the files and what is drawn as test images by their content stay; a client's images do not.
     before = given().fingerprint
     for number in range(10):
         write(tmp_path / "images", "b", f"{number}.png", number + 50)
     assert given().fingerprint["train"]["images"] != before["train"]["images"]
     with pytest.raises(ValueError, match="belongs to"):
-        perada.finetune(net, given(), rounds=2, ckpt_path="last", **options)
+        perada.finetune(net, given(), **sections(rounds=2, ckpt_path="last", **options))
 
 
 def test_of_many_clients_a_bounded_number_is_read(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 import perada
 from perada.federation.evaluation import Evaluation
 from perada.lightning import scoring
+from tests.options import sections
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_a_run_says_it_once_and_right_after_the_first_batch(tiny, tmp_path, capl
     data = perada.FederatedDataModule(tiny.data(), batch_size=4, eval_batch_size=6)
     options = {name: value for name, value in tiny.options.items() if name != "batch_size"}
     with caplog.at_level(logging.INFO):
-        perada.finetune(tiny.net(), data, rounds=2, **options, default_root_dir=tmp_path)
+        perada.finetune(tiny.net(), data, **sections(rounds=2, **options, default_root_dir=tmp_path))
     assert len(scored) >= 4
     assert scored[0] == 0 and set(scored[1:]) == {1}
     (notice,) = [record.getMessage() for record in caplog.records if "personal models" in record.getMessage()]
@@ -54,5 +55,5 @@ def test_a_run_says_it_once_and_right_after_the_first_batch(tiny, tmp_path, capl
 
 def test_a_short_one_is_not_mentioned(tiny, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        perada.finetune(tiny.net(), tiny.data(), rounds=1, **tiny.options, default_root_dir=tmp_path)
+        perada.finetune(tiny.net(), tiny.data(), **sections(rounds=1, **tiny.options, default_root_dir=tmp_path))
     assert not [record for record in caplog.records if "takes about" in record.getMessage()]

@@ -23,6 +23,7 @@ from perada.engine.engine import Engine
 from perada.federation.evaluation import sample_clients
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
+from tests.options import sections
 
 CLASSES, SEED = 3, 4
 
@@ -87,7 +88,7 @@ def run(algorithm="ditto", multilabel=False, when="end", given=None, rounds=2, l
     )
     fixed = {"adapter": "full", "lr_personal": lr, "lr_local": lr, "seed": SEED, "rounds": rounds, "logger": logger}
     quiet = {"accelerator": "cpu", "enable_progress_bar": False}
-    return perada.finetune(network(), data, algorithm=algorithm, **fixed, **quiet, **options)
+    return perada.finetune(network(), data, **sections(algorithm=algorithm, **fixed, **quiet, **options))
 
 
 def corrupted(image, kind, severity, place):
@@ -309,7 +310,7 @@ def test_features_and_images_give_the_same_scores(monkeypatch):
         data = perada.FederatedDataModule(federation(), shifts=shifts(), batch_size=4, eval_batch_size=7)
         options = {"adapter": "head", "seed": SEED, "rounds": 1, "logger": False, "accelerator": "cpu"}
         return perada.finetune(
-            network(), data, algorithm="ditto", cache_features=cache, enable_progress_bar=False, **options
+            network(), data, **sections(algorithm="ditto", cache_features=cache, enable_progress_bar=False, **options)
         )
 
     plain = fit(False)

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
+from tests.options import sections
 
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))
 
@@ -39,7 +40,7 @@ def finetune(network, adapter="lora", **options):
     data = perada.FederatedData([part(8), part(6)], [part(3), part(3)])
     common = {"algorithm": "ditto", "rounds": 1, "local_steps": 2, "batch_size": 4, "accelerator": "cpu"}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return perada.finetune(network, data, adapter=adapter, **common | quiet | options)
+    return perada.finetune(network, data, **sections(adapter=adapter, **common | quiet | options))
 
 
 ADAPTERS = ["lora", "ia3", peft.LoHaConfig(), peft.OFTConfig(oft_block_size=4), peft.VeraConfig(r=4)]

@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.data import FederatedData
 from perada.models.backbones import build_backbone
+from tests.options import sections
 
 ADAPTERS = [
     ("test_resnet", "residual"),
@@ -30,14 +31,14 @@ def data(size):
 def test_another_run_begins_with_the_same_logits_and_trains(backbone, adapter):
     size = 32 if backbone == "test_resnet" else 160
     own = {**OPTIONS, "algorithm": "fedavg", "adapter": adapter}
-    run = perada.finetune(backbone, data(size), rounds=1, lr_local=0.1, **own)
+    run = perada.finetune(backbone, data(size), **sections(rounds=1, lr_local=0.1, **own))
     before, x = run.global_model(), torch.randn(2, 3, size, size)
-    again = perada.finetune(before, data(size), rounds=0, **own)
+    again = perada.finetune(before, data(size), **sections(rounds=0, **own))
     with torch.no_grad():
         torch.testing.assert_close(
             again.global_model()(x), before(x), rtol=0, atol=1e-4
         )  # a head that was not taken over would differ by 0.1
-    trained = perada.finetune(before, data(size), rounds=1, lr_local=0.1, **own).global_model()
+    trained = perada.finetune(before, data(size), **sections(rounds=1, lr_local=0.1, **own)).global_model()
     with torch.no_grad():
         assert (trained(x) - before(x)).abs().max() > 1e-3
     assert build_backbone(before, 3).image == run.adapted().backbone.image  # so that images are normalised alike

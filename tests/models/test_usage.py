@@ -20,6 +20,7 @@ from perada.engine.fold_check import check_fold
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.models.usage import check_usage
+from tests.options import sections
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(5))
 
@@ -161,7 +162,7 @@ def data(seed=1):
 def finetune(network, adapter="lora", **options):
     common = {"algorithm": "fedavg", "rounds": 1, "local_steps": 2, "batch_size": 4, "lr_local": 0.2}
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    return perada.finetune(network, data(), adapter=adapter, **common | quiet | options)
+    return perada.finetune(network, data(), **sections(adapter=adapter, **common | quiet | options))
 
 
 @pytest.mark.parametrize(

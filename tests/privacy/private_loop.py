@@ -20,6 +20,7 @@ import perada
 from perada.core.rounds import sample_cohort
 from perada.core.seeding import generator
 from perada.privacy import poisson_batches
+from tests.options import sections
 
 from ..algorithms.problems import (
     BATCH,
@@ -85,17 +86,19 @@ def train(algorithm, privacy, rounds=ROUNDS, dropout=0.0, net=None, data=None, *
         "lr_personal": LR_PERSONAL,
         "lr_local": LR_LOCAL,
         "distill_steps": 0,
-        "lr_server": LR_SERVER,
-        "server_optimizer": "sgd",
+        "distill_lr": LR_SERVER,
+        "distill_optimizer": "sgd",
         "seed": SEED,
     }
     return perada.finetune(
         net or network(dropout),
         data or task(),
-        algorithm=algorithm,
-        rounds=rounds,
-        privacy=seeded(privacy),
-        **common | QUIET | options,
+        **sections(
+            algorithm=algorithm,
+            rounds=rounds,
+            privacy=seeded(privacy),
+            **common | QUIET | options,
+        ),
     )
 
 

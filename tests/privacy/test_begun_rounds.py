@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.privacy import clipping, history_epsilon
 from perada.privacy.protection import JOURNAL, Journal, read_journals
+from tests.options import sections
 
 from .private_loop import once
 
@@ -51,7 +52,7 @@ def fit(root, rounds=3, callbacks=(), ckpt_path=None, **options):
     common = {"adapter": "full", "algorithm": "perada_no_kd", "batch_size": "full", "lr_local": 0.1, "local_steps": 1}
     common |= {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(root)}
     network, given = nn.Sequential(nn.Flatten(), layer), {"callbacks": list(callbacks), "ckpt_path": ckpt_path}
-    return perada.finetune(network, federation(), rounds=rounds, **common | given | options)
+    return perada.finetune(network, federation(), **sections(rounds=rounds, **common | given | options))
 
 
 def checkpoints(root, version=0):
@@ -506,7 +507,7 @@ def test_a_client_that_breaks_is_counted_like_the_others(tmp_path, level):
     options = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "local_steps": 1, "rounds": 2}
     options |= {"accelerator": "cpu", "enable_progress_bar": False, "logger": False}
     network = nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, CLASSES))
-    run = perada.finetune(network, data, **options, **LEVELS[level])
+    run = perada.finetune(network, data, **sections(**options, **LEVELS[level]))
     assert spent(run, level) == pytest.approx([epsilon(2)] * CLIENTS)
     assert all(value.isfinite().all() for value in run.state("global").values())
 
@@ -522,7 +523,7 @@ def test_a_round_in_which_every_client_breaks_is_one_of_noise(monkeypatch):
     options |= {"accelerator": "cpu", "enable_progress_bar": False, "logger": False}
     network = nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, CLASSES))
     before, after = (
-        perada.finetune(network, data, rounds=rounds, **options, **LEVELS["clients"]).state("global")
+        perada.finetune(network, data, **sections(rounds=rounds, **options, **LEVELS["clients"])).state("global")
         for rounds in (0, 1)
     )
     assert all(value.isfinite().all() for value in after.values())

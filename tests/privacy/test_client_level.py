@@ -42,6 +42,7 @@ from perada.privacy.client_level import (
 from perada.privacy.rehearsal import check_client_level
 from perada.server import Updates, client_weights
 from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, ServerRule, make_rule
+from tests.options import sections
 
 from ..algorithms.problems import MERGING, QUIET
 
@@ -392,7 +393,7 @@ def test_noise_leaves_no_negative_variance_in_a_model():
     parts = [TensorDataset(torch.randn(8, 1, 6, 6), torch.arange(8) % 2) for _ in range(4)]
     options = {"adapter": "full", "algorithm": "fedavg", "rounds": 1, "local_steps": 1, "batch_size": 4, **QUIET}
     level = ClientPrivacy(noise_multiplier=50.0, max_norm=1.0, secure_rng=False)
-    run = perada.finetune(net, perada.FederatedData(parts, parts), client_privacy=level, **options)
+    run = perada.finetune(net, perada.FederatedData(parts, parts), **sections(client_privacy=level, **options))
     variances = run.state("global")["1.running_var"]
     assert (variances == 0).any()  # noise of 12 on variances of 1: some were below
     assert (variances >= 0).all()
@@ -601,17 +602,19 @@ def test_the_servers_step_sees_the_noisy_mean_in_every_row(clipping):
     run = perada.finetune(
         nn.Sequential(nn.Flatten(), nn.Linear(values // 2, 2, bias=False)),
         perada.FederatedData([dark] * clients, num_classes=2),
-        adapter="full",
-        algorithm=TakesOneClient(),
-        rounds=1,
-        client_privacy={
-            "noise_multiplier": z,
-            "max_norm": bound,
-            "clipping": clipping,
-            "count_noise": 9.0,
-            "delta": 1e-3,
-        },
-        **QUIET,
+        **sections(
+            adapter="full",
+            algorithm=TakesOneClient(),
+            rounds=1,
+            client_privacy={
+                "noise_multiplier": z,
+                "max_norm": bound,
+                "clipping": clipping,
+                "count_noise": 9.0,
+                "delta": 1e-3,
+            },
+            **QUIET,
+        ),
     )
     *_, (received, updates) = TakesOneClient.seen  # after what the trial at set-up has seen
     (key,) = updates

@@ -17,6 +17,7 @@ import perada
 from perada.privacy import noisy_mean
 from perada.privacy.clipping import with_noise
 from perada.privacy.gradients import PerSampleGrads
+from tests.options import sections
 
 from ..algorithms.problems import QUIET
 from .private_loop import once
@@ -48,7 +49,7 @@ def mixed_network(dtype):
 
 def train(images, dtype, make=network, **options):
     common = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "lr_local": 1.0, "rounds": 1}
-    run = perada.finetune(make(dtype), federation(images, dtype), **common | QUIET | options)
+    run = perada.finetune(make(dtype), federation(images, dtype), **sections(**common | QUIET | options))
     return next(iter(run.state("global").values()))
 
 
@@ -94,14 +95,16 @@ def test_computing_in_half_precision_trains_in_single(adapter, engine):
     run = perada.finetune(
         "test_vit",
         perada.FederatedDataModule(perada.FederatedData([part] * 2, num_classes=3), batch_size=2, image_size=32),
-        adapter=adapter,
-        pretrained=False,
-        algorithm="perada_no_kd",
-        rounds=1,
-        local_steps=1,
-        precision="bf16-mixed",
-        privacy={"noise_multiplier": 1.0, "delta": 1e-3, "engine": "auto" if engine == "loop" else engine},
-        **options | {name: value for name, value in QUIET.items() if name != "precision"},
+        **sections(
+            adapter=adapter,
+            pretrained=False,
+            algorithm="perada_no_kd",
+            rounds=1,
+            local_steps=1,
+            precision="bf16-mixed",
+            privacy={"noise_multiplier": 1.0, "delta": 1e-3, "engine": "auto" if engine == "loop" else engine},
+            **options | {name: value for name, value in QUIET.items() if name != "precision"},
+        ),
     )
     assert {value.dtype for value in run.state("global").values() if value.is_floating_point()} == {torch.float32}
 
@@ -134,11 +137,13 @@ def test_frozen_weights_may_be_in_half_precision():
     run = perada.finetune(
         mixed_network(torch.bfloat16),
         federation(8, torch.bfloat16),
-        adapter="head",
-        algorithm="fedavg",
-        rounds=1,
-        privacy={"noise_multiplier": SIGMA},
-        **QUIET,
+        **sections(
+            adapter="head",
+            algorithm="fedavg",
+            rounds=1,
+            privacy={"noise_multiplier": SIGMA},
+            **QUIET,
+        ),
     )
     assert {value.dtype for value in run.state("global").values()} == {torch.float32}
 

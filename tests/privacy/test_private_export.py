@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from transformers import ViTConfig, ViTForImageClassification
 
 import perada
+from tests.options import sections
 
 from ..algorithms.problems import QUIET
 from .private_loop import once
@@ -79,7 +80,7 @@ def test_exported_lora_is_what_was_trained(tmp_path, kind, sigma, engine):
     privacy = {"noise_multiplier": sigma, "max_norm": 0.5, "delta": 1e-3, "engine": engine}
 
     def train(rounds):
-        return perada.finetune(data=federation(), rounds=rounds, privacy=privacy, **backbone, **options)
+        return perada.finetune(**sections(data=federation(), rounds=rounds, privacy=privacy, **backbone, **options))
 
     run, start = train(2), train(0).state("global")
     assert any("lora_A" in key for key in start)

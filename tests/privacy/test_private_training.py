@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import APFL, FedAlt, FedSim, PerAda, PFedMe
 from perada.federation.cohort import Cohort
+from tests.options import sections
 
 from ..algorithms.problems import CLIENTS, PROX, QUIET, SIZES, assert_same, distance
 from . import private_loop as plain
@@ -96,7 +97,7 @@ def many_clients(number, **options):
         torch.manual_seed(1)
         net = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 3)).double()
         common = {"adapter": "full", "lr_personal": 0.5, "lr_local": 0.5, "distill_steps": 0} | QUIET
-        return perada.finetune(net, data, algorithm=algorithm, privacy=privacy, **common | options | more)
+        return perada.finetune(net, data, **sections(algorithm=algorithm, privacy=privacy, **common | options | more))
 
     return sizes, run
 
@@ -163,7 +164,9 @@ def test_each_client_has_the_noise_that_was_calibrated_for_it(monkeypatch):
     options = {"adapter": "full", "lr_personal": 1.0, "batch_size": 4, "local_steps": 1, "clients_per_round": 16}
     privacy = {"noise_multiplier": None, "target_epsilon": 2.0, "delta": 1e-3, "max_norm": 0.5}
     run = perada.finetune(
-        nn.Sequential(nn.Flatten(), layer), data, algorithm="standalone", rounds=1, privacy=privacy, **options | QUIET
+        nn.Sequential(nn.Flatten(), layer),
+        data,
+        **sections(algorithm="standalone", rounds=1, privacy=privacy, **options | QUIET),
     )
     noise, took_part = run.info["privacy"]["sample"]["noise_multipliers"], 0
     assert noise[:4] == pytest.approx([3.0, 1 + 8 / 6, 1 + 8 / 12, 1 + 8 / 24])

@@ -14,6 +14,7 @@ from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.privacy import Privacy
 from perada.privacy.probe import check_one_image
+from tests.options import sections
 
 from ..algorithms.problems import QUIET
 from .private_loop import once
@@ -147,7 +148,7 @@ def federation(dtype=torch.float32):
 def train(between, privacy=None, **options):
     common = {"adapter": "full", "algorithm": "perada_no_kd", "rounds": 1, "batch_size": BATCH}
     level = {"privacy": {"noise_multiplier": 1.0, "delta": 1e-3} | (privacy or {})}
-    return perada.finetune(Network(between), federation(), **common | level | QUIET | options)
+    return perada.finetune(Network(between), federation(), **sections(**common | level | QUIET | options))
 
 
 @pytest.mark.parametrize("engine", ["folded", "loop"])
@@ -278,9 +279,9 @@ class OfTwoFormatsMixing(OfTwoFormats):
 def test_a_network_of_two_number_formats_is_tried_in_these(section):
     level = {"privacy": None, section: {"noise_multiplier": 1.0, "delta": 1e-3}}
     options = {"adapter": "head", "algorithm": "fedavg", "rounds": 1, "batch_size": BATCH} | level | QUIET
-    assert len(perada.finetune(Network(OfTwoFormats()), federation(), **options).metrics["rounds"]) == 1
+    assert len(perada.finetune(Network(OfTwoFormats()), federation(), **sections(**options)).metrics["rounds"]) == 1
     with pytest.raises(ValueError, match=r"the other images of its batch|mixes the images of all clients"):
-        perada.finetune(Network(OfTwoFormatsMixing()), federation(), **options)
+        perada.finetune(Network(OfTwoFormatsMixing()), federation(), **sections(**options))
 
 
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
@@ -305,10 +306,10 @@ def test_clients_that_share_a_batch_are_kept_apart():
     with pytest.raises(
         ValueError, match=r"client_privacy: the network mixes the images of all clients .*engine='loop'"
     ):
-        perada.finetune(Network(layer(mixes_a_little)), federation(), **options | QUIET)
+        perada.finetune(Network(layer(mixes_a_little)), federation(), **sections(**options | QUIET))
     for more in ({"engine": "loop"}, {"clients_per_chunk": 1}):
-        perada.finetune(Network(layer(mixes_a_little)), federation(), **options | QUIET | more)
-    perada.finetune(Network(nn.BatchNorm1d(8)), federation(), **options | QUIET)  # each client's own
+        perada.finetune(Network(layer(mixes_a_little)), federation(), **sections(**options | QUIET | more))
+    perada.finetune(Network(nn.BatchNorm1d(8)), federation(), **sections(**options | QUIET))  # each client's own
 
 
 def test_the_model_itself_is_left_as_it_was():

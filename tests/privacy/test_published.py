@@ -14,6 +14,7 @@ from perada.lightning.joining import personalize
 from perada.results.run import Run
 from perada.studies.report.page import write_page
 from perada.studies.report.records import Record, read_records
+from tests.options import sections
 
 SECTIONS = {
     "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
@@ -38,10 +39,10 @@ def fitted(section, folder=None, **options):
     level = {section: SECTIONS[section]} if section else {}
     logger = {} if folder is not None else {"logger": False}
     return perada.finetune(
-        network(), data, adapter="full", algorithm="ditto", rounds=2, batch_size=4, local_steps=2, accelerator="cpu",
-        metric=["accuracy", "recall_per_class"], enable_progress_bar=False, default_root_dir=folder,
+        network(), data, **sections(adapter="full", algorithm="ditto", rounds=2, batch_size=4, local_steps=2,
+        accelerator="cpu", metric=["accuracy", "recall_per_class"], enable_progress_bar=False, default_root_dir=folder,
         **level | logger | options,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def names(content, above=""):

@@ -17,6 +17,7 @@ import perada
 from perada.cli import main
 from perada.core.seeding import generator
 from perada.results.report import TEST_MODE
+from tests.options import sections
 
 from ..algorithms.problems import QUIET
 from .private_loop import once
@@ -51,7 +52,7 @@ def train(privacy=None, rounds=1, **options):
     common = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "lr_local": LR, "seed": SEED}
     given = {"noise_multiplier": SIGMA, "max_norm": BOUND, "delta": 1e-3} | (privacy or {})
     data = options.pop("data", None) or federation()
-    return perada.finetune(network(), data, rounds=rounds, privacy=given, **common | QUIET | options)
+    return perada.finetune(network(), data, **sections(rounds=rounds, privacy=given, **common | QUIET | options))
 
 
 def noise_of_seed(seed, clients=3):
@@ -110,7 +111,7 @@ def test_the_seed_of_the_test_mode_is_in_no_file(tmp_path, section):
     def run(folder, **options):
         chosen = {"privacy": None, "client_privacy": None} | options
         result = perada.finetune(
-            network(), adapter="full", seed=SEED, default_root_dir=str(folder), **common | chosen, **NO_LOOK
+            network(), **sections(adapter="full", seed=SEED, default_root_dir=str(folder), **common | chosen, **NO_LOOK)
         )
         return result
 
@@ -200,7 +201,7 @@ def test_a_run_does_not_change_its_generator_on_the_way(tmp_path, section, secur
         sections = {"privacy": None, section: {"noise_multiplier": 5.0, "secure_rng": secure}}
         common = {"adapter": "full", "algorithm": "fedavg", "data": federation(), "seed": SEED}
         saving = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True}
-        return perada.finetune(network(), rounds=rounds, **common | QUIET | saving | sections | more)
+        return perada.finetune(network(), **sections(rounds=rounds, **common | QUIET | saving | sections | more))
 
     fit(secure, 1)
     path = str(tmp_path / "saved.ckpt")
@@ -218,7 +219,9 @@ def test_dropout_of_a_private_run_follows_from_the_seed_in_the_test_mode_alone()
     for secure in (True, False):
         privacy = {"noise_multiplier": 0.0, "delta": 1e-3, "secure_rng": secure}
         common = {"adapter": "full", "algorithm": "fedavg", "batch_size": "full", "rounds": 1, "seed": SEED} | QUIET
-        runs = [perada.finetune(net, federation(), privacy=privacy, **common).state("global") for _ in range(2)]
+        runs = [
+            perada.finetune(net, federation(), **sections(privacy=privacy, **common)).state("global") for _ in range(2)
+        ]
         drawn[secure] = [torch.equal(runs[0][key], runs[1][key]) for key in runs[0]]
     assert all(drawn[False])
     assert not any(drawn[True])

@@ -23,12 +23,13 @@ from perada.studies.report.records import read_records
 from tests.digests import undigested
 from tests.disks import no_room
 from tests.forked import FORKS, forked
+from tests.options import sections
 
 
 def made(tiny, **options):
     settings = tiny.options | {"adapter": "head", "algorithm": "ditto", "logger": False, "distill_steps": None}
     settings |= {"distill_batch_size": None, "local_steps": 2, "rounds": 1, "clients_per_round": 3}
-    return perada.finetune(tiny.net(), tiny.data(sizes=(9, 5, 7), public=False), **(settings | options))
+    return perada.finetune(tiny.net(), tiny.data(sizes=(9, 5, 7), public=False), **sections(**(settings | options)))
 
 
 @pytest.fixture(scope="module")

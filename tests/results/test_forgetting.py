@@ -10,6 +10,7 @@ import torch
 import perada
 from perada.cli import main
 from perada.results.clients import forget
+from tests.options import sections
 
 SECRET = "hospital-of-the-north"
 
@@ -21,7 +22,7 @@ def saved(tiny, tmp_path_factory):
     settings = tiny.options | {"adapter": "head", "rounds": 1, "logger": False, "algorithm": "ditto"}
     settings |= {"distill_steps": None, "distill_batch_size": None, "local_steps": 1}
     folder = tmp_path_factory.mktemp("forget") / "run"
-    perada.finetune(tiny.net(), data, **settings).save(folder)
+    perada.finetune(tiny.net(), data, **sections(**settings)).save(folder)
     return folder
 
 

@@ -16,6 +16,7 @@ from perada.cli import main
 from perada.results import formats
 from perada.results.formats import export_model
 from tests.disks import no_room
+from tests.options import sections
 
 
 def make_run(tmp_path, adapter, **options):
@@ -24,7 +25,7 @@ def make_run(tmp_path, adapter, **options):
     sets = [TensorDataset(part, torch.arange(6) % 3) for part in x]
     settings = {"pretrained": False, "rounds": 2, "local_steps": 2, "lr_local": 0.3, "lr_personal": 0.3}
     settings |= {"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
-    return perada.finetune("test_resnet", perada.FederatedData(sets), adapter=adapter, **settings | options)
+    return perada.finetune("test_resnet", perada.FederatedData(sets), **sections(adapter=adapter, **settings | options))
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.results.inference import Predictions, find_images
 from tests.digests import undigested
+from tests.options import sections
 
 SIZES = (9, 6, 12)
 
@@ -38,14 +39,14 @@ def run(tiny):
     data = perada.FederatedDataModule(perada.FederatedData(parts(1), parts(2)), image_size=32, batch_size=4)
     settings = tiny.options | {"rounds": 2, "logger": False, "pretrained": False, "batch_size": None}
     settings |= {"adapter": "lora", "distill_steps": None, "local_steps": 3, "algorithm": "perada_no_kd"}
-    return perada.finetune("test_resnet", data, **settings)
+    return perada.finetune("test_resnet", data, **sections(**settings))
 
 
 def grey_run(tiny, algorithm="fedavg", multilabel=False):
     """A run of a small network of one channel."""
     sets = parts(1, multilabel=multilabel, shape=(1, 8, 8))
     settings = tiny.options | {"rounds": 1, "logger": False, "distill_steps": None, "local_steps": 1}
-    return perada.finetune(tiny.net(), perada.FederatedData(sets), algorithm=algorithm, **settings)
+    return perada.finetune(tiny.net(), perada.FederatedData(sets), **sections(algorithm=algorithm, **settings))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.data import FederatedData
+from tests.options import sections
 
 OPTIONS = {"rounds": 1, "local_steps": 1, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
@@ -27,7 +28,7 @@ def federation(classes, client_names):
 def made(adapter="residual", pretrained=False, backbone="test_resnet", **options):
     data = federation(["benign", "a`<script>", "other"], ["north", "south"])
     given = OPTIONS | {"adapter": adapter, "algorithm": "ditto", "pretrained": pretrained} | options
-    return perada.finetune(backbone, data, **given)
+    return perada.finetune(backbone, data, **sections(**given))
 
 
 def test_the_card_says_what_the_run_was(tmp_path):
@@ -59,7 +60,9 @@ def test_the_card_says_what_the_run_was(tmp_path):
 def test_no_name_can_write_markdown_html_or_control_characters_into_the_card(tmp_path, letter):
     """Names of clients and classes come from folders and tables, which anyone may have written."""
     data = federation(["benign", f"a{letter}# b", "other"], ["north", f"s{letter}# outh"])
-    run = perada.finetune("test_resnet", data, adapter="residual", algorithm="ditto", pretrained=False, **OPTIONS)
+    run = perada.finetune(
+        "test_resnet", data, **sections(adapter="residual", algorithm="ditto", pretrained=False, **OPTIONS)
+    )
     run.save(tmp_path)
     text = (tmp_path / "client_1" / "README.md").read_bytes().decode()
     shown = "'" if letter in "`<>" else "?"

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.data import FederatedData
+from tests.options import sections
 
 OPTIONS = {"rounds": 1, "local_steps": 1, "logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
@@ -26,7 +27,9 @@ def images():
     "adapter", ["residual", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "head"))]
 )
 def test_a_saved_backbone_is_one_of_timm_and_of_perada(tmp_path, adapter):
-    run = perada.finetune("test_resnet", images(), adapter=adapter, algorithm="ditto", pretrained=False, **OPTIONS)
+    run = perada.finetune(
+        "test_resnet", images(), **sections(adapter=adapter, algorithm="ditto", pretrained=False, **OPTIONS)
+    )
     run.save(tmp_path)
     file, x = tmp_path / "backbone.safetensors", torch.randn(2, 3, 32, 32)
     plain = timm.create_model("test_resnet", num_classes=3, checkpoint_path=str(file))
@@ -34,7 +37,9 @@ def test_a_saved_backbone_is_one_of_timm_and_of_perada(tmp_path, adapter):
     peft = PeftModel.from_pretrained(plain, str(tmp_path / "client_0")).eval()
     with torch.no_grad():
         torch.testing.assert_close(peft(x), run.personal(0)(x), rtol=0, atol=1e-5)
-    again = perada.finetune("test_resnet", images(), adapter="head", algorithm="ditto", pretrained=str(file), **OPTIONS)
+    again = perada.finetune(
+        "test_resnet", images(), **sections(adapter="head", algorithm="ditto", pretrained=str(file), **OPTIONS)
+    )
     frozen = again.global_model().state_dict()
     assert torch.equal(frozen["conv1.0.weight"], load_file(file)["conv1.0.weight"])
 
@@ -44,7 +49,7 @@ def test_weights_from_a_file_go_with_the_run(tmp_path, monkeypatch):
     save_file(weights, tmp_path / "mine.safetensors")
     monkeypatch.chdir(tmp_path)
     run = perada.finetune(
-        "test_resnet", images(), adapter="head", algorithm="ditto", pretrained="mine.safetensors", **OPTIONS
+        "test_resnet", images(), **sections(adapter="head", algorithm="ditto", pretrained="mine.safetensors", **OPTIONS)
     )
     run.save("run")
     (tmp_path / "mine.safetensors").unlink()
@@ -56,7 +61,9 @@ def test_weights_from_a_file_go_with_the_run(tmp_path, monkeypatch):
 
 
 def test_the_base_model_is_named(tmp_path):
-    run = perada.finetune("test_resnet", images(), adapter="head", algorithm="ditto", pretrained=False, **OPTIONS)
+    run = perada.finetune(
+        "test_resnet", images(), **sections(adapter="head", algorithm="ditto", pretrained=False, **OPTIONS)
+    )
     names = []
     for pretrained in (False, True):
         run.info["pretrained"] = pretrained

@@ -18,6 +18,7 @@ import perada
 from perada.privacy import ClientPrivacy, Privacy
 from perada.results.cards import privacy_card
 from tests.digests import undigested
+from tests.options import sections
 
 NAMES = [
     ("test_resnet", "residual"),
@@ -43,7 +44,7 @@ def make_run(tiny, backbone="net", method="full", **options):
     settings = tiny.options | {"adapter": method, "rounds": 1, "logger": False, "pretrained": False}
     settings |= {"distill_steps": None, "local_steps": 2}
     network = tiny.net() if backbone == "net" else backbone
-    return perada.finetune(network, images(tiny, backbone), **(settings | options))
+    return perada.finetune(network, images(tiny, backbone), **sections(**(settings | options)))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def test_unknown_clients_and_roles_are_refused(tiny, client):
 def test_a_client_without_test_images_is_null_in_the_file(tiny, tmp_path):
     data = tiny.data()
     data.test[2] = TensorDataset(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
-    run = perada.finetune(tiny.net(), data, **(tiny.options | {"rounds": 1, "logger": False}))
+    run = perada.finetune(tiny.net(), data, **sections(**(tiny.options | {"rounds": 1, "logger": False})))
     assert math.isnan(run.metrics["clients"]["personal/local_test"][2])
     run.save(tmp_path)
     text = (tmp_path / "run.json").read_text()
@@ -344,7 +345,7 @@ def test_the_size_that_the_datamodule_resized_to_is_told(tiny, tmp_path):
     settings |= {"distill_steps": None, "batch_size": None, "algorithm": "fedavg"}
     for backbone, size in (("test_resnet", 32), ("test_vit", 160)):
         data = perada.FederatedDataModule(perada.FederatedData(sets), image_size=size, batch_size=4)
-        run = perada.finetune(backbone, data, **settings)
+        run = perada.finetune(backbone, data, **sections(**settings))
         assert run.info["image_size"] == size
         x = torch.randn(2, 3, size, size)
         loaded = perada.Run.load(run.save(tmp_path / backbone))

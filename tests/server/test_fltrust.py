@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.algorithms import FedAvg
 from perada.server import FLTrust, NormClipping
+from tests.options import sections
 
 CLIENTS, CLASSES, SENT = 5, 3, {}
 
@@ -48,7 +49,9 @@ def data(server=True):
 def finetune(algorithm, rule, given=None, **options):
     options = {"rounds": 1, "batch_size": 4, "local_epochs": 2, "lr_local": 0.1, "adapter": "full"} | options
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return perada.finetune(network(), given or data(), algorithm=algorithm, server_rule=rule, **options, **quiet)
+    return perada.finetune(
+        network(), given or data(), **sections(algorithm=algorithm, server_rule=rule, **options, **quiet)
+    )
 
 
 def probabilities(state, images):

@@ -13,6 +13,7 @@ from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
 from perada.server import Distillation, Distiller, SecureSums
 from perada.server.distill import ensemble_looks_better, predicted_class_entropy
+from tests.options import sections
 
 CLASSES, IMAGES = 3, 12
 
@@ -159,17 +160,19 @@ def run(multilabel=False, **options):
     return perada.finetune(
         nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double(),
         task(multilabel),
-        adapter="full",
-        rounds=6,
-        local_steps=10,
-        batch_size=4,
-        lr_local=0.5,
-        distillation={"steps": 3, "batch_size": 20, "lr": 0.05, "guard": "predictions"},
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        accelerator="cpu",
-        **options,
+        **sections(
+            adapter="full",
+            rounds=6,
+            local_steps=10,
+            batch_size=4,
+            lr_local=0.5,
+            distillation={"steps": 3, "batch_size": 20, "lr": 0.05, "guard": "predictions"},
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            accelerator="cpu",
+            **options,
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
 from perada.server import Distillation, Distiller
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
+from tests.options import sections
 
 ENGINES = pytest.mark.parametrize("kind", ["folded", "loop"])
 STEPS = torch.tensor([[0, 1, 4], [4, 0, 1], [2, 3, 0], [3, 3, 1]])
@@ -199,19 +200,21 @@ def run(folder, rounds, engine="auto", teacher_mode="train", **options):
     return perada.finetune(
         network().to(options.pop("dtype", torch.float64)),
         task(),
-        adapter="full",
-        rounds=rounds,
-        clients_per_round=2,
-        local_steps=2,
-        batch_size=4,
-        lr_local=0.1,
-        lr_personal=0.1,
-        distillation={"steps": 3, "batch_size": 6, "lr": 0.01, "teacher_mode": teacher_mode},
-        engine=engine,
-        default_root_dir=folder,
-        accelerator="cpu",
-        enable_progress_bar=False,
-        **options,
+        **sections(
+            adapter="full",
+            rounds=rounds,
+            clients_per_round=2,
+            local_steps=2,
+            batch_size=4,
+            lr_local=0.1,
+            lr_personal=0.1,
+            distillation={"steps": 3, "batch_size": 6, "lr": 0.01, "teacher_mode": teacher_mode},
+            engine=engine,
+            default_root_dir=folder,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            **options,
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
 from perada.server import Distillation, Distiller, SecureSums
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
+from tests.options import sections
 
 STEPS = torch.tensor([[0, 1, 4], [4, 0, 1], [2, 3, 0], [3, 3, 1]])
 OPTIONS = {"lr": 0.1, "optimizer": "sgd", "schedule": "constant"}
@@ -176,16 +177,18 @@ def run(folder, rounds, lr_local=0.1, **options):
     return perada.finetune(
         network(),
         task(),
-        adapter="full",
-        rounds=rounds,
-        local_steps=2,
-        batch_size=4,
-        lr_local=lr_local,
-        distillation=given,
-        default_root_dir=folder,
-        accelerator="cpu",
-        enable_progress_bar=False,
-        **options,
+        **sections(
+            adapter="full",
+            rounds=rounds,
+            local_steps=2,
+            batch_size=4,
+            lr_local=lr_local,
+            distillation=given,
+            default_root_dir=folder,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            **options,
+        ),
     )
 
 

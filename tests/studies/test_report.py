@@ -17,6 +17,7 @@ from perada.studies.report.facts import expected_calibration_error, paired
 from perada.studies.report.page import as_csv, write_page
 from perada.studies.report.records import Record, read_records
 from perada.studies.report.several import comparison, groups_of
+from tests.options import sections
 
 SCRIPT = "<script>alert(1)</script>"
 NAMES = [f"{SCRIPT}$x_1$", "=1+1", '"onload="x', "-->", "\x1b[31m赤", "six"]
@@ -54,7 +55,7 @@ def runs(tiny, tmp_path_factory):
     named = perada.data.FederatedData(data.train, data.test, data.public, classes=NAMES[:3], client_names=NAMES[1:])
     for seed, algorithm in ((0, "perada"), (1, "perada"), (0, "fedavg")):
         options = tiny.options | {"algorithm": algorithm, "seed": seed, "default_root_dir": root}
-        made.append(perada.finetune(tiny.net(), named, rounds=2, **options))
+        made.append(perada.finetune(tiny.net(), named, **sections(rounds=2, **options)))
     return [root / "lightning_logs" / f"version_{number}" for number in range(3)], made
 
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of small runs as one flat dictionary, which tests override one by one."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from perada.server import Distillation
+
+SECTIONS = {f"distill_{field.name}": ("distillation", field.name) for field in fields(Distillation)}
+SECTIONS["prox_strength"] = ("algorithm_options", "prox_strength")
+"""The section of each option that has one, and its name there."""
+
+
+def sections(**options: Any) -> dict[str, Any]:
+    """Move flat options into the sections of `perada.finetune`. One that is None is left out.
+
+    A section may be given beside them; what it has itself takes precedence.
+
+    >>> sections(rounds=2, distill_steps=3, distillation={"lr": 0.1})
+    {'rounds': 2, 'distillation': {'steps': 3, 'lr': 0.1}}
+    """
+    arguments: dict[str, Any] = {}
+    given = {}
+    for name, value in options.items():
+        if name not in SECTIONS:
+            arguments[name] = value
+        elif value is not None:
+            given[name] = value
+    for name, value in given.items():
+        section, field = SECTIONS[name]
+        content = arguments.get(section) or {}
+        if not isinstance(content, Mapping):
+            raise TypeError(f"{name}={value!r} is given beside {section}={content!r}: set it there")
+        arguments[section] = {field: value} | content
+    return arguments
