@@ -26,7 +26,7 @@ from perada.lightning import FederatedLoop
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier, LRSchedule
 from perada.lightning.run_fingerprint import early_fingerprint
-from perada.lightning.run_folder import no_trace_if_refused
+from perada.lightning.run_folder import discard_folder_on_rejection
 from perada.lightning.trainer_setup import check_trainer
 from perada.lightning.trainers import make_trainer
 from perada.models.adapted import AdapterChoice
@@ -161,7 +161,7 @@ def finetune(  # noqa: D417, PLR0913  # each argument is an option, and `_explai
     }
     early = early_fingerprint(loop, module, data)
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir), early, loop.resume_allow)
-    with quiet(), plain_data(path, trainer), no_trace_if_refused(trainer), explain_worker_deaths():
+    with quiet(), plain_data(path, trainer), discard_folder_on_rejection(trainer), explain_worker_deaths():
         trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     return loop.outcome(module)
 

@@ -39,7 +39,7 @@ from perada.lightning import FederatedLoop, PredictionFile
 from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_fingerprint import early_fingerprint
-from perada.lightning.run_folder import log_options, no_trace_if_refused
+from perada.lightning.run_folder import discard_folder_on_rejection, log_options
 from perada.lightning.strategies import device_defaults
 from perada.lightning.trainer_setup import check_devices, check_trainer, check_words
 from perada.lightning.trainers import TRAINER_DEFAULTS, as_callback_list, default_components
@@ -208,7 +208,7 @@ class PeradaCLI(LightningCLI):
             self.config_init[subcommand].ckpt_path = path
         with (
             plain_data(self.config[subcommand].ckpt_path, self.trainer),
-            no_trace_if_refused(self.trainer),
+            discard_folder_on_rejection(self.trainer),
             explain_worker_deaths(),
         ):
             super()._run_subcommand(subcommand)

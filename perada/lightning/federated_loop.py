@@ -22,10 +22,11 @@ from perada.federation.diagnostics import Diagnostic, check_diagnostics
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
 from perada.lightning import checkpoint as checkpoints
-from perada.lightning import run_folder, run_record, scoring
+from perada.lightning import journals, run_folder, run_record, scoring
 from perada.lightning.checks import with_diagnostics
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.parts import Parts, check_failures, warn_report
+from perada.lightning.parts import Parts
+from perada.lightning.round_warnings import Failures, check_anything_learned, check_failures, warn_of_round
 from perada.lightning.run_fingerprint import (
     check_ranks_agree,
     check_same_run,
@@ -127,7 +128,7 @@ class FederatedLoop(pl.Callback):
         self._parts: Parts | None = None
         self._began = False
         self._clock = scoring.ScoringClock()
-        self._failures: list[tuple[float, float]] = []
+        self._failures: list[Failures] = []
         self._loaded: dict[str, Any] | None = None
         self._journals: list[Path] = []
         self._max_epochs: int | None = None
@@ -205,7 +206,7 @@ class FederatedLoop(pl.Callback):
         set_up_trainer(trainer, FederatedLoop)
         module.build(data.num_classes, data.multilabel, self.seed, self.algorithm.merges_into_backbone)
         self.algorithm.check(module.tensor_names, data.num_clients)  # before anything else that asks the algorithm
-        storage = run_folder.store_of(self.client_store, self.clients_per_round, data.num_clients, trainer)
+        storage = run_folder.client_storage(self.client_store, self.clients_per_round, data.num_clients, trainer)
         settings = self.settings_of(module, storage=storage, loss_scaling=loss_scaler(trainer))
         sizes = [None] * data.num_clients if settings.private else data.train_sizes
         names = data.client_names or map(str, range(data.num_clients))
@@ -244,7 +245,7 @@ class FederatedLoop(pl.Callback):
             self._loaded = None
         if fits:
             self._began = True
-            run_folder.keep_journal(self.parts, self._journals)
+            journals.keep_journal(self.parts, self._journals)
 
     def _leave_former(self, module: FederatedClassifier) -> None:
         """Begin anew, but for a module whose states were loaded to be evaluated."""
@@ -273,7 +274,7 @@ class FederatedLoop(pl.Callback):
             scoring.restore_scores(self.parts, saved)
         measured, self.history = saved["metrics"], saved["metrics"]["rounds"]
         self.measured.initial, self.measured.by_round = measured.get("initial", {}), measured.get("by_round", [])
-        self._failures = [(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
+        self._failures = [Failures(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
 
     on_validation_start = _begin
     on_test_start = _begin
@@ -282,7 +283,7 @@ class FederatedLoop(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Initialise the states, and write the partition into the run's folder."""
         self._begin(trainer, pl_module)
-        if not self.parts.anyone_left(()):
+        if not self.parts.can_afford_round(()):
             self._end_at_once(trainer, pl_module)
         self.measured.score_initial_models(self.parts)
         pl_module.train()  # the engine sets the mode of every pass; Lightning would warn of eval mode
@@ -291,7 +292,7 @@ class FederatedLoop(pl.Callback):
 
     def _end_at_once(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End a resumed run that has nothing left to train as it would have ended."""
-        if self.parts.rounds_left():
+        if self.parts.has_rounds_left():
             rank_zero_warn(
                 f"privacy: after {self.parts.federation.rounds_done} rounds no client can afford another, and "
                 "nothing more is trained; raise the limit (max_epsilon or target_epsilon) to train on"
@@ -321,7 +322,7 @@ class FederatedLoop(pl.Callback):
             parts.federation.protection.images.check_data(parts.data.train_sizes, parts.data.batch_size)
         factor = module.rate_factor(round, trainer.max_epochs or 0)
         with parts.precision():
-            parts.federation.begin_round(shares, factor, parts.compared)
+            parts.federation.begin_round(shares, factor, parts.every_training_image)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
@@ -331,7 +332,7 @@ class FederatedLoop(pl.Callback):
         if trainer.is_last_batch:
             self._close(trainer)
             plan = self.parts.data.plan(trainer.current_epoch)
-            trainer.should_stop |= not self.parts.anyone_left(plan.clients)
+            trainer.should_stop |= not self.parts.can_afford_round(plan.clients)
             if plan.round + 1 == trainer.max_epochs:
                 scoring.fine_tune_clients(self.parts)
 
@@ -342,11 +343,11 @@ class FederatedLoop(pl.Callback):
             report = parts.federation.end_round(
                 parts.data, lambda steps: parts.progress(steps, f"Distil {plan.round + 1}")
             )
-        warn_report(plan.round, report, parts.settings)
+        warn_of_round(plan.round, report, parts.settings)
         for name, value in {"round": float(plan.round), **report.metrics}.items():
             parts.module.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in ON_THE_BAR)
         self.history.append({"round": plan.round, "step": trainer.global_step, **report.metrics})
-        self._failures.append((len(plan.clients), len(report.broken)))
+        self._failures.append(Failures(len(plan.clients), len(report.broken)))
         check_failures(self._failures, self.max_failures)
 
     def on_validation_batch_start(
@@ -399,7 +400,7 @@ class FederatedLoop(pl.Callback):
         self.measured.record(self.parts, self.history)
         self._warn_of_stale_models(trainer)
         if not self.parts.settings.private:  # else an error would show that every client failed, as no ledger counts
-            check_failures(self._failures, None, over=True)
+            check_anything_learned(self._failures)
 
     def _check_rounds(self, trainer: pl.Trainer) -> None:
         """Warn where Lightning ended training before all rounds were done, and nothing asked it to."""
@@ -455,7 +456,7 @@ class FederatedLoop(pl.Callback):
     ) -> None:
         """Save the states of server and clients, and what they belong to."""
         parts = self.parts
-        run_folder.journal_rounds_to_come(parts)
+        journals.keep_default_journal(parts)
         checkpoint[CHECKPOINT_KEY] = {
             "format": CHECKPOINT_FORMAT,
             "federation": parts.federation.state_dict(),
@@ -477,7 +478,7 @@ class FederatedLoop(pl.Callback):
         check_same_run(saved, self.parts, fits, self.resume_allow)
         find_clients(saved["federation"], trainer.ckpt_path)
         self._loaded = checkpoints.remap_clients(saved, self.parts.data, self.resume_allow)
-        self._journals = run_folder.journals_of(saved["federation"], str(trainer.ckpt_path))
+        self._journals = journals.find_journals(saved["federation"], str(trainer.ckpt_path))
         if fits:
             checkpoints.set_resume_point(
                 checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a run's folder, and where the journal of its private rounds is.
-
-The journal is beside the checkpoints that a run writes, and beside those it came from.
-"""
+"""The folder of a run: what is written into it and to loggers, and where its clients' files are."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,47 +12,61 @@ from typing import Any
 
 import pytorch_lightning as pl
 import yaml
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.core.digests import sealed
 from perada.core.files import clear
 from perada.federation.settings import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
-from perada.lightning.parts import Parts, run_folder
-from perada.privacy.protection import JOURNAL, Journal
+from perada.lightning.parts import Parts, log_folder
+
+PARTIAL_FILES = ("*/checkpoints/.*.partial", "*/clients/**/.*.partial", "*/.*.partial")
+"""Files beside and in a run's folder that a killed process was writing."""
 
 
 @contextmanager
-def no_trace_if_refused(trainer: pl.Trainer) -> Iterator[None]:
-    """Remove the run folders that are made in here if it ends in an error before a run has begun.
+def discard_folder_on_rejection(trainer: pl.Trainer) -> Iterator[None]:
+    """Delete the run folders that loggers make in a ``with`` statement if it raises before the run has begun.
 
     Loggers make their folders before anything is checked; :func:`write_description` is called after it. A folder that
-    holds anything but this process's events stays: another process may have chosen the same number for its run.
+    contains anything but event files of this process is kept: another process may have chosen the same number for its
+    run.
     """
-    found = [Path(folder) for logger in trainer.loggers if (folder := getattr(logger, "log_dir", None))]
-    made = [folder for folder in found if not folder.exists()]
+    folders = []
+    for logger in trainer.loggers:
+        folder = getattr(logger, "log_dir", None)
+        if folder and not Path(folder).exists():
+            folders.append(Path(folder))
     try:
         yield
     except BaseException:
-        for folder in made if trainer.is_global_zero else []:
-            if all(path.match(f"events.out.tfevents.*.{os.getpid()}.*") for path in folder.glob("*")):
-                shutil.rmtree(folder, ignore_errors=True)
-                with suppress(OSError):  # it holds other runs
-                    folder.parent.rmdir()
+        if trainer.is_global_zero:
+            for folder in folders:
+                _delete_if_unused(folder)
         raise
 
 
+def _delete_if_unused(folder: Path) -> None:
+    """Delete a run folder without files but events of this process, and then its parent folder if that is empty."""
+    if all(path.match(f"events.out.tfevents.*.{os.getpid()}.*") for path in folder.glob("*")):
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # it contains other runs
+            folder.parent.rmdir()
+
+
 def write_description(parts: Parts, config: dict[str, Any]) -> None:
-    """Write who has which images, and the configuration if there is one, into the run's folder, and tell loggers."""
+    """Write the partition and the configuration into the run's folder, and pass the configuration to loggers.
+
+    Args:
+        parts: The run.
+        config: The configuration; empty if another writes it.
+    """
     if config:
         log_options(parts.trainer, config)
     folder = parts.folder()
     if folder is None:
         return
-    left = ("*/checkpoints/.*.partial", "*/clients/**/.*.partial", "*/.*.partial")  # by whoever was killed
-    clear(path for pattern in left for path in folder.parent.glob(pattern))
+    clear(path for pattern in PARTIAL_FILES for path in folder.parent.glob(pattern))
     (folder / "partition.json").write_text(json.dumps(sealed(parts.data.partition_dict())))
     if config:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
@@ -63,80 +74,35 @@ def write_description(parts: Parts, config: dict[str, Any]) -> None:
 
 
 def log_options(trainer: pl.Trainer, config: dict[str, Any]) -> None:
-    """Tell loggers what the run was asked for; beside CSV files ``config.yaml`` says it."""
+    """Pass the configuration to all loggers but CSV files, which have it beside them as ``config.yaml``."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(config, {})  # without its metric hp_metric
+            logger.log_hyperparams(config, {})  # without metrics, or it would log one named hp_metric
         elif not isinstance(logger, CSVLogger):
             logger.log_hyperparams(config)
 
 
 def log_history(trainer: pl.Trainer, history: list[dict[str, float]]) -> None:
-    """Give CSV files the rounds before a resumed one too, so that the run's folder holds them all."""
+    """Write the rounds before a resumed one into CSV files, so that the run's folder has all of them."""
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
             for record in history:
-                values = {name: value for name, value in record.items() if name != "step"}
-                logger.log_metrics({"epoch": record["round"], **values}, step=int(record["step"]) - 1)
+                metrics = {name: value for name, value in record.items() if name != "step"}
+                # Loggers count steps from 0.
+                logger.log_metrics({"epoch": record["round"], **metrics}, step=int(record["step"]) - 1)
 
 
-def store_of(wanted: Storage, clients_per_round: int | None, num_clients: int, trainer: pl.Trainer) -> Storage:
-    """Where a run holds its clients' states: their files, if any, are in its folder.
-
-    Files that only older checkpoints name are deleted where all that writes checkpoints replaces its own.
-    """
-    limit, folder, drawn = trainer.max_epochs, run_folder(trainer), clients_per_round or num_clients
+def client_storage(requested: Storage, clients_per_round: int | None, num_clients: int, trainer: pl.Trainer) -> Storage:
+    """Return where a run stores its clients' states; their files, if any, are in the run's folder."""
+    run_folder = log_folder(trainer)
+    # Files that only older checkpoints refer to are deleted only if nothing keeps an older checkpoint.
+    replaces_checkpoints = all(isinstance(callback, RoundCheckpoint) for callback in trainer.checkpoint_callbacks)
+    stored_clients = num_clients
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        stored_clients = min(num_clients, trainer.max_epochs * (clients_per_round or num_clients))
     return replace(
-        wanted,
-        folder=None if folder is None else folder / "clients",
-        prune=all(isinstance(callback, RoundCheckpoint) for callback in trainer.checkpoint_callbacks),
-        clients=num_clients if limit is None or limit < 0 else min(num_clients, limit * drawn),
+        requested,
+        folder=None if run_folder is None else run_folder / "clients",
+        prune=replaces_checkpoints,
+        clients=stored_clients,
     )
-
-
-def journals_of(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
-    """The journals that tell what was begun after a ``checkpoint``, by the saved ``states`` of its federation."""
-    saved = states.get("privacy") or {}
-    folder = Path(checkpoint).absolute().parent
-    before = Path(saved.get("folder") or folder)
-    found = [folder / JOURNAL]
-    for path in map(Path, saved.get("journals", [])):
-        moved = Path(os.path.normpath(folder / os.path.relpath(path, before)))  # together with the checkpoint
-        # A stranger's checkpoint may name any file, and these are written to.
-        places = [place for place in (path, moved) if place.name == JOURNAL and place.is_file()]
-        here = [place for place in places if not place.is_symlink()]
-        if not here and path.parent != before:  # its own one is asked for when it is read
-            rank_zero_warn(
-                f"privacy: {str(path)!r} is not there, of a run that this one was resumed from: rounds that others "
-                "began from it are not counted, if there are any"
-            )
-        found += here
-    return list(dict.fromkeys(found))
-
-
-def keep_journal(parts: Parts, earlier: Sequence[Path]) -> None:
-    """Have private rounds written down from now on, in the folders of the trainer's checkpoint callbacks.
-
-    What only the ``earlier`` journals know of, those of the runs that this one is resumed from, is counted.
-    """
-    trainer, protection = parts.trainer, parts.federation.protection
-    if not protection.private:
-        return
-    begun = protection.count_begun(earlier, parts.federation.ranks)
-    if begun:
-        rounds = ", ".join(str(round + 1) for round in begun)
-        rank_zero_warn(
-            f"privacy: round {rounds} was begun once already since this checkpoint was written; its noise has been "
-            "drawn, so it is counted too"
-        )
-    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    own = [Path(folder) / JOURNAL for folder in folders if folder and "://" not in str(folder)]
-    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-        protection.journal = Journal(own, earlier)
-
-
-def journal_rounds_to_come(parts: Parts) -> None:
-    """Where no checkpoint callback names a folder, keep the journal in the default one from the first checkpoint on."""
-    trainer, federation = parts.trainer, parts.federation
-    if trainer.training and parts.rounds_left() and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
-        federation.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, federation.rounds_done)

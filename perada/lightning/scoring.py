@@ -15,7 +15,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.data.shifts import Condition
 from perada.federation.evaluation import ShiftedEvaluation, sample_clients
-from perada.lightning.parts import Parts, warn_broken
+from perada.lightning.parts import Parts
+from perada.lightning.round_warnings import warn_of_failed_clients
 from perada.lightning.run_record import History
 from perada.results.report import LAST_ROUND, SHIFTS_FILE
 
@@ -261,7 +262,7 @@ def fine_tune_clients(parts: Parts) -> bool:
     parts.module.shifted = {}  # scores of the models before
     # Whose training failed depends on the images: no log of a private run may name it.
     if not parts.settings.private:
-        warn_broken("fine-tuning", broken, "it keeps the global adapter", failed)
+        warn_of_failed_clients("fine-tuning", broken, "it keeps the global adapter", failed)
     return True
 
 

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from perada.federation.participation import STALE
-from perada.lightning.parts import NothingLearnedError
+from perada.lightning.round_warnings import NothingLearnedError
 from perada.models.backbones import build_backbone
 from perada.results.report import PRIVACY
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI

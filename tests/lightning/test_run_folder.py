@@ -5,13 +5,13 @@ import pytest
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import CSVLogger
 
-from perada.lightning.run_folder import no_trace_if_refused
+from perada.lightning.run_folder import discard_folder_on_rejection
 
 
 def refused(tmp_path, *files):
     trainer = pl.Trainer(logger=CSVLogger(tmp_path), accelerator="cpu", enable_checkpointing=False)
     folder = tmp_path / "lightning_logs" / "version_0"
-    with pytest.raises(ValueError, match="no"), no_trace_if_refused(trainer):
+    with pytest.raises(ValueError, match="no"), discard_folder_on_rejection(trainer):
         assert trainer.log_dir == str(folder)
         folder.mkdir(parents=True)
         for name in files:

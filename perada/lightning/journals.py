@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the journal of a private run is: beside the checkpoints that it writes, and those that it was resumed from."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from perada.lightning.parts import Parts
+from perada.privacy.protection import JOURNAL, Journal
+
+
+def find_journals(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
+    """Return the journals in which rounds may be recorded that were begun after a checkpoint was written.
+
+    One is beside the checkpoint. Those of the runs that its run was resumed from are at their recorded paths or, where
+    all of them were moved together, at the same paths relative to the checkpoint.
+
+    Args:
+        states: The saved states of the checkpoint's federation.
+        checkpoint: Path of the checkpoint.
+    """
+    saved = states.get("privacy") or {}
+    folder = Path(checkpoint).absolute().parent
+    former_folder = Path(saved.get("folder") or folder)
+    journals = [folder / JOURNAL]
+    for path in map(Path, saved.get("journals", [])):
+        moved = Path(os.path.normpath(folder / os.path.relpath(path, former_folder)))
+        # Journals are written to, and a checkpoint from elsewhere may name any file.
+        named = [candidate for candidate in (path, moved) if candidate.name == JOURNAL and candidate.is_file()]
+        existing = [candidate for candidate in named if not candidate.is_symlink()]
+        # That of the checkpoint's own run is missed where it is read, with an error.
+        if not existing and path.parent != former_folder:
+            rank_zero_warn(
+                f"privacy: {str(path)!r} is not there, of a run that this one was resumed from: rounds that others "
+                "began from it are not counted, if there are any"
+            )
+        journals += existing
+    return list(dict.fromkeys(journals))
+
+
+def keep_journal(parts: Parts, earlier: Sequence[Path]) -> None:
+    """Record private rounds in the folders of the trainer's checkpoint callbacks from now on. A collective.
+
+    Rounds that only the ``earlier`` journals know of, those of the runs that this one is resumed from, are counted as
+    spent.
+    """
+    trainer = parts.trainer
+    protection = parts.federation.protection
+    if not protection.private:
+        return
+    begun = protection.count_begun(earlier, parts.federation.ranks)
+    if begun:
+        rounds = ", ".join(str(round + 1) for round in begun)
+        rank_zero_warn(
+            f"privacy: round {rounds} was begun once already since this checkpoint was written; its noise has been "
+            "drawn, so it is counted too"
+        )
+    paths = []
+    for callback in trainer.checkpoint_callbacks:
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        is_local = callback.dirpath and "://" not in str(callback.dirpath)
+        if is_local:
+            paths.append(Path(callback.dirpath) / JOURNAL)
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        protection.journal = Journal(paths, earlier)
+
+
+def keep_default_journal(parts: Parts) -> None:
+    """Record private rounds in the trainer's default folder, if no checkpoint callback names a folder.
+
+    That is known when the first checkpoint is written: before it, nothing can be resumed from.
+    """
+    trainer = parts.trainer
+    federation = parts.federation
+    if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]  # set by Lightning
+        return
+    if trainer.training and parts.has_rounds_left():
+        federation.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, federation.rounds_done)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings about clients and server steps that went wrong in a round, and the limit of failures."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from perada.core.checks import OptionError
+from perada.federation.server import RoundReport
+from perada.federation.settings import Settings
+
+
+def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unreadable: dict[int, str]) -> None:
+    """Name the clients whose training failed, and what becomes of it.
+
+    Args:
+        when: When it failed, such as ``round 3``.
+        clients: All clients whose training failed.
+        consequence: What becomes of the clients and their adapters.
+        unreadable: Those that failed because a sample could not be read, and why. The loss of the others was not
+            finite.
+    """
+    for reason in unreadable.values():
+        rank_zero_warn(f"{when}: {reason}; {consequence}")
+    diverged = [str(client) for client in clients if client not in unreadable]
+    if diverged:
+        rank_zero_warn(
+            f"{when}: the loss of client {', '.join(diverged)} became NaN or infinite; {consequence}. Lower the "
+            "learning rate (of the clients, or of the server's rule where all break) or check the images."
+        )
+
+
+def warn_of_round(round: int, report: RoundReport, settings: Settings) -> None:
+    """Warn of what went wrong in a round.
+
+    In a private run clients whose training failed or whose images cannot be read are not named: others than the clients
+    read the logs, and no ledger accounts for it. Outliers and a server step that diverged follow from what clients
+    sent, which the ledgers account for.
+    """
+    when = f"round {round + 1}"
+    if not settings.private:
+        consequence = "its adapter stays as it was and the round continues without it"
+        warn_of_failed_clients(when, report.broken, consequence, report.failed)
+    if settings.drop_outliers:
+        outlier_note = "It was left out, since drop_outliers is set."
+    else:
+        outlier_note = "If that is no accident, drop_outliers leaves it out, and robust server rules withstand it."
+    for client, ratio in report.server.outliers.items():
+        rank_zero_warn(
+            f"{when}: client {client} sent a change {ratio:,.0f} times as long as the median of the round's. "
+            f"{outlier_note}"
+        )
+    if report.server.diverged:
+        rank_zero_warn(
+            f"{when}: the distillation became NaN or infinite; the round continues with the clients' average. Lower "
+            "its learning rate (distillation.lr)."
+        )
+    if report.server.discarded:
+        rank_zero_warn(
+            f"{when}: what the server made of the clients' states became NaN or infinite; the global state "
+            f"stays as it was. Check {settings.rule.kind} and the options of {settings.algorithm.kind}."
+        )
+
+
+class Failures(NamedTuple):
+    """Number of clients that were drawn in a round, and of those whose training failed."""
+
+    drawn: float
+    failed: float
+
+
+class NothingLearnedError(ValueError):
+    """A run in which every client failed in every round."""
+
+
+def check_failures(rounds: Sequence[Failures], limit: int | None) -> None:
+    """Raise an OptionError if the clients failed more often than ``max_failures`` in all rounds so far."""
+    count = int(sum(round.failed for round in rounds))
+    if limit is not None and count > limit:
+        raise OptionError(
+            f"max_failures={limit}: clients failed {count} times in {len(rounds)} rounds, as the warnings say; fix "
+            "what they name and resume (ckpt_path=last), or raise max_failures",
+            name="max_failures",
+            value=limit,
+        )
+
+
+def check_anything_learned(rounds: Sequence[Failures]) -> None:
+    """Raise a NothingLearnedError if every client failed in every round of a run."""
+    if rounds and all(round.drawn == round.failed for round in rounds):
+        raise NothingLearnedError(
+            f"every client failed in all {len(rounds)} rounds, as the warnings say, so nothing was learned; fix the "
+            "data, or lower the learning rates"
+        )
