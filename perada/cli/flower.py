@@ -46,7 +46,7 @@ def recipe_digest(name: str) -> str:
         ValueError: If no site could train the recipe as privately as it says.
     """
     from perada.cli.deployed_recipes import server_recipe
-    from perada.lightning.setup import check_trained_norms
+    from perada.lightning.privacy_setup import check_trained_norms
 
     recipe = server_recipe(name)
     recipe.build(recipe.num_classes, recipe.multilabel)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused at set-up, because rounds cannot do it or data and model do not fit."""
+"""Checks at set-up that model, data and algorithm fit one another, most of them on the run's first images."""
 
 import warnings
 from collections.abc import Collection, Sequence
@@ -21,47 +21,62 @@ from perada.federation.diagnostics import Diagnostic, choose_diagnostics, obstac
 from perada.federation.settings import Settings, check_distilled_batch_norm, without_factors
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
+from perada.models.adapted import AdaptedModel
 from perada.models.usage import check_usage
 
-LEAST_SHARE = 0.1
-"""Share of a forward pass that the frozen part must be, unless features are asked for."""
+MIN_TRUNK_SHARE = 0.1
+"""Share of a forward pass from which caching the features of the frozen trunk pays."""
 
 
-def keep_clients_apart(parts: Parts, x: Tensor) -> None:
-    """Take the loop where folding the clients' real images ``x`` (C, B, ...) would change what a client computes.
+def check_folding(parts: Parts, images: Tensor) -> None:
+    """Fall back to the loop over clients if folding would change what a client computes.
 
-    A ValueError where folding was asked for.
+    Folding runs all clients as one batch, and a network may mix the images of a batch.
+
+    Args:
+        parts: The run.
+        images: Prepared training images of some clients (C, B, ...).
+
+    Raises:
+        OptionError: If ``engine='folded'`` was requested, and the model cannot be folded.
     """
     module = parts.module
     if module.engine.kind == "loop" or module.folds:
         return
     channels_last = module.engine.memory_format is torch.channels_last
-    why = check_fold(module.model, parts.on_model_device(x), channels_last)
-    module.folds = why is None
-    if why is None:
+    problem = check_fold(module.model, parts.on_model_device(images), channels_last)
+    if problem is None:
+        module.folds = True
         return
-    what = f"backbone {parts.adapted.backbone.name!r}: {why}"
+    subject = f"backbone {parts.adapted.backbone.name!r}: {problem}"
     if module.engine_name == "folded":
         raise OptionError(
-            f"engine='folded' cannot run {what}; use engine='loop' or 'auto'", name="engine", value="folded"
+            f"engine='folded' cannot run {subject}; use engine='loop' or 'auto'", name="engine", value="folded"
         )
-    warnings.warn(f"engine='auto' takes the loop over clients for {what}", stacklevel=2)
+    warnings.warn(f"engine='auto' takes the loop over clients for {subject}", stacklevel=2)
     module.engine = module.make_engine("loop")
 
 
-def check_adapter(parts: Parts, x: Tensor) -> None:
-    """Refuse, by a ValueError, a network that does not use what is trained in it, tried on images (C, B, ...).
+def check_adapter(parts: Parts, images: Tensor) -> None:
+    """Check once for each module that its network uses what is trained in it.
 
-    It is tried once for each module. Where training is private, images without anything of a client's take their place.
+    Args:
+        parts: The run.
+        images: Prepared training images of some clients (C, B, ...). A private run is checked on noise instead.
+
+    Raises:
+        ValueError: If it does not use the adapter.
     """
-    module, adapted = parts.module, parts.adapted
+    module = parts.module
+    adapted = parts.adapted
     if module.uses_adapter:
         return
     if parts.settings.private:
-        noise = torch.randn(x.shape[2:], generator=generator(0, "check adapter"))
-        images = torch.stack([noise, noise.flip(-1)]).to(x.dtype)
+        # Whether an image leads to a warning would show something about it.
+        noise = torch.randn(images.shape[2:], generator=generator(0, "check adapter"))
+        images = torch.stack([noise, noise.flip(-1)]).to(images.dtype)
     else:
-        images = x.flatten(0, 1)
+        images = images.flatten(0, 1)
     channels_last = module.engine.memory_format is torch.channels_last
     usage = check_usage(adapted, parts.on_model_device(images), channels_last=channels_last)
     name = adapted.backbone.name
@@ -72,97 +87,117 @@ def check_adapter(parts: Parts, x: Tensor) -> None:
     if usage.unused:
         rank_zero_warn(
             f"backbone {name!r} does not use {abbreviated(usage.unused, 4)}, which are to be trained and will not "
-            "change; "
-            "ignore this, or choose an adapter that leaves them out"
+            "change; ignore this, or choose an adapter that leaves them out"
         )
     if usage.merging is not None:
         rank_zero_warn(usage.merging)
     module.uses_adapter = True
 
 
-def check_images(parts: Parts, x: Tensor) -> None:
-    """Send the first of clients' prepared training images (C, B, ...) through the model, and one of each other set.
+def check_images(parts: Parts, images: Tensor) -> None:
+    """Send one image of each set through the model.
 
-    A ValueError if one does not pass, or what comes out are not the logits of the classes.
+    Args:
+        parts: The run.
+        images: Prepared training images of some clients (C, B, ...).
+
+    Raises:
+        ValueError: If an image does not fit the model, or the output is not one logit for each class.
     """
-    data, first = parts.data, torch.tensor([0])
-    tried = {"images": x[0, :1]}
-    for token in data.checked.extreme_tokens() if data.tokens else ():
-        tried[f"texts with token {token}"] = torch.full_like(x[0, :1], token)
+    data = parts.data
+    first = torch.tensor([0])
+    examples = {"images": images[0, :1]}
+    if data.tokens:
+        for token in data.checked.extreme_tokens():
+            examples[f"texts with token {token}"] = torch.full_like(images[0, :1], token)
     if data.public_size:
-        tried["public images"] = data.public_images(first)
+        examples["public images"] = data.public_images(first)
     for condition in data.conditions:
-        if not (condition.kind or condition.others):  # else they are the clients' own
-            tried[f"images of the shift {condition.shift!r}"] = data.prepare(condition.store.take(first, first)[0])
-    for name, image in tried.items():
+        # Corruptions and label shifts are made of the clients' own test images.
+        is_other_set = not (condition.kind or condition.others)
+        if is_other_set:
+            image, _ = condition.store.take(first, first)
+            examples[f"images of the shift {condition.shift!r}"] = data.prepare(image)
+    for name, image in examples.items():
         _check_image(parts, name, parts.on_model_device(image))
-    _warn_of_range(parts, x)
+    _warn_if_not_normalized(parts, images)
 
 
-def _warn_of_range(parts: Parts, x: Tensor) -> None:
-    """Warn where real images, as the model gets them, look as if nobody had normalised them."""
-    backbone, module = parts.adapted.backbone, parts.module
-    own = isinstance(module.backbone, nn.Module)
-    if backbone.image is None or module.pretrained is False or own or not x.is_floating_point():
+def _warn_if_not_normalized(parts: Parts, images: Tensor) -> None:
+    """Warn if floating-point images reach pretrained weights with values from 0 to 1."""
+    backbone = parts.adapted.backbone
+    is_users_network = isinstance(parts.module.backbone, nn.Module)
+    is_pretrained = parts.module.pretrained is not False and not is_users_network
+    if backbone.image is None or not is_pretrained or not images.is_floating_point():
         return
-    if float(x.min()) >= 0 and float(x.max()) <= 1 and any(backbone.image.mean):
+    if float(images.min()) >= 0 and float(images.max()) <= 1 and any(backbone.image.mean):
         rank_zero_warn(
             f"images have values from 0 to 1 and reach backbone {backbone.name!r}, but its weights expect mean "
             f"{backbone.image.mean} and standard deviation {backbone.image.std}: give uint8 images, or normalise them"
         )
 
 
-def _check_image(parts: Parts, name: str, x: Tensor) -> None:
-    model, adapted, classes = parts.module.model, parts.adapted, parts.data.num_classes
-    backbone = f"backbone {adapted.backbone.name!r}"
-    what = f"{name} of shape {tuple(x.shape[1:])} and type {x.dtype} do not fit {backbone}"
+def _check_image(parts: Parts, name: str, image: Tensor) -> None:
+    """Raise a ValueError if an image (1, ...) does not pass through the model, or the output is not (1, K)."""
+    classes = parts.data.num_classes
+    backbone = f"backbone {parts.adapted.backbone.name!r}"
+    mismatch = f"{name} of shape {tuple(image.shape[1:])} and type {image.dtype} do not fit {backbone}"
     try:
         with torch.no_grad():
-            logits = model.eval()(x)
-    except Exception as error:  # every layer refuses in its own way
+            logits = parts.module.model.eval()(image)
+    except Exception as error:  # every layer has errors of its own
         reason = " ".join(str(error).split())[:200]
-        if _runs_without_adapter(parts, x):
-            raise ValueError(
-                f"the adapter ({type(adapted.config).__name__}) does not run on {backbone}, which runs without it: "
-                f"{reason}; choose another adapter, or set channels_last: false"
-            ) from error
-        formats = {value.dtype for value in model.parameters() if value.is_floating_point()}
-        if x.dtype == torch.float32 and formats == {torch.float64}:
-            raise ValueError(
-                f"{backbone} has weights in float64, and the {name} are {x.dtype} ({reason}); convert the network by "
-                "network.float(), or give images in float64"
-            ) from error
-        remedy = "images of the shape and type it takes (image_size resizes uint8 ones)"
-        if parts.data.tokens:
-            remedy = "texts of the length that it takes, and tokens that it knows"
-        raise ValueError(f"{what}: {reason}; give {remedy}") from error
+        raise _explained(parts, name, image, mismatch, reason) from error
     if tuple(logits.shape) != (1, classes):
         raise ValueError(
-            f"{what}: what comes out has shape {tuple(logits.shape)} instead of (1, {classes}); choose another backbone"
+            f"{mismatch}: what comes out has shape {tuple(logits.shape)} instead of (1, {classes}); choose another "
+            "backbone"
         )
 
 
-def _runs_without_adapter(parts: Parts, x: Tensor) -> bool:
-    """Whether the images fit the backbone, so that the adapter is at fault."""
+def _explained(parts: Parts, name: str, image: Tensor, mismatch: str, reason: str) -> ValueError:
+    """Return the error for an image that does not pass through the model, with what causes it as far as is known."""
+    adapted = parts.adapted
+    backbone = f"backbone {adapted.backbone.name!r}"
+    if _runs_without_adapter(adapted, parts.module.model, image):
+        return ValueError(
+            f"the adapter ({type(adapted.config).__name__}) does not run on {backbone}, which runs without it: "
+            f"{reason}; choose another adapter, or set channels_last: false"
+        )
+    formats = {value.dtype for value in parts.module.model.parameters() if value.is_floating_point()}
+    if image.dtype == torch.float32 and formats == {torch.float64}:
+        return ValueError(
+            f"{backbone} has weights in float64, and the {name} are {image.dtype} ({reason}); convert the network by "
+            "network.float(), or give images in float64"
+        )
+    remedy = "images of the shape and type it takes (image_size resizes uint8 ones)"
+    if parts.data.tokens:
+        remedy = "texts of the length that it takes, and tokens that it knows"
+    return ValueError(f"{mismatch}: {reason}; give {remedy}")
+
+
+def _runs_without_adapter(adapted: AdaptedModel, model: nn.Module, image: Tensor) -> bool:
+    """Whether an image passes through the backbone, so that the adapter is at fault."""
     try:
-        with torch.no_grad(), parts.adapted.peft_model.disable_adapter():
-            parts.module.model(x)
-    except Exception:  # whatever a layer does; some adapters cannot be taken away
+        with torch.no_grad(), adapted.peft_model.disable_adapter():
+            model(image)
+    except Exception:  # of any layer, or of an adapter that cannot be disabled
         return False
     return True
 
 
 def check_batch_norm(parts: Parts) -> None:
-    """Refuse, by a ValueError, batches of one image for a BatchNorm that is trained: statistics need at least two."""
+    """Raise a ValueError if trained BatchNorm layers get batches of one image: statistics need at least two."""
     if not any(key.endswith("running_var") for key in parts.module.tensor_names.keys):
         return
     data = parts.data
     smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
-    causes = {
-        "batch_size is 1": data.batch_size == 1,
-        f"client {smallest} has 1 training image": data.train_sizes[smallest] == 1,
-    }
-    for cause in (cause for cause, holds in causes.items() if holds):
+    cause = None
+    if data.batch_size == 1:
+        cause = "batch_size is 1"
+    elif data.train_sizes[smallest] == 1:
+        cause = f"client {smallest} has 1 training image"
+    if cause is not None:
         raise ValueError(
             f"{cause}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
             "choose an adapter without them (head, lora) or a backbone with LayerNorm"
@@ -171,65 +206,105 @@ def check_batch_norm(parts: Parts) -> None:
 
 
 def with_diagnostics(
-    settings: Settings, asked: bool | Sequence[Diagnostic], data: FederatedDataModule, module: FederatedClassifier
+    settings: Settings,
+    requested: bool | Sequence[Diagnostic],
+    data: FederatedDataModule,
+    module: FederatedClassifier,
 ) -> Settings:
-    """The settings, with the diagnostics to be measured; a ValueError for one that is named and cannot be."""
-    if not asked:
+    """Return the settings with the diagnostics to measure.
+
+    Raises:
+        ValueError: If a diagnostic is requested by name and cannot be measured.
+    """
+    if not requested:
         return settings
-    algorithm, tensor_names = settings.algorithm, module.tensor_names
+    algorithm = settings.algorithm
+    tensor_names = module.tensor_names
     sent = tensor_names.keys if algorithm.global_model else names_sent(module, algorithm)
-    lack = without_factors(algorithm, tensor_names, sent)
-    found = obstacles(settings, bool(data.public_size), bool(data.val_dataloader()), lack)
-    chosen = choose_diagnostics(asked, found)
-    if asked is True:
-        for reason in dict.fromkeys(found.values()):
-            names = [
-                name for name in found if found[name] == reason and (tensor_names.factors or name != "lora_residual")
-            ]
-            if names:
-                rank_zero_info(f"diagnostics: without {', '.join(names)}: {reason}")
-    return replace(settings, diagnostics=chosen)
+    lora_obstacle = without_factors(algorithm, tensor_names, sent)
+    reasons = obstacles(settings, bool(data.public_size), bool(data.val_dataloader()), lora_obstacle)
+    diagnostics = choose_diagnostics(requested, reasons)
+    if requested is True:
+        _announce_skipped(reasons, has_lora=bool(tensor_names.factors))
+    return replace(settings, diagnostics=diagnostics)
+
+
+def _announce_skipped(reasons: dict[Diagnostic, str], has_lora: bool) -> None:
+    """Announce the diagnostics that are not measured, those with the same reason together."""
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        # Nobody without LoRA expects its residual.
+        if has_lora or name != "lora_residual":
+            names_by_reason.setdefault(reason, []).append(name)
+    for reason, names in names_by_reason.items():
+        rank_zero_info(f"diagnostics: without {', '.join(names)}: {reason}")
 
 
 def names_sent(module: FederatedClassifier, algorithm: Algorithm) -> Collection[str]:
-    """What a client sends in the first round; nothing is looked up where there are no factors of LoRA."""
+    """Return the names that a client sends in the first round; empty where the adapter has no factors of LoRA."""
     if not module.tensor_names.factors:
         return ()
     return example_sent(algorithm, module.tensor_names, algorithm.initial(module.initial_state)).keys()
 
 
-def try_own(parts: Parts) -> None:
-    """Try what somebody else has written; of an ensemble of models only the rule is tried."""
-    settings, data, module = parts.settings, parts.data, parts.module
-    algorithm, rule = settings.algorithm, settings.rule
-    if is_own(algorithm) or is_own(rule):
-        tried = Algorithm() if algorithm.is_ensemble else algorithm
-        clients = settings.clients_per_round or data.num_clients
-        sizes = settings.phases, data.num_clients, clients, data.num_classes, settings.training.multilabel
-        dry_run_rounds(tried, rule, module.tensor_names, module.initial_state(0), *sizes)
+def dry_run_foreign_classes(parts: Parts) -> None:
+    """Run two rounds on made-up gradients if the algorithm or the server rule is not one of perada's.
 
+    Perada's are covered by its tests. The rule is run alone where the algorithm trains an ensemble of models.
 
-def use_features(parts: Parts, image: Tensor) -> FrozenTrunk | None:
-    """Serve features where that pays, or is asked for, which may end in a ValueError; return their frozen part, if so.
-
-    It is looked for with a prepared image (channels, height, width).
+    Raises:
+        ValueError: If a method fails, or returns states that do not fit.
     """
-    data, module = parts.data, parts.module
+    settings = parts.settings
+    data = parts.data
+    algorithm = settings.algorithm
+    if not (is_own(algorithm) or is_own(settings.rule)):
+        return
+    dry_run_rounds(
+        Algorithm() if algorithm.is_ensemble else algorithm,
+        settings.rule,
+        parts.module.tensor_names,
+        parts.module.initial_state(0),
+        settings.phases,
+        num_clients=data.num_clients,
+        clients=settings.clients_per_round or data.num_clients,
+        num_classes=data.num_classes,
+        multilabel=settings.training.multilabel,
+    )
+
+
+def set_up_feature_cache(parts: Parts, image: Tensor) -> FrozenTrunk | None:
+    """Let the data serve features of the frozen trunk in place of images, where that pays or is requested.
+
+    Args:
+        parts: The run.
+        image: A prepared image (channels, height, width), to find the trunk with.
+
+    Returns:
+        The trunk; None if images are served.
+
+    Raises:
+        OptionError: If ``cache_features=True``, and there is no frozen trunk.
+    """
+    data = parts.data
+    module = parts.module
     if module.cache_features is False:
         return None
-    prefix = module.engine.find_trunk(parts.on_model_device(image), 0.0 if module.cache_features else LEAST_SHARE)
-    if prefix is None and module.cache_features:
-        raise OptionError(
-            "cache_features=True, and the model has no frozen part before all that is trained; leave cache_features "
-            "out, or choose an adapter that has one (head, lora)",
-            name="cache_features",
-            value=True,
-        )
+    min_share = 0.0 if module.cache_features else MIN_TRUNK_SHARE
+    trunk = module.engine.find_trunk(parts.on_model_device(image), min_share)
+    if trunk is None:
+        if module.cache_features:
+            raise OptionError(
+                "cache_features=True, and the model has no frozen part before all that is trained; leave "
+                "cache_features out, or choose an adapter that has one (head, lora)",
+                name="cache_features",
+                value=True,
+            )
+        return None
 
     def encode(images: Tensor) -> Tensor:
         with parts.precision():
             return module.engine.features(data.prepare(images.to(module.device)))
 
-    if prefix is not None:
-        data.use_features(encode, prefix.size, tuple(prefix.image))
-    return prefix
+    data.use_features(encode, trunk.size, tuple(trunk.image))
+    return trunk

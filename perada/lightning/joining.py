@@ -16,8 +16,8 @@ from perada.data import FederatedData, FederatedDataModule
 from perada.data.preprocessing import joining_data
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.privacy_setup import check_pretraining
 from perada.lightning.run_record import LOCAL_SCORE
-from perada.lightning.setup import check_pretraining
 from perada.lightning.trainers import make_trainer
 from perada.privacy import Privacy
 from perada.results.run import Run

@@ -31,7 +31,8 @@ from perada.federation.cohort import ClientResults, Cohort, LocalTrainer
 from perada.federation.scores import Scores
 from perada.federation.settings import Settings
 from perada.lightning.parts import Parts
-from perada.lightning.setup import check_first, check_private, configure_rounds, protect
+from perada.lightning.privacy_setup import check_private, plan_privacy
+from perada.lightning.setup import check_first, configure_rounds
 from perada.privacy.account import Account, Row
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.protection import Protection
@@ -95,7 +96,7 @@ class Client:
         )
         parts = Parts(self.data, self.module, self.settings)
         with recipe.context():
-            self._protection = protect(parts, recipe.rounds)
+            self._protection = plan_privacy(parts, recipe.rounds)
             account = self._protection.images
             self._noise_multipliers = [] if account is None else list(account.noise_multipliers)
             configure_rounds(parts, self._protection)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Privacy at set-up: what would void the guarantee is rejected, and the accounts are planned."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from perada.algorithms import Algorithm
+from perada.core.checks import OptionError
+from perada.core.rounds import CohortBatch, sample_cohort
+from perada.core.seeding import generator
+from perada.core.states import State, expand, get_state
+from perada.data import Phase
+from perada.lightning.module import FederatedClassifier
+from perada.lightning.parts import Parts
+from perada.models.weight_files import SHIPPED_SOURCES
+from perada.privacy import Privacy
+from perada.privacy.account import Account
+from perada.privacy.accounting import check_delta_covers
+from perada.privacy.client_level import ClientLevel
+from perada.privacy.clipping import check_precision
+from perada.privacy.probe import check_gradients
+from perada.privacy.protection import Protection
+from perada.privacy.rehearsal import Training, check_client_level, rehearse
+from perada.results.run_file import DATA_INDEPENDENT_METRICS
+
+
+def check_private(parts: Parts) -> None:
+    """Reject options, callbacks, data and weights with which training would not be private.
+
+    Raises:
+        ValueError: With the reason and the remedy.
+    """
+    settings = parts.settings
+    data = parts.data
+    if settings.client_privacy is not None:
+        distills = bool(settings.distillation.steps)
+        check_client_level(settings.algorithm, settings.rule, settings.weighting, distills)
+        check_delta_covers("client_privacy", settings.client_privacy.delta, data.num_clients, "clients")
+    if not settings.private:
+        return
+    _check_options(parts)
+    _check_server_has_no_client_images(parts)
+    _check_pretraining(parts)
+    _check_callbacks(parts)
+    for key, value in get_state(parts.module.model).items():
+        if value.is_floating_point():
+            check_precision(key, value)
+    if settings.privacy is not None:
+        # The client with the most images needs the smallest δ.
+        largest = max(range(data.num_clients), key=lambda client: data.train_sizes[client])
+        subject = f"training images of client {largest}, the largest"
+        check_delta_covers("privacy", settings.privacy.delta, data.train_sizes[largest], subject)
+
+
+def _privacy_error(reason: str) -> OptionError:
+    return OptionError(f"privacy: {reason}", name="privacy")
+
+
+def _check_options(parts: Parts) -> None:
+    """Reject options whose effect depends on clients' images in a way that no ledger accounts for."""
+    settings = parts.settings
+    data = parts.data
+    clip_norm = parts.module.clip_norm
+    is_sample_level = settings.privacy is not None
+    if data.tokens:
+        raise _privacy_error(
+            "texts cannot be used: networks are tried at set-up on images that are changed, which tokens cannot be; "
+            "leave privacy and client_privacy out"
+        )
+    if getattr(parts.trainer.precision_plugin, "scaler", None) is not None:
+        raise _privacy_error(
+            "precision='16-mixed' cannot be used: loss scales, and which steps are skipped, depend on clients' images, "
+            "which no ledger counts; give precision='bf16-mixed'"
+        )
+    if settings.algorithm.compares_models:
+        raise _privacy_error(
+            f"{type(settings.algorithm).__name__} compares models on the clients' training images, which no ledger "
+            "counts; choose assignment='permutation' and keeps='ensemble'"
+        )
+    if data.evaluate_on == "validation":
+        raise _privacy_error(
+            "evaluate_on='validation' scores models on images held out of the clients' private ones, to choose by, "
+            "which no ledger counts; set evaluate_on='test', and choose settings on public data"
+        )
+    if is_sample_level and settings.weighting == "samples":
+        raise _privacy_error("weighting='samples' shows the clients' numbers of images without noise; choose 'uniform'")
+    if is_sample_level and clip_norm is not None:
+        raise _privacy_error(
+            f"clip_norm={clip_norm} (of the FederatedClassifier) would clip once more, after the noise; leave it "
+            "out: privacy.max_norm clips every image's gradient"
+        )
+
+
+def _check_callbacks(parts: Parts) -> None:
+    """Reject callbacks that stop training or choose a checkpoint by metrics that depend on clients' images."""
+    for callback in parts.trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and not monitor.startswith(DATA_INDEPENDENT_METRICS):
+            raise _privacy_error(
+                f"{type(callback).__name__} chooses by {monitor!r}, which may depend on clients' private "
+                "images in a way that no ledger counts; train for a fixed number of rounds and keep the last "
+                "checkpoint"
+            )
+
+
+def _check_server_has_no_client_images(parts: Parts) -> None:
+    """Raise an OptionError if the server has clients' images, whatever it does with them.
+
+    Distillation, server rules that look at predictions, and diagnostics all read the server's images, and a user's own
+    rule may do so too. So what the server has is checked, and not who reads it.
+    """
+    division = parts.data.division
+    for option in ("public_fraction", "validation_fraction"):
+        share = 0.0 if division is None else getattr(division, option)
+        if share:
+            labels = " with their labels" if option == "validation_fraction" else ""
+            raise OptionError(
+                f"{option}={share} cannot be used in a private run: it would hand a share of the clients' own images "
+                f"to the server{labels}, without clipping, noise or a ledger. Set it to 0, and give images of another "
+                "source (data.public), or do without distillation (distillation.steps=0)",
+                name=option,
+                value=share,
+            )
+    parts.data.checked.check_overlap()
+
+
+def _check_pretraining(parts: Parts) -> None:
+    """Raise an OptionError if the module's weights were pretrained on the clients' images."""
+    data = parts.data
+    datasets: list[Dataset[Any]] = []
+    if data.division is not None:
+        datasets = [data.division.dataset]
+    elif data.data is not None:
+        datasets = data.data.train
+    check_pretraining(parts.module.pretrained, datasets)
+
+
+def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]]) -> None:
+    """Raise an OptionError if weights that perada ships were trained on the images of one of these datasets.
+
+    The frozen backbone would contain what the ledgers promise to hide. What other weights were trained on is not known
+    here.
+    """
+    trained_on = SHIPPED_SOURCES.get(str(pretrained))
+    if trained_on is None:
+        return
+    for dataset in datasets:
+        if any(type(source).__name__ == trained_on for source in _sources(dataset)):
+            raise OptionError(
+                f"privacy: pretrained={pretrained!r} was trained on the images of {trained_on}, which are the clients' "
+                "here, and no ledger counts that; give weights that were trained on other images",
+                name="pretrained",
+                value=pretrained,
+            )
+
+
+def _sources(dataset: Dataset[Any]) -> Iterator[object]:
+    """Yield a dataset and those that it wraps, such as the dataset of a Subset and the parts of a ConcatDataset."""
+    pending: list[object] = [dataset]
+    seen = set[int]()
+    while pending:
+        source = pending.pop()
+        if source is None or id(source) in seen:
+            continue
+        seen.add(id(source))
+        yield source
+        pending.append(getattr(source, "dataset", None))
+        datasets = getattr(source, "datasets", None)
+        if isinstance(datasets, list | tuple):
+            pending += datasets
+
+
+def check_trained_norms(module: FederatedClassifier) -> None:
+    """Raise an OptionError if BatchNorm layers are trained privately."""
+    trained = [key.removesuffix(".running_var") for key in module.tensor_names.keys if key.endswith("running_var")]
+    if trained:
+        raise _privacy_error(
+            f"{trained[0]!r} and {len(trained) - 1} more are BatchNorm layers in what is trained: an image's "
+            "gradient then depends on the others of its batch. Choose lora, bottleneck or head, a residual adapter "
+            "with norm='group' and train_norms=False (adapter_options), or a backbone with LayerNorm or GroupNorm"
+        )
+
+
+def check_private_gradients(
+    privacy: Privacy, module: FederatedClassifier, batch: CohortBatch, features: bool = False
+) -> None:
+    """Raise a ValueError if the model has no private gradients.
+
+    They are tried for two clients with two images each, all made of the first image of the batch.
+
+    Args:
+        privacy: The options.
+        module: The module, whose network is built.
+        batch: The first local step of some clients.
+        features: Whether features of the images are trained on.
+    """
+    image = batch.x[0, 0].to(next(module.model.parameters()).device)
+    images = torch.stack([image, 1 - image.flip(-1), 2 * image, image.flip(-1)])
+    if features:
+        images = module.engine.features(images)
+    label = batch.y[0, 0].to(image.device)
+    x = images.view(2, 2, *images.shape[1:])
+    y = label.expand(2, 2, *label.shape)
+    check_gradients(privacy, module.engine, states_near_initial(module, 2), x, y, module.multilabel)
+
+
+def states_near_initial(module: FederatedClassifier, clients: int) -> State:
+    """Return states (C, ...) near the initial one in which every trained parameter has an effect.
+
+    Most adapters start as zero, so that some of their gradients are zero too.
+    """
+    source = generator(0, "probe")
+    states = {key: value.clone() for key, value in expand(get_state(module.model), clients).items()}
+    for key in module.tensor_names.parameters:
+        value = states[key]
+        # Drawn on the CPU, so that the noise is the same on every device.
+        noise = torch.randn(value.shape, generator=source, dtype=value.dtype)
+        states[key] = (value + 0.02 * noise.to(value.device)).requires_grad_()
+    return states
+
+
+def plan_privacy(parts: Parts, rounds: int | None) -> Protection:
+    """Plan the privacy of a run: the accounts of the clients' images and of whole clients, where it has them.
+
+    Args:
+        parts: The run.
+        rounds: Number of rounds; None if it is open.
+
+    Raises:
+        ValueError: If it cannot be kept, for example if a target needs a number of rounds.
+    """
+    settings = parts.settings
+    num_clients = parts.data.num_clients
+
+    def planned_rounds(start: int) -> list[int]:
+        """Return the number of rounds from ``start`` on that each client is drawn for."""
+        counts = Counter[int]()
+        for round in range(start, rounds or 0):
+            counts.update(sample_cohort(settings.seed, round, num_clients, settings.clients_per_round))
+        return [counts[client] for client in range(num_clients)]
+
+    images = None
+    if settings.privacy is not None:
+        initial = settings.algorithm.initial(parts.module.initial_state)
+        tuning = settings.algorithm.personalization()
+
+        def rehearsed(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
+            """Return the gradients that a client asks for in the phases of a round, or of the fine-tuning."""
+            return rehearse(algorithm, parts.module.tensor_names, initial, phases, num_clients, rounds)
+
+        images = Account(
+            settings.privacy,
+            parts.data.train_sizes,
+            parts.data.batch_size,
+            rehearsed(settings.algorithm, settings.phases),
+            None if tuning is None else rehearsed(tuning[0], (tuning[1],)),
+            None if rounds is None else planned_rounds,
+        )
+    clients = None
+    if settings.client_privacy is not None:
+        largest_count = 0
+        if settings.client_privacy.target_epsilon is not None:
+            largest_count = max(planned_rounds(0))
+        clients = ClientLevel(
+            settings.client_privacy,
+            settings.seed,
+            clients=settings.clients_per_round or num_clients,
+            rounds=largest_count,
+            planned=planned_rounds,
+            sums=settings.secure_sums,
+        )
+    return Protection(images, clients)
