@@ -63,8 +63,7 @@ def keep_journal(parts: Parts, earlier: Sequence[Path]) -> None:
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue
-        is_local = callback.dirpath and "://" not in str(callback.dirpath)
-        if is_local:
+        if callback.dirpath and "://" not in str(callback.dirpath):  # on a local disk
             paths.append(Path(callback.dirpath) / JOURNAL)
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
         protection.journal = Journal(paths, earlier)

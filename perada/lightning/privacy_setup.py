@@ -2,7 +2,7 @@
 """Privacy at set-up: what would void the guarantee is rejected, and the accounts are planned."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ def _check_server_has_no_client_images(parts: Parts) -> None:
 def _check_pretraining(parts: Parts) -> None:
     """Raise an OptionError if the module's weights were pretrained on the clients' images."""
     data = parts.data
-    datasets: list[Dataset[Any]] = []
+    datasets: Sequence[Dataset[Any]] = []
     if data.division is not None:
         datasets = [data.division.dataset]
     elif data.data is not None:
