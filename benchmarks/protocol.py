@@ -58,7 +58,7 @@ def scored_every_round(record: Record) -> list[dict[str, Any]]:
         warnings.simplefilter("ignore")
         cli = PeradaCLI(words, run=False)
         cli.trainer.fit(cli.model, cli.datamodule)
-    by_round: list[dict[str, Any]] = cli.loop.measured.by_round
+    by_round: list[dict[str, Any]] = cli.loop.client_scores.by_round
     last = fmean(by_round[-1]["personal/local_test"])
     if abs(last - record["personal/local_test"]) > 1e-6:
         raise RuntimeError(f"scored every round, the run has {last}, and before {record['personal/local_test']}")

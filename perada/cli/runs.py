@@ -238,7 +238,7 @@ class PeradaCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Record the command in the run."""
-        self.loop.measured.command = self.command
+        self.loop.command = self.command
 
     def after_fit(self) -> None:
         """Print the table of clients, and the folder of the run."""

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from perada.core.files import writing
 from perada.core.text import is_spread
-from perada.lightning.federated_loop import ON_THE_BAR, FederatedLoop
+from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
 from perada.results.report import ENTROPY, cell, title
 
 
@@ -86,7 +86,7 @@ class RoundLines(ProgressBar):
             if name.startswith(("personal/", "global/")) and not is_spread(name):
                 unit = "" if name == ENTROPY else " %"
                 fields.append(f"{title(name)} {cell(name, value)}{unit}")
-        for name in ON_THE_BAR:
+        for name in PROGRESS_METRICS:
             if name in record:
                 fields.append(f"{name} {record[name]:.3g}")
         print(f"{_round_title(trainer)}: {', '.join(fields)}", file=sys.stderr, flush=True)

@@ -21,8 +21,8 @@ from perada.data.batches.workers import lost_worker
 from perada.federation.diagnostics import Diagnostic, check_diagnostics
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
-from perada.lightning import checkpoint as checkpoints
 from perada.lightning import journals, run_folder, run_record, scoring
+from perada.lightning.checkpoint import RoundCheckpoint, remap_clients, set_resume_point
 from perada.lightning.checks import with_diagnostics
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
@@ -44,9 +44,9 @@ from perada.server import Distillation, Mean, ServerRule, client_weights
 from perada.server.aggregate import Weighting
 from perada.server.sums import SecureSums
 
-ON_THE_BAR = ("privacy/epsilon_max", "privacy/client_epsilon_max")
-"""Metrics of a round that the progress bar shows."""
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+PROGRESS_METRICS = ("privacy/epsilon_max", "privacy/client_epsilon_max")
+"""Metrics of a round that progress bars and lines display."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class FederatedLoop(pl.Callback):
@@ -81,10 +81,11 @@ class FederatedLoop(pl.Callback):
         seed: Seed that all randomness is derived from.
 
     Attributes:
-        history: What every round measured: its number ``round``, its last optimiser ``step``, and its metrics by name.
-        num_clients: M, known after set-up.
-        measured: What is known of each client besides its last scores.
-        config: What the ``config.yaml`` in the run's folder is to hold, where no command line writes one.
+        history: Each round's number ``round``, its last optimiser ``step``, and its metrics by name.
+        num_clients: Number of clients M, known after set-up.
+        client_scores: Scores of each client besides its last ones.
+        config: Content of ``config.yaml`` in the run's folder, where no command line writes it.
+        command: The command line, word by word; empty without one.
 
     Raises:
         ValueError: If an option cannot be used, or, at set-up, if model, data and algorithm do not fit one another.
@@ -124,17 +125,20 @@ class FederatedLoop(pl.Callback):
         self.num_clients = 0
         self.protection: Protection | None = None
         self.config: dict[str, Any] = {}
-        self.measured = run_record.ClientScores()
+        self.command: list[str] = []
+        self.client_scores = run_record.ClientScores()
         self._parts: Parts | None = None
-        self._began = False
+        self._fit_began = False
         self._clock = scoring.ScoringClock()
         self._failures: list[Failures] = []
-        self._loaded: dict[str, Any] | None = None
-        self._journals: list[Path] = []
-        self._max_epochs: int | None = None
+        # From on_load_checkpoint until the states exist that take it over.
+        self._checkpoint: dict[str, Any] | None = None
+        # Of the runs that this one is resumed from.
+        self._earlier_journals: list[Path] = []
+        self._planned_max_epochs: int | None = None
 
     def _check_options(self) -> None:
-        """Refuse, by a ValueError, options that are out of range or do not fit one another."""
+        """Raise an OptionError for options that are out of range or exclude one another."""
         check_integer("clients_per_round", self.clients_per_round, optional=True)
         check_integer("seed", self.seed, 0, le=None)
         check_integer("max_failures", self.max_failures, 0, optional=True, hint="no limit by default")
@@ -182,116 +186,173 @@ class FederatedLoop(pl.Callback):
 
     @property
     def parts(self) -> Parts:
-        """What the run is made of, known after set-up."""
+        """Data, module and settings of the run, known after set-up."""
         assert self._parts is not None
         return self._parts
 
-    def settings_of(self, module: FederatedClassifier, **others: Any) -> Settings:
-        """How the rounds go with a network that is built; ``others`` are fields in place of the loop's own options."""
-        names = "algorithm distillation weighting phases seed clients_per_round privacy client_privacy secure_sums"
-        options = {name: getattr(self, name) for name in names.split()}
-        options |= {"rule": self.server_rule, "drop_outliers": self.drop_outliers}
-        options |= {"training": module.training_options, "clients_per_chunk": module.clients_per_chunk}
-        return Settings(**options | others)
+    def settings_of(self, module: FederatedClassifier, **changes: Any) -> Settings:
+        """Return the settings of the rounds.
+
+        Args:
+            module: The module, whose network is built.
+            changes: Fields of the settings that replace the loop's own options.
+        """
+        settings = Settings(
+            algorithm=self.algorithm,
+            training=module.training_options,
+            distillation=self.distillation,
+            weighting=self.weighting,
+            phases=self.phases,
+            seed=self.seed,
+            clients_per_round=self.clients_per_round,
+            clients_per_chunk=module.clients_per_chunk,
+            rule=self.server_rule,
+            privacy=self.privacy,
+            client_privacy=self.client_privacy,
+            secure_sums=self.secure_sums,
+            drop_outliers=self.drop_outliers,
+        )
+        return replace(settings, **changes)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that model, data and algorithm fit one another, and build the model."""
+        """Build the model, and check that model, data and algorithm fit one another."""
         watch_signals()
-        data, module = trainer.datamodule, pl_module  # type: ignore[attr-defined]  # set by Lightning
-        for given, kind in ((data, FederatedDataModule), (module, FederatedClassifier)):
-            if not isinstance(given, kind):
-                raise TypeError(f"FederatedLoop needs a {kind.__name__}, not {type(given).__name__}; give one")
-        assert isinstance(module, FederatedClassifier)
-        self._check_own(data, module, stage)
+        data = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning
+        for component, kind in ((data, FederatedDataModule), (pl_module, FederatedClassifier)):
+            if not isinstance(component, kind):
+                raise TypeError(f"FederatedLoop needs a {kind.__name__}, not {type(component).__name__}; give one")
+        assert isinstance(pl_module, FederatedClassifier)
+        module = pl_module
+        self._check_unused(data, module, stage)
         set_up_trainer(trainer, FederatedLoop)
         module.build(data.num_classes, data.multilabel, self.seed, self.algorithm.merges_into_backbone)
-        self.algorithm.check(module.tensor_names, data.num_clients)  # before anything else that asks the algorithm
-        storage = run_folder.client_storage(self.client_store, self.clients_per_round, data.num_clients, trainer)
-        settings = self.settings_of(module, storage=storage, loss_scaling=loss_scaler(trainer))
-        sizes = [None] * data.num_clients if settings.private else data.train_sizes
-        names = data.client_names or map(str, range(data.num_clients))
-        ranks = lora_ranks(self.algorithm, module.tensor_names, get_state(module.model), names, sizes)
-        settings = replace(settings, lora_ranks=ranks)
+        # Before anything else calls the algorithm.
+        self.algorithm.check(module.tensor_names, data.num_clients)
+        settings = self._complete_settings(trainer, data, module)
         parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data, module))
         self.protection = set_up_rounds(parts, stage, self.protection)
-        self._parts, self.num_clients = parts, data.num_clients
+        self._parts = parts
+        self.num_clients = data.num_clients
         if stage == "fit":
-            self._max_epochs = trainer.max_epochs
+            self._planned_max_epochs = trainer.max_epochs
 
-    def _check_own(self, data: FederatedDataModule, module: FederatedClassifier, stage: str) -> None:
-        """Refuse a second fit, and what belongs to another loop."""
-        if stage == "fit" and self._began:
+    def _check_unused(self, data: FederatedDataModule, module: FederatedClassifier, stage: str) -> None:
+        """Raise a ValueError for a second fit, and for a module or data that another loop has used."""
+        if stage == "fit" and self._fit_began:
             raise ValueError(
                 "this FederatedLoop has been fitted, and rounds, noise and ledgers begin once; make a new "
                 "FederatedLoop and FederatedClassifier, and resume from a checkpoint (ckpt_path)"
             )
-        own = self._parts
-        used = module.federation is not None if own is None else (own.data, own.module) != (data, module)
-        if used:
+        if self._parts is None:
+            used_elsewhere = module.federation is not None
+        else:
+            used_elsewhere = self._parts.data is not data or self._parts.module is not module
+        if used_elsewhere:
             raise ValueError(
                 "a FederatedLoop belongs to one FederatedClassifier and to one FederatedDataModule, and this one or "
                 "its module was used with others; make new ones"
             )
 
+    def _complete_settings(
+        self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
+    ) -> Settings:
+        """Return the settings with what follows from trainer and data."""
+        storage = run_folder.client_storage(self.client_store, self.clients_per_round, data.num_clients, trainer)
+        settings = self.settings_of(module, storage=storage, loss_scaling=loss_scaler(trainer))
+        # Ranks may follow from numbers of images, which are secret in a private run.
+        sizes = [None] * data.num_clients if settings.private else data.train_sizes
+        names = data.client_names or map(str, range(data.num_clients))
+        ranks = lora_ranks(self.algorithm, module.tensor_names, get_state(module.model), names, sizes)
+        return replace(settings, lora_ranks=ranks)
+
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give every role its first state, or the one that was loaded."""
-        module, fits = self.parts.module, trainer.state.fn == "fit" and not self._began
-        if fits:
-            self._leave_former(module)
+        """Make the states of server and clients, and take over those of a checkpoint that was loaded.
+
+        Lightning loads a checkpoint after ``setup`` and before the first hook of a stage, so this is where both are
+        known.
+        """
+        module = self.parts.module
+        begins_fit = trainer.state.fn == "fit" and not self._fit_began
+        if begins_fit:
+            self._discard_states_of_evaluation(module)
         if module.federation is None:
-            module.federation = self._federation(trainer)
-        if self._loaded is not None:
-            self._restore(self._loaded)
-            self._loaded = None
-        if fits:
-            self._began = True
-            journals.keep_journal(self.parts, self._journals)
+            module.federation = self._make_federation(trainer)
+        if self._checkpoint is not None:
+            self._restore(self._checkpoint)
+            self._checkpoint = None
+        if begins_fit:
+            self._fit_began = True
+            journals.keep_journal(self.parts, self._earlier_journals)
 
-    def _leave_former(self, module: FederatedClassifier) -> None:
-        """Begin anew, but for a module whose states were loaded to be evaluated."""
-        if self._loaded is None and module.federation is not None and module.federation.rounds_done:
-            what = f"{module.federation.rounds_done} rounds of a checkpoint that was evaluated"
-            raise ValueError(f"the FederatedClassifier holds {what}; give it to fit too, or make new objects")
-        module.federation, self.history = None, []
+    def _discard_states_of_evaluation(self, module: FederatedClassifier) -> None:
+        """Start a fit with new states, and raise a ValueError if rounds of a checkpoint would be lost by that."""
+        federation = module.federation
+        if self._checkpoint is None and federation is not None and federation.rounds_done:
+            raise ValueError(
+                f"the FederatedClassifier holds {federation.rounds_done} rounds of a checkpoint that was evaluated; "
+                "give it to fit too, or make new objects"
+            )
+        module.federation = None
+        self.history = []
 
-    def _federation(self, trainer: pl.Trainer) -> Federation:
-        """The federation of this process, which was set up as those of the others were."""
-        parts, ranks = self.parts, Ranks(together=trainer.world_size > 1)
-        done = self._loaded["federation"]["rounds_done"] if self._loaded else 0
-        mine = cross_rank_fingerprint(parts, done)
+    def _make_federation(self, trainer: pl.Trainer) -> Federation:
+        """Make the federation of this process, after comparing its options with those of the other processes."""
+        parts = self.parts
+        ranks = Ranks(together=trainer.world_size > 1)
+        rounds_done = 0
+        if self._checkpoint is not None:
+            rounds_done = self._checkpoint["federation"]["rounds_done"]
+        fingerprint = cross_rank_fingerprint(parts, rounds_done)
         if ranks.size > 1:
-            mine["data"] = (
-                parts.data.fingerprint
-            )  # takes a while for large data, and one process has nothing to compare
-        check_ranks_agree(ranks, mine)
-        given = parts.module.engine, parts.module.tensor_names, parts.module.initial_state
-        return Federation(*given, parts.settings, self.num_clients, ranks, self.protection)
+            # Only here: it takes a while for large data, and a single process has nothing to compare.
+            fingerprint["data"] = parts.data.fingerprint
+        check_ranks_agree(ranks, fingerprint)
+        return Federation(
+            parts.module.engine,
+            parts.module.tensor_names,
+            parts.module.initial_state,
+            parts.settings,
+            self.num_clients,
+            ranks,
+            self.protection,
+        )
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds."""
+        """Take over the content of a checkpoint."""
         with restoring():
             self.parts.federation.load_state_dict(saved["federation"])
             scoring.restore_scores(self.parts, saved)
-        measured, self.history = saved["metrics"], saved["metrics"]["rounds"]
-        self.measured.initial, self.measured.by_round = measured.get("initial", {}), measured.get("by_round", [])
-        self._failures = [Failures(row.get("clients/drawn", 1), row.get("clients/failed", 0)) for row in self.history]
+        metrics = saved["metrics"]
+        self.history = metrics["rounds"]
+        self.client_scores.initial = metrics.get("initial", {})
+        self.client_scores.by_round = metrics.get("by_round", [])
+        self._failures = []
+        for record in self.history:
+            # A round without failures has neither metric: any number of drawn clients above 0 stands for it.
+            drawn = record.get("clients/drawn", 1)
+            self._failures.append(Failures(drawn, record.get("clients/failed", 0)))
 
     on_validation_start = _begin
     on_test_start = _begin
     on_predict_start = _begin
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Initialise the states, and write the partition into the run's folder."""
+        """Make the states, score the initial models, and start the run's folder."""
         self._begin(trainer, pl_module)
-        if not self.parts.can_afford_round(()):
-            self._end_at_once(trainer, pl_module)
-        self.measured.score_initial_models(self.parts)
-        pl_module.train()  # the engine sets the mode of every pass; Lightning would warn of eval mode
+        parts = self.parts
+        if not parts.can_afford_round(()):
+            self._finish_without_training(trainer, pl_module)
+        self.client_scores.score_initial_models(parts)
+        # The engine sets the mode of every pass; Lightning (2.6.6) warns of modules in eval mode when training starts.
+        pl_module.train()
         run_folder.log_history(trainer, self.history)
-        run_folder.write_description(self.parts, self.config)
+        run_folder.write_description(parts, self.config)
 
-    def _end_at_once(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End a resumed run that has nothing left to train as it would have ended."""
+    def _finish_without_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End a resumed run that has nothing left to train in the way that it would have ended.
+
+        Without batches Lightning skips ``on_train_end`` and its checkpoint callbacks.
+        """
         if self.parts.has_rounds_left():
             rank_zero_warn(
                 f"privacy: after {self.parts.federation.rounds_done} rounds no client can afford another, and "
@@ -300,52 +361,63 @@ class FederatedLoop(pl.Callback):
         trainer.limit_train_batches = 0
         self.on_train_end(trainer, pl_module)
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, checkpoints.RoundCheckpoint) and callback.dirpath:
+            if isinstance(callback, RoundCheckpoint) and callback.dirpath:
                 trainer.save_checkpoint(Path(callback.dirpath) / LAST)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
         raise_if_interrupted()
-        parts, module = self.parts, self.parts.module
-        module.shifted = {}  # of the states that now change
-        if trainer.max_epochs != self._max_epochs:
+        parts = self.parts
+        federation = parts.federation
+        parts.module.shifted = {}  # scores of the states that now change
+        if trainer.max_epochs != self._planned_max_epochs:
             raise ValueError(
-                f"max_epochs was {self._max_epochs} at set-up and is {trainer.max_epochs} now: a callback changed the "
-                "number of rounds, by which noise and learning rates were planned; leave it out"
+                f"max_epochs was {self._planned_max_epochs} at set-up and is {trainer.max_epochs} now: a callback "
+                "changed the number of rounds, by which noise and learning rates were planned; leave it out"
             )
         shares = parts.data.shares(trainer.current_epoch)
-        round, done = shares.plan.round, parts.federation.rounds_done
-        if round != done:
-            counted = "the Trainer has counted others; make a new one"
-            raise ValueError(f"round {round + 1} cannot be trained after {done} rounds: {counted}")
-        if parts.federation.protection.images is not None:
-            parts.federation.protection.images.check_data(parts.data.train_sizes, parts.data.batch_size)
-        factor = module.rate_factor(round, trainer.max_epochs or 0)
+        round = shares.plan.round
+        if round != federation.rounds_done:
+            raise ValueError(
+                f"round {round + 1} cannot be trained after {federation.rounds_done} rounds: the Trainer has counted "
+                "others; make a new one"
+            )
+        images = federation.protection.images
+        if images is not None:
+            images.check_data(parts.data.train_sizes, parts.data.batch_size)
+        rate_factor = parts.module.rate_factor(round, trainer.max_epochs or 0)
         with parts.precision():
-            parts.federation.begin_round(shares, factor, parts.every_training_image)
+            federation.begin_round(shares, rate_factor, parts.every_training_image)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
     ) -> None:
-        """Close the round after its last local step, and see whether another can follow."""
+        """Close the round after its last local step, and stop training if no client can afford another.
+
+        Lightning validates after this hook and before ``on_train_epoch_end``: the models that it scores are those of
+        the closed round, fine-tuned if it was the last.
+        """
         raise_if_interrupted()
         if trainer.is_last_batch:
-            self._close(trainer)
+            self._end_round(trainer)
             plan = self.parts.data.plan(trainer.current_epoch)
-            trainer.should_stop |= not self.parts.can_afford_round(plan.clients)
+            if not self.parts.can_afford_round(plan.clients):
+                trainer.should_stop = True
             if plan.round + 1 == trainer.max_epochs:
                 scoring.fine_tune_clients(self.parts)
 
-    def _close(self, trainer: pl.Trainer) -> None:
-        """Close the round, and take note of it."""
-        parts, plan = self.parts, self.parts.data.plan(trainer.current_epoch)
+    def _end_round(self, trainer: pl.Trainer) -> None:
+        """Close the round, and log and record its metrics. A collective."""
+        parts = self.parts
+        plan = parts.data.plan(trainer.current_epoch)
         with parts.precision():
             report = parts.federation.end_round(
                 parts.data, lambda steps: parts.progress(steps, f"Distil {plan.round + 1}")
             )
         warn_of_round(plan.round, report, parts.settings)
         for name, value in {"round": float(plan.round), **report.metrics}.items():
-            parts.module.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in ON_THE_BAR)
+            # All processes log the same values, those of all clients.
+            parts.module.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in PROGRESS_METRICS)
         self.history.append({"round": plan.round, "step": trainer.global_step, **report.metrics})
         self._failures.append(Failures(len(plan.clients), len(report.broken)))
         check_failures(self._failures, self.max_failures)
@@ -358,7 +430,7 @@ class FederatedLoop(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Measure the first batch that is scored."""
+        """Start the clock before the first batch that is scored."""
         raise_if_interrupted()
         self._clock.start(self.parts, batch_idx)
 
@@ -371,7 +443,7 @@ class FederatedLoop(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Say after the first batch how long all of them take."""
+        """Announce after the first batch how long all of them take."""
         batches = trainer.num_test_batches if trainer.state.fn == "test" else trainer.num_val_batches
         self._clock.stop(self.parts, batch_idx, sum(batches))
 
@@ -379,9 +451,12 @@ class FederatedLoop(pl.Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Score the shifts where that is asked for; the module then logs what there is."""
-        when = self.parts.data.shifts_when
-        if trainer.state.fn == "test" or (trainer.state.fn == "fit" and when == "evaluation"):
+        """Score the shifts where they are due.
+
+        Lightning calls this hook before the module's, which then logs these scores with its own.
+        """
+        is_due_in_fit = trainer.state.fn == "fit" and self.parts.data.shifts_when == "evaluation"
+        if trainer.state.fn == "test" or is_due_in_fit:
             scoring.score_shifts(self.parts)
 
     on_test_epoch_end = on_validation_epoch_end
@@ -390,96 +465,110 @@ class FederatedLoop(pl.Callback):
         """Add the scores to the round's record."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self.history:
             self.history[-1] |= self.parts.module.scores
-            self.measured.record(self.parts, self.history)
+            self._write_record()
+
+    def _write_record(self) -> None:
+        """Record the clients' scores of the last round, and write ``run.json``."""
+        self.client_scores.record(self.parts, self.history)
+        run_record.write_run_file(self.parts, self.history, self.client_scores, self.command)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Fine-tune also where training was stopped early, and score what came out where that was not done yet."""
-        self._check_rounds(trainer)
-        self.parts.federation.cohort = None  # of a round that was stopped in the middle, and counts as not begun
+        """Fine-tune and score where training was stopped before it, and warn of what went wrong in the run."""
+        self._warn_of_missing_rounds(trainer)
+        # A round that was stopped before its last step counts as not begun.
+        self.parts.federation.cohort = None
         scoring.finish(self.parts, self.history)
-        self.measured.record(self.parts, self.history)
+        self._write_record()
         self._warn_of_stale_models(trainer)
-        if not self.parts.settings.private:  # else an error would show that every client failed, as no ledger counts
+        # In a private run the error would show that every client failed, which no ledger counts.
+        if not self.parts.settings.private:
             check_anything_learned(self._failures)
 
-    def _check_rounds(self, trainer: pl.Trainer) -> None:
-        """Warn where Lightning ended training before all rounds were done, and nothing asked it to."""
-        done = self.parts.federation.rounds_done
+    def _warn_of_missing_rounds(self, trainer: pl.Trainer) -> None:
+        """Warn if Lightning ended training before all rounds were done, and nothing requested that."""
+        rounds_done = self.parts.federation.rounds_done
         max_epochs = trainer.max_epochs
-        stopped = trainer.should_stop or trainer.limit_train_batches == 0
-        if max_epochs is not None and done < max_epochs and not stopped:
+        was_stopped = trainer.should_stop or trainer.limit_train_batches == 0
+        if max_epochs is not None and rounds_done < max_epochs and not was_stopped:
             rank_zero_warn(
-                f"{done} of {max_epochs} rounds were trained: a callback or a hook of the module ended a round before "
-                "its last step; leave it out, or give max_epochs as many as are to be trained"
+                f"{rounds_done} of {max_epochs} rounds were trained: a callback or a hook of the module ended a round "
+                "before its last step; leave it out, or give max_epochs as many as are to be trained"
             )
 
     def _warn_of_stale_models(self, trainer: pl.Trainer) -> None:
-        """Warn where clients end the run with models that were not trained for more than half of it."""
-        parts = self.parts
-        if not parts.federation.keeps_personal_models:
+        """Warn if clients end the run with models that were not trained for more than half of it."""
+        federation = self.parts.federation
+        if not federation.keeps_personal_models:
             return
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # a function of another module of Lightning's sets it
             return
-        warning = parts.federation.participation.warning(parts.data.client_names, anonymous=parts.settings.private)
+        warning = federation.participation.warning(self.parts.data.client_names, anonymous=self.parts.settings.private)
         if warning is not None:
             rank_zero_warn(warning)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Bring the clients' states to process 0, also where a run was resumed that had nothing left to train."""
+        """Bring the clients' states to rank 0. A collective.
+
+        Lightning calls this hook also where a resumed run had nothing left to train.
+        """
         self.parts.federation.collect()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Have an error of the disk say where the run is and how to resume; those of writes do not even have a path.
+        """Complete an exception with what the user needs to know.
 
-        torch's error of a worker that died gets a note on the sample that the worker read.
-        A program that SIGTERM ends says so by its status, as shells give it; Lightning leaves it at 0.
+        A disk error gets a file name and how to resume: errors of writes have no path. torch's error about a worker
+        that died gets a note on the sample that it was reading. SIGTERM ends the program with the status that shells
+        give it; Lightning (2.6.6) leaves it at 0.
         """
         if isinstance(exception, SIGTERMException):
             exception.code = 128 + signal.SIGTERM
-        if lost := lost_worker(exception):
-            exception.add_note(str(lost))
-        if isinstance(exception, OSError) and exception.errno in OF_THE_DISK:
+        worker = lost_worker(exception)
+        if worker is not None:
+            exception.add_note(str(worker))
+        if isinstance(exception, OSError) and exception.errno in DISK_ERRORS:
             remedy = "fix this, and resume with ckpt_path=last, or train again if no round was saved"
             exception.strerror = f"{exception.strerror}; {remedy}"
-            folders = (getattr(logger, "log_dir", None) for logger in trainer.loggers)
-            exception.filename = exception.filename or next(filter(None, folders), trainer.default_root_dir)
+            if not exception.filename:
+                folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+                exception.filename = next(filter(None, folders), trainer.default_root_dir)
 
     def outcome(self, module: FederatedClassifier) -> Run:
-        """The run that a fit with this loop made: the models of clients and server, and what was measured."""
+        """Return the run of a fit with this loop: the models of clients and server, and what was measured."""
         parts = self.parts
-        metrics = run_record.run_metrics(parts, self.history, self.measured)
+        metrics = run_record.run_metrics(parts, self.history, self.client_scores)
         global_states, personal_of = states_of(parts.federation)
         return Run(parts.adapted, global_states, personal_of, self.num_clients, metrics, run_record.run_info(parts))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save the states of server and clients, and what they belong to."""
+        """Save the states of server and clients, and what identifies their run."""
         parts = self.parts
         journals.keep_default_journal(parts)
         checkpoint[CHECKPOINT_KEY] = {
             "format": CHECKPOINT_FORMAT,
             "federation": parts.federation.state_dict(),
-            "metrics": run_record.run_metrics(parts, self.history, self.measured),
+            "metrics": run_record.run_metrics(parts, self.history, self.client_scores),
             "step": self.history[-1]["step"] if self.history else 0,
             "scores": parts.module.scores,
             "shifted": parts.module.shifted,
             "info": run_record.run_info(parts),
             "data": parts.data.fingerprint,
-        } | run_fingerprint(parts).state_dict()
+            **run_fingerprint(parts).state_dict(),
+        }
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the saved states for the start of training, after checking that they belong to this model and data."""
-        saved, fits = contents(checkpoint.get(CHECKPOINT_KEY)), trainer.state.fn == "fit"
+        """Check that a checkpoint belongs to this run, and keep its states until the federation exists."""
+        trains = trainer.state.fn == "fit"
+        saved = contents(checkpoint.get(CHECKPOINT_KEY))
+        federation = saved["federation"]
         assert self.protection is not None
-        self.protection.check_alike(saved["federation"].get("privacy"))
-        check_same_run(saved, self.parts, fits, self.resume_allow)
-        find_clients(saved["federation"], trainer.ckpt_path)
-        self._loaded = checkpoints.remap_clients(saved, self.parts.data, self.resume_allow)
-        self._journals = journals.find_journals(saved["federation"], str(trainer.ckpt_path))
-        if fits:
-            checkpoints.set_resume_point(
-                checkpoint, saved["federation"]["rounds_done"], saved["step"], trainer.max_epochs or 0
-            )
+        self.protection.check_alike(federation.get("privacy"))
+        check_same_run(saved, self.parts, trains, self.resume_allow)
+        find_clients(federation, trainer.ckpt_path)
+        self._checkpoint = remap_clients(saved, self.parts.data, self.resume_allow)
+        self._earlier_journals = journals.find_journals(federation, str(trainer.ckpt_path))
+        if trains:
+            set_resume_point(checkpoint, federation["rounds_done"], saved["step"], trainer.max_epochs or 0)

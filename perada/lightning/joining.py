@@ -124,7 +124,7 @@ def personalize(  # noqa: PLR0913  # one argument an option of `perada personali
     before = None
     after = None
     if datamodule.val_dataloader():
-        before = _local_score(loop.measured.initial)
+        before = _local_score(loop.client_scores.initial)
         after = _local_score(client_run.metrics["clients"])
     if before is not None and after is not None:
         test = datamodule.checked.test

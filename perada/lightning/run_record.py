@@ -33,12 +33,10 @@ class ClientScores:
     Attributes:
         initial: By name, each client's scores (M,) of the models before the first round.
         by_round: For each evaluation its ``round`` and each client's ``personal/local_test``.
-        command: The command line of the run; empty where there was none.
     """
 
     initial: dict[str, list[float]] = field(default_factory=dict)
     by_round: list[dict[str, Any]] = field(default_factory=list)
-    command: list[str] = field(default_factory=list)
 
     def score_initial_models(self, parts: Parts) -> None:
         """Score the models on their clients' images before the first round, with at most two passes over the images.
@@ -54,29 +52,37 @@ class ClientScores:
             self.initial = {name: _rounded(scores) for name, scores in per_client.items()}
 
     def record(self, parts: Parts, history: History) -> None:
-        """Record the clients' scores of the last round, and write ``run.json`` into the run's folder if it has one.
-
-        ``run.json`` is written whichever loggers the trainer has.
-        """
+        """Record the clients' scores of the last round, if they were scored."""
         scores = parts.module.per_client.get(LOCAL_SCORE)
         if scores is not None and history:
             round = history[-1]["round"]
             # A round is scored twice where training ends early or clients are fine-tuned: the later scores count.
             earlier = [record for record in self.by_round if record["round"] < round]
             self.by_round = [*earlier, {"round": round, LOCAL_SCORE: _rounded(scores)}]
-        folder = parts.folder()
-        if folder is None:
-            return
-        content = RunFile(
-            parts.data.num_clients,
-            run_info(parts),
-            run_metrics(parts, history, self),
-            in_checkpoints=True,
-            train_sizes=list(parts.data.train_sizes),
-            # The command line may contain the seed, which is secret in the test mode of privacy.
-            command=[] if parts.settings.test_mode else self.command,
-        )
-        write_run(folder, content)
+
+
+def write_run_file(parts: Parts, history: History, client_scores: ClientScores, command: list[str]) -> None:
+    """Write ``run.json`` into the run's folder, whichever loggers write into it; nothing without one.
+
+    Args:
+        parts: The run.
+        history: The metrics of its rounds.
+        client_scores: The clients' scores besides the last ones.
+        command: The command line of the run; empty without one.
+    """
+    folder = parts.folder()
+    if folder is None:
+        return
+    content = RunFile(
+        parts.data.num_clients,
+        run_info(parts),
+        run_metrics(parts, history, client_scores),
+        in_checkpoints=True,
+        train_sizes=list(parts.data.train_sizes),
+        # The command line may contain the seed, which is secret in the test mode of privacy.
+        command=[] if parts.settings.test_mode else command,
+    )
+    write_run(folder, content)
 
 
 def _rounded(scores: torch.Tensor) -> list[float]:
