@@ -41,12 +41,12 @@ def check_folding(parts: Parts, images: Tensor) -> None:
         OptionError: If ``engine='folded'`` was requested, and the model cannot be folded.
     """
     module = parts.module
-    if module.engine.kind == "loop" or module.folds:
+    if module.engine.kind == "loop" or parts.passed.folding:
         return
     channels_last = module.engine.memory_format is torch.channels_last
     problem = check_fold(module.model, parts.on_model_device(images), channels_last)
     if problem is None:
-        module.folds = True
+        parts.passed.folding = True
         return
     subject = f"backbone {parts.adapted.backbone.name!r}: {problem}"
     if module.engine_name == "folded":
@@ -54,11 +54,11 @@ def check_folding(parts: Parts, images: Tensor) -> None:
             f"engine='folded' cannot run {subject}; use engine='loop' or 'auto'", name="engine", value="folded"
         )
     warnings.warn(f"engine='auto' takes the loop over clients for {subject}", stacklevel=2)
-    module.engine = module.make_engine("loop")
+    module.use_loop_engine()
 
 
 def check_adapter(parts: Parts, images: Tensor) -> None:
-    """Check once for each module that its network uses what is trained in it.
+    """Check once for each run that the network uses what is trained in it.
 
     Args:
         parts: The run.
@@ -69,7 +69,7 @@ def check_adapter(parts: Parts, images: Tensor) -> None:
     """
     module = parts.module
     adapted = parts.adapted
-    if module.uses_adapter:
+    if parts.passed.adapter:
         return
     if parts.settings.private:
         # Whether an image leads to a warning would show something about it.
@@ -91,7 +91,7 @@ def check_adapter(parts: Parts, images: Tensor) -> None:
         )
     if usage.merging is not None:
         rank_zero_warn(usage.merging)
-    module.uses_adapter = True
+    parts.passed.adapter = True
 
 
 def check_images(parts: Parts, images: Tensor) -> None:

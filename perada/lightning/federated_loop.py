@@ -25,7 +25,7 @@ from perada.lightning import journals, run_folder, run_record, scoring
 from perada.lightning.checkpoint import RoundCheckpoint, remap_clients, set_resume_point
 from perada.lightning.checks import with_diagnostics
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.parts import Parts
+from perada.lightning.parts import Parts, PassedChecks
 from perada.lightning.round_warnings import Failures, check_anything_learned, check_failures, warn_of_round
 from perada.lightning.run_fingerprint import (
     check_ranks_agree,
@@ -128,6 +128,7 @@ class FederatedLoop(pl.Callback):
         self.command: list[str] = []
         self.client_scores = run_record.ClientScores()
         self._parts: Parts | None = None
+        self._passed_checks = PassedChecks()
         self._fit_began = False
         self._clock = scoring.ScoringClock()
         self._failures: list[Failures] = []
@@ -229,7 +230,7 @@ class FederatedLoop(pl.Callback):
         # Before anything else calls the algorithm.
         self.algorithm.check(module.tensor_names, data.num_clients)
         settings = self._complete_settings(trainer, data, module)
-        parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data, module))
+        parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data, module), self._passed_checks)
         self.protection = set_up_rounds(parts, stage, self.protection)
         self._parts = parts
         self.num_clients = data.num_clients
@@ -369,7 +370,7 @@ class FederatedLoop(pl.Callback):
         raise_if_interrupted()
         parts = self.parts
         federation = parts.federation
-        parts.module.shifted = {}  # scores of the states that now change
+        parts.results.shifted = None  # scores of the states that now change
         if trainer.max_epochs != self._planned_max_epochs:
             raise ValueError(
                 f"max_epochs was {self._planned_max_epochs} at set-up and is {trainer.max_epochs} now: a callback "
@@ -464,7 +465,7 @@ class FederatedLoop(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the scores to the round's record."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self.history:
-            self.history[-1] |= self.parts.module.scores
+            self.history[-1] |= self.parts.results.scores
             self._write_record()
 
     def _write_record(self) -> None:
@@ -545,13 +546,14 @@ class FederatedLoop(pl.Callback):
         """Save the states of server and clients, and what identifies their run."""
         parts = self.parts
         journals.keep_default_journal(parts)
+        shifted = parts.results.shifted
         checkpoint[CHECKPOINT_KEY] = {
             "format": CHECKPOINT_FORMAT,
             "federation": parts.federation.state_dict(),
             "metrics": run_record.run_metrics(parts, self.history, self.client_scores),
             "step": self.history[-1]["step"] if self.history else 0,
-            "scores": parts.module.scores,
-            "shifted": parts.module.shifted,
+            "scores": parts.results.scores,
+            "shifted": {} if shifted is None else shifted.state_dict(),
             "info": run_record.run_info(parts),
             "data": parts.data.fingerprint,
             **run_fingerprint(parts).state_dict(),

@@ -4,7 +4,7 @@
 import math
 from dataclasses import fields
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -21,11 +21,20 @@ from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, make_metrics, metric_names, score_names
 from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.lightning.foreign_callbacks import check_callbacks
+from perada.lightning.results import EvaluationResults
 from perada.models.adapted import AdaptedModel, AdapterChoice, find_tensor_names
 from perada.models.merging import Trained
 from perada.models.spec import ModelSpec, frozen_digest
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
+
+
+class Task(NamedTuple):
+    """What a module is built for."""
+
+    num_classes: int
+    multilabel: bool
+    seed: int
 
 
 class FederatedClassifier(pl.LightningModule):
@@ -136,58 +145,77 @@ class FederatedClassifier(pl.LightningModule):
         self.cache_features, self.metric, self.global_test_clients = cache_features, metric, global_test_clients
         self.automatic_optimization = False
         self.strict_loading = False
-        self.adapted: AdaptedModel | None = None  # what is there already, it trains
-        self.multilabel, self.seed = False, 0
-        self.folds, self.uses_adapter = False, False  # whether that was tried at set-up
-        self._task: tuple[int, bool, int] | None = None
-        self.per_client: dict[str, Tensor] = {}
+        # Built by build() unless it is set before.
+        self.adapted: AdaptedModel | None = None
+        self.multilabel = False
+        self.seed = 0
+        self._task: Task | None = None
         self.metrics: list[Metric] = []
-        self.scores: dict[str, float] = {}
-        self.shifted: dict[str, Any] = {}
-        self.details: dict[str, Any] = {}
+        self.results = EvaluationResults()
         self.federation: Federation | None = None
 
     def build(self, num_classes: int, multilabel: bool, seed: int, merges: bool = False) -> None:
-        """Build backbone, adapter and engine for the data's classes; a second call for the same task does nothing.
+        """Build backbone, adapter and engine for the data's classes. A second call for the same task does nothing.
 
-        What is random in head and adapter is drawn from the ``seed``. Where the algorithm ``merges_into_backbone``, the
-        weights that LoRA adapts are a part of states. A ValueError if the data's number of classes is not the one that
-        was asked for, or it was built otherwise.
+        Args:
+            num_classes: The data's number of classes K.
+            multilabel: Whether an image may have several labels.
+            seed: Seed of what is random in head and adapter.
+            merges: Whether the algorithm merges LoRA into the backbone, whose adapted weights are then a part of the
+                states.
+
+        Raises:
+            ValueError: If another number of classes was requested, or the module was built for another task.
         """
-        task = num_classes, multilabel, seed
-        if self._task not in (None, task):
-            what = f"{self._task} (classes, multi-label, seed), and not for {task}"
-            raise ValueError(f"the FederatedClassifier was built for {what}; make a new one")
+        task = Task(num_classes, multilabel, seed)
         if self._task is not None:
+            if self._task != task:
+                raise ValueError(
+                    f"the FederatedClassifier was built for {tuple(self._task)} (classes, multi-label, seed), and not "
+                    f"for {tuple(task)}; make a new one"
+                )
             return
         if self.num_classes not in (None, num_classes):
-            what = f"num_classes={self.num_classes}"
-            raise ValueError(f"{what} does not match the data, whose labels have {num_classes} classes; correct it")
+            raise ValueError(
+                f"num_classes={self.num_classes} does not match the data, whose labels have {num_classes} classes; "
+                "correct it"
+            )
         self.metrics = make_metrics(self.metric, multilabel, num_classes)
-        self._task = self.num_classes, self.multilabel, self.seed = task
-        self.train_backbone = self.train_backbone or ("merged" if merges else False)
-        self.adapted = self.adapted or self.spec.build()
+        self._task = task
+        self.num_classes = num_classes
+        self.multilabel = multilabel
+        self.seed = seed
+        if not self.train_backbone:
+            self.train_backbone = "merged" if merges else False
+        if self.adapted is None:
+            self.adapted = self.spec.build()
         self.model = self.adapted.model
-        convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
-        suits = convolutions > 1 and self.adapted.channels_last
-        channels_last = suits if self.channels_last is None else self.channels_last
+        channels_last = self.channels_last
+        if channels_last is None:
+            # A single convolution is a ViT's patch embedding, which gains nothing.
+            convolutions = sum(isinstance(module, nn.Conv2d) for module in self.model.modules())
+            channels_last = convolutions > 1 and self.adapted.channels_last
         if channels_last:
             self.model.to(memory_format=torch.channels_last)
-        compiled = {} if self.torch_compile is True else self.torch_compile or None
-        self.make_engine = partial(Engine, self.model, channels_last=channels_last, compile=compiled)
-        self.engine = self.make_engine(self.engine_name)
+        compile_options = {} if self.torch_compile is True else self.torch_compile or None
+        self._make_engine = partial(Engine, self.model, channels_last=channels_last, compile=compile_options)
+        self.engine = self._make_engine(self.engine_name)
         self.tensor_names = find_tensor_names(self.model, self.adapted.backbone.head)
         self.training_options = LocalTraining(
             self.optimizer, self.lr, self.momentum, self.weight_decay, self.clip_norm, multilabel
         )
 
+    def use_loop_engine(self) -> None:
+        """Train one client after another, because the network mixes the images of a batch."""
+        self.engine = self._make_engine("loop")
+
     @property
     def spec(self) -> ModelSpec:
-        """What the network is built from."""
+        """The options that the network is built from."""
         return ModelSpec(**{field.name: getattr(self, field.name) for field in fields(ModelSpec)})
 
     def initial_state(self, index: int) -> State:
-        """The ``index``-th random initialisation of what is trained (:meth:`.ModelSpec.initial_state`)."""
+        """Return the ``index``-th random initialisation of what is trained (:meth:`.ModelSpec.initial_state`)."""
         assert self.adapted is not None
         return self.spec.initial_state(self.adapted, index)
 
@@ -197,43 +225,46 @@ class FederatedClassifier(pl.LightningModule):
         return frozen_digest(self.model)
 
     def rate_factor(self, round: int, rounds: int) -> float:
-        """Factor of the clients' learning rates in round ``round`` (from 0) of ``rounds``."""
+        """Return the factor of the clients' learning rates in round ``round`` (from 0) of ``rounds``."""
         if self.lr_schedule == "cosine" and rounds > 0:
             return (1 + math.cos(math.pi * round / rounds)) / 2
-        return self.lr_gamma ** (round // self.lr_every) if self.lr_schedule == "exponential" else 1.0
+        if self.lr_schedule == "exponential":
+            return self.lr_gamma ** (round // self.lr_every)
+        return 1.0
 
     def training_step(self, batch: AnyBatch, batch_idx: int) -> None:
-        """One local step of every client that still has one to take in this round."""
+        """Take one local step of every client that still has one to take in this round."""
         cohort = self._states().cohort
         if cohort is None:
             raise RuntimeError("no round is open: add perada.lightning.FederatedLoop to the Trainer's callbacks")
         cohort.step(batch)
-        steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress  # for loggers and checkpoints
+        # The clients' optimisers are not Lightning's, whose count of steps loggers and checkpoints read (2.6.6).
+        steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         steps.increment_ready()
         steps.increment_completed()
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Add no callback; those of the trainer are checked here, before Lightning sets any of them up."""
+        """Add no callback, but check those of the trainer before Lightning sets any of them up."""
         check_callbacks(self.trainer)
         return []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """An optimiser without effect, which Lightning asks for: clients' optimisers live for one round."""
+        """Return an optimiser without effect, since Lightning needs one. Clients' optimisers live for one round."""
         return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the frozen backbone out: the loop saves all that was trained."""
+        """Leave the frozen backbone out of checkpoints. The loop saves all that was trained."""
         checkpoint["state_dict"] = {}
 
     def on_validation_epoch_start(self) -> None:
-        """Start counting."""
+        """Start an evaluation."""
         federation = self._states()
         everywhere = sample_clients(federation.num_clients, self.global_test_clients, self.seed)
         self._evaluation = Evaluation(federation, self.metrics, everywhere)
 
     @property
     def score_names(self) -> dict[str, bool]:
-        """Names of the scores of models, by which settings can be chosen, and whether the lower one is the better."""
+        """By name of each score that settings can be chosen by, whether a lower one is better."""
         return score_names(self.metric)
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
@@ -241,41 +272,52 @@ class FederatedClassifier(pl.LightningModule):
         self._evaluation.step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log mean and standard deviation over clients."""
+        """Log the scores: mean and standard deviation over clients. The progress bar displays some of the means."""
         self.score()
         self.log("round", float(self.trainer.current_epoch))
+        shifted = self.results.shifted
         for name, value in self.scores.items():
-            self.log(name, value, prog_bar=not (is_spread(name) or name in self.shifted.get("scores", {})))
+            is_shifted = shifted is not None and name in shifted.scores
+            self.log(name, value, prog_bar=not is_spread(name) and not is_shifted)
 
     def score(self) -> None:
-        """Compute ``scores``, ``per_client`` and ``details`` of what the validation steps have counted."""
-        self.scores, self.per_client = self._evaluation.result()
-        self.details = self._evaluation.details()
-        self.add_shifted()
+        """Compute ``results`` from what the validation steps have counted. A collective."""
+        self.results.scores, self.results.per_client = self._evaluation.result()
+        self.results.details = self._evaluation.details()
+        self.results.include_shifted()
 
-    def add_shifted(self) -> None:
-        """Add what is in ``shifted``, the scores on shifted sets of the present states, if they were taken."""
-        self.scores = self.scores | self.shifted.get("scores", {})
-        self.per_client = self.per_client | self.shifted.get("per_client", {})
+    @property
+    def scores(self) -> dict[str, float]:
+        """Scores of the last evaluation by name, as they are logged."""
+        return self.results.scores
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
     on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: EvalBatch, batch_idx: int) -> dict[str, Tensor]:
-        """Logits (B, K) of the owner's personal model and of the global one, with the owner of each image."""
-        federation, found = self._states(), {"owner": batch.owner, "y": batch.y}
+        """Predict a batch with the personal model of each image's owner, and with the global model. A collective.
+
+        Returns:
+            Logits (B, K) ``personal`` and, where there is a global model, ``global``; ``owner`` (B,) and labels ``y``
+            of the images.
+        """
+        federation = self._states()
+        predictions = {"owner": batch.owner, "y": batch.y}
         if federation.settings.algorithm.global_model:
-            found["global"] = shared_logits(federation, batch.x)
+            predictions["global"] = shared_logits(federation, batch.x)
         if not federation.personalized:
-            return found | {"personal": found["global"]}
-        own = own_logits(federation, batch)
-        # One number format on all ranks, also on one that has none of the owners.
-        kind = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
-        rows = torch.zeros(len(batch.x), self.num_classes or 0, device=batch.x.device) if own is None else own
-        found["personal"] = rows.to(kind)
-        federation.ranks.sum_([found["personal"]])
-        return found
+            predictions["personal"] = predictions["global"]
+            return predictions
+        logits = own_logits(federation, batch)
+        if logits is None:
+            # None of the owners is on this rank.
+            logits = torch.zeros(len(batch.x), self.num_classes or 0, device=batch.x.device)
+        # Ranks add up tensors of one number format, also a rank that has no logits of its own.
+        dtype = torch.promote_types(torch.float32, next(self.model.parameters()).dtype)
+        predictions["personal"] = logits.to(dtype)
+        federation.ranks.sum_([predictions["personal"]])
+        return predictions
 
     def _states(self) -> Federation:
         if self.federation is None:

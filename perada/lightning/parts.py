@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +19,23 @@ from perada.data import CohortBatch, EvalBatch, FederatedDataModule, Phase, Roun
 from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
+from perada.lightning.results import EvaluationResults
 from perada.models.adapted import AdaptedModel
 
 T = TypeVar("T")
+
+
+@dataclass
+class PassedChecks:
+    """Long checks of the network that a run has passed, which a further set-up does not repeat.
+
+    Attributes:
+        folding: Clients that are folded into one batch compute what they would compute alone.
+        adapter: The network uses what is trained in it.
+    """
+
+    folding: bool = False
+    adapter: bool = False
 
 
 @dataclass(eq=False)
@@ -32,11 +46,13 @@ class Parts:
         data: The data module, set up.
         module: The module, whose network is built.
         settings: Settings of the rounds.
+        passed: Checks that former set-ups of the run have passed. Those of this one are added.
     """
 
     data: FederatedDataModule
     module: FederatedClassifier
     settings: Settings
+    passed: PassedChecks = field(default_factory=PassedChecks)
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -48,6 +64,11 @@ class Parts:
         """The states of server and clients, which exist once the first round has begun."""
         assert self.module.federation is not None
         return self.module.federation
+
+    @property
+    def results(self) -> EvaluationResults:
+        """Results of the last evaluation."""
+        return self.module.results
 
     @property
     def adapted(self) -> AdaptedModel:

@@ -53,7 +53,7 @@ class ClientScores:
 
     def record(self, parts: Parts, history: History) -> None:
         """Record the clients' scores of the last round, if they were scored."""
-        scores = parts.module.per_client.get(LOCAL_SCORE)
+        scores = parts.results.per_client.get(LOCAL_SCORE)
         if scores is not None and history:
             round = history[-1]["round"]
             # A round is scored twice where training ends early or clients are fine-tuned: the later scores count.
@@ -91,19 +91,19 @@ def _rounded(scores: torch.Tensor) -> list[float]:
 
 def run_metrics(parts: Parts, history: History, client_scores: ClientScores) -> dict[str, Any]:
     """Return what becomes :attr:`perada.Run.metrics`, without entries that are empty."""
-    module = parts.module
-    clients: dict[str, list[Any]] = {name: scores.tolist() for name, scores in module.per_client.items()}
+    results = parts.results
+    clients: dict[str, list[Any]] = {name: scores.tolist() for name, scores in results.per_client.items()}
     if parts.federation.rounds_done:
         clients[LAST_ROUND] = list(parts.federation.last_rounds)
     clients |= parts.federation.protection.epsilons(parts.data.num_clients)
     metrics = {
         "rounds": history,
         "clients": clients,
-        "shifts": module.shifted.get("kinds"),
+        "shifts": None if results.shifted is None else results.shifted.kinds,
         "initial": client_scores.initial,
         "by_round": client_scores.by_round,
         "partition": class_counts(parts),
-        **module.details,
+        **results.details,
     }
     always = ("rounds", "clients")
     return {name: value for name, value in metrics.items() if value or name in always}

@@ -16,6 +16,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from perada.data.shifts import Condition
 from perada.federation.evaluation import ShiftedEvaluation, sample_clients
 from perada.lightning.parts import Parts
+from perada.lightning.results import ShiftScores
 from perada.lightning.round_warnings import warn_of_failed_clients
 from perada.lightning.run_record import History
 from perada.results.report import LAST_ROUND, SHIFTS_FILE
@@ -110,7 +111,7 @@ class _ConditionScores(NamedTuple):
 
 
 def score_shifts(parts: Parts) -> bool:
-    """Score all models on the shifted test sets, and keep the scores in the module. A collective.
+    """Score all models on the shifted test sets, and keep the scores in the run's results. A collective.
 
     The trainer's limit of test batches, or of validation batches in training, holds for each pass over the images.
 
@@ -132,12 +133,16 @@ def score_shifts(parts: Parts) -> bool:
         results.append(_ConditionScores(condition, evaluation.result()))
         if len(results) == 1:
             _announce_long_shifts(time.perf_counter() - started_at, len(data.conditions))
-    module.shifted = _summarize(results, has_global_model=parts.settings.algorithm.global_model)
-    module.shifted["of"] = _shift_reprs(parts)
-    module.shifted["seconds"] = time.perf_counter() - started_at
+    shifted = _summarize(
+        results,
+        has_global_model=parts.settings.algorithm.global_model,
+        shifts=_shift_reprs(parts),
+        seconds=time.perf_counter() - started_at,
+    )
+    parts.results.shifted = shifted
     folder = parts.folder()
-    if folder is not None and module.shifted["kinds"]:
-        (folder / SHIFTS_FILE).write_text(json.dumps(module.shifted["kinds"], indent=1) + "\n")
+    if folder is not None and shifted.kinds:
+        (folder / SHIFTS_FILE).write_text(json.dumps(shifted.kinds, indent=1) + "\n")
     return True
 
 
@@ -153,22 +158,21 @@ def _announce_long_shifts(seconds_of_first: float, count: int) -> None:
 
 def restore_scores(parts: Parts, saved: dict[str, Any]) -> None:
     """Restore the scores of a checkpoint, without those on shifted sets if the data now has other shifts."""
-    module = parts.module
+    results = parts.results
     metrics = saved["metrics"]
-    shifted = saved["shifted"]
+    results.shifted = ShiftScores.from_state_dict(saved["shifted"])
     outdated: set[str] = set()
-    if shifted.get("of") != _shift_reprs(parts):
-        outdated = {*shifted.get("scores", {}), *shifted.get("per_client", {})}
-        shifted = {}
-    module.shifted = shifted
-    module.scores = {name: value for name, value in saved["scores"].items() if name not in outdated}
-    module.per_client = {}
+    if results.shifted is not None and results.shifted.shifts != _shift_reprs(parts):
+        outdated = {*results.shifted.scores, *results.shifted.per_client}
+        results.shifted = None
+    results.scores = {name: value for name, value in saved["scores"].items() if name not in outdated}
+    results.per_client = {}
     for name, values in metrics["clients"].items():
         # The last rounds and the ledgers' ε are a part of the federation's state.
         is_score = name != LAST_ROUND and not name.startswith("privacy/")
         if is_score and name not in outdated:
-            module.per_client[name] = torch.tensor(values, dtype=torch.double)
-    module.details = {name: metrics[name] for name in DETAILS if name in metrics}
+            results.per_client[name] = torch.tensor(values, dtype=torch.double)
+    results.details = {name: metrics[name] for name in DETAILS if name in metrics}
 
 
 def _shift_reprs(parts: Parts) -> dict[str, str]:
@@ -176,14 +180,19 @@ def _shift_reprs(parts: Parts) -> dict[str, str]:
     return {name: repr(shift) for name, shift in parts.data.shifts.items()}
 
 
-def _summarize(results: Sequence[_ConditionScores], has_global_model: bool) -> dict[str, Any]:
+def _summarize(
+    results: Sequence[_ConditionScores], has_global_model: bool, shifts: dict[str, str], seconds: float
+) -> ShiftScores:
     """Combine the scores on all shifted sets.
 
     The score on corruptions is the mean over their kinds and severities. The first metric has the plain names, and
     only it is given for each kind.
 
-    Returns:
-        ``scores`` by name, ``per_client`` scores (M,) by name, and by shift the scores of its ``kinds`` of corruption.
+    Args:
+        results: Scores on each set.
+        has_global_model: Whether there is a global model.
+        shifts: What identifies the shifts.
+        seconds: Time that scoring took.
     """
     by_shift: dict[str, list[_ConditionScores]] = {}
     for result in results:
@@ -205,7 +214,7 @@ def _summarize(results: Sequence[_ConditionScores], has_global_model: bool) -> d
                 scores[f"global/{shift}{suffix}"] = fmean(result.by_metric[metric][1] for result in of_shift)
         if of_shift[0].condition.kind:
             kinds[shift] = _severity_curves(of_shift, metrics[0])
-    return {"scores": scores, "per_client": per_client, "kinds": kinds}
+    return ShiftScores(scores, per_client, kinds, shifts, seconds)
 
 
 def _severity_curves(results: Sequence[_ConditionScores], metric: str) -> dict[str, dict[str, list[float]]]:
@@ -259,7 +268,7 @@ def fine_tune_clients(parts: Parts) -> bool:
         broken, failed = federation.personalize(
             parts.progress(plans, "Fine-tune"), lambda plan: parts.prepared(plan, sampling)
         )
-    parts.module.shifted = {}  # scores of the models before
+    parts.results.shifted = None  # of the models before
     # Whose training failed depends on the images: no log of a private run may name it.
     if not parts.settings.private:
         warn_of_failed_clients("fine-tuning", broken, "it keeps the global adapter", failed)
@@ -293,16 +302,17 @@ def _score_last_round(parts: Parts, history: History, tuned: bool) -> bool:
         )
         if has_new_scores:
             module.score()
-    shifts_are_due = parts.data.shifts_when != "test" and history and module.shifted.get("of") != _shift_reprs(parts)
-    if shifts_are_due and score_shifts(parts):
-        module.add_shifted()
+    shifted = parts.results.shifted
+    are_outdated = shifted is None or shifted.shifts != _shift_reprs(parts)
+    if parts.data.shifts_when != "test" and history and are_outdated and score_shifts(parts):
+        parts.results.include_shifted()
         has_new_scores = True
     return has_new_scores
 
 
 def _log_scores(parts: Parts, history: History) -> None:
     """Add the module's scores to the last round, in the history and in the loggers."""
-    scores = parts.module.scores
+    scores = parts.results.scores
     round: float = 0
     if history:
         history[-1] |= scores

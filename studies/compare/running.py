@@ -105,9 +105,11 @@ def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
     measured = [cli.model.scores[name] for name in CHOSEN_BY if name in cli.model.scores]
     measured += [value for record in history for name, value in record.items() if name.startswith("train/")]
     federation = cli.loop.parts.federation
-    tested = [count for count in cli.model.details.get("test_images", []) if count]
-    shifts = cli.model.shifted.get("seconds", 0.0) if cli.datamodule.shifts_when == "end" else 0.0
-    seconds = watch.seconds - shifts  # which are scored after the last round, outside of validation
+    tested = [count for count in cli.model.results.details.get("test_images", []) if count]
+    seconds = watch.seconds
+    shifted = cli.model.results.shifted
+    if shifted is not None and cli.datamodule.shifts_when == "end":
+        seconds -= shifted.seconds  # they are scored after the last round, outside of validation
     result["run"] = _known(cli.model.scores) | {
         "diverged": not all(map(math.isfinite, measured)),
         "local_steps": last["step"],

@@ -192,9 +192,9 @@ def _double():
 @pytest.mark.parametrize("algorithm", ["ditto", "fedavg", "fed_ensemble"])
 def test_evaluation_where_torchs_default_is_double_precision(tiny, algorithm, metric):
     trainer, module, _ = fitted(tiny, algorithm, {"metric": metric})
-    double, per_client = module.scores, module.per_client
+    double, per_client = module.results.scores, module.results.per_client
     torch.set_default_dtype(torch.float32)
     trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
-    assert module.scores == pytest.approx(double, abs=1e-6, nan_ok=True)
-    for name, values in module.per_client.items():
+    assert module.results.scores == pytest.approx(double, abs=1e-6, nan_ok=True)
+    for name, values in module.results.per_client.items():
         torch.testing.assert_close(values, per_client[name], equal_nan=True, check_dtype=False)
