@@ -64,7 +64,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     batch = _first_batch(parts)
     if settings.algorithm.needs_class_counts and batch.classes is None and trains:
         raise no_counts(settings.algorithm)
-    check_first(parts, batch, trains)
+    check_first_batch(parts, batch, trains)
     trunk = set_up_feature_cache(parts, batch.x[0, 0])
     # Gradients of images were checked with the first batch where the run trains on images.
     needs_gradient_check = trunk is not None or not trains
@@ -126,7 +126,7 @@ def _first_batch(parts: Parts) -> CohortBatch:
     return parts.data.first_batch(cohort[: settings.clients_per_chunk or parts.data.num_clients])
 
 
-def check_first(parts: Parts, batch: CohortBatch, fits: bool) -> None:
+def check_first_batch(parts: Parts, batch: CohortBatch, fits: bool) -> None:
     """Send a round's first images through the model and, for private training, check each image's influence.
 
     Args:

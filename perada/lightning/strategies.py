@@ -20,6 +20,7 @@ LOST = (
     "has lost another one, whose own message (or the system's, such as out of memory) says why; the job ends. Resume "
     "with ckpt_path=last, on any number of devices, or start again if no round was saved"
 )
+"""What follows the name of a process in the message that another process has ended."""
 
 
 class LostRankError(ConnectionError):

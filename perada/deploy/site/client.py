@@ -32,7 +32,7 @@ from perada.federation.scores import Scores
 from perada.federation.settings import Settings
 from perada.lightning.parts import Parts
 from perada.lightning.privacy_setup import check_private, plan_privacy
-from perada.lightning.setup import check_first, configure_rounds
+from perada.lightning.setup import check_first_batch, configure_rounds
 from perada.privacy.account import Account, Row
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.protection import Protection
@@ -104,7 +104,7 @@ class Client:
             simulated = Parts(self.data, self.module, recipe.settings(clients_per_round=None))
             check_private(simulated)
             self._check_public_images()
-            check_first(simulated, self.data.first_batch([0]), fits=True)
+            check_first_batch(simulated, self.data.first_batch([0]), fits=True)
         self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
         self._trainer = LocalTrainer(self.module.engine, self.module.tensor_names, self.settings, self._protection)
         self.images = recipe.public_images()
