@@ -131,11 +131,6 @@ ALGORITHMS = [
     ("perada_no_kd", {"prox_strength": PROX, "server_rule": "median"}, personal_references.perada_no_kd_median, SOME),
     ("perada_no_kd", {"prox_strength": PROX, "server_rule": "fedadam"}, personal_references.perada_no_kd_fedadam, SOME),
 ]
-CASES = [
-    pytest.param(name, options, function, problem, id=f"{function.__name__}-{problem}")
-    for name, options, function, problems in ALGORITHMS
-    for problem in problems
-]
 
 
 @cache
@@ -143,37 +138,30 @@ def answer(function, problem):
     return function(reference(problem))
 
 
-LOOPED = (
-    "fedavg",
-    "feddyn",
-    "scaffold",
-    "moon",
-    "fedrod",
-    "ditto",
-    "pfedme",
-    "apfl",
-    "fed_ensemble",
-    "perada_two_rounds",
-    "fedbe_without_samples",
-)
-QUICK = {
-    "folded": [case.id for case in CASES if case.values[-1] in ("net-adapter", *BACKBONE, *DUAL)],
-    "loop": [f"{name}-net-full" for name in LOOPED],
-}
-ENGINES = [
-    pytest.param(
-        *case.values,
-        engine,
-        id=f"{case.id}-{engine}",
-        marks=[pytest.mark.slow] * (case.id not in QUICK[engine]),
-    )
-    for engine in QUICK
-    for case in CASES
-]
+# Quick are the first row of each algorithm, on one network and folded, and some that loop over the clients.
+LOOPED = ("fedavg", "scaffold", "fed_ensemble", "perada_two_rounds")
+QUICK_PROBLEMS = {"net-adapter", "net-backbone", "net-branches"}
 
 
-@pytest.mark.parametrize(("name", "options", "function", "problem", "engine"), ENGINES)
-@pytest.mark.every(4)
+def engine_cases():
+    algorithms = set()
+    for name, options, function, problems in ALGORITHMS:
+        algorithm = name if isinstance(name, str) else type(name).__name__
+        is_first = algorithm not in algorithms
+        algorithms.add(algorithm)
+        first_problem = next((problem for problem in problems if problem in QUICK_PROBLEMS), None)
+        for problem in problems:
+            quick = {
+                "folded": is_first and problem == first_problem,
+                "loop": is_first and problem == "net-full" and function.__name__ in LOOPED,
+            }
+            for engine, is_quick in quick.items():
+                case_id = f"{function.__name__}-{problem}-{engine}"
+                marks = [] if is_quick else [pytest.mark.slow]
+                yield pytest.param(name, options, function, problem, engine, id=case_id, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "options", "function", "problem", "engine"), list(engine_cases()))
 def test_equals_its_definition(name, options, function, problem, engine):
     w, personal = answer(function, problem)
     run = finetune(name, problem, engine, **sections(**options))

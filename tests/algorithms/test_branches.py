@@ -125,6 +125,7 @@ def test_the_global_gradient_is_that_of_the_global_branch():
     assert run.metrics["rounds"][0]["theory/global_gradient"] == pytest.approx(squares, rel=1e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_weights_at_their_ends(weight):
     """With 0 a client predicts with the global branch alone, with 1 with its own."""
@@ -148,6 +149,7 @@ def test_branches_count_in_what_is_trained_and_sent():
         assert found["comm/down_mb"] == pytest.approx(3 * 8 * received / 1e6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("algorithm", "adapter"), ADAPTERS)
 def test_plain_peft_loads_complete_adapters(algorithm, adapter, tmp_path):
     found, x = finetune(algorithm, adapter=adapter), task().public[:][0]
@@ -160,6 +162,7 @@ def test_plain_peft_loads_complete_adapters(algorithm, adapter, tmp_path):
         torch.testing.assert_close(model(x), found.global_model()(x), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("algorithm", "adapter"), ADAPTERS)
 def test_a_client_joins(algorithm, adapter):
     def single(data):

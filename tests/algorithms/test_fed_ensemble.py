@@ -51,6 +51,7 @@ def test_ages_strata_and_seeds_draw_permutations_of_their_own():
     assert not (age(1, 0, 8, 3, 2) == age(0, 0, 8, 3, 2)).all() or not (age(1, 1, 8, 3, 2) == age(0, 1, 8, 3, 2)).all()
 
 
+@pytest.mark.slow
 def test_strata_are_drawn_at_random():
     """Any two clients share a stratum with the probability of a random division in halves: 3 of 7."""
     together = 0

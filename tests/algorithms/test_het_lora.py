@@ -167,6 +167,7 @@ def batches_of(clients):
     return rounds
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("part", [3, None])
 @pytest.mark.parametrize(("base", "prox"), [(FedAvg(), None), (Ditto(PROX), PROX)])
@@ -182,6 +183,7 @@ def test_clients_have_networks_of_their_own_rank(base, prox, part, engine):
         torch.testing.assert_close(found.personal(m)(x), logits(small(own[m], RANKS[m]), x), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("base", "prox"), [(FedAvg(), None), (Ditto(PROX), PROX)])
 @pytest.mark.parametrize("part", [3, None])
 def test_the_servers_rule_may_be_flexloras(base, prox, part):
@@ -230,7 +232,7 @@ ADAM = {"optimizer": "adamw", "weight_decay": 0.1}
 
 @pytest.mark.parametrize("options", [{}, ADAM], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.every(4)
+@pytest.mark.every(20)
 def test_padding_is_as_if_it_were_not_there(base, options, monkeypatch):
     """Rank 2 in an adapter of rank 3, or 2 of the same scale."""
     first, made = start(), FederatedClassifier.initial_state
@@ -249,6 +251,7 @@ def test_padding_is_as_if_it_were_not_there(base, options, monkeypatch):
         assert_equal(state, large(small(state, 2)))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("base", [FedAvg(), PerAda(), FedRep()])
 def test_whole_ranks_change_nothing_under_a_rule_that_is_not_of_the_mean(base):
     found, wanted = (run(one, server_rule="median") for one in (HetLoRA(base, [R]), base))
@@ -257,6 +260,7 @@ def test_whole_ranks_change_nothing_under_a_rule_that_is_not_of_the_mean(base):
         assert_equal(found.state("personal", m), wanted.state("personal", m))
 
 
+@pytest.mark.every(3)
 @QUIETLY
 @pytest.mark.parametrize("base", [Ditto(), PFedMe(), FedAvg()])
 @pytest.mark.parametrize("section", [Privacy, ClientPrivacy])
@@ -301,7 +305,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("base", [FedAvg(), Ditto(), FedRep()])
-@pytest.mark.every(2)
+@pytest.mark.every(9)
 def test_plain_peft_loads_adapters_of_each_clients_rank(base, adapter, tmp_path):
     found, x = run(HetLoRA(base, list(RANKS)), adapter=ADAPTERS[adapter], rounds=2), task().public[:][0]
     found.save(tmp_path)
@@ -329,6 +333,7 @@ def test_an_adapter_of_another_rank_is_not_read(tmp_path):
         perada.Run.load(tmp_path, backbone=Net())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("base", [FedAvg, Ditto])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_a_run_is_resumed(base, tmp_path):

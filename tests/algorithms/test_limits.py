@@ -66,7 +66,7 @@ class FedAvgBesidePulledModels(FedAvg):
 
 
 @WAYS
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_perada_without_distillation_is_ditto(engine, problem):
     wanted = train(FedAvgBesidePulledModels(), engine, problem)
     for run in (
@@ -79,6 +79,7 @@ def test_perada_without_distillation_is_ditto(engine, problem):
             assert_same(run.state("personal", m), wanted.state("personal", m), f"personal {m}")
 
 
+@pytest.mark.every(2)
 @ENGINES
 def test_without_a_pull_clients_stand_alone(engine):
     alone = train("standalone", engine)
@@ -103,11 +104,12 @@ def test_without_a_pull_clients_stand_alone(engine):
         (APFL(alpha=1.0), {}),
     ],
 )
-@pytest.mark.every(3)
+@pytest.mark.every(10)
 def test_global_models_that_are_those_of_fedavg(engine, problem, algorithm, options):
     assert_equal_global(train(algorithm, engine, problem, **options), fedavg(engine, problem))
 
 
+@pytest.mark.slow
 def test_the_options_of_these_limits_do_something():
     average = fedavg("folded").state("global")
     for algorithm, options in [
@@ -119,11 +121,13 @@ def test_the_options_of_these_limits_do_something():
         assert distance(train(algorithm, "folded", **options).state("global"), average) > 1e-3
 
 
+@pytest.mark.every(2)
 @ENGINES
 def test_apfl_of_alpha_one_is_standalone(engine):
     assert_equal_personal(train(APFL(alpha=1.0), engine), train("standalone", engine))
 
 
+@pytest.mark.every(2)
 @WAYS
 def test_one_mode_of_perada_is_perada(engine, problem):
     run, alone = train(FedEnsemble(base=NO_KD, modes=1, strata=2), engine, problem), train(NO_KD, engine, problem)
@@ -141,6 +145,7 @@ class FedAvgOfBody(FedAvg):
         return {key: value for key, value in super().server_step(server).items() if not is_head(key)}
 
 
+@pytest.mark.every(2)
 @WAYS
 def test_fedrep_without_head_epochs_is_fedavg_of_the_body(engine, problem):
     """Heads do not move and all start the same: everybody's model is that of FedAvg whose head is frozen."""

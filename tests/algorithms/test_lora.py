@@ -143,7 +143,7 @@ def same(base, options):
 
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_ffa_is_the_base_on_features_of_a(base, engine):
     """Also of personal models, which have their A."""
     same(BASES[base], {"engine": engine})

@@ -93,7 +93,7 @@ def cohort(model, training, algorithm="fedavg", engine="folded", options=None, c
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
 @pytest.mark.parametrize(("engine", "chunk"), [("folded", None), ("folded", 3), ("loop", None)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.every(5)
+@pytest.mark.every(12)
 def test_each_client_trains_as_with_a_grad_scaler_of_its_own(optimizer, engine, chunk, clip_norm):
     model, ((name, options), make) = network(), OPTIMIZERS[optimizer]
     scaling = LossScaling(2.0**26, 2.0, 0.5, 2)
@@ -147,7 +147,7 @@ ALGORITHMS = [
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("optimizer", [("sgd", {"momentum": 0.9, "weight_decay": 0.1}), ("adam", {})])
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
     """In double precision with images that overflow it, so that skipping is all that the scales add."""
     if algorithm == "apfl":

@@ -216,7 +216,7 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("kind", ["train", *STEPS])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after, tiny, tmp_path):
     made = parties(tiny, tmp_path, "perada", sizes=FOUR)
     workers = made.workers()
