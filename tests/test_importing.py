@@ -56,6 +56,7 @@ def test_import_perada_leaves_one_finder_until_peft_is_imported():
     assert run(script).strip() == "False"
 
 
+@pytest.mark.slow
 def test_the_collector_rests_during_an_import():
     """It took a sixth of the time of importing the libraries, and found next to nothing."""
     script = """
@@ -73,12 +74,14 @@ print(paused, len(collections) > paused, gc.isenabled())
     assert (collected, enabled) == ("True", "True")
 
 
+@pytest.mark.slow
 def test_images_that_scikit_learn_ships_are_read_without_importing_it():
     script = "import sys; from perada.data import Digits, Photographs; "
     script += "print(len(Digits().images), len(Photographs(count=2).images), {'sklearn', 'pandas'} & {*sys.modules})"
     assert run(script).strip() == "1438 2 set()"
 
 
+@pytest.mark.slow
 def test_what_only_some_need_is_asked_for_when_they_need_it():
     """A base install has neither Opacus nor scikit-learn: other runs go without, and one line names the extra."""
     script = """
@@ -112,3 +115,18 @@ for needs in (
     assert said[0] == "plain: 1"
     assert ["perada[privacy]" in line for line in said[1:]] == [True, True, True, False]
     assert "perada[examples]" in said[4]
+
+
+@pytest.mark.parametrize(
+    ("library", "extra", "call"),
+    [
+        ("opacus", "privacy", lambda: perada.privacy.history_epsilon({(1.25, 0.125): 7}, 1e-5)),
+        ("sklearn", "examples", lambda: perada.data.Digits().images),
+    ],
+)
+def test_one_line_names_the_extra_of_a_library_that_is_missing(monkeypatch, library, extra, call):
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"perada\[{extra}\]") as error:
+        call()
+    assert "\n" not in str(error.value)

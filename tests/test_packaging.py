@@ -42,6 +42,7 @@ def wheel(dist):
     return set(zipfile.ZipFile(path).namelist())
 
 
+@pytest.mark.slow
 def test_two_builds_have_the_same_bytes(dist, tmp_path):
     """Whatever the folder, the times of the files and the umask were."""
     checkout = copy_of_checkout(tmp_path / "another")

@@ -152,7 +152,7 @@ def test_ffa_is_the_base_on_features_of_a(base, engine):
 @QUIETLY
 @pytest.mark.parametrize("base", ["fedavg", "ditto", "apfl", "fedrep", "mtl"])
 @pytest.mark.parametrize("privacy", [PRIVATE, CLIENT], ids=["images", "clients"])
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_noise_is_that_of_the_base_on_features_of_a(base, privacy):
     """The same gradients are clipped, and the same noise is drawn: A has no part in either."""
     same(BASES[base], privacy)
@@ -259,6 +259,7 @@ def test_three_rounds_of_two_clients_by_hand(algorithm, engine):
         assert_same(found.state("personal", m), wanted, f"client {m}")
 
 
+@pytest.mark.every(3)
 @QUIETLY
 @pytest.mark.parametrize("options", [{}, PRIVATE, CLIENT], ids=["plain", "images", "clients"])
 def test_factors_take_turns(options):
@@ -268,6 +269,7 @@ def test_factors_take_turns(options):
     assert moved == [(False, True), (True, False), (False, True)]  # B first: A has no gradient where B is zero
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("half", [1, 2])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_a_run_is_resumed_in_the_turn_of_either_factor(tmp_path, half):

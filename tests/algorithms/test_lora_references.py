@@ -317,7 +317,7 @@ def compare(method, federation, optimizer, engine, groups):
 @pytest.mark.parametrize("federation", FEDERATIONS)
 @pytest.mark.parametrize("method", METHODS | WITHOUT_GROUPS)
 @pytest.mark.filterwarnings("ignore:round .* none of its clients has LoRA of a rank above:UserWarning")
-@pytest.mark.every(17)
+@pytest.mark.every(34)
 def test_three_rounds(method, federation, optimizer, engine):
     compare(method, federation, optimizer, engine, groups=1)
 

@@ -58,6 +58,7 @@ def loop(rule, together, weighted):
     return w, found
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize(("together", "weighted"), [(2, True), (None, False)])
 @pytest.mark.parametrize(("rule", "plain"), [("svd", svd), (LoRAFair(0.01), lora_fair), ("mean", None)])
@@ -76,6 +77,7 @@ def test_runs_equal_a_loop_with_dense_products(rule, plain, together, weighted, 
         assert left < by_name or plain is None
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("algorithm", ["perada", "ditto", "scaffold", "fedper", "feddyn", "apfl", "fedprox"])
 def test_the_rule_goes_with_other_algorithms(algorithm):
     """What is distilled, or moved on from the result, is another matter."""
@@ -96,6 +98,7 @@ def test_with_one_factor_alike_there_is_no_residual(algorithm):
     assert all(record["updates/lora_residual"] < 1e-14 for record in run.metrics["rounds"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 @pytest.mark.parametrize("rule", [SVD(), LoRAFair()])
 def test_a_run_is_resumed_to_the_bit(tmp_path, rule):

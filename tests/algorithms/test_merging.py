@@ -122,6 +122,7 @@ def follow(method, state, per_round, by_samples, restarts):
         yield state, dense
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
@@ -198,6 +199,7 @@ def test_factors_begin_anew_as_peft_draws_them():
     assert torch.equal(one[base("layer")], two[base("layer")])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
@@ -236,6 +238,7 @@ def test_clients_share_one_copy_of_the_weights(method, monkeypatch):
         assert round["comm/down_mb"] == pytest.approx(CLIENTS_PER_ROUND * 8 * (numbers + weights) / 1e6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_plain_peft_loads_what_was_merged(method, tmp_path):
     """The backbone of the file beside the adapter, and the adapter on it; and the run is read again."""
@@ -264,6 +267,7 @@ def test_a_checkpoint_is_read_without_the_data(method, tmp_path):
     assert_equal(again.state("global"), found.state("global"))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repeat).*:UserWarning")
@@ -280,6 +284,7 @@ def test_noise_of_images_is_that_of_the_frozen_weights(method, engine):
     assert not torch.equal(later[base("layer")], found[base("layer")])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_each_of_several_global_models_has_its_weights(method):
     """With one mode this is the method; with two, folding is the loop."""

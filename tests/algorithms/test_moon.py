@@ -16,6 +16,7 @@ from tests.options import sections
 from .problems import QUIET, assert_same, finetune, task
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_without_contrast_it_is_fedavg(engine):
     """With dropout, too: passes that train nothing draw nothing."""
@@ -71,6 +72,7 @@ def single():
     return perada.FederatedData(given, num_classes=3)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_with_features_cached_before_the_head(engine):
     """All that runs is the head, whose input is then the cached features."""

@@ -65,6 +65,7 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml", "wrong.yaml"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("words", [["tiny.yaml", "--rounds", "7"], ["--rounds=7", "--config", "tiny.yaml"]], ids=str)
 def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, monkeypatch, words):
     monkeypatch.setattr("perada.federation.federation.Federation.begin_round", None)  # no round can be begun
@@ -97,6 +98,7 @@ def test_what_would_not_be_private_is_said(capsys):
     assert any(line.startswith("- public_fraction=0.2 cannot be used in a private run") for line in said)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -113,6 +113,7 @@ def test_the_saved_config_runs_the_same_again(folder):
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_ckpt_path_last_goes_on_bit_for_bit(folder):
     main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=3", "--trainer.default_root_dir=whole"])
     main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"])
@@ -366,6 +367,7 @@ def test_version(capsys):
         assert f"{name} {importlib.metadata.version(name) if there else 'not installed'}" in others
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ["quickstart", "chexpert/perada/sample", "shakespeare", "fashion_mnist_small"])
 def test_the_printed_configuration_is_the_same_when_it_is_run(folder, capsys, name):
     printed = []
@@ -377,6 +379,7 @@ def test_the_printed_configuration_is_the_same_when_it_is_run(folder, capsys, na
     assert printed[0] == printed[1]
 
 
+@pytest.mark.slow
 def test_without_a_logger_nothing_is_written(folder, capsys):
     main(["fit", "--config", "tiny.yaml", "--trainer.logger=false", "--trainer.max_epochs=1"])
     with pytest.warns(
@@ -387,6 +390,7 @@ def test_without_a_logger_nothing_is_written(folder, capsys):
     assert "Run folder" not in capsys.readouterr().out
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("rounds", ["0", "-2"])
 @pytest.mark.parametrize("command", ["fit", "check"])
 def test_no_rounds_are_refused(folder, capsys, command, rounds):

@@ -62,6 +62,7 @@ def test_a_changed_option_is_noticed(monkeypatch):
     assert "--imports" not in facts()["commands"]["ls"]["options"]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

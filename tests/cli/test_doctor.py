@@ -59,6 +59,7 @@ def test_it_says_what_there_is(capsys):
     assert "the versions of 1 libraries are within their bounds" in checks["pass"]
 
 
+@pytest.mark.slow
 def test_it_is_fast_and_names_nobody(tmp_path):
     """In a process of its own with what is really installed: of the large libraries torch alone is imported."""
     script = """

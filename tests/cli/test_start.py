@@ -33,6 +33,7 @@ def imported(folder, *words, code=0):
     return set(json.loads((folder / "modules.json").read_text()))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("words", "code"),
     [

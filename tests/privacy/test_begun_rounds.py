@@ -118,6 +118,7 @@ def per_round(level):
     return 2 if level == "images" else 1  # personal and local
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("when", ["opened", "trained", "closed"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_round_that_crashed_is_counted_with_the_one_in_its_place(tmp_path, monkeypatch, level, when):
@@ -133,6 +134,7 @@ def test_a_round_that_crashed_is_counted_with_the_one_in_its_place(tmp_path, mon
     assert (drawn.rows / CLIENTS == 4 * per_round(level)) == (when != "opened")
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings(RESUMED)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_crash_counts_once_more(tmp_path, level):
@@ -188,6 +190,7 @@ def test_after_sigkill_the_round_is_on_disk(tmp_path):
     assert spent(run, "images") == pytest.approx([epsilon(8)] * CLIENTS)
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings(RESUMED)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_target_is_kept_through_a_crash(tmp_path, level):
@@ -215,6 +218,7 @@ def test_a_target_is_kept_through_a_crash(tmp_path, level):
         fit(tmp_path, 6, ckpt_path=ended, **target)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_calibrated_run_is_not_resumed_for_more_rounds(tmp_path, level):
     target = {name: {"target_epsilon": 2.0, "delta": DELTA} for name in LEVELS[level]}
@@ -345,6 +349,7 @@ def test_a_folder_of_an_earlier_run_that_cannot_be_written_is_named(tmp_path):
     assert list(read_journals([tmp_path / JOURNAL], "a")) == ["one"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("loss", ["deleted", "left behind", "shortened"])
 def test_without_the_journal_of_a_run_it_is_not_resumed(tmp_path, loss):
     """Rounds that were begun after the checkpoint would be missing."""
@@ -367,6 +372,7 @@ def test_without_the_journal_of_a_run_it_is_not_resumed(tmp_path, loss):
         assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_checkpoints_of_ones_own_have_a_journal_too(tmp_path, level):
     options = {"enable_checkpointing": False, "logger": False} | LEVELS[level]
@@ -406,6 +412,7 @@ def test_a_round_is_counted_with_the_noise_that_it_had(tmp_path):
     assert spent(run, "clients") == pytest.approx([expected] * CLIENTS)
 
 
+@pytest.mark.slow
 def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp_path):
     def one(callbacks=(), **options):
         saving = [ModelCheckpoint(tmp_path / "both", "last", enable_version_counter=False), *callbacks]
@@ -423,7 +430,7 @@ def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp
 
 @pytest.mark.filterwarnings(RESUMED)
 @pytest.mark.parametrize("moved", [True, False])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_branches_know_of_each_other_where_they_are_moved_together(tmp_path, moved):
     """B and D are resumed from A, and D's round is in the journals of A and D."""
     root, options = tmp_path / "before", LEVELS["images"]

@@ -229,6 +229,7 @@ def test_a_run_does_not_change_how_batches_are_drawn_on_the_way(tmp_path):
         train(WITHOUT_KD, privacy, 2, ckpt_path=path, **saving(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(OVERWRITES)
 def test_a_calibrated_run_counts_the_fine_tuning_that_is_still_to_come(tmp_path, monkeypatch):
     """It was planned for two rounds and two more epochs, and dies in the second; four rounds alone would fit."""
@@ -285,7 +286,7 @@ def test_a_calibrated_run_does_not_go_on_with_other_steps(tmp_path):
 
 @pytest.mark.filterwarnings(OVERWRITES)
 @pytest.mark.parametrize("ledger", ["release", "server"])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_fine_tuning_once_more_stays_within_the_target(tmp_path, ledger):
     """A run that is stopped early fine-tunes. When it has gone on there is nothing left to do so again."""
     privacy = {"target_epsilon": 3.0, "delta": DELTA, "max_norm": 0.6, "ledger": ledger}
@@ -303,6 +304,7 @@ def test_fine_tuning_once_more_stays_within_the_target(tmp_path, ledger):
     assert 2.99 <= max(second.metrics["clients"][f"privacy/{ledger}_epsilon"]) <= 3.0
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings(OVERWRITES)
 @pytest.mark.parametrize("saved", ["privacy", "client_privacy", None])
 def test_private_and_ordinary_runs_do_not_go_on_from_each_other(tmp_path, saved):
@@ -328,6 +330,7 @@ def test_private_and_ordinary_runs_do_not_go_on_from_each_other(tmp_path, saved)
     assert len(fit(saved, 2, ckpt_path=path, **saving(tmp_path)).metrics["rounds"]) == 2
 
 
+@pytest.mark.slow
 def test_clients_who_left_do_not_count_in_the_plan_of_the_others():
     """With a target and a lower limit, those who take the places of others stay within the limit too."""
     sizes = (8, 8, 8)
@@ -341,6 +344,7 @@ def test_clients_who_left_do_not_count_in_the_plan_of_the_others():
     assert BATCH < min(sizes)
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings(OVERWRITES)
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 def test_the_card_of_a_run_with_more_noise_than_before_names_the_least(tmp_path, section):

@@ -10,6 +10,7 @@ from perada.privacy import calibrate, history_epsilon
 DELTA = 1e-5
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("accountant", "reference"), [("rdp", RDPAccountant), ("prv", PRVAccountant)])
 @pytest.mark.parametrize("target", [0.5, 3.0])
 def test_the_budget_is_reached_and_never_exceeded(accountant, reference, target):

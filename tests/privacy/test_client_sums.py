@@ -253,6 +253,7 @@ def test_s_stays_where_the_sum_has_room():
     level.deviations(5)
 
 
+@pytest.mark.slow
 def test_a_run_with_many_bits_and_no_noise_is_that_without_secure_sums():
     given = {"rounds": 2, "clients_per_round": 4, "client_privacy": {"noise_multiplier": 0.0, "max_norm": 0.3}}
     for algorithm in ("ditto", "feddyn"):

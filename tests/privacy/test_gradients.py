@@ -153,7 +153,7 @@ def assert_same(got, expected, tolerance=1e-5):
 
 @pytest.mark.parametrize("kind", [*KINDS, *FOLDED_ALONE])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
-@pytest.mark.every(3)
+@pytest.mark.every(11)
 def test_folded_is_the_loop_over_images(kind, clipping):
     net = model(kind)
     asked = query(net)
@@ -170,7 +170,7 @@ def test_folded_is_the_loop_over_images(kind, clipping):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("noise", [0.0, 0.7])
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_folded_equals_opacus(kind, clipping, noise):
     net = model(kind)
     before = {key: value.clone() for key, value in net.state_dict().items()}
