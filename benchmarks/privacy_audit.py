@@ -207,7 +207,7 @@ def audit_clients(z: float, kind: Clipping, fault: Fault = "none", *, trials: in
             sent = {"weight": torch.tensor([[0.0, 9.0 if held else torch.nan]] + [[0.5, 0.0]] * (len(clients) - 1))}
             for round in range(2):
                 before = level.norm
-                level.spend(level.cost(RoundPlan(round, tuple(clients), ())))
+                level.spend(level.round_costs(RoundPlan(round, tuple(clients), ())))
                 mean = level.privatized(Updates(sent), received, round, clients)["weight"].mean(0)
                 votes = -len(clients) * np.log(level.norm / before) / options.clip_lr
                 # Each by the difference that the client makes, 1 and -1/2, over the variance of its noise.

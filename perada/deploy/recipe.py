@@ -28,7 +28,7 @@ from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.trainer_setup import check_trainer
 from perada.privacy.client_level import ClientLevel
-from perada.privacy.client_sums import change_of, example_of
+from perada.privacy.client_sums import exact_change, example_contribution
 from perada.server import Distillation
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
 
@@ -165,7 +165,7 @@ class Recipe:
                     "client_privacy: clipping='adaptive' with secure_sums needs count_noise in a deployment: sites do "
                     "not know beforehand how many there are; give it, or clipping='fixed'"
                 )
-            change_of(self.template.sent, self.template.sending)
+            exact_change(self.template.sent, self.template.sending)
         return ClientLevel(options, loop.seed, sites, self.rounds, sums=loop.secure_sums)
 
     def contents(self, round: int, images: "PublicImages") -> "Contents":
@@ -174,7 +174,7 @@ class Recipe:
         assert loop.secure_sums is not None
         example = self.sent(round)
         if self.noisy and loop.client_privacy is not None:
-            example = example_of(example, loop.client_privacy.clipping == "adaptive")
+            example = example_contribution(example, loop.client_privacy.clipping == "adaptive")
         num_images = self.teacher_batches(round, images).size if self.distils(round) else 0
         is_private = loop.privacy is not None or loop.client_privacy is not None
         return Contents(

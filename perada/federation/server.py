@@ -228,9 +228,9 @@ class Server:
         if context.summed_by_sites:  # every row is the mean of the sites' noisy changes
             change = {name: value[0] for name, value in updates.own.items() if value.is_floating_point()}
         else:
-            change = level.summed(updates, received, plan.round, plan.clients)
+            change = level.mean_change(updates, received, plan.round, plan.clients)
         base = {name: received[name] for name in updates.names if name != VOTE}
-        return updates.repeat(level.moved(updates.replace(base).mean(weights), change, updates.clients))
+        return updates.repeat(level.apply_mean_change(updates.replace(base).mean(weights), change, updates.clients))
 
     def _accepted(
         self, context: RoundContext, updates: Updates, valid: Sequence[int]

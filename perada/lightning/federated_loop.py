@@ -567,7 +567,7 @@ class FederatedLoop(pl.Callback):
         saved = contents(checkpoint.get(CHECKPOINT_KEY))
         federation = saved["federation"]
         assert self.protection is not None
-        self.protection.check_alike(federation.get("privacy"))
+        self.protection.check_same_privacy(federation.get("privacy"))
         check_same_run(saved, self.parts, trains, self.resume_allow)
         find_clients(federation, trainer.ckpt_path)
         self._checkpoint = remap_clients(saved, self.parts.data, self.resume_allow)

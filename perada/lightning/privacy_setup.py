@@ -24,7 +24,7 @@ from perada.privacy.client_level import ClientLevel
 from perada.privacy.clipping import check_precision
 from perada.privacy.probe import check_gradients
 from perada.privacy.protection import Protection
-from perada.privacy.rehearsal import Training, check_client_level, rehearse
+from perada.privacy.rehearsal import QueryPlan, check_client_level, rehearse
 from perada.results.run_file import DATA_INDEPENDENT_METRICS
 
 
@@ -248,7 +248,7 @@ def plan_privacy(parts: Parts, rounds: int | None) -> Protection:
         initial = settings.algorithm.initial(parts.module.initial_state)
         tuning = settings.algorithm.personalization()
 
-        def rehearsed(algorithm: Algorithm, phases: tuple[Phase, ...]) -> Training:
+        def rehearsed(algorithm: Algorithm, phases: tuple[Phase, ...]) -> QueryPlan:
             """Return the gradients that a client asks for in the phases of a round, or of the fine-tuning."""
             return rehearse(algorithm, parts.module.tensor_names, initial, phases, num_clients, rounds)
 

@@ -27,25 +27,31 @@ It is far above what protects anyone (the best test is certain to 22 digits). ``
 takes minutes.
 """
 History = Mapping[tuple[float, float], int]
+"""Numbers of steps by noise multiplier and sample rate."""
 ROUNDING = 1 + 1e-9
 """What floating-point sums may add to a limit that is met exactly."""
 
 
 def check_opacus() -> None:
-    """Refuse, by a ModuleNotFoundError, to account for anything without Opacus."""
+    """Raise a ModuleNotFoundError if Opacus is not installed."""
     check_installed("differential privacy", "privacy", "opacus")
 
 
 def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> float:
-    """Epsilon of a history of noisy steps at ``delta``, by one of Opacus's accountants.
+    """Return the ε of a history of noisy steps at ``delta``, by one of Opacus's accountants.
 
     - ``rdp``: Rényi differential privacy (Mironov et al. 2019), converted by theorem 21 of Balle et al. 2020; the upper
       bound that is usually reported. Its orders end at 63, so that it never says less than
       (log(1 / delta) − log 63) / 62 + log(62 / 63), which is 0.10 at delta = 1e-5.
     - ``prv``: numerical composition (Gopi et al. 2021); its upper bound, which lies closest to the true value.
 
-    The history is ``{(noise multiplier, sample rate): steps}``. No step costs 0.0, a step without noise infinity. The
-    result is never negative: for a large δ, the conversion from Rényi divergences falls below 0, and then ε = 0 holds.
+    Args:
+        history: Numbers of steps, ``{(noise multiplier, sample rate): steps}``.
+        delta: δ.
+        accountant: ``rdp`` or ``prv``.
+
+    Returns:
+        ε ≥ 0. No step costs 0.0, a step without noise infinity.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -58,17 +64,24 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
         check_step(sigma, rate, steps)
     if not segments:
         return 0.0
-    if segments[0][0] == 0:
+    if segments[0][0] == 0:  # the smallest noise multiplier
         return math.inf
+    # For a large δ the conversion from Rényi divergences falls below 0, and then ε = 0 holds.
     return max(0.0, _epsilon(tuple(segments), delta, accountant))
 
 
 def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "rdp") -> float:
-    """Smallest noise multiplier, up to a tolerance, whose planned steps stay within a budget.
+    """Return the smallest noise multiplier, up to a tolerance, whose planned steps stay within a budget.
 
-    The steps, or shuffled passes at the rate 1, are those of all rounds together. The epsilon of the result lies in
-    [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target, whichever is less. Less than that is
-    spent only where the accountant jumps.
+    The ε of the result lies in [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target, whichever
+    is less. Less than that is spent only where the accountant jumps.
+
+    Args:
+        target_epsilon: The budget ε.
+        delta: δ.
+        sample_rate: Probability of an image to be in a batch.
+        steps: Steps, or shuffled passes at the rate 1, of all rounds together.
+        accountant: ``rdp`` or ``prv``.
 
     Raises:
         ValueError: If no noise brings the accountant's bound down to the target, the target is above
@@ -79,8 +92,15 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     if not steps:
         raise ValueError("the plan has no steps, so that any noise would do; give the steps of all rounds together")
     tolerance = min(0.01, target_epsilon / 100)
-    low, high = 0.0, 20.0  # bisection, with the numbers of Opacus's search
-    while not (spent := history_epsilon({(high, sample_rate): steps}, delta, accountant)) <= target_epsilon:
+
+    def epsilon_of(noise_multiplier: float) -> float:
+        return history_epsilon({(noise_multiplier, sample_rate): steps}, delta, accountant)
+
+    # Bisection, from the same numbers as Opacus's search. `high` always stays within the budget.
+    low = 0.0
+    high = 20.0
+    epsilon_of_high = epsilon_of(high)
+    while not epsilon_of_high <= target_epsilon:  # also while it is NaN
         high = 2 * high
         if high > 1e6:
             raise OptionError(
@@ -89,11 +109,13 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
                 name="target_epsilon",
                 value=target_epsilon,
             )
-    while target_epsilon - spent > tolerance and high - low > 1e-6 * high:
+        epsilon_of_high = epsilon_of(high)
+    while target_epsilon - epsilon_of_high > tolerance and high - low > 1e-6 * high:
         middle = (low + high) / 2
-        epsilon = history_epsilon({(middle, sample_rate): steps}, delta, accountant)
+        epsilon = epsilon_of(middle)
         if epsilon <= target_epsilon:
-            high, spent = middle, epsilon
+            high = middle
+            epsilon_of_high = epsilon
         else:
             low = middle
     return high
@@ -101,12 +123,12 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
 
 @lru_cache(maxsize=100_000)  # clients who did not take part in a round are asked about again
 def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
-    """ε by Opacus."""
+    """Return the ε of (noise multiplier, sample rate, steps) by Opacus."""
     check_opacus()
     from opacus.accountants import create_accountant
 
     with warnings.catch_warnings():
-        # Of log(1 − q) at q = 1, where −inf is meant, and of orders that would be tighter.
+        # log(1 − q) at q = 1 is meant to be −inf, and other orders may be tighter but are not needed for a bound.
         warnings.filterwarnings("ignore", "divide by zero encountered in log", RuntimeWarning)
         warnings.filterwarnings("ignore", "Optimal order is the (largest|smallest) alpha", UserWarning)
         if accountant == "rdp":
@@ -117,12 +139,12 @@ def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accou
             return float(opacus.get_epsilon(delta=delta))
         except RuntimeError:
             # The grid of `prv` ends before so large a δ (opacus 1.5: "Cannot compute epsilon"). The bound of `rdp`
-            # holds too, and is 0 or close to it there.
+            # also holds, and is 0 or close to it there.
             return _rdp_epsilon(segments, delta)
 
 
 def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -> float:
-    """What Opacus's accountant says: the least ε over its orders, found without computing most of them.
+    """Return what Opacus's accountant would: the least ε over its orders, without computing most of them.
 
     (α − 1) times the divergence of order α is the logarithm of a moment, so it is convex in α, as is (α − 1) times what
     the conversion adds. So ε falls up to its least value and rises from there. Each order's ε is a bound in any case.
@@ -133,13 +155,16 @@ def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -
     orders = RDPAccountant.DEFAULT_ALPHAS
 
     @cache
-    def epsilon(place: int) -> float:
+    def epsilon(index: int) -> float:
+        order = orders[index]
         divergence = 0.0
         for sigma, rate, steps in segments:  # rounded as Opacus does: sum() is more exact from Python 3.12 on
-            divergence += steps * _step_rdp(sigma, rate, orders[place])
-        return float(rdp.get_privacy_spent(orders=[orders[place]], rdp=[divergence], delta=delta)[0])
+            divergence += steps * _step_rdp(sigma, rate, order)
+        return float(rdp.get_privacy_spent(orders=[order], rdp=[divergence], delta=delta)[0])
 
-    low, high = 0, len(orders) - 1
+    # Bisection by the sign of the slope.
+    low = 0
+    high = len(orders) - 1
     while low < high:
         middle = (low + high) // 2
         if epsilon(middle) > epsilon(middle + 1):
@@ -151,30 +176,36 @@ def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -
 
 @cache
 def _step_rdp(sigma: float, rate: float, order: float) -> float:
-    """Rényi divergence of one step."""
+    """Return the Rényi divergence of one step."""
     from opacus.accountants.analysis import rdp
 
     return float(rdp.compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=float(order)))
 
 
 def check_delta(delta: float, section: str = "") -> None:
-    """Refuse a delta outside (0, 1)."""
+    """Raise a ValueError if δ is outside (0, 1); ``section`` is the prefix of the option's name."""
     check_number(f"{section}delta", delta, gt=0, lt=1, hint="less than 1 / number of images, such as 1e-5")
 
 
 def check_target(name: str, target: float | None, optional: bool = False) -> None:
-    """Refuse an ε that noise cannot be calibrated for; ``None`` is allowed where it is ``optional``."""
+    """Raise a ValueError if noise cannot be calibrated for an ε; None is accepted if it is ``optional``."""
     hint = f"usual budgets lie from 1 to 10, and more than {LARGEST_TARGET} protects nobody; or give noise_multiplier"
     check_number(name, target, gt=0, le=LARGEST_TARGET, optional=optional, hint=hint)
 
 
 def check_delta_covers(section: str, delta: float, count: int, what: str) -> None:
-    """Refuse a δ with which a mechanism may publish one of ``count`` records in full and still keep its promise.
+    """Raise if a mechanism may publish one of ``count`` records in full and still keep its promise with this δ.
 
     Such a mechanism picks one record at random: each is shown with probability 1 / count.
 
+    Args:
+        section: Section of the options, for the message.
+        delta: δ.
+        count: Number of records.
+        what: What is counted, such as "images of client 3", for the message.
+
     Raises:
-        ValueError: If delta is not below 1 / count; ``what`` says what is counted, such as "images of client 3".
+        ValueError: If delta is not below 1 / count.
     """
     if delta >= 1 / count:
         raise OptionError(
@@ -186,7 +217,7 @@ def check_delta_covers(section: str, delta: float, count: int, what: str) -> Non
 
 
 def check_step(sigma: float, rate: float, steps: int) -> None:
-    """Refuse a noise multiplier, rate or number of steps that is out of its range."""
+    """Raise a ValueError if a noise multiplier, rate or number of steps is out of its range."""
     check_number("noise_multiplier", sigma, ge=0, hint="usual values lie from 0.5 to 5")
     check_number("sample_rate", rate, gt=0, le=1, hint="batch size / number of images")
     check_integer("steps", steps, 0, hint="every step counts, empty batches included")
@@ -210,64 +241,78 @@ class Ledger:
     def add(self, client: int, noise_multiplier: float, sample_rate: float, steps: int) -> None:
         """Count steps, empty batches included, at the rate q in (0, 1], or shuffled passes at the rate 1.
 
-        After a step whose σ is 0 the client's epsilon is infinite. A number out of its range is a ValueError.
+        After a step whose σ is 0 the client's ε is infinite.
+
+        Raises:
+            ValueError: If a number is out of its range.
         """
         check_step(noise_multiplier, sample_rate, steps)
         if steps:
-            self._clients.setdefault(client, Counter())[float(noise_multiplier), float(sample_rate)] += steps
+            history = self._clients.setdefault(client, Counter())
+            history[float(noise_multiplier), float(sample_rate)] += steps
 
     def history(self, client: int) -> dict[tuple[float, float], int]:
-        """A copy of ``{(noise multiplier, sample rate): steps}`` of one client; empty if it took no step."""
+        """Return a copy of ``{(noise multiplier, sample rate): steps}`` of one client; empty if it took no step."""
         return dict(self._clients.get(client, {}))
 
     def epsilon(self, client: int, delta: float, accountant: str = "rdp") -> float:
-        """Epsilon of one client so far, by :func:`history_epsilon`."""
+        """Return the ε of one client so far, by :func:`history_epsilon`."""
         return history_epsilon(self.history(client), delta, accountant)
 
     def epsilons(self, delta: float, accountant: str = "rdp", clients: Iterable[int] | None = None) -> dict[int, float]:
-        """Epsilon of each of ``clients``, 0.0 for one without a step; by default of those who took a step, in order."""
-        clients = sorted(self._clients) if clients is None else clients
-        histories = {client: frozenset(self.history(client).items()) for client in clients}
-        # Clients of one size mostly have one history.
-        known = {history: history_epsilon(dict(history), delta, accountant) for history in set(histories.values())}
-        return {client: known[history] for client, history in histories.items()}
+        """Return the ε of each of ``clients``, 0.0 without a step; by default of those who took a step, in order."""
+        if clients is None:
+            clients = sorted(self._clients)
+        epsilons: dict[int, float] = {}
+        epsilon_of_history: dict[frozenset[tuple[tuple[float, float], int]], float] = {}
+        for client in clients:
+            # Clients of one size mostly have one history.
+            history = frozenset(self.history(client).items())
+            if history not in epsilon_of_history:
+                epsilon_of_history[history] = history_epsilon(dict(history), delta, accountant)
+            epsilons[client] = epsilon_of_history[history]
+        return epsilons
 
     def summary(self, delta: float, accountant: str = "rdp", clients: Sequence[int] | None = None) -> dict[str, float]:
-        """``mean``, ``std`` (of the clients as a population) and ``max`` of :meth:`epsilons`; 0.0 without clients.
+        """Return ``mean``, ``std`` (of the population of clients) and ``max`` of :meth:`epsilons`; 0.0 without clients.
 
-        Where one epsilon is infinite, so are the mean and the maximum, and the std is not a number.
+        If one ε is infinite, so are the mean and the maximum, and the std is NaN.
         """
         values = list(self.epsilons(delta, accountant, clients).values()) or [0.0]
         std = pstdev(values) if all(map(math.isfinite, values)) else math.nan
         return {"mean": fmean(values), "std": std, "max": max(values)}
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy in lists and numbers only, for a checkpoint: ``{"rows": [[client, σ, q, steps], ...]}``."""
-        rows = [
-            [client, sigma, rate, steps]
-            for client, history in sorted(self._clients.items())
-            for (sigma, rate), steps in sorted(history.items())
-        ]
+        """Return a copy in lists and numbers, for a checkpoint: ``{"rows": [[client, σ, q, steps], ...]}``."""
+        rows = []
+        for client, history in sorted(self._clients.items()):
+            for (sigma, rate), steps in sorted(history.items()):
+                rows.append([client, sigma, rate, steps])
         return {"rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace everything by a copy of what :meth:`state_dict` gave; a ValueError changes nothing."""
+        """Replace everything by a copy of what :meth:`state_dict` returned; an error changes nothing.
+
+        Raises:
+            ValueError: If :meth:`state_dict` did not return this.
+        """
         if "rows" not in state:
             raise ValueError(f"a ledger has no 'rows' but {sorted(state)}; load what Ledger.state_dict() gave")
-        fresh = Ledger()
-        for row in state["rows"]:
-            fresh.add(*row)
-        self._clients = fresh._clients
+        loaded = Ledger()
+        for client, sigma, rate, steps in state["rows"]:
+            loaded.add(client, sigma, rate, steps)
+        self._clients = loaded._clients
 
 
 class Ledgers:
-    """The two accounts of a run, because both adapters of a client read the same images.
-
-    - ``server``: what the server sees. Only training counts on which something sent depends: the local adapter's.
-    - ``release``: what is seen once the client is released whole. All its training counts, composed, the personal
-      adapter's too.
+    """The two accounts of a run, because both adapters of a client are trained on the same images.
 
     Distillation on public images follows from what was sent, and costs nothing.
+
+    Attributes:
+        server: What the server sees: only training on which something sent depends, that of the local adapter.
+        release: What is seen once all of the client's adapters are released: all training, composed, also that of the
+            personal adapter.
 
     >>> ledgers = Ledgers()
     >>> ledgers.add(0, noise_multiplier=1.0, sample_rate=0.1, steps=10, sent=True)
@@ -277,7 +322,8 @@ class Ledgers:
     """
 
     def __init__(self) -> None:
-        self.server, self.release = Ledger(), Ledger()
+        self.server = Ledger()
+        self.release = Ledger()
 
     def add(self, client: int, noise_multiplier: float, sample_rate: float, steps: int, *, sent: bool) -> None:
         """Count steps as in :meth:`Ledger.add`; ``sent`` if anything that the client sends depends on them."""
@@ -286,14 +332,25 @@ class Ledgers:
             self.server.add(client, noise_multiplier, sample_rate, steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of both in lists and numbers only."""
+        """Return a copy of both in lists and numbers."""
         return {"server": self.server.state_dict(), "release": self.release.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace both by what :meth:`state_dict` gave; a ValueError changes nothing."""
+        """Replace both by what :meth:`state_dict` returned; an error changes nothing.
+
+        Raises:
+            ValueError: If :meth:`state_dict` did not return this.
+        """
         if set(state) != {"server", "release"}:
             raise ValueError(f"the ledgers are {sorted(state)}, not server and release; load a Ledgers.state_dict()")
-        fresh = Ledgers()
-        for name, ledger in vars(fresh).items():
-            ledger.load_state_dict(state[name])
-        self.server, self.release = fresh.server, fresh.release
+        server = Ledger()
+        server.load_state_dict(state["server"])
+        release = Ledger()
+        release.load_state_dict(state["release"])
+        self.server = server
+        self.release = release
+
+
+def ledgers_by_name(ledgers: Ledgers) -> dict[str, Ledger]:
+    """Return both ledgers of a run by their names."""
+    return {"server": ledgers.server, "release": ledgers.release}

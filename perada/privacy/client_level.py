@@ -9,66 +9,108 @@ amplification is claimed: the sample rate is 1.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from perada.core.checks import OptionError
 from perada.core.seeding import generator
-from perada.core.states import State
+from perada.core.states import State, per_client
 from perada.privacy.account import Budget, Cost, Planned
 from perada.privacy.accounting import calibrate
-from perada.privacy.client_sums import VOTE, change_of, check_grid, clipped, example_of, floating_pairs, whole_noise
+from perada.privacy.client_sums import (
+    VOTE,
+    check_grid,
+    clip_to_grid,
+    exact_change,
+    example_contribution,
+    floating_names,
+    integer_noise,
+)
 from perada.privacy.clipping import check_bound, noisy_mean, with_noise
 from perada.privacy.options import ClientPrivacy
 from perada.server import SecureSums, Updates
 from perada.server.aggregate import double, double_dtype
 
 
-def clip_updates(updates: State, received: State, max_norm: float) -> tuple[State, Tensor]:
-    """Change that each client sends, scaled down to the norm S where it is longer.
+class ClippedUpdates(NamedTuple):
+    """Clipped changes of C clients.
+
+    Attributes:
+        changes: The changes (C, ...) of the floating-point tensors, in their dtypes.
+        norms: Their norms (C,) before clipping in float64 (where the device has it), NaN where they are not finite.
+    """
+
+    changes: State
+    norms: Tensor
+
+
+def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpdates:
+    """Return the change that each client sends, scaled down to the norm S where it is longer.
 
     δ ← δ · min(1, S / ‖δ‖) with the norm over all floating tensors together (McMahan et al., ICLR 2018, section 2.2,
     flat clipping): parameters and running statistics. A client with anything that is not finite sends no change.
 
-    The states are stacks (C, ...). The clipped changes of the floating tensors come in the dtype of ``updates``, the
-    norms (C,) before clipping in float64 (where the device has it), NaN for a client that is not finite. Errors
-    are as of :func:`.floating_pairs`.
+    Args:
+        updates: States (C, ...) that clients send.
+        received: States (C, ...) that they had received.
+        max_norm: The norm S.
+
+    Raises:
+        ValueError: As :func:`.floating_names`.
     """
     check_bound(max_norm)
-    changes = {key: own - given for key, (own, given) in floating_pairs(updates, received).items()}
-    rows = {key: delta.reshape(len(delta), math.prod(delta.shape[1:])) for key, delta in changes.items()}
-    parts = [torch.linalg.vector_norm(row, dim=1, dtype=double_dtype(row.device)) for row in rows.values()]
-    norms = torch.stack(parts).square().sum(0).sqrt()
-    finite = norms.isfinite()  # a NaN or infinity in a tensor is one in its norm
-    norms = norms.where(finite, math.nan)
+    changes: State = {}
+    tensor_norms = []
+    for key in floating_names(updates, received):
+        change = updates[key].detach() - received[key].detach()
+        changes[key] = change
+        rows = change.reshape(len(change), math.prod(change.shape[1:]))
+        tensor_norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=double_dtype(rows.device)))
+    norms = torch.stack(tensor_norms).square().sum(0).sqrt()
+    is_finite = norms.isfinite()  # a NaN or infinity in a tensor is one in its norm
+    norms = norms.where(is_finite, math.nan)
     factors = (max_norm / norms).clamp(max=1.0)
-    clipped = {}
-    for key, delta in changes.items():
-        shape = [-1] + [1] * (delta.ndim - 1)
-        clipped[key] = (factors.to(delta).view(shape) * delta).where(finite.view(shape), 0)
-    return clipped, norms
+    clipped: State = {}
+    for key, change in changes.items():
+        scaled = per_client(factors.to(change), change) * change
+        clipped[key] = scaled.where(per_client(is_finite, change), 0)
+    return ClippedUpdates(clipped, norms)
 
 
 def noisy_updates(
     updates: State, received: State, clipped: State, std: float, generators: Sequence[torch.Generator] | None
 ) -> State:
-    """Received + clipped change + noise of the standard deviation ``std`` in each row; all are stacks (C, ...).
+    """Return received + clipped change + noise in each row; all states are stacks (C, ...).
 
-    The generators are as of :func:`.noisy_mean`.
+    Args:
+        updates: States that clients send, for the names and their order.
+        received: States that they had received. Tensors that are not in ``clipped`` are returned as they are here.
+        clipped: Clipped changes.
+        std: Standard deviation of the noise in each row.
+        generators: As those of :func:`.noisy_mean`.
     """
-    ones = [1.0] * len(next(iter(clipped.values())))
-    noisy = noisy_mean({key: received[key].detach() for key in clipped}, std, ones, generators, clipped)
-    return {key: received[key].detach().clone() for key in updates} | noisy
+    base = {key: received[key].detach() for key in clipped}
+    # Changes are added to what was received in double precision, together with the noise, and rounded once.
+    clients = len(next(iter(clipped.values())))
+    noisy = noisy_mean(base, std, [1.0] * clients, generators, added=clipped)
+    unchanged = {key: received[key].detach().clone() for key in updates}
+    return unchanged | noisy
 
 
 def split_noise(noise_multiplier: float, count_noise: float) -> float:
-    """Noise multiplier z_Δ of the clipped updates, where the noisy count of short ones takes its part of z.
+    """Return the noise multiplier z_Δ of the clipped updates, where the noisy count of short ones takes its part of z.
 
     z_Δ = (z⁻² − (2 σ_b)⁻²)^(−1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both together cost what z costs.
-    σ_b is the standard deviation of the noise in the count. A ValueError if the count alone costs as much as z allows.
+
+    Args:
+        noise_multiplier: z of updates and count together.
+        count_noise: σ_b, the standard deviation of the noise in the count.
+
+    Raises:
+        ValueError: If the count on its own costs as much as z allows.
 
     >>> round(split_noise(0.6, 0.5), 9)
     0.75
@@ -87,32 +129,76 @@ def split_noise(noise_multiplier: float, count_noise: float) -> float:
 
 
 def noisy_share(norms: Tensor, max_norm: float, count_noise: float, generator: torch.Generator | None) -> float:
-    """Share of clients whose update is not longer than S, with noise (Andrew et al., NeurIPS 2021, algorithm 1).
+    """Return the share of clients whose update is not longer than S, with noise (Andrew et al. 2021, algorithm 1).
 
     1/2 + (Σ (b_i − 1/2) + noise) / C with b_i = 1 for a short update and 0 for a long one; so a client changes the sum
-    by 1/2 at most. One that is not finite, whose norm (C,) is NaN, changes nothing. Noise may take the share below 0 or
-    above 1. The generator is on the CPU; ``None`` is the cryptographic one.
+    by 1/2 at most. Noise may take the share below 0 or above 1.
+
+    Args:
+        norms: Norms (C,) of the updates. A client that is not finite, whose norm is NaN, changes nothing.
+        max_norm: The norm S.
+        count_noise: Standard deviation of the noise in the sum.
+        generator: A generator on the CPU; None for the cryptographic one.
     """
     votes = torch.where(norms.isnan(), 0.0, torch.where(norms <= max_norm, 0.5, -0.5))
-    return 0.5 + float(with_noise(votes.sum(dtype=torch.float64), count_noise, generator)) / len(norms)
+    noisy_votes = with_noise(votes.sum(dtype=torch.float64), count_noise, generator)
+    return 0.5 + float(noisy_votes) / len(norms)
 
 
 def floor_variances(state: State) -> State:
-    """``state`` with running variances that noise took below 0 set to 0; post-processing, which costs nothing."""
+    """Set running variances that noise took below 0 to 0; post-processing, which costs nothing."""
     return {key: value.clamp(min=0) if key.endswith("running_var") else value for key, value in state.items()}
+
+
+@dataclass(frozen=True)
+class _NoiseSplit:
+    """How the noise of a round is divided between updates and the count of short ones.
+
+    Attributes:
+        update_multiplier: z_Δ, the noise multiplier of the updates.
+        count_std: σ_b, the standard deviation of the noise in the count; 0 where there is no count.
+    """
+
+    update_multiplier: float
+    count_std: float
+
+
+@dataclass(frozen=True)
+class ContributionNoise:
+    """Standard deviations of the noise that one client adds to a secure sum.
+
+    Attributes:
+        change: That of each number of its change.
+        vote: That of its vote; None where clipping is not adaptive.
+    """
+
+    change: float
+    vote: float | None = None
+
+    def of(self, name: str) -> float:
+        """Return the standard deviation for the tensor with this name."""
+        return self.vote if name == VOTE and self.vote is not None else self.change
 
 
 class ClientLevel(Budget):
     """Client-level privacy of a run: makes each round's updates private and keeps the account.
 
-    At least ``clients`` are in a round, and a client takes part in ``rounds`` rounds, for which a target is calibrated.
-    With secure ``sums`` each client adds its part of the noise itself. A ValueError if there is a target and no number
-    of rounds, if the count's noise is too little, or the sums' grid too coarse for the noise.
+    Args:
+        options: The section ``client_privacy``.
+        seed: Seed of the run, from which the noise follows in the test mode.
+        clients: Smallest number of clients in a round.
+        rounds: Rounds in which a client takes part, for which a target is calibrated.
+        planned: In how many of the planned rounds each client takes part.
+        sums: Options of secure sums, in which each client adds its part of the noise itself.
 
     Attributes:
         noise_multiplier: z of a round: of the updates and, with adaptive clipping, the count together.
         norm: S of the next round.
-        hidden: Whether the server was given noisy sums alone in all rounds so far.
+        hidden: Whether the server was given only noisy sums in all rounds so far.
+
+    Raises:
+        ValueError: If there is a target and no number of rounds, if the count's noise is too little, or the sums' grid
+            is too coarse for the noise.
     """
 
     section = "client_privacy"
@@ -128,159 +214,210 @@ class ClientLevel(Budget):
         sums: SecureSums | None = None,
     ) -> None:
         super().__init__(options, planned)
-        self.sums, self.hidden = sums, sums is not None
-        self.noise_multiplier, self._seed, self.norm = options.noise_multiplier or 0.0, seed, options.max_norm
-        self._count_noise = clients / 20 if options.count_noise is None else options.count_noise
+        self.sums = sums
+        self.hidden = sums is not None
+        self.norm = options.max_norm
+        self.noise_multiplier = options.noise_multiplier or 0.0
+        self._seed = seed
+        self._count_std = clients / 20 if options.count_noise is None else options.count_noise
         if options.target_epsilon is not None:
             self.check_planned(rounds > 0)
             self.noise_multiplier = calibrate(options.target_epsilon, options.delta, 1.0, rounds, options.accountant)
-        self._split()
+        self._noise_split()  # rejects too little noise of the count
         if sums is not None:
-            self.deviations(max(clients, sums.min_sites))
+            self.contribution_noise(max(clients, sums.min_sites))  # rejects a grid that is too coarse
 
-    def _split(self) -> tuple[float, float]:
-        """z_Δ of the updates and σ_b of the count; σ_b is 0 where there is no count."""
+    def _noise_split(self) -> _NoiseSplit:
+        """Divide z between the updates and the count."""
         if self.options.clipping == "fixed":
-            return self.noise_multiplier, 0.0
-        return split_noise(self.noise_multiplier, self._count_noise), self._count_noise
+            return _NoiseSplit(self.noise_multiplier, 0.0)
+        return _NoiseSplit(split_noise(self.noise_multiplier, self._count_std), self._count_std)
 
     def costs(self, client: int, tuning: bool = False) -> list[Cost]:
-        """A round is one step; fine-tuning sends nothing."""
-        return [] if tuning else [(self.noise_multiplier, 1.0, 1, True)]
+        """Return the one step of a round; fine-tuning sends nothing."""
+        if tuning:
+            return []
+        return [Cost(client, self.noise_multiplier, sample_rate=1.0, steps=1, sent=True)]
 
     def privatized(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
-        """Make the updates of a round that has been counted private, and move S.
+        """Make the updates of a round private, and move S. The round must have been counted; all ranks call it.
 
         received + clipped change + the client's share of the noise, whose standard deviation is z · S / √C. The sum
         over the C ``clients`` then has noise z · S, so that z is the noise multiplier of any function of the uniform
         mean. A single row has less noise than that. Integer tensors are those received.
 
-        Names, order and dtypes stay those of ``updates``, of whose clients here the ``received`` (c, ...) and the
-        result are. They may hold what is not finite: whether they do depends on data.
+        Args:
+            updates: What clients sent. It may hold what is not finite: whether it does depends on data.
+            received: States (c, ...) that the clients on this rank had received.
+            round: Number of the round.
+            clients: All clients of the round.
+
+        Returns:
+            Private states (c, ...), in the names, order and dtypes of ``updates``.
         """
-        secure, ranks = self.options.secure_rng, updates.ranks
-        noise, count_noise = self._split()
-        sources = (
-            None
-            if secure
-            else [generator(self._seed, "client privacy", round, clients[place]) for place in updates.places]
-        )
-        clipped, lengths = clip_updates(updates.own, received, self.norm)
+        generators = None
+        if not self.options.secure_rng:
+            generators = [generator(self._seed, "client privacy", round, clients[place]) for place in updates.places]
+        split = self._noise_split()
+        clipped = clip_updates(updates.own, received, self.norm)
         norms = torch.zeros(len(clients), dtype=torch.float64)
-        norms[updates.places] = lengths.cpu()
-        ranks.sum_([norms])
-        result = noisy_updates(updates.own, received, clipped, self.norm * noise / math.sqrt(len(clients)), sources)
+        norms[updates.places] = clipped.norms.cpu()
+        # A collective: every rank has the norms of all clients after it.
+        updates.ranks.sum_([norms])
+        std = self.norm * split.update_multiplier / math.sqrt(len(clients))
+        result = noisy_updates(updates.own, received, clipped.changes, std, generators)
         if self.options.clipping == "adaptive":
-            source = None if secure else generator(self._seed, "client privacy/count", round)
-            share = noisy_share(norms, self.norm, count_noise if self.noise_multiplier else 0.0, source)
-            share = ranks.gather(share)[0]  # a secure generator draws another on each rank
-            self._follow(share, len(clients))
+            source = None
+            if not self.options.secure_rng:
+                source = generator(self._seed, "client privacy/count", round)
+            count_std = split.count_std if self.noise_multiplier else 0.0
+            share = noisy_share(norms, self.norm, count_std, source)
+            # A cryptographic generator draws something else on each rank: all take that of the first.
+            share = updates.ranks.gather(share)[0]
+            self._move_norm(share, len(clients))
         return result
 
-    def deviations(self, clients: int) -> dict[str, float]:
-        """Standard deviations of the noise of each of n clients of a secure sum: of its change, and of its vote.
+    def contribution_noise(self, clients: int) -> ContributionNoise:
+        """Return the noise that each of n ``clients`` adds to a secure sum: that of the whole sum, divided by √t.
 
-        They are those of the whole noise, divided by √t, where at least t clients are in the sum.
+        At least t of the clients are in the sum (:meth:`.SecureSums.least`).
 
         Raises:
-            ValueError: If the sum's grid is too coarse for them, or too small.
+            ValueError: If the sum's grid is too coarse for the noise, or too small.
         """
         assert self.sums is not None
-        of_change, of_vote = self._split()
-        share = math.sqrt(self.sums.least(clients))
-        found = {"": self.norm * of_change / share}
-        check_grid(self.sums, self.norm, found[""], clients, "the change")
+        split = self._noise_split()
+        root = math.sqrt(self.sums.least(clients))
+        change_std = self.norm * split.update_multiplier / root
+        check_grid(self.sums, self.norm, change_std, clients, "the change")
+        if self.options.clipping != "adaptive":
+            return ContributionNoise(change_std)
+        vote_std = split.count_std / root if self.noise_multiplier else 0.0
+        check_grid(self.sums, 0.5, vote_std, clients, "the vote")
+        return ContributionNoise(change_std, vote_std)
+
+    def contribution(self, update: State, received: State, clients: int, round: int, client: int) -> State:
+        """Return what a client adds to the secure sum over n ``clients``: its clipped change with noise, in integers.
+
+        With adaptive clipping its vote is added. A client that is not finite adds only noise.
+
+        Args:
+            update: State that the client sends, without a client axis.
+            received: State that it had received.
+            clients: Number of clients in the sum.
+            round: Number of the round.
+            client: Number of the client.
+
+        Raises:
+            ValueError: As :meth:`contribution_noise`.
+        """
+        assert self.sums is not None
+        noise = self.contribution_noise(clients)
+        integers, norm = clip_to_grid(exact_change(update, received), self.norm, self.sums)
         if self.options.clipping == "adaptive":
-            found[VOTE] = of_vote / share if self.noise_multiplier else 0.0
-            check_grid(self.sums, 0.5, found[VOTE], clients, "the vote")
-        return found
+            if math.isnan(norm):
+                vote = 0.0
+            else:
+                vote = 0.5 if norm <= self.norm else -0.5
+            integers[VOTE] = self.sums.to_integers(torch.tensor(vote), clients)
+        source = self._noise_source(round, client)
+        # Noise is drawn in the order of names, which a simulation and the sites share.
+        for name in sorted(integers):
+            deviation = math.ldexp(noise.of(name), self.sums.fraction_bits)  # in multiples of the grid
+            integers[name] = integers[name] + integer_noise(integers[name].shape, deviation, source)
+        return integers
 
-    def part(self, update: State, received: State, clients: int, round: int, client: int) -> dict[str, Tensor]:
-        """What a client adds to the secure sum over n ``clients``: its clipped change with its noise, in whole numbers.
+    def _noise_source(self, round: int, client: int) -> torch.Generator | None:
+        """Return what a client's noise in a round is drawn from; None for the cryptographic generator."""
+        if self.options.secure_rng:
+            return None
+        return generator(self._seed, "client privacy", round, client)
 
-        ``update`` and ``received`` are one client's (no client axis). With adaptive clipping its vote is added. A
-        client that is not finite adds noise alone. A ValueError is as of :meth:`deviations`.
-        """
-        assert self.sums is not None
-        deviations = self.deviations(clients)
-        found, norm = clipped(change_of(update, received), self.norm, self.sums)
-        if VOTE in deviations:
-            vote = 0.0 if math.isnan(norm) else 0.5 if norm <= self.norm else -0.5
-            found[VOTE] = self.sums.to_integers(torch.tensor(vote), clients)
-        source = self._source(round, client)
-        for key in sorted(found):
-            deviation = math.ldexp(deviations.get(key, deviations[""]), self.sums.fraction_bits)
-            found[key] = found[key] + whole_noise(found[key].shape, deviation, source)
-        return found
+    def mean_change(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
+        """Return the mean change that a secure sum over a round's ``clients`` gives, computed as sites compute it.
 
-    def _source(self, round: int, client: int) -> torch.Generator | None:
-        """What a client's noise in a round is drawn from; None for the cryptographic generator."""
-        return None if self.options.secure_rng else generator(self._seed, "client privacy", round, client)
-
-    def summed(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
-        """The mean change that a secure sum over a round's ``clients`` gives, computed as sites compute it.
-
-        The arguments are as of :meth:`privatized`.
+        The arguments are as those of :meth:`privatized`; all ranks call it.
         """
         assert self.sums is not None
         totals: State = {}
         for row, place in enumerate(updates.places):
-            own, given = ({key: value[row] for key, value in stack.items()} for stack in (updates.own, received))
-            for key, value in self.part(own, given, len(clients), round, clients[place]).items():
-                totals[key] = totals[key] + value if key in totals else value
+            sent = {key: value[row] for key, value in updates.own.items()}
+            base = {key: value[row] for key, value in received.items()}
+            contribution = self.contribution(sent, base, len(clients), round, clients[place])
+            for name, value in contribution.items():
+                totals[name] = totals[name] + value if name in totals else value
         if not updates.places:
-            example = {key: value.new_zeros(value.shape[1:]) for key, value in updates.own.items()}
-            example = example_of(example, self.options.clipping == "adaptive")
-            totals = {key: value.long() for key, value in example.items()}
-        updates.ranks.sum_([totals[key] for key in sorted(totals)])
-        return {key: self.sums.real(total) / len(clients) for key, total in totals.items()}
+            # A rank without clients takes part in the collective with zeros.
+            sent = {key: value.new_zeros(value.shape[1:]) for key, value in updates.own.items()}
+            example = example_contribution(sent, self.options.clipping == "adaptive")
+            totals = {name: value.long() for name, value in example.items()}
+        # Ranks must sum tensors in the same order.
+        updates.ranks.sum_([totals[name] for name in sorted(totals)])
+        return {name: self.sums.real(total) / len(clients) for name, total in totals.items()}
 
-    def moved(self, base: State, change: Mapping[str, Tensor], clients: int) -> State:
-        """The state after a round in which a secure sum over n ``clients`` gave the mean ``change``; S moves too.
+    def apply_mean_change(self, base: State, change: Mapping[str, Tensor], clients: int) -> State:
+        """Return the state after a round of secure sums, and move S.
 
-        ``base`` is what they received; tensors that have no change stay. S stays, too, where the sum would have no
-        room for the new one.
+        Args:
+            base: What clients received, without a client axis. Tensors that have no change stay.
+            change: Mean change that a secure sum gave, with the mean vote if clipping is adaptive.
+            clients: Number of clients of the round.
         """
         if VOTE in change:
-            self._follow(0.5 + float(change[VOTE]), clients)
-        return {
-            key: (double(value) + change[key].to(value.device, double_dtype(value.device))).to(value.dtype)
-            if key in change
-            else value
-            for key, value in base.items()
-        }
+            self._move_norm(0.5 + float(change[VOTE]), clients)
+        moved: State = {}
+        for key, value in base.items():
+            if key in change:
+                exact = double(value) + change[key].to(value.device, double_dtype(value.device))
+                moved[key] = exact.to(value.dtype)
+            else:
+                moved[key] = value
+        return moved
 
-    def _follow(self, share: float, clients: int) -> None:
-        """The geometric update of S (Andrew et al., NeurIPS 2021, section 2.2), from the noisy share of short ones."""
-        before = self.norm
+    def _move_norm(self, share: float, clients: int) -> None:
+        """Update S geometrically, from the noisy ``share`` of short updates (Andrew et al. 2021, section 2.2).
+
+        S stays where a secure sum over n ``clients`` would have no room for the new one.
+        """
+        previous_norm = self.norm
         self.norm *= math.exp(-self.options.clip_lr * (share - self.options.quantile))
         if self.sums is not None:
             try:
-                self.deviations(clients)
+                self.contribution_noise(clients)
             except ValueError:
-                self.norm = before
+                self.norm = previous_norm
 
     def metrics(self) -> dict[str, float]:
-        """S of the next round, and the largest ε of a client so far."""
-        spent = self.ledgers.server.summary(self.options.delta, self.options.accountant)
-        return {"privacy/client_norm": self.norm, "privacy/client_epsilon_max": spent["max"]}
+        """Return S of the next round, and the largest ε of a client so far."""
+        epsilon = self.ledgers.server.summary(self.options.delta, self.options.accountant)
+        return {"privacy/client_norm": self.norm, "privacy/client_epsilon_max": epsilon["max"]}
 
     def record(self, num_clients: int) -> dict[str, Any]:
-        """Options, noise and ε of each client, in plain types; the noise is the least that a round ever had."""
-        noises = [sigma for _, sigma, *_ in self.ledgers.server.state_dict()["rows"]]
-        noise, spent = min([self.noise_multiplier, *noises]), self.epsilons(range(num_clients))["server"]
-        found = {"options": asdict(self.options), "noise_multiplier": noise, "epsilon": spent}
+        """Return options, the least noise that a round ever had, and ε of each client, in plain types."""
+        past_noise = [sigma for _, sigma, *_ in self.ledgers.server.state_dict()["rows"]]
+        record: dict[str, Any] = {
+            "options": asdict(self.options),
+            "noise_multiplier": min([self.noise_multiplier, *past_noise]),
+            "epsilon": self.epsilons(range(num_clients))["server"],
+        }
         if self.hidden and self.sums is not None:
-            found["sums"] = {"min_sites": self.sums.min_sites, "threshold": self.sums.threshold}
-        return found
+            record["sums"] = {"min_sites": self.sums.min_sites, "threshold": self.sums.threshold}
+        return record
 
     def state_dict(self) -> dict[str, Any]:
-        """S, z, the ledgers, and whether all was hidden in sums, in plain types."""
-        own = {"norm": self.norm, "noise_multiplier": self.noise_multiplier, "hidden": self.hidden}
-        return super().state_dict() | own
+        """Return S, z, the ledgers, and whether all was hidden in sums, in plain types."""
+        return super().state_dict() | {
+            "norm": self.norm,
+            "noise_multiplier": self.noise_multiplier,
+            "hidden": self.hidden,
+        }
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
-        """As of :class:`.Budget`; a calibrated z stays what it was. What :meth:`state_dict` did not give is refused."""
+        """Resume as :meth:`.Budget.load_state_dict`; a calibrated z stays what it was.
+
+        Raises:
+            ValueError: Also if :meth:`state_dict` did not return this.
+        """
         names = sorted(self.state_dict())
         if sorted(state) != names:
             raise ValueError(f"client-level privacy has {names}, not {sorted(state)}; load its state_dict()")
@@ -288,4 +425,6 @@ class ClientLevel(Budget):
         if self.options.target_epsilon is not None:
             self.noise_multiplier = state["noise_multiplier"]
         super().load_state_dict(state, rounds_done, tuned)
-        self.norm, self.hidden = float(state["norm"]), bool(state["hidden"]) and self.sums is not None
+        self.norm = float(state["norm"])
+        # Once the server saw more than sums, no later round can hide that.
+        self.hidden = bool(state["hidden"]) and self.sums is not None

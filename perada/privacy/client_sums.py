@@ -9,7 +9,7 @@ that a sum of rounded Gaussians protects as a Gaussian does.
 
 **Rounding of changes.** Of every number the size is rounded down, so the norm cannot grow. That the norm was at most S
 before is not left to floating-point arithmetic: its computed value is raised by more than the sum of squares can be
-wrong, and the factor is lowered by more than a product can be (:func:`clipped`).
+wrong, and the factor is lowered by more than a product can be (:func:`clip_to_grid`).
 
 **Rounding of noise.** In units of u, let σ = zS/(u√t) be the deviation of one client's noise, and a(ω) = exp(−σ²ω²/2)
 sin(ω/2)/(ω/2) the characteristic function of N(0, σ²) + U with U uniform on [−1/2, 1/2]. A rounded Gaussian takes the
@@ -21,8 +21,9 @@ nothing. R differs from R' by the mixed terms of the power alone: products of a(
 so that Σ (m_i − mean)² ≥ (t − 1)/t ≥ 1/2, and the exponent is π²σ² at least. Their integral over θ is below
 t exp(−π²σ²), which is 3·10⁻⁶⁹ t for σ = 4. All but 10⁻⁸⁰ of both lies within 20 deviations √t σ of zero. So R and R'
 are within τ = 21 t^1.5 σ exp(−π²σ²) of one another in total variation, and d numbers within d τ, which adds at most
-(1 + exp(ε)) d τ to δ: below 10⁻⁵⁰ for 10⁷ numbers, 100 clients and ε ≤ 10. A deviation below 4 units (:data:`LEAST`) is
-refused. The draws themselves are floating-point numbers, here as everywhere in perada: see :func:`.secure_noise`.
+(1 + exp(ε)) d τ to δ: below 10⁻⁵⁰ for 10⁷ numbers, 100 clients and ε ≤ 10. A deviation below 4 units is rejected
+(:data:`MIN_GRID_STEPS`). The draws themselves are floating-point numbers, here as everywhere in perada: see
+:func:`.secure_noise`.
 
 Noise of further clients in the sum is added to R, and so is post-processing. If k of the t clients tell the server
 their noise, or add none, what is left has the part (t − k)/t of the variance: the noise multiplier z √((t − k)/t).
@@ -33,6 +34,7 @@ used in a second one, for another number of clients, the server could solve for 
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,91 +44,138 @@ from perada.core.states import State
 from perada.privacy.clipping import check_bound, check_precision, with_noise
 from perada.server.sums import SecureSums
 
-LEAST = 4.0
-"""Multiples of the grid that the deviation of one client's noise has at least."""
-FARTHEST = 18.0
-"""Deviations that no draw is away from zero: of 53 bits, one is at most 8.6, and half of four at most 17.2."""
+MIN_GRID_STEPS = 4.0
+"""Smallest standard deviation of one client's noise, in multiples of the grid."""
+MAX_DRAW = 18.0
+"""No draw is further from zero, in standard deviations: one of 53 bits is at most 8.6, half of four at most 17.2."""
 VOTE = "client privacy/short"
 """Name of a client's vote on S, with adaptive clipping, among the tensors of its change."""
 
 
-def floating_pairs(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """The floating tensors that are sent, each with what was received in its place.
+class GridChange(NamedTuple):
+    """A clipped change of one client.
 
-    A tensor that was not received, or is in half precision, where rounding would undo what is proved of the sum, or
-    none at all, is a ValueError.
+    Attributes:
+        integers: Its tensors as multiples of the grid (int64).
+        norm: The norm of the change before it was clipped, NaN where that is not finite.
     """
-    found = {}
-    for key, value in update.items():
-        if key not in received:
-            raise ValueError(f"{key!r} is sent but was not received, so that its change is unknown; leave it out")
+
+    integers: State
+    norm: float
+
+
+def floating_names(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the floating-point tensors among those that are sent.
+
+    Raises:
+        ValueError: If a tensor was not received, or is in half precision, where rounding would undo what is proved of
+            the sum, or if there is no floating-point tensor.
+    """
+    names = []
+    for name, value in update.items():
+        if name not in received:
+            raise ValueError(f"{name!r} is sent but was not received, so that its change is unknown; leave it out")
         if value.is_floating_point():
-            check_precision(key, value)
-            found[key] = value.detach(), received[key].detach()
-    if not found:
+            check_precision(name, value)
+            names.append(name)
+    if not names:
         raise ValueError("the clients send no floating tensors, so that there is nothing to protect; check the adapter")
-    return found
+    return names
 
 
-def change_of(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> State:
-    """The change of one client's floating tensors, in double precision on the CPU; errors as :func:`floating_pairs`."""
-    pairs = floating_pairs(update, received)
-    return {key: own.to("cpu", torch.float64) - given.to("cpu", torch.float64) for key, (own, given) in pairs.items()}
+def exact_change(update: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> State:
+    """Return the change of one client's floating-point tensors, in double precision on the CPU.
+
+    Raises:
+        ValueError: As :func:`floating_names`.
+    """
+    change: State = {}
+    for name in floating_names(update, received):
+        sent = update[name].detach().to("cpu", torch.float64)
+        change[name] = sent - received[name].detach().to("cpu", torch.float64)
+    return change
 
 
-def clipped(change: State, max_norm: float, secure: SecureSums) -> tuple[State, float]:
-    """A change of one client as multiples of the grid (int64), whose norm is at most S, and its norm before.
+def clip_to_grid(change: State, max_norm: float, secure: SecureSums) -> GridChange:
+    """Clip the change of one client to the norm S and round it to the grid of a secure sum.
 
     δ ← δ · min(1, S / ‖δ‖), with the norm over all tensors together, each number then rounded towards zero. The norm of
-    the result is at most S, exactly. One that is not finite, or has no finite norm, becomes no change, and NaN.
+    the result is at most S, exactly. A change that is not finite, or has no finite norm, becomes zero.
 
     A sum of d squares in double precision, in whatever order, is off by at most (d + 1) 2⁻⁵³ of itself (Higham 2002,
     section 4.2); the norm is raised by more than that, and the factor lowered by more than a product can be off.
+
+    Args:
+        change: Change of each tensor, in double precision.
+        max_norm: The norm S.
+        secure: Options of the sum, whose grid has steps of 2^−``fraction_bits``.
     """
     check_bound(max_norm)
-    parts = [torch.linalg.vector_norm(value) for value in change.values()]
-    norm = float(torch.stack(parts).square().sum().sqrt())
+    tensor_norms = torch.stack([torch.linalg.vector_norm(value) for value in change.values()])
+    norm = float(tensor_norms.square().sum().sqrt())
     if not math.isfinite(norm):
-        return {key: torch.zeros_like(value, dtype=torch.int64) for key, value in change.items()}, math.nan
-    numbers = sum(value.numel() for value in change.values())
-    longest = norm * (1 + (numbers + 64) * 2.0**-52)
-    factor = min(1.0, max_norm / longest * (1 - 2.0**-50)) if longest > max_norm else 1.0
-    factor *= 2.0**secure.fraction_bits  # a power of two, by which products stay as exact
-    return {key: (value * factor).trunc().to(torch.int64) for key, value in change.items()}, norm
+        zeros = {name: torch.zeros_like(value, dtype=torch.int64) for name, value in change.items()}
+        return GridChange(zeros, math.nan)
+    numel = sum(value.numel() for value in change.values())
+    norm_bound = norm * (1 + (numel + 64) * 2.0**-52)
+    factor = 1.0
+    if norm_bound > max_norm:
+        factor = min(1.0, max_norm / norm_bound * (1 - 2.0**-50))
+    factor *= 2.0**secure.fraction_bits  # a power of two, which leaves the rounding of products as it is
+    integers = {name: (value * factor).trunc().to(torch.int64) for name, value in change.items()}
+    return GridChange(integers, norm)
 
 
-def whole_noise(shape: torch.Size, deviation: float, source: torch.Generator | None) -> Tensor:
-    """Gaussian noise of a ``deviation`` in units of the grid, rounded to whole numbers (int64); for 0, none is drawn.
+def integer_noise(shape: torch.Size, deviation: float, source: torch.Generator | None) -> Tensor:
+    """Return Gaussian noise rounded to integers (int64); nothing is drawn for a deviation of 0.
 
-    ``source`` is a generator on the CPU, ``None`` the cryptographic one.
+    Args:
+        shape: Shape of the tensor.
+        deviation: Standard deviation in multiples of the grid.
+        source: A generator on the CPU; None for the cryptographic one.
     """
     return with_noise(torch.zeros(shape, dtype=torch.float64), deviation, source).round().to(torch.int64)
 
 
-def example_of(sent: Mapping[str, Tensor], adaptive: bool) -> State:
-    """The shapes of what a client adds to a sum, where it sends such tensors (no client axis), in the sum's dtype."""
-    found = {key: torch.zeros(value.shape).double() for key, value in sent.items() if value.is_floating_point()}
-    return found | ({VOTE: torch.zeros(()).double()} if adaptive else {})
+def example_contribution(sent: Mapping[str, Tensor], adaptive: bool) -> State:
+    """Return zeros in the names, shapes and dtype of what a client adds to a sum.
+
+    Args:
+        sent: Tensors that the client sends, without a client axis.
+        adaptive: Whether clipping is adaptive, so that the client also adds its vote.
+    """
+    example: State = {}
+    for name, value in sent.items():
+        if value.is_floating_point():
+            example[name] = torch.zeros(value.shape).double()
+    if adaptive:
+        example[VOTE] = torch.zeros(()).double()
+    return example
 
 
 def check_grid(secure: SecureSums, size: float, deviation: float, sites: int, what: str) -> None:
-    """Refuse, by a ValueError, noise that the grid is too coarse for, or a sum that would wrap around.
+    """Raise a ValueError if a sum's grid is too coarse for the noise, or the sum would wrap around.
 
-    The ``size`` is the largest that a number has without noise, the ``deviation`` that of one client's noise, both as
-    real numbers.
+    Args:
+        secure: Options of the sum.
+        size: Largest magnitude that a number has without noise.
+        deviation: Standard deviation of one client's noise.
+        sites: Number of clients in the sum.
+        what: What is summed, for the message.
     """
-    units = math.ldexp(deviation, secure.fraction_bits)
-    if 0 < units < LEAST:
-        bits = secure.fraction_bits + math.ceil(math.log2(LEAST / units))
+    grid_steps = math.ldexp(deviation, secure.fraction_bits)
+    if 0 < grid_steps < MIN_GRID_STEPS:
+        bits = secure.fraction_bits + math.ceil(math.log2(MIN_GRID_STEPS / grid_steps))
         raise OptionError(
             f"client_privacy: the noise in {what} of one of {sites} clients has the deviation {deviation:.3g}, "
-            f"{units:.3g} multiples of 2^-{secure.fraction_bits}, and rounding needs {LEAST:g}; give "
+            f"{grid_steps:.3g} multiples of 2^-{secure.fraction_bits}, and rounding needs {MIN_GRID_STEPS:g}; give "
             f"secure_sums.fraction_bits={bits} or more, or a larger max_norm",
             name="client_privacy",
         )
-    if size + FARTHEST * deviation >= secure.limit(sites):
+    largest = size + MAX_DRAW * deviation
+    if largest >= secure.limit(sites):
         raise OptionError(
-            f"client_privacy: {what} of one of {sites} clients may be {size + FARTHEST * deviation:.3g}, and "
+            f"client_privacy: {what} of one of {sites} clients may be {largest:.3g}, and "
             f"fraction_bits={secure.fraction_bits} leaves room below {secure.limit(sites):.3g}; give fewer bits, or a "
             "smaller max_norm or noise_multiplier",
             name="client_privacy",

@@ -19,12 +19,14 @@ from perada.server.aggregate import double
 METHODS = ("flat", "per_layer", "automatic")
 GAMMA = 0.01
 """The γ of ``automatic``, which keeps a zero gradient zero."""
-COPIED = 2**24
-"""Numbers that are copied in double precision at a time, for a sum."""
+MAX_COPIED = 2**24
+"""Most numbers that are copied in double precision at a time, for a sum."""
+MAX_ROWS = 64
+"""Most rows of a client in one product of matrices; the bound of :func:`sum_outer_products` follows from it."""
 
 
-def factors_of(norms: State, mask: Tensor, max_norm: float, method: str = "flat") -> dict[str, Tensor]:
-    """What to multiply each row's gradient with, so that no image has more than its share C in the sum.
+def clipping_factors(norms: State, mask: Tensor, max_norm: float, method: str = "flat") -> dict[str, Tensor]:
+    """Return what to multiply each row's gradient with, so that no image has more than its share C in the sum.
 
     - ``flat``: min(1, C / ‖g‖), with the norm over all parameters (Abadi et al. 2016, algorithm 1).
     - ``per_layer``: the same for each of L parameters with its own norm, and the bound C / √L (McMahan et al. 2018,
@@ -32,54 +34,90 @@ def factors_of(norms: State, mask: Tensor, max_norm: float, method: str = "flat"
     - ``automatic``: C / (‖g‖ + γ), with the norm over all parameters, whether it is large or small (AUTO-S of Bu et al.
       2023, https://arxiv.org/abs/2206.07136).
 
-    An image whose gradient is not finite is left out, factor 0: else it alone would decide what the sum is.
+    An image whose gradient is not finite gets the factor 0: otherwise it would decide the sum of all.
 
-    The norms and factors (C, B) are of each parameter and row. A row that is not in the mask, bool (C, B), has the
-    factor 0, whatever stands there. A method or a bound that is not as above is a ValueError.
+    Args:
+        norms: Norms (C, B) of the rows' gradients, by parameter.
+        mask: Real rows, bool (C, B). The others get the factor 0, whatever their norms are.
+        max_norm: The bound C.
+        method: ``flat``, ``per_layer`` or ``automatic``.
+
+    Returns:
+        Factors (C, B) by parameter.
+
+    Raises:
+        ValueError: If the method is unknown or the bound is not positive and finite.
     """
     check_choice("method", method, METHODS)
     check_bound(max_norm)
-    mask = mask & torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
+    is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
+    mask = mask & is_finite
+    # nan_to_num, since the factor of a norm that is not finite may be NaN, and NaN · 0 is NaN.
     if method == "per_layer":
-        bound = max_norm / math.sqrt(len(norms))
-        return {name: (_shrink(norm, bound) * mask).nan_to_num(0, 0, 0) for name, norm in norms.items()}
-    joint = torch.stack([norm.square() for norm in norms.values()]).sum(dim=0).sqrt()
-    factors = _shrink(joint, max_norm) if method == "flat" else max_norm / (joint + GAMMA)
+        layer_bound = max_norm / math.sqrt(len(norms))
+        return {name: (_factors_to_bound(norm, layer_bound) * mask).nan_to_num(0, 0, 0) for name, norm in norms.items()}
+    joint_norm = torch.stack([norm.square() for norm in norms.values()]).sum(dim=0).sqrt()
+    if method == "flat":
+        factors = _factors_to_bound(joint_norm, max_norm)
+    else:
+        factors = max_norm / (joint_norm + GAMMA)
     return dict.fromkeys(norms, (factors * mask).nan_to_num(0, 0, 0))
 
 
-def summed_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
-    """Σ_r f_r Σ_n b_rn a_rnᵀ (C, O, I) over each client's rows r, of a (C·B, N, I), b (C·B, N, O) and factors f (C, B).
+def _factors_to_bound(norms: Tensor, bound: float) -> Tensor:
+    """Return min(1, bound / norm), with Opacus's 1e-6 for a zero gradient."""
+    return (bound / (norms + 1e-6)).clamp(max=1.0)
+
+
+def sum_outer_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
+    """Return Σ_r f_r Σ_n b_rn a_rnᵀ over each client's rows r, with N positions n.
 
     In double precision where the device has it, at most 64 rows at a time, fewer where they are long. So the part of a
     row is rounded by at most 64 N 2⁻⁵³ f_r Σ_n ‖a_rn‖‖b_rn‖ (Higham 2002, section 3.1).
+
+    Args:
+        a: Inputs (C·B, N, I).
+        b: Gradients by outputs (C·B, N, O).
+        factors: Factors f (C, B) of the rows. A row with the factor 0 is left out, even if it is not finite.
+
+    Returns:
+        The sums (C, O, I).
     """
-    (clients, rows), (_, positions, inputs), outputs = factors.shape, a.shape, b.shape[2]
-    a, b = (left_out(x, factors).view(clients, rows, positions, -1) for x in (a, b))
-    size = max(1, min(64, COPIED // max(1, clients * positions * (inputs + outputs))))
+    clients, rows = factors.shape
+    _, positions, inputs = a.shape
+    outputs = b.shape[2]
+    a = _zero_excluded_rows(a, factors).view(clients, rows, positions, inputs)
+    b = _zero_excluded_rows(b, factors).view(clients, rows, positions, outputs)
+    affordable_rows = MAX_COPIED // max(1, clients * positions * (inputs + outputs))
+    block = max(1, min(MAX_ROWS, affordable_rows))
     total = double(a.new_zeros(clients, outputs, inputs))
-    for start in range(0, rows, size):
-        part_a, part_b, part_f = (double(x[:, start : start + size]) for x in (a, b, factors))
-        part_b = part_b * part_f[..., None, None]
-        total.baddbmm_(part_b.flatten(1, 2).transpose(1, 2), part_a.flatten(1, 2))
+    for start in range(0, rows, block):
+        block_rows = slice(start, start + block)
+        block_a = double(a[:, block_rows])
+        block_b = double(b[:, block_rows])
+        block_factors = double(factors[:, block_rows])
+        block_b = block_b * block_factors[..., None, None]
+        # Rows and positions of a client are summed by one product of matrices, (O, B·N) times (B·N, I).
+        total.baddbmm_(block_b.flatten(1, 2).transpose(1, 2), block_a.flatten(1, 2))
     return total
 
 
-def wide(x: Tensor) -> Tensor:
-    """In single precision at least."""
+def _zero_excluded_rows(rows: Tensor, factors: Tensor) -> Tensor:
+    """Return ``rows`` (C·B, ...) with zeros where the factor (C, B) is 0: NaN times 0 would be NaN."""
+    is_excluded = factors.flatten() == 0
+    # Elsewhere than on a CPU, the question whether there is any would wait for the device.
+    if rows.device.type == "cpu" and not is_excluded.any():
+        return rows
+    return rows.masked_fill(is_excluded.view(-1, *[1] * (rows.dim() - 1)), 0)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return a tensor in half precision in single precision, and any other as it is."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
-def left_out(rows: Tensor, factors: Tensor) -> Tensor:
-    """``rows`` (C·B, ...) with zeros where the factor (C, B) is 0, whatever stands there."""
-    wrong = factors.flatten() == 0
-    if rows.device.type == "cpu" and not wrong.any():  # elsewhere to ask would be to wait
-        return rows
-    return rows.masked_fill(wrong.view(-1, *[1] * (rows.dim() - 1)), 0)
-
-
 def check_bound(max_norm: float) -> None:
-    """Refuse, by a ValueError, a bound that is not positive and finite."""
+    """Raise a ValueError if a clipping bound is not positive and finite."""
     check_number("max_norm", max_norm, gt=0, hint="usual values lie from 0.1 to 10")
 
 
@@ -93,11 +131,17 @@ def noisy_mean(
     """Add each client's Gaussian noise to its sum, and divide by the batch size that was expected.
 
     The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
-    when std = noise multiplier · bound. It is computed in double precision and rounded once, with the noise in it, as
-    is what is ``added`` to the sum. Parameters take their noise in the order of their names, whatever that of the
-    dictionary. The sums are ``{parameter: (C, ...)}``, such as of clipped gradients; the result has their order and
-    dtypes. There is one ``std`` for all clients, or one for each. Without generators, one for each client, a
-    cryptographic one is drawn from.
+    when std = noise multiplier · bound. It is computed in double precision and rounded once, with the noise in it.
+
+    Args:
+        summed: Sums (C, ...) by parameter, such as of clipped gradients.
+        std: Standard deviation of the noise, one for all clients or one for each.
+        expected_batch: Expected batch size of each client.
+        generators: One generator on the CPU for each client; None draws from a cryptographic generator.
+        added: Tensors (C, ...) that are added to the sums before they are rounded.
+
+    Returns:
+        The noisy means, in the order and dtypes of ``summed``.
 
     Raises:
         ValueError: If there are not C of them, two clients share a generator, a number is out of its range, or a sum is
@@ -116,36 +160,37 @@ def noisy_mean(
     for name, value in summed.items():
         check_precision(name, value)
     result = {name: torch.empty_like(value) for name, value in summed.items()}
+    # Noise is drawn in the order of names, so that it does not depend on the order of the dictionary.
     for name in sorted(summed):
         for client, size in enumerate(expected_batch):
-            more = None if added is None else added[name][client]
-            noisy = with_noise(summed[name][client], stds[client], sources[client], more)
+            addend = None if added is None else added[name][client]
+            noisy = with_noise(summed[name][client], stds[client], sources[client], addend)
             result[name][client] = noisy / size
     return result
 
 
 def with_noise(row: Tensor, std: float, source: torch.Generator | None, added: Tensor | None = None) -> Tensor:
-    """``row`` + ``added`` + std · N(0, 1), in double precision: to be rounded by whoever stores it.
+    """Return ``row`` + ``added`` + std · N(0, 1) in double precision, not yet rounded to the dtype of ``row``.
 
-    ``source`` is a generator on the CPU, ``None`` the cryptographic one; with the deviation 0 nothing is drawn.
+    ``source`` is a generator on the CPU, None the cryptographic one. Nothing is drawn for a deviation of 0.
     """
-    exact = double(row) if added is None else double(row) + double(added)
+    exact = double(row)
+    if added is not None:
+        exact = exact + double(added)
     if not std:
         return exact
-    noise = secure_noise(row) if source is None else torch.randn(row.shape, generator=source, dtype=row.dtype)
+    if source is None:
+        noise = secure_noise(row)
+    else:
+        noise = torch.randn(row.shape, generator=source, dtype=row.dtype)
     return exact + std * noise.to(exact)
 
 
 def check_precision(name: str, value: Tensor) -> None:
-    """Refuse what is in half precision, where sums are rounded by more than the noise may be."""
+    """Raise a ValueError if a tensor is in half precision, where rounding may be larger than the noise."""
     if value.dtype.itemsize < 4:
         raise OptionError(
             f"privacy: {name!r} is {value.dtype}, in which the noise would be rounded away; train it in float32 "
             "(frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
             name="privacy",
         )
-
-
-def _shrink(norms: Tensor, bound: float) -> Tensor:
-    """min(1, bound / norm), with Opacus's 1e-6 for a zero gradient."""
-    return (bound / (norms + 1e-6)).clamp(max=1.0)

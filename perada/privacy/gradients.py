@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noisy gradients of many clients: every image's gradient clipped, summed by client, noise added (DP-SGD).
+"""Noisy gradients of many clients (DP-SGD): clip every image's gradient, sum by client, add noise.
 
-Opacus's hooks give every row's gradient, whole or as factors. The gradient of a linear map's weight for one image is a
-sum over its N positions (tokens, pixels) of outer products b_n a_nᵀ of backpropagated and forward activations. Where N
-is small, its norm and the clipped sum over images are cheaper to compute from a and b than from the gradients
-themselves, which are then never laid out (the ghost norm of Goodfellow 2015 and Li et al. 2022, with the sum of Bu et
-al. 2023).
+Opacus's hooks give the gradient of every row, laid out or as outer products. The gradient of a linear map's weight for
+one image is a sum over its N positions (tokens, pixels) of outer products b_n a_nᵀ of backpropagated and forward
+activations. Where N is small, its norm and the clipped sum over images are cheaper to compute from a and b than from
+the gradients themselves, which are then never laid out (the ghost norm of Goodfellow 2015 and Li et al. 2022, with the
+sum of Bu et al. 2023).
 
 Shape suffixes: C clients, B images a client, R = C·B rows, N positions, I inputs, O outputs.
 """
 
 import copy
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -31,324 +32,509 @@ from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.fold import fold, shell
 from perada.engine.frozen_trunk import Wrapper
 from perada.engine.stacked_layers import StackedLayer
-from perada.privacy.clipping import factors_of, noisy_mean, summed_products, wide
+from perada.privacy.clipping import at_least_float32, clipping_factors, noisy_mean, sum_outer_products
 from perada.privacy.options import Privacy
 from perada.server.aggregate import double, double_dtype
 
+Sampler = Callable[[Any, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
+"""Computes per-sample gradients of a layer's parameters from its inputs and the gradient by its output, for Opacus."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class Query:
-    """One look at the images of C clients."""
+    """A batch of C clients, and the states at which its noisy gradient is wanted.
 
-    states: State  # stack (C, ...); those that require gradients are asked about
-    x: Tensor  # images (C, B, ...)
-    y: Tensor  # labels (C, B) or (C, B, K)
-    counts: tuple[int, ...]  # real rows of each client, 0 for a batch without images
-    dropout: Streams  # the clients' random streams
-    noise: list[torch.Generator] | None = None  # one random stream per client; None for the cryptographic generator
-    noise_multipliers: Sequence[float] = ()  # σ of each client
-    expected: Sequence[float] = ()  # images expected in each client's batch
+    Attributes:
+        states: Stack (C, ...); gradients are computed of the tensors that require them.
+        x: Images (C, B, ...).
+        y: Labels (C, B) or (C, B, K).
+        counts: Real rows of each client, 0 for a batch without images.
+        dropout: The clients' random streams.
+        generators: One source of noise per client; None for the cryptographic generator.
+        noise_multipliers: σ of each client.
+        expected_batch: Expected number of images in each client's batch.
+    """
 
-    def of(self, rows: slice) -> "Query":
-        """The part of some clients, without noise."""
-        states = {key: value[rows] for key, value in self.states.items()}
-        return Query(states, self.x[rows], self.y[rows], self.counts[rows], self.dropout[rows])
+    states: State
+    x: Tensor
+    y: Tensor
+    counts: tuple[int, ...]
+    dropout: Streams
+    generators: list[torch.Generator] | None = None
+    noise_multipliers: Sequence[float] = ()
+    expected_batch: Sequence[float] = ()
 
-    def slices(self, size: int | None) -> Iterator[tuple[Tensor, Tensor, tuple[int, ...]]]:
-        """Images, labels and counts of at most ``size`` rows of each client; none where there is no image at all."""
-        widest = max(self.counts)
-        for start in range(0, widest, size or max(1, widest)):
-            stop = min(start + (size or widest), widest)
-            counts = tuple(max(0, min(count, stop) - start) for count in self.counts)
-            yield self.x[:, start:stop], self.y[:, start:stop], counts
+    def of_client(self, client: int) -> "Query":
+        """Return the query of one client, without noise; it keeps a client axis of size 1."""
+        row = slice(client, client + 1)
+        states = {key: value[row] for key, value in self.states.items()}
+        return Query(states, self.x[row], self.y[row], self.counts[row], self.dropout[row])
+
+    def blocks(self, size: int | None) -> Iterator["Query"]:
+        """Yield queries of at most ``size`` rows of each client; of all rows at once if None, and none without rows."""
+        longest = max(self.counts)
+        size = size or max(1, longest)
+        for index, start in enumerate(range(0, longest, size)):
+            stop = min(start + size, longest)
+            yield replace(
+                self,
+                x=self.x[:, start:stop],
+                y=self.y[:, start:stop],
+                counts=tuple(max(0, min(count, stop) - start) for count in self.counts),
+                dropout=self.dropout.fork("part", index),
+            )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of a state stands in the hooked model; a tied parameter has several places."""
+
+    module: nn.Module
+    name: str
 
 
 class SampleGradients:
-    """Answers queries: gives the noisy gradient (C, ...) of each client's mean loss, for the states asked about.
+    """Computes the noisy gradient (C, ...) of each client's mean loss.
 
-    All clients are one batch for the stacked model, or each is run ``alone``, by the single one: where the options or
-    the training engine say so. The engine's own model stays as it is. A ValueError if the stacked model is not to be
-    had.
+    All clients are one batch of the stacked model, or are run one by one on the single model where the options or the
+    training engine require it (``one_by_one``). The engine's own model stays as it is.
+
+    Args:
+        options: Clipping bound, method and engine.
+        engine: Runs the model in training.
+        multilabel: Whether images have several labels.
+
+    Raises:
+        ValueError: If the options require the stacked model and the training engine does not fold.
     """
 
     def __init__(self, options: Privacy, engine: Engine, multilabel: bool) -> None:
-        self.options, self.engine, self.multilabel = options, engine, multilabel
-        self.alone = (engine.kind if options.engine == "auto" else options.engine) != "folded"
-        if not self.alone and engine.kind != "folded":
+        self.options = options
+        self.engine = engine
+        self.multilabel = multilabel
+        kind = engine.kind if options.engine == "auto" else options.engine
+        self.one_by_one = kind != "folded"
+        if not self.one_by_one and engine.kind != "folded":
             raise OptionError(
                 "privacy: engine='folded' needs a training engine that folds; choose privacy engine 'opacus' or "
                 "'auto', or set engine (model.engine) to 'folded'",
                 name="privacy: engine",
                 value="folded",
             )
-        frozen = [one for one in chain(engine.model.parameters(), engine.model.buffers()) if not one.requires_grad]
-        model = copy.deepcopy(engine.model, {id(one): one for one in frozen}) if self.alone else engine.model
-        wrap = None if engine.trunk is None else engine.trunk.wrap
-        folded = fold(model, random_only=self.alone, wrap=wrap)
-        self._context, self._rows = folded.context, folded.row_keys
-        self._merged = {key for key, one in engine.model.named_parameters() if isinstance(one, Merged)}
-        for module in folded.model.modules():
+        model = engine.model
+        if self.one_by_one:
+            # Hooks are set on the modules themselves. Folding makes new modules of those that are trained; the single
+            # model has to be copied.
+            model = _copy_sharing_frozen(engine.model)
+        folded = fold(model, random_only=self.one_by_one, wrap=None if engine.trunk is None else engine.trunk.wrap)
+        self._context = folded.context
+        self._row_keys = folded.row_keys
+        self._merged = {key for key, value in engine.model.named_parameters() if isinstance(value, Merged)}
+        self._hide_from_hooks(folded.model)
+        # Twins of tied layers are one module, so that only the single model has a parameter at several places.
+        tied = _tied_parameters(model) if self.one_by_one else {}
+        with_clones = clone_outputs(folded.model)
+        self._places = _places(with_clones, {key: tied.get(key, [key]) for key in trained_keys(engine.model)})
+        self._model = with_grad_sample_hooks(with_clones)
+
+    def _hide_from_hooks(self, model: nn.Module) -> None:
+        """Have parameters not require gradients whose per-sample gradients do not come from Opacus's hooks.
+
+        Those are row parameters of the stacked model, whose ordinary gradient has a row for each image already, and
+        weights that only the server changes.
+        """
+        for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                rows = parameter.requires_grad and not (
-                    self.alone or isinstance(module, StackedLayer)
-                )  # one copy a row
-                if rows or isinstance(parameter, Merged):  # run without hooks
+                is_row_parameter = False
+                if not self.one_by_one and not isinstance(module, StackedLayer):
+                    is_row_parameter = parameter.requires_grad
+                if is_row_parameter or isinstance(parameter, Merged):
                     module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
-        places: dict[int, list[str]] = {}
-        for place, parameter in model.named_parameters(remove_duplicate=not self.alone):  # tied ones have several
-            places.setdefault(id(parameter), []).append(place)
-        alike = {keys[0]: keys for keys in places.values()}
-        split = apart(folded.model)
-        modules = dict(layers(split))
-        parts = {key: [one.rpartition(".") for one in alike.get(key, [key])] for key in trained_keys(engine.model)}
-        self._owners = {key: [(modules[path], name) for path, _, name in own] for key, own in parts.items()}
-        self._model = hooked(split)
 
     def __call__(self, query: Query) -> State:
-        """Answer ``query``."""
-        std = [sigma * self.options.max_norm for sigma in query.noise_multipliers]
-        return noisy_mean(self.sums(query), std, query.expected, query.noise)
+        """Return the noisy gradients (C, ...) of the tensors of ``query.states`` that require them."""
+        stds = [sigma * self.options.max_norm for sigma in query.noise_multipliers]
+        return noisy_mean(self.sums(query), stds, query.expected_batch, query.generators)
 
     def sums(self, query: Query) -> State:
-        """The sums (C, ...) of clipped gradients, without noise."""
-        leaves = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
-        summed = {key: double(torch.zeros_like(value)) for key, value in leaves.items()}
-        clients, together = len(query.counts), 1 if self.alone else len(query.counts)
+        """Return the sums (C, ...) of clipped gradients, without noise."""
         try:
-            for first in range(0, clients, together):
-                rows = slice(first, first + together)
-                self._add(query.of(rows), {key: value[rows] for key, value in summed.items()})
-        finally:  # let go of the query's tensors
-            for module, name in chain.from_iterable(self._owners.values()):
-                parameter = module._parameters.get(name)
-                if parameter is not None and hasattr(parameter, "grad_sample"):
-                    module._parameters[name] = nn.Parameter(parameter.new_empty(0))
-        return {key: value.to(leaves[key].dtype) for key, value in summed.items()}
+            if not self.one_by_one:
+                return self._clipped_sums(query)
+            sums_of_clients = [self._clipped_sums(query.of_client(client)) for client in range(len(query.counts))]
+        finally:
+            self._release_tensors()
+        return {key: torch.cat([sums[key] for sums in sums_of_clients]) for key in sums_of_clients[0]}
 
-    def _add(self, query: Query, summed: State) -> None:
-        """Add clipped gradients to the clients' sums (C, ...)."""
-        for part, (x, y, counts) in enumerate(query.slices(self.options.physical_batch_size)):
-            real = real_rows(counts, x.shape[1], x.device)
-            samples = self._samples(query, x, y, counts, real, query.dropout.fork("part", part))
-            with torch.autocast(x.device.type, enabled=False):
-                norms = dict.fromkeys(summed, double(torch.zeros_like(real)))  # no image passed some
-                norms |= {key: double(sample.squares()).sqrt().view_as(real) for key, sample in samples.items()}
-                factors = factors_of(norms, real, self.options.max_norm, self.options.clipping)
+    def _release_tensors(self) -> None:
+        """Drop the references that the model holds to the tensors of a query and to their gradients."""
+        for place in chain.from_iterable(self._places.values()):
+            parameter = place.module._parameters.get(place.name)
+            if parameter is not None and hasattr(parameter, "grad_sample"):
+                place.module._parameters[place.name] = nn.Parameter(parameter.new_empty(0))
+
+    def _clipped_sums(self, query: Query) -> State:
+        """Return the sums (C, ...) of clipped gradients of clients who are run in one pass."""
+        trained = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
+        # Double precision, so that the sum does not depend on the size of the blocks that it is added up from.
+        totals = {key: double(torch.zeros_like(value)) for key, value in trained.items()}
+        for block in query.blocks(self.options.physical_batch_size):
+            is_real = real_rows(block.counts, block.x.shape[1], block.x.device)
+            samples = self._sample_gradients(block, is_real)
+            with torch.autocast(block.x.device.type, enabled=False):
+                # The norm is 0 for a parameter that no image passed through.
+                norms = dict.fromkeys(totals, double(torch.zeros_like(is_real)))
                 for key, sample in samples.items():
-                    summed[key] += sample.summed(factors[key])
+                    norms[key] = double(sample.squared_norms()).sqrt().view_as(is_real)
+                factors = clipping_factors(norms, is_real, self.options.max_norm, self.options.clipping)
+                for key, sample in samples.items():
+                    totals[key] += sample.weighted_sums(factors[key])
+        return {key: total.to(trained[key].dtype) for key, total in totals.items()}
 
-    def _samples(
-        self, query: Query, x: Tensor, y: Tensor, counts: tuple[int, ...], real: Tensor, dropout: Streams
-    ) -> "dict[str, PerSampleGrads | OuterProductGrads]":
-        """Gradient of every row's loss."""
-        clients, rows = x.shape[:2]
-        self._context.begin(clients, None if self.alone else counts, dropout)
-        held: dict[str, nn.Parameter] = {}
-        for key, value in query.states.items():
-            tensor = value.detach()[0] if self.alone else value.detach()
-            if key in self._rows:
-                tensor = tensor.repeat_interleave(rows, 0).flatten(0, 1)
-            (module, name), *_ = self._owners[key]
-            if name in module._buffers:
-                module._buffers[name] = tensor
-                continue
-            # All of them, asked about or not: the hooks want every layer's gradient once they are there.
-            held[key] = parameter = nn.Parameter(tensor, requires_grad=key not in self._merged)
-            parameter.grad_sample, parameter._forward_counter = None, 0  # type: ignore[attr-defined]  # Opacus's
-            for module, name in self._owners[key]:
-                module._parameters[name] = parameter
+    def _sample_gradients(self, block: Query, is_real: Tensor) -> "dict[str, PerSampleGrads | OuterProductGrads]":
+        """Return the gradients of every row's loss, of the trained parameters that rows passed through.
+
+        ``is_real`` (C, B) is false for padding, whose loss is left out.
+        """
+        clients, rows = block.x.shape[:2]
+        self._context.begin(clients, None if self.one_by_one else block.counts, block.dropout)
+        parameters = self._put_into_model(block.states, rows)
         train_mode(self._model)
-        with torch.enable_grad(), quiet():
-            logits = self._model(self.engine.format(x.flatten(0, 1)))
-            losses = row_losses(wide(logits).view(clients, rows, *logits.shape[1:]), y, self.multilabel)
-            losses.where(real, 0).sum().backward()
+        with torch.enable_grad(), silence_hook_warnings():
+            logits = self._model(self.engine.format(block.x.flatten(0, 1)))
+            logits = at_least_float32(logits).view(clients, rows, *logits.shape[1:])
+            losses = row_losses(logits, block.y, self.multilabel)
+            losses.where(is_real, 0).sum().backward()
         samples: dict[str, PerSampleGrads | OuterProductGrads] = {}
-        for key, parameter in held.items():
-            if query.states[key].requires_grad:
-                sample = row_gradients(parameter)
-                if key in self._rows and parameter.grad is not None:
-                    sample = PerSampleGrads(parameter.grad.view(clients * rows, *query.states[key].shape[1:]))
-                if sample is not None:
-                    samples[key] = sample
+        for key, parameter in parameters.items():
+            if not block.states[key].requires_grad:
+                continue
+            if key in self._row_keys and parameter.grad is not None:
+                samples[key] = PerSampleGrads(parameter.grad.view(clients * rows, *block.states[key].shape[1:]))
+                continue
+            sample = collect_sample_gradients(parameter)
+            if sample is not None:
+                samples[key] = sample
         return samples
 
+    def _put_into_model(self, states: State, rows: int) -> dict[str, nn.Parameter]:
+        """Put the clients' tensors into the hooked model; return its parameters by name.
 
-@dataclass
+        ``rows`` are those of each client, for which row parameters are repeated.
+        """
+        parameters: dict[str, nn.Parameter] = {}
+        for key, value in states.items():
+            tensor = value.detach()
+            if self.one_by_one:
+                tensor = tensor[0]
+            if key in self._row_keys:
+                tensor = tensor.repeat_interleave(rows, 0).flatten(0, 1)
+            first_place = self._places[key][0]
+            if first_place.name in first_place.module._buffers:
+                first_place.module._buffers[first_place.name] = tensor
+                continue
+            # All parameters require gradients, wanted or not: the hooks need that of every layer that they are set on.
+            parameter = nn.Parameter(tensor, requires_grad=key not in self._merged)
+            # Opacus sets these two attributes on the parameters that it is given, and these are new.
+            parameter.grad_sample = None  # type: ignore[attr-defined]  # Opacus's
+            parameter._forward_counter = 0  # type: ignore[attr-defined]  # Opacus's
+            parameters[key] = parameter
+            for place in self._places[key]:
+                place.module._parameters[place.name] = parameter
+        return parameters
+
+
+def _copy_sharing_frozen(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares the frozen parameters and the buffers."""
+    frozen = [tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.requires_grad]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in frozen})
+
+
+def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of every parameter by its first name."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {aliases[0]: aliases for aliases in names.values()}
+
+
+def _places(model: nn.Module, names: dict[str, list[str]]) -> dict[str, list[_Place]]:
+    """Return where the tensors with these ``names`` stand in the model, by the keys of ``names``."""
+    modules = dict(_modules_behind_clones(model))
+    places: dict[str, list[_Place]] = {}
+    for key, aliases in names.items():
+        places[key] = []
+        for alias in aliases:
+            path, _, name = alias.rpartition(".")
+            places[key].append(_Place(modules[path], name))
+    return places
+
+
+@dataclass(frozen=True)
 class PerSampleGrads:
-    """Gradients (R, ...) of the rows for one parameter, as they are."""
+    """Gradients of the rows for one parameter, laid out.
+
+    Attributes:
+        rows: The gradients (R, ...).
+    """
 
     rows: Tensor
 
-    def squares(self) -> Tensor:
-        """Squared norm (R,) of each."""
+    def squared_norms(self) -> Tensor:
+        """Return the squared norm (R,) of each row's gradient."""
         return self.rows.flatten(1).square().sum(1)
 
-    def summed(self, factors: Tensor) -> Tensor:
-        """Sum (C, ...) over each client's rows, times their factors (C, B); see :func:`.left_out`.
+    def weighted_sums(self, factors: Tensor) -> Tensor:
+        """Return the sums (C, ...) over each client's rows, times their factors (C, B).
 
-        In double precision where the device has it. With the factors of :func:`.factors_of`, one image more or less
-        changes the sums by the bound at most, but for rounding: see :func:`.summed_products`.
+        In double precision where the device has it. With the factors of :func:`.clipping_factors`, one image more or
+        less changes the sums by the bound at most, up to rounding: see :func:`.sum_outer_products`. A row whose factor
+        is 0 is left out, even if it is not finite.
         """
+        # A gradient is the outer product of itself, laid out flat, and 1.
+        flat = self.rows.reshape(len(self.rows), 1, -1)
         ones = self.rows.new_ones(1, 1, 1).expand(len(self.rows), 1, 1)
-        found = summed_products(self.rows.reshape(len(self.rows), 1, -1), ones, factors)
-        return found.view(len(factors), *self.rows.shape[1:])
+        return sum_outer_products(flat, ones, factors).view(len(factors), *self.rows.shape[1:])
 
 
-@dataclass
+@dataclass(frozen=True)
 class OuterProductGrads:
-    """Gradients of a linear map's weight (O, I, ...), which has this shape, as factors: row r has Σ_n b_rn a_rnᵀ.
+    """Gradients of a linear map's weight as outer products: that of row r is Σ_n b_rn a_rnᵀ.
 
-    They are the inputs a (R, N, I), and the gradients b (R, N, O) by the outputs.
+    Attributes:
+        inputs: The inputs a (R, N, I).
+        output_grads: The gradients b (R, N, O) by the outputs.
+        weight_shape: Shape (O, I, ...) of the weight.
     """
 
-    a: Tensor
-    b: Tensor
-    shape: torch.Size
+    inputs: Tensor
+    output_grads: Tensor
+    weight_shape: torch.Size
 
-    def squares(self) -> Tensor:
-        """Upper bound of each squared norm (R,), Σ_nm (a_n · a_m)(b_n · b_m) and a bound of its rounding error.
+    def squared_norms(self) -> Tensor:
+        """Return an upper bound (R,) of each squared norm, Σ_nm (a_n · a_m)(b_n · b_m) plus its rounding error.
 
         The terms may cancel, to 0 even, and leave a rounding error in the sum of rows that is as large as the terms. So
         a row's factor must be small if S = Σ_n ‖a_n‖‖b_n‖ is large. By Cauchy and Schwarz's inequality the rounding
         error here is at most (I + O + N²) 2⁻⁵³ S² to first order (Higham 2002, section 3.1); eight times that is added.
         Then S times the factor is at most C / √(8 (I + O + N²) 2⁻⁵³), and the rounding error of a row in
-        :func:`~perada.privacy.clipping.summed_products` at most 64 √(2⁻⁵³ / 8) C < 3e-7 C.
+        :func:`~perada.privacy.clipping.sum_outer_products` at most 64 √(2⁻⁵³ / 8) C < 3e-7 C.
         """
-        a, b = self.a.double(), self.b.double()
-        squares = (torch.bmm(a, a.transpose(1, 2)) * torch.bmm(b, b.transpose(1, 2))).sum((1, 2))
-        lengths = (a.square().sum(2) * b.square().sum(2)).sqrt().sum(1)
-        slack = 2**-50 * (a.shape[2] + b.shape[2] + a.shape[1] ** 2)
+        a = self.inputs.double()
+        b = self.output_grads.double()
+        gram_a = torch.bmm(a, a.transpose(1, 2))
+        gram_b = torch.bmm(b, b.transpose(1, 2))
+        squares = (gram_a * gram_b).sum((1, 2))
+        lengths = (a.square().sum(2) * b.square().sum(2)).sqrt().sum(1)  # S
+        positions = a.shape[1]
+        slack = 2**-50 * (a.shape[2] + b.shape[2] + positions**2)
         return squares.clamp(min=0) + slack * lengths.square()
 
-    def summed(self, factors: Tensor) -> Tensor:
-        """As :meth:`PerSampleGrads.summed`."""
-        return summed_products(self.a, self.b, factors).view(len(factors), *self.shape)
+    def weighted_sums(self, factors: Tensor) -> Tensor:
+        """Return the sums (C, ...) as :meth:`PerSampleGrads.weighted_sums`."""
+        return sum_outer_products(self.inputs, self.output_grads, factors).view(len(factors), *self.weight_shape)
 
 
-def row_gradients(parameter: nn.Parameter) -> PerSampleGrads | OuterProductGrads | None:
-    """What the hooks left in a stacked layer's parameter; ``None`` if it took no part."""
-    parts: list[tuple[Tensor, Tensor]] = getattr(parameter, "factors", [])
-    if parts:  # a layer that was used twice has more positions
-        a, b = (torch.cat([part[side] for part in parts], 1) for side in (0, 1))
-        return OuterProductGrads(wide(a), wide(b), parameter.shape[1:])
+def collect_sample_gradients(parameter: nn.Parameter) -> PerSampleGrads | OuterProductGrads | None:
+    """Return what the hooks left at a parameter after a backward pass; None if the parameter took no part in it."""
+    uses: list[_LayerUse] = getattr(parameter, "layer_uses", [])
+    if uses:
+        # A layer that was used twice has the positions of both uses.
+        inputs = torch.cat([use.inputs for use in uses], dim=1)
+        output_grads = torch.cat([use.output_grads for use in uses], dim=1)
+        return OuterProductGrads(at_least_float32(inputs), at_least_float32(output_grads), parameter.shape[1:])
     rows = parameter.grad_sample  # type: ignore[attr-defined]  # Opacus's
-    return None if rows is None else PerSampleGrads(wide(rows))
+    return None if rows is None else PerSampleGrads(at_least_float32(rows))
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence what torch says of hooked layers whose input is an image, and of attention under Opacus's fallback."""
+def silence_hook_warnings() -> Iterator[None]:
+    """Silence torch's warnings of hooked layers whose input is an image, and of attention that Opacus replaces."""
     with warnings.catch_warnings():
-        for begins in ("grad and param do not obey", "There is a performance drop", "Full backward hook is firing"):
-            warnings.filterwarnings("ignore", begins, UserWarning)
+        for message in ("grad and param do not obey", "There is a performance drop", "Full backward hook is firing"):
+            warnings.filterwarnings("ignore", message, UserWarning)
         yield
 
 
-class _Apart(Wrapper):
-    """Hands out a copy of what a hooked layer gives, which the network may then change in place."""
+class _ClonedOutput(Wrapper):
+    """Gives a copy of a layer's output, which the network may change in place.
+
+    torch forbids that for the output itself where the layer has a backward hook.
+    """
 
     def forward(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401  # the layer's
         return self.original(*args, **options).clone()
 
 
-def apart(module: nn.Module) -> nn.Module:
-    """A copy of the containers in which each layer that Opacus will hook is set apart."""
+def clone_outputs(module: nn.Module) -> nn.Module:
+    """Return a copy of a model's containers in which every layer that Opacus will hook gives copies of its output."""
     if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-        return _Apart(module)
+        return _ClonedOutput(module)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
-    return shell(module, {name: child and apart(child) for name, child in module._modules.items()})
+    children: dict[str, nn.Module | None] = {}
+    for name, child in module._modules.items():
+        children[name] = None if child is None else clone_outputs(child)
+    return shell(module, children)
 
 
-def layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules by the path that they have in the network, the wrappers being none."""
-    if isinstance(module, _Apart):
+def _modules_behind_clones(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules by the path that they have in the network without :class:`_ClonedOutput`."""
+    if isinstance(module, _ClonedOutput):
         module = module.original
     yield path, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from layers(child, f"{path}.{name}" if path else name)
+            yield from _modules_behind_clones(child, f"{path}.{name}" if path else name)
 
 
-def hooked(model: nn.Module) -> Any:  # noqa: ANN401  # opacus.GradSampleModule, imported late since that takes seconds
-    """``model`` under Opacus's hooks, the stacked layers in its registry."""
-    from opacus.grad_sample import GradSampleModule
+def with_grad_sample_hooks(model: nn.Module) -> nn.Module:
+    """Return the model in a GradSampleModule of Opacus, with a sampler for every class of stacked layers in it."""
+    from opacus.grad_sample import GradSampleModule  # late, since that takes seconds
 
-    twins = {type(module) for module in model.modules() if isinstance(module, StackedLayer)}
-    samplers = _samplers() | dict.fromkeys(twins, _sample_gradients)
+    stacked_classes = {type(module) for module in model.modules() if isinstance(module, StackedLayer)}
+    samplers = _samplers() | dict.fromkeys(stacked_classes, _sample_stacked_layer)
     train_mode(model)
-    # A class of its own: Opacus's registry is of the whole process.
-    return type("Hooked", (GradSampleModule,), {"GRAD_SAMPLERS": samplers})(model, loss_reduction="sum", strict=False)
+    # Opacus's registry is an attribute of the class, shared by the whole process. A subclass has one of its own.
+    hooked_class = type("Hooked", (GradSampleModule,), {"GRAD_SAMPLERS": samplers})
+    hooked: nn.Module = hooked_class(model, loss_reduction="sum", strict=False)
+    return hooked
 
 
-def _samplers() -> dict[type[nn.Module], Callable[..., dict[nn.Parameter, Tensor]]]:
-    """Opacus's samplers, but for that of convolutions."""
+def _samplers() -> dict[type[nn.Module], Sampler]:
+    """Return Opacus's samplers by class of layer, with perada's for convolutions."""
     from opacus.grad_sample import GradSampleModule
 
-    return {**GradSampleModule.GRAD_SAMPLERS, nn.Conv2d: _conv_gradients}
+    return {**GradSampleModule.GRAD_SAMPLERS, nn.Conv2d: _sample_conv2d}
 
 
-def _conv_gradients(layer: nn.Conv2d, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Opacus's sampler of convolutions, which takes channels-last tensors for contiguous ones (seen in 1.6.0)."""
+def _sample_conv2d(layer: nn.Conv2d, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+    """Return the per-sample gradients of a convolution, by Opacus's sampler."""
     from opacus.grad_sample.conv import compute_conv_grad_sample
 
-    plain = [activations[0].contiguous()], backprops.contiguous()
-    found: dict[nn.Parameter, Tensor] = compute_conv_grad_sample(layer, *plain)
-    return found
+    # Opacus 1.6.0 takes channels-last tensors for contiguous ones.
+    samples: dict[nn.Parameter, Tensor] = compute_conv_grad_sample(
+        layer, [activations[0].contiguous()], backprops.contiguous()
+    )
+    return samples
 
 
-def _sample_gradients(layer: StackedLayer, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Gradient (R, ...) of every row for a stacked layer's parameters, as Opacus's registry wants it.
+def _sample_stacked_layer(
+    layer: StackedLayer, activations: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients (R, ...) of every row for a stacked layer's parameters, as Opacus's registry wants them.
 
-    It does not depend on the client, so that Opacus's sampler for the layer's original gives it. Where there is none,
-    every row is taken for a client of its own. Where factors are cheaper they are kept, and Opacus gets an empty one.
+    A row's gradient does not depend on the client's parameters if its input and the gradient by its output are given,
+    so that Opacus's sampler for the layer's original gives it.
     """
+    samples = _record_outer_product(layer, activations[0], backprops)
+    if samples is not None:
+        return samples
     original = layer.original[0]
-    names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
-    weight: Any = None if "weight" in layer.frozen else getattr(layer, "weight", None)
-    used = weight is not None and (hasattr(weight, "factors"), hasattr(weight, "_current_grad_sample"))
-    factors = _factors(original, activations[0], backprops, used[0]) if used and used != (False, True) else None
-    if factors is not None:
-        weight.factors = [*getattr(weight, "factors", []), factors]
-        found = {weight: backprops.new_empty(len(backprops), 0)}
-        if original.bias is not None and original.bias.requires_grad:
-            found[layer.bias] = factors[1].sum(1)
-        return found
     samplers = _samplers()
-    kinds = type(original).__mro__ if layer.like_torch else ()  # timm subclasses torch's
-    kind = next((kind for kind in kinds if kind in samplers), None)
-    if kind is not None:
-        samples = samplers[kind](original, activations, backprops)
-        return {getattr(layer, names[parameter]): sample for parameter, sample in samples.items()}
-    rows, clients = len(backprops), layer.context.clients
-    own: dict[str, nn.Parameter] = {name: getattr(layer, name) for name in names.values() if name not in layer.frozen}
-    each = {name: value.detach().repeat_interleave(rows // clients, 0).requires_grad_() for name, value in own.items()}
-    bare = copy.copy(layer)  # without Opacus's hooks
-    bare._parameters, bare._forward_hooks, bare._backward_hooks = dict(layer._parameters), OrderedDict(), OrderedDict()
-    counts, layer.context.clients, layer.context.counts = layer.context.counts, rows, None
+    # timm's layers are subclasses of torch's, and computed alike unless their twin says otherwise.
+    classes = type(original).__mro__ if layer.like_torch else ()
+    for layer_class in classes:
+        if layer_class in samplers:
+            names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
+            samples = samplers[layer_class](original, activations, backprops)
+            return {getattr(layer, names[parameter]): sample for parameter, sample in samples.items()}
+    return _sample_by_autograd(layer, activations, backprops)
+
+
+def _sample_by_autograd(
+    layer: StackedLayer, activations: list[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients of every row for a layer without a sampler: each row is run as a client of its own."""
+    original = layer.original[0]
+    clients = layer.context.clients
+    rows = len(backprops)
+    trained: dict[str, nn.Parameter] = {}
+    repeated: dict[str, Tensor] = {}
+    for name, _ in original.named_parameters(recurse=False):
+        if name not in layer.frozen:
+            trained[name] = getattr(layer, name)
+            repeated[name] = trained[name].detach().repeat_interleave(rows // clients, 0).requires_grad_()
+    without_hooks = copy.copy(layer)
+    without_hooks._parameters = dict(layer._parameters)
+    without_hooks._forward_hooks = OrderedDict()
+    without_hooks._backward_hooks = OrderedDict()
+    counts = layer.context.counts
+    layer.context.clients = rows
+    layer.context.counts = None
     try:
         with torch.enable_grad():
-            out = functional_call(bare, each, tuple(activations))
-        gradients = torch.autograd.grad(out, list(each.values()), backprops)
+            output = functional_call(without_hooks, repeated, tuple(activations))
+        gradients = torch.autograd.grad(output, list(repeated.values()), backprops)
     finally:
-        layer.context.clients, layer.context.counts = clients, counts
-    return {own[name]: gradient for name, gradient in zip(each, gradients, strict=True)}
+        layer.context.clients = clients
+        layer.context.counts = counts
+    return {trained[name]: gradient for name, gradient in zip(repeated, gradients, strict=True)}
 
 
-def _factors(layer: nn.Module, x: Tensor, backprops: Tensor, always: bool) -> tuple[Tensor, Tensor] | None:
-    """The factors a (R, N, I) and b (R, N, O) of a layer that is a linear map of positions, if they are the cheaper.
+@dataclass(frozen=True)
+class _LayerUse:
+    """One use of a linear map in a pass: its inputs a (R, N, I) and the gradients b (R, N, O) by its outputs."""
 
-    ``always`` if there are some already, of an earlier use of the layer; never where the device has no double.
+    inputs: Tensor
+    output_grads: Tensor
+
+
+def _record_outer_product(layer: StackedLayer, x: Tensor, backprops: Tensor) -> dict[nn.Parameter, Tensor] | None:
+    """Keep a layer's gradients as outer products at its weight, if that is cheaper than to lay them out.
+
+    Returns:
+        What Opacus gets: an empty gradient of the weight, and that of the bias. None if they have to be laid out.
+    """
+    weight: Any = None if "weight" in layer.frozen else getattr(layer, "weight", None)
+    if weight is None:
+        return None
+    # All uses of a layer in one pass are kept in one way, so that they can be added up.
+    is_recorded = hasattr(weight, "layer_uses")
+    is_laid_out = hasattr(weight, "_current_grad_sample") and not is_recorded  # Opacus's, of an earlier use
+    if is_laid_out:
+        return None
+    original = layer.original[0]
+    use = _layer_use(original, x, backprops, is_recorded)
+    if use is None:
+        return None
+    weight.layer_uses = [*getattr(weight, "layer_uses", []), use]
+    samples: dict[nn.Parameter, Tensor] = {weight: backprops.new_empty(len(backprops), 0)}
+    if original.bias is not None and original.bias.requires_grad:
+        bias: Any = layer.bias
+        samples[bias] = use.output_grads.sum(1)
+    return samples
+
+
+def _layer_use(layer: nn.Module, x: Tensor, backprops: Tensor, always: bool) -> _LayerUse | None:
+    """Return the inputs and output gradients by position of a layer that is a linear map of its positions.
+
+    Args:
+        layer: The original layer.
+        x: Its input.
+        backprops: Gradient by its output.
+        always: Whether to return them even if a gradient (O, I) of each row is cheaper.
+
+    Returns:
+        None for other layers, if outer products are not the cheaper, or if the device has no double precision.
     """
     if double_dtype(x.device) is not torch.float64:
         return None
     if type(layer) is nn.Linear:
-        a, b = x.reshape(len(x), -1, x.shape[-1]), backprops.reshape(len(x), -1, backprops.shape[-1])
+        positions = math.prod(x.shape[1:-1])
     elif type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
-        if isinstance(layer.padding, str) or not (always or 2 * backprops[0, 0].numel() ** 2 < layer.weight.numel()):
+        if isinstance(layer.padding, str):  # F.unfold takes numbers only
             return None
-        a = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
-        b = backprops.flatten(2).transpose(1, 2)
+        positions = math.prod(backprops.shape[2:])
     else:
         return None
-    return (a, b) if always or 2 * a.shape[1] ** 2 < a.shape[2] * b.shape[2] else None
+    # Two Gram matrices (N, N) against one gradient (O, I).
+    is_cheaper = 2 * positions**2 < layer.weight.numel()
+    if not is_cheaper and not always:
+        return None
+    if isinstance(layer, nn.Linear):
+        inputs = x.reshape(len(x), -1, x.shape[-1])
+        return _LayerUse(inputs, backprops.reshape(len(x), -1, backprops.shape[-1]))
+    assert not isinstance(layer.padding, str)  # see above
+    patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    return _LayerUse(patches.transpose(1, 2), backprops.flatten(2).transpose(1, 2))

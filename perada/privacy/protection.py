@@ -32,35 +32,37 @@ from perada.privacy.gradients import Query, SampleGradients
 JOURNAL = "privacy_ledger.jsonl"
 """Name of the file, beside the checkpoints."""
 FIELDS = frozenset({"id", "run", "round", "images", "clients"})
-"""What a line says: of which run it is, and the costs of a round by client."""
+"""Keys of an entry: ids of the round and of the run, the round's number, and its costs for images and clients."""
 CUT = b" #cut"
-"""Put behind a line that a crash cut off."""
+"""Appended to a line that a crash cut off."""
 
 
 class Journal:
     """Files with a line of JSON for every round that was begun.
 
-    Those of this run, ``own``, must be writable; ``others``, of the runs that it is resumed from, are to know of its
-    rounds too.
+    Args:
+        paths: Files of this run. They must be writable.
+        earlier_paths: Files of the runs that it was resumed from. Whoever resumes from there, too, has to count its
+            rounds, so they are written if possible.
     """
 
-    def __init__(self, own: Iterable[Path], others: Iterable[Path] = ()) -> None:
-        self.own = list(dict.fromkeys(path.absolute() for path in own))
-        self.others = [path for path in dict.fromkeys(path.absolute() for path in others) if path not in self.own]
+    def __init__(self, paths: Iterable[Path], earlier_paths: Iterable[Path] = ()) -> None:
+        self.paths = list(dict.fromkeys(path.absolute() for path in paths))
+        earlier = dict.fromkeys(path.absolute() for path in earlier_paths)
+        self.earlier_paths = [path for path in earlier if path not in self.paths]
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add an entry to every file; it is then on disk. An OSError if one of ``own`` cannot be written."""
-        for path in (*self.own, *self.others):
+        """Add an entry to every file, and wait until it is on disk.
+
+        Raises:
+            OSError: If a file of this run cannot be written.
+        """
+        line = json.dumps(entry).encode() + b"\n"
+        for path in (*self.paths, *self.earlier_paths):
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "ab+", opener=opener()) as file:
-                    file.seek(max(0, file.tell() - 1))
-                    cut = file.read() not in (b"", b"\n")  # by a crash
-                    file.write((CUT + b"\n") * cut + json.dumps(entry).encode() + b"\n")
-                    file.flush()
-                    os.fsync(file.fileno())
+                _append_line(path, line)
             except OSError as error:
-                if path in self.own:
+                if path in self.paths:
                     raise OSError(
                         f"privacy: the round cannot be written down in {str(path)!r} ({error}), and is not begun; make "
                         "room or give another folder"
@@ -69,15 +71,32 @@ class Journal:
                 warnings.warn(f"privacy: {str(path)!r} {unaware}", stacklevel=2)
 
 
-def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
-    """The entries of one run, and of those resumed from it, by their ``id``; a line that was cut off was never begun.
+def _append_line(path: Path, line: bytes) -> None:
+    """Append a line to a file, and mark the line before it if a crash cut that off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+", opener=opener()) as file:
+        file.seek(max(0, file.tell() - 1))
+        last_byte = file.read()
+        if last_byte not in (b"", b"\n"):
+            line = CUT + b"\n" + line
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
 
-    A ValueError if a whole line of a file is not an entry.
+
+def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
+    """Return the entries of one run, and of those resumed from it, by their ids.
+
+    A line that was cut off is left out: its round was never begun.
+
+    Raises:
+        ValueError: If a complete line of a file is not an entry.
     """
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for path in paths:
-        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() and not path.is_symlink() else []
-        for number, line in enumerate(lines, 1):
+        if not path.is_file() or path.is_symlink():
+            continue
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n") or line.endswith(CUT + b"\n"):
                 continue
             try:
@@ -91,78 +110,122 @@ def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
                     name="privacy",
                 ) from error
             if entry["run"] == run:
-                found[entry["id"]] = entry
-    return found
+                entries[entry["id"]] = entry
+    return entries
 
 
 class PrivateRound:
     """Losses of one round, or of the fine-tuning after the last, whose value is 0 and whose gradient is private.
 
-    The noise has a stream for each client and stream of batches. With a ``secure`` generator draws must be as unknown
-    as the noise: also dropout's masks, which go by place in the batch.
+    Args:
+        account: Noise of each client.
+        gradients: Computes noisy gradients.
+        seed: Seed of the run, from which the noise follows in the test mode.
+        plan: Clients of the round.
+        tuning: Whether this is the fine-tuning.
+
+    Attributes:
+        secure: Whether noise is drawn from a cryptographic generator. Then all draws must be as unknown as the noise:
+            also dropout's masks, which go by place in the batch.
     """
 
     def __init__(
         self, account: Account, gradients: SampleGradients, seed: int, plan: RoundPlan, tuning: bool = False
     ) -> None:
-        self.account, self.gradients, self.plan, self.secure = account, gradients, plan, account.options.secure_rng
-        self._queries = account.training(tuning).queries
-        self._asked: Counter[tuple[int, int, str, int]] = Counter()
+        self.account = account
+        self.gradients = gradients
+        self.plan = plan
+        self.secure = account.options.secure_rng
+        query_plan = account.query_plan(tuning)
+        self._planned_queries = query_plan.queries
+        self._num_queries: Counter[tuple[int, int, str, int]] = Counter()  # by phase, step, stream and first client
+        # Noise has a random stream for each client and each stream of batches.
+        self._noise: dict[str, list[torch.Generator]] = {}
         purpose = "tuning-noise" if tuning else "noise"
-        self._noise = {
-            stream: [generator(seed, f"{purpose}-{stream}", plan.round, client) for client in plan.clients]
-            for stream in ({stream for asked in self._queries for stream in asked} if not self.secure else ())
-        }
+        if not self.secure:
+            for stream in query_plan.streams:
+                self._noise[stream] = [
+                    generator(seed, f"{purpose}-{stream}", plan.round, client) for client in plan.clients
+                ]
 
     def loss(
         self, stream: str, states: State, batches: dict[str, CohortBatch], rows: slice, dropout: Streams
     ) -> Tensor:
-        """Losses (C,) that are 0, and whose gradient by ``states`` (C, ...) is the noisy one on a stream's batch.
+        """Return losses (C,) of 0, whose gradients by ``states`` are the noisy ones on a batch.
 
-        The clients are those of the round in ``rows``; ``dropout`` are their random streams. A RuntimeError if more
-        gradients are asked for than the ledgers count.
+        Args:
+            stream: Stream of batches that is asked.
+            states: The clients' states (C, ...).
+            batches: The step's batches of all clients of the round, by stream.
+            rows: Which of the round's clients these are.
+            dropout: The clients' random streams.
+
+        Raises:
+            RuntimeError: If more gradients are asked for than the ledgers count.
         """
-        account, batch = self.account, one_of(batches)
-        place = batch.phase, batch.step, stream, rows.start
-        self._asked[place] += 1
-        if self._asked[place] > self._queries[batch.phase].get(stream, 0):
+        account = self.account
+        self._count_query(one_of(batches), stream, rows)
+        batch = batches[stream]
+        clients = self.plan.clients[rows]
+        counts = batch.counts[rows]
+        width = max(1, *counts)
+        query = Query(
+            states,
+            x=batch.x[rows, :width],
+            y=batch.y[rows, :width],
+            counts=counts,
+            dropout=dropout,
+            generators=None if self.secure else self._noise[stream][rows],
+            noise_multipliers=[account.noise_multipliers[client] for client in clients],
+            # Not the number of images that were drawn, which would tell something of the data.
+            expected_batch=[account.sizes[client] * account.rate(client) for client in clients],
+        )
+        total = torch.zeros(len(counts), device=batch.x.device)
+        for key, gradient in self.gradients(query).items():
+            # The derivative of this product by the state is the noisy gradient.
+            total = total + (states[key] * gradient).flatten(1).sum(1)
+        return total - total.detach()
+
+    def _count_query(self, batch: CohortBatch, stream: str, rows: slice) -> None:
+        """Count a query of a step; raise a RuntimeError if it is one more than was planned."""
+        place = (batch.phase, batch.step, stream, rows.start)
+        self._num_queries[place] += 1
+        if self._num_queries[place] > self._planned_queries[batch.phase].get(stream, 0):
             raise RuntimeError(
                 f"a local step asked for more gradients of {stream!r} than its rehearsal, which the ledgers count; an "
                 "algorithm must ask for the same number in every step"
             )
-        batch = batches[stream]
-        clients, counts = self.plan.clients[rows], batch.counts[rows]
-        width = max(1, *counts)
-        noise = self._noise[stream][rows] if self._noise else None
-        sigmas = [account.noise_multipliers[client] for client in clients]
-        expected = [account.sizes[client] * account.rate(client) for client in clients]  # not what was drawn
-        x, y = batch.x[rows, :width], batch.y[rows, :width]
-        total = torch.zeros(len(counts), device=batch.x.device)
-        query = Query(states, x, y, counts, dropout, noise, sigmas, expected)
-        for key, value in self.gradients(query).items():
-            total = total + (states[key] * value).flatten(1).sum(1)
-        return total - total.detach()
 
 
 @dataclass
 class Protection:
-    """What protects a run.
+    """What protects a run: private training of every client, and privacy of what clients send.
 
-    Private training of every client, and privacy of what clients send. There is no journal without checkpoints.
+    Attributes:
+        images: Account of the clients' images; None without ``privacy``.
+        clients: Privacy of whole clients; None without ``client_privacy``.
+        journal: Where rounds are written down before they begin; nowhere in a run without checkpoints.
+        counted: Ids of the rounds in the ledgers.
+        run: Id of the run and of all that are resumed from it.
+        last_journaled: Id of the entry that was written last; None if there is none.
     """
 
     images: Account | None = None
     clients: ClientLevel | None = None
     journal: Journal = field(default_factory=lambda: Journal([]))
-    counted: list[str] = field(default_factory=list)  # the rounds in the ledgers, by an id of each
-    run: str = field(default_factory=lambda: secrets.token_hex(16))  # an id, also of all that are resumed from it
-    journaled: str | None = None  # the id of what was written down last
+    counted: list[str] = field(default_factory=list)
+    run: str = field(default_factory=lambda: secrets.token_hex(16))
+    last_journaled: str | None = None
 
     @property
     def budgets(self) -> dict[str, Budget]:
-        """What was spent on images, and on whole clients, where that is protected."""
-        given: dict[str, Budget | None] = {"images": self.images, "clients": self.clients}
-        return {name: budget for name, budget in given.items() if budget is not None}
+        """Budgets of images and of whole clients, where they are protected."""
+        budgets: dict[str, Budget] = {}
+        if self.images is not None:
+            budgets["images"] = self.images
+        if self.clients is not None:
+            budgets["clients"] = self.clients
+        return budgets
 
     @property
     def private(self) -> bool:
@@ -173,36 +236,48 @@ class Protection:
         """Count what a round is going to cost, before anything of it is drawn; all ranks call it.
 
         A round that is begun is counted, whatever becomes of it: its noise has been drawn. Where all noise follows from
-        the seed the same is drawn again, and the round is counted once. The plan is of all its clients, or of the
-        fine-tuning after the last round. An OSError if it cannot be written down.
+        the seed the same is drawn again, and the round is counted once.
+
+        Args:
+            plan: The round's plan with all its clients, or that of the fine-tuning after the last round.
+            ranks: The processes.
+            tuning: Whether this is the fine-tuning.
+
+        Raises:
+            OSError: If the round cannot be written down.
         """
         if not self.private:
             return
-        costs = {name: budget.cost(plan, tuning) for name, budget in self.budgets.items()}
+        costs: dict[str, list[tuple[Any, ...]]] = {}
+        for name, budget in self.budgets.items():
+            # As plain tuples, since their text is a part of ids that stand in checkpoints.
+            costs[name] = [tuple(cost) for cost in budget.round_costs(plan, tuning)]
         kind = "tuning" if tuning else "round"
-        name = f"{kind} {plan.round} {costs}" if self._repeats else secrets.token_hex(16)
-        entry = self._entry(ranks.gather(name)[0], plan.round) | costs
+        round_id = f"{kind} {plan.round} {costs}" if self._repeats else secrets.token_hex(16)
+        # A collective: every rank drew an id, and all take that of the first.
+        round_id = ranks.gather(round_id)[0]
+        entry = self._entry(round_id, plan.round) | costs
         if entry["id"] in self.counted:
             return
         if ranks.rank == 0 and not self._repeats:
             self._write(entry)
-        ranks.gather(None)  # the others wait until it is on disk
+        ranks.gather(None)  # a barrier: no rank begins before the entry is on disk
         self._count(entry)
 
-    def _entry(self, name: str, round: int) -> dict[str, Any]:
-        """A line of the journal of a round that costs nothing."""
-        return {"id": name, "run": self.run, "round": round, "images": [], "clients": []}
+    def _entry(self, round_id: str, round: int) -> dict[str, Any]:
+        """Return the journal's entry of a round that costs nothing."""
+        return {"id": round_id, "run": self.run, "round": round, "images": [], "clients": []}
 
     def _write(self, entry: dict[str, Any]) -> None:
         self.journal.write(entry)
-        if self.journal.own:
-            self.journaled = entry["id"]
+        if self.journal.paths:
+            self.last_journaled = entry["id"]
 
     def journal_in(self, path: Path, rounds_done: int) -> None:
         """Begin to write a journal where there was none, for a checkpoint that is written while rounds are left."""
-        if self._repeats or self.journal.own or not self.private:
+        if self._repeats or self.journal.paths or not self.private:
             return
-        self.journal = Journal([path], self.journal.others)
+        self.journal = Journal([path], self.journal.earlier_paths)
         entry = self._entry(secrets.token_hex(16), rounds_done)
         self._write(entry)
         self.counted.append(entry["id"])
@@ -213,34 +288,43 @@ class Protection:
             budget.spend(entry[name], lost)
 
     def count_begun(self, journals: Iterable[Path], ranks: Ranks) -> list[int]:
-        """Count and give the rounds that were begun after the checkpoint of which this run is resumed.
+        """Count the rounds that were begun after the checkpoint that this run is resumed from; all ranks call it.
 
-        All ranks call it, with the files that hold them. A ValueError if what this run wrote itself is not in them.
+        Args:
+            journals: Files that hold them.
+            ranks: The processes.
+
+        Returns:
+            Numbers of these rounds, ascending.
+
+        Raises:
+            ValueError: If what this run wrote itself is not in the files.
         """
         journals = list(journals)
-        known = ranks.gather(read_journals(journals, self.run))[0]
-        if self.journaled is not None and self.journaled not in known:
-            names = ", ".join(map(repr, map(str, journals)))
+        # A collective: all ranks take what the first has read.
+        entries = ranks.gather(read_journals(journals, self.run))[0]
+        if self.last_journaled is not None and self.last_journaled not in entries:
+            names = ", ".join(repr(str(path)) for path in journals)
             raise OptionError(
                 f"privacy: the checkpoint's {JOURNAL} is not there, or not whole (looked for it in {names}): rounds "
                 "that were begun after the checkpoint could not be counted. Put it beside the checkpoint, or start "
                 "anew",
                 name="privacy",
             )
-        missing = [entry for name, entry in known.items() if name not in self.counted]
+        missing = [entry for round_id, entry in entries.items() if round_id not in self.counted]
         for entry in missing:
             self._count(entry, lost=True)
         return sorted(entry["round"] for entry in missing)
 
     @property
-    def _secure_rng(self) -> dict[str, bool]:
-        """Of each section that there is, whether its noise is drawn from a cryptographic generator."""
+    def _secure_sections(self) -> dict[str, bool]:
+        """Whether noise is drawn from a cryptographic generator, by section of the options."""
         return {budget.section: budget.options.secure_rng for budget in self.budgets.values()}
 
     @property
     def _repeats(self) -> bool:
         """Whether a round that is trained again draws all of its noise again."""
-        return not any(self._secure_rng.values())
+        return not any(self._secure_sections.values())
 
     @property
     def limited(self) -> bool:
@@ -248,73 +332,99 @@ class Protection:
         return any(budget.limit is not None for budget in self.budgets.values())
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
-        """Those of ``clients`` who stay within every limit if they train once more, or are fine-tuned."""
+        """Return those of ``clients`` who stay within every limit if they train once more, or are fine-tuned."""
         able = list(clients)
         for budget in self.budgets.values():
             able = budget.affordable(able, tuning)
         return able
 
     def metrics(self) -> dict[str, float]:
-        """ε so far, and a mark where the noise follows from the run's seed."""
-        found = {} if all(self._secure_rng.values()) else {"privacy/test_mode": 1.0}
-        images = {} if self.images is None else self.images.metrics()
-        return images | ({} if self.clients is None else self.clients.metrics()) | found
+        """Return ε so far, and a mark if any noise follows from the run's seed."""
+        metrics: dict[str, float] = {}
+        if self.images is not None:
+            metrics |= self.images.metrics()
+        if self.clients is not None:
+            metrics |= self.clients.metrics()
+        if not all(self._secure_sections.values()):
+            metrics["privacy/test_mode"] = 1.0
+        return metrics
 
     def epsilons(self, num_clients: int) -> dict[str, list[float]]:
-        """ε of each client so far, by the name of the metric."""
-        images = {} if self.images is None else self.images.epsilons(range(num_clients))
-        found = {f"privacy/{name}_epsilon": values for name, values in images.items()}
+        """Return ε of each client so far, by the name of the metric."""
+        clients = range(num_clients)
+        epsilons: dict[str, list[float]] = {}
+        if self.images is not None:
+            for ledger, values in self.images.epsilons(clients).items():
+                epsilons[f"privacy/{ledger}_epsilon"] = values
         if self.clients is not None:
-            found["privacy/client_epsilon"] = self.clients.epsilons(range(num_clients))["server"]
-        return found
+            epsilons["privacy/client_epsilon"] = self.clients.epsilons(clients)["server"]
+        return epsilons
 
     def record(self, num_clients: int) -> dict[str, Any] | None:
-        """Options, noise and ε of each client in plain types; ``None`` where nothing is private."""
-        images = {} if self.images is None else {"sample": self.images.record()}
-        return (images if self.clients is None else images | {"client": self.clients.record(num_clients)}) or None
+        """Return options, noise and ε of each client in plain types; None if nothing is private."""
+        record: dict[str, Any] = {}
+        if self.images is not None:
+            record["sample"] = self.images.record()
+        if self.clients is not None:
+            record["client"] = self.clients.record(num_clients)
+        return record or None
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledgers, in plain types."""
+        """Return ledgers and journals, in plain types."""
+        written = [path for path in (*self.journal.paths, *self.journal.earlier_paths) if path.exists()]
         return {
-            "images": None,
-            "clients": None,
-            **{name: budget.state_dict() for name, budget in self.budgets.items()},
-            "secure_rng": self._secure_rng,
+            "images": None if self.images is None else self.images.state_dict(),
+            "clients": None if self.clients is None else self.clients.state_dict(),
+            "secure_rng": self._secure_sections,
             "counted": list(self.counted),
             "run": self.run,
-            "journaled": self.journaled,
-            "journals": [str(path) for path in (*self.journal.own, *self.journal.others) if path.exists()],
-            "folder": str(self.journal.own[0].parent) if self.journal.own else None,
+            "journaled": self.last_journaled,
+            "journals": [str(path) for path in written],
+            "folder": str(self.journal.paths[0].parent) if self.journal.paths else None,
         }
 
-    def check_alike(self, saved: dict[str, Any] | None) -> None:
-        """Refuse the ``saved`` state, or ``None``, of a run that was private in another way than this one."""
+    def check_same_privacy(self, saved: dict[str, Any] | None) -> None:
+        """Raise a ValueError if a run was private in another way than this one.
+
+        Args:
+            saved: What :meth:`state_dict` returned; None for a run that was not private.
+        """
         saved = saved or {"images": None, "clients": None}
         for name, section in (("images", "privacy"), ("clients", "client_privacy")):
-            if (saved[name] is None) != (name not in self.budgets):
-                with_it, without = ("without", "with") if saved[name] is None else ("with", "without")
+            was_private = saved[name] is not None
+            if was_private != (name in self.budgets):
+                before = "with" if was_private else "without"
+                now = "without" if was_private else "with"
                 raise ValueError(
-                    f"the checkpoint is of a run {with_it} {section}, and this one is {without}: what it cost could "
-                    f"not be accounted for; resume {with_it} {section}, or start anew"
+                    f"the checkpoint is of a run {before} {section}, and this one is {now}: what it cost could "
+                    f"not be accounted for; resume {before} {section}, or start anew"
                 )
-        for section, here in self._secure_rng.items():
-            there = saved["secure_rng"][section]
-            if there != here:
+        for section, is_secure in self._secure_sections.items():
+            was_secure = saved["secure_rng"][section]
+            if was_secure != is_secure:
                 raise ValueError(
-                    f"{section}: the checkpoint's noise was drawn with secure_rng={there}, and here it is {here}: what "
-                    f"is said of the noise would be wrong of one part; resume with secure_rng={there}, or start anew"
+                    f"{section}: the checkpoint's noise was drawn with secure_rng={was_secure}, and here it is "
+                    f"{is_secure}: what is said of the noise would be wrong of one part; resume with "
+                    f"secure_rng={was_secure}, or start anew"
                 )
 
     def load_state_dict(self, saved: dict[str, Any] | None, rounds_done: int, tuned: bool) -> None:
-        """Resume from what :meth:`state_dict` gave, ``None`` for a run that was not private.
+        """Resume from what :meth:`state_dict` returned.
 
-        ``saved`` counts ``rounds_done`` rounds and, if ``tuned``, a fine-tuning after them. A ValueError if what was
-        trained so far was private in another way, or would pass its target.
+        Args:
+            saved: The state; None for a run that was not private.
+            rounds_done: Rounds that the run had trained.
+            tuned: Whether it had also been fine-tuned.
+
+        Raises:
+            ValueError: If the run was private in another way, or would pass its target.
         """
-        self.check_alike(saved)
+        self.check_same_privacy(saved)
         if saved is None or not self.private:
             return
-        self.counted, self.run, self.journaled = list(saved["counted"]), str(saved["run"]), saved["journaled"]
+        self.counted = list(saved["counted"])
+        self.last_journaled = saved["journaled"]
+        self.run = str(saved["run"])
         if not re.fullmatch("[0-9a-f]{32}", self.run):  # it is written into files
             raise ValueError(f"the checkpoint's id of the private run is {self.run!r}, which perada did not write")
         for name, budget in self.budgets.items():

@@ -7,6 +7,7 @@ That is how often a step looks at a batch, what is never sent, and whether priva
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -27,7 +28,7 @@ TRIED = 6
 
 
 @dataclass(frozen=True)
-class Training:
+class QueryPlan:
     """Phases of local training, and streams on which nothing that is sent depends.
 
     For each phase, ``queries`` tell how often one local step asks for a gradient, by the stream whose batch it is of.
@@ -37,6 +38,11 @@ class Training:
     queries: tuple[dict[str, int], ...]
     unsent: frozenset[str] = frozenset()
 
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of all streams, in the order of their first use."""
+        return tuple(dict.fromkeys(chain.from_iterable(self.queries)))
+
 
 def rehearse(
     algorithm: Algorithm,
@@ -45,7 +51,7 @@ def rehearse(
     phases: tuple[Phase, ...],
     num_clients: int,
     rounds: int | None = None,
-) -> Training:
+) -> QueryPlan:
     """Go through one local step of every phase without images, and count the gradients it asks for.
 
     Where the algorithm's ``unsent`` names a stream, the first rounds and the last one are rehearsed, and once more with
@@ -80,7 +86,7 @@ def rehearse(
                         f"in round {round + 1} depends on it: the server's ledger would count too little; leave it out",
                         name="privacy",
                     )
-    return Training(phases, tuple(counts), algorithm.unsent)
+    return QueryPlan(phases, tuple(counts), algorithm.unsent)
 
 
 def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, distils: bool) -> None:

@@ -63,7 +63,7 @@ def test_privacy():
         clipped, norms = clip_updates({"w": there(2, 3)}, {"w": there(2, 3)}, 1.0)
         noisy = noisy_updates({"w": there(2, 3)}, {"w": there(2, 3)}, clipped, 0.5, None)
         assert (norms.dtype, noisy["w"].dtype) == (torch.float32, torch.float32)
-        assert PerSampleGrads(there(6, 5)).summed(there(2, 3)).shape == (2, 5)
+        assert PerSampleGrads(there(6, 5)).weighted_sums(there(2, 3)).shape == (2, 5)
 
 
 def test_means_and_sums():

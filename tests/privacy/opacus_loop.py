@@ -5,8 +5,8 @@ import torch
 
 from perada.core.states import train_mode
 from perada.engine.engine import row_losses
-from perada.privacy.clipping import noisy_mean, wide
-from perada.privacy.gradients import apart, hooked, quiet
+from perada.privacy.clipping import at_least_float32, noisy_mean
+from perada.privacy.gradients import clone_outputs, silence_hook_warnings, with_grad_sample_hooks
 
 
 class OpacusGradients:
@@ -15,7 +15,7 @@ class OpacusGradients:
     def __init__(self, options, engine, multilabel):
         self.options, self.engine, self.multilabel = options, engine, multilabel
         folded = engine.folded(random_only=True)
-        self._context, self._model = folded.context, apart(folded.model)
+        self._context, self._model = folded.context, clone_outputs(folded.model)
 
     def __call__(self, query):
         """Answer ``query``."""
@@ -34,7 +34,7 @@ class OpacusGradients:
                 parameters[key].data, parameters[key].grad = data, None
                 parameters[key].requires_grad_(trained)
         std = [sigma * self.options.max_norm for sigma in query.noise_multipliers]
-        return noisy_mean(gradients, std, query.expected, query.noise)
+        return noisy_mean(gradients, std, query.expected_batch, query.generators)
 
     def _client(self, query, client, parameters, keys):
         """The sum of clipped gradients, by a step of Opacus's optimizer without noise."""
@@ -50,7 +50,7 @@ class OpacusGradients:
         count = query.counts[client]
         x, y = query.x[client, :count], query.y[client, :count]
         size = self.options.physical_batch_size or max(1, count)
-        model = hooked(self._model)
+        model = with_grad_sample_hooks(self._model)
         try:
             train_mode(model)
             starts = range(0, max(1, count), size)
@@ -58,8 +58,8 @@ class OpacusGradients:
                 self._context.begin(1, None, query.dropout[client : client + 1].fork("part", part))
                 optimizer.zero_grad()
                 if count:
-                    with torch.enable_grad(), quiet():
-                        logits = wide(model(self.engine.format(x[start : start + size])))
+                    with torch.enable_grad(), silence_hook_warnings():
+                        logits = at_least_float32(model(self.engine.format(x[start : start + size])))
                         losses = row_losses(logits.unsqueeze(0), y[None, start : start + size], self.multilabel)
                         losses.sum().backward()
                 for leaf in leaves:  # of what no image passed
@@ -76,7 +76,7 @@ class OpacusGradients:
 
 def _leave_out_broken(leaves):
     """Put zeros in the place of every image's gradient that is not finite; all in single precision at least."""
-    samples = [wide(leaf.grad_sample) for leaf in leaves]
+    samples = [at_least_float32(leaf.grad_sample) for leaf in leaves]
     finite = torch.stack([sample.flatten(1).isfinite().all(1) for sample in samples]).all(0)
     for leaf, sample in zip(leaves, samples, strict=True):
         leaf.grad_sample = sample.where(finite.view(-1, *[1] * (sample.dim() - 1)), 0)

@@ -155,7 +155,7 @@ def privatize(updates, received, max_norm, noise_multiplier, generators):
 
 def counted(level, updates, received, round, clients):
     """A round, counted and made private."""
-    level.spend(level.cost(RoundPlan(round, tuple(clients), ())))
+    level.spend(level.round_costs(RoundPlan(round, tuple(clients), ())))
     return level.privatized(Updates(updates), received, round, clients)
 
 

@@ -20,7 +20,7 @@ from perada.core.rounds import sample_cohort
 from perada.core.seeding import generator
 from perada.privacy import ClientPrivacy
 from perada.privacy.client_level import ClientLevel, split_noise
-from perada.privacy.client_sums import FARTHEST, LEAST, VOTE, change_of, clipped, whole_noise
+from perada.privacy.client_sums import MAX_DRAW, MIN_GRID_STEPS, VOTE, clip_to_grid, exact_change, integer_noise
 from perada.privacy.sampling import secure_noise
 from perada.results.cards import check_record, privacy_card
 from perada.server import SecureSums, Updates
@@ -58,7 +58,7 @@ def test_the_norm_of_what_is_added_is_at_most_s(bits):
         bound = (0.7, 1.0, 3.3)[trial % 3]
         if trial % 4 == 0:  # of length S as far as floating-point numbers can say
             delta = delta / torch.linalg.vector_norm(delta) * bound
-        whole, norm = clipped({"a": delta[:3], "b": delta[3:]}, bound, sums)
+        whole, norm = clip_to_grid({"a": delta[:3], "b": delta[3:]}, bound, sums)
         length = sum(value**2 for value in integers(whole))
         assert length <= Fraction(bound) ** 2 * 4**bits
         assert norm == pytest.approx(math.sqrt(math.fsum(float(one) ** 2 for one in delta)), rel=1e-12)
@@ -69,10 +69,10 @@ def test_the_norm_of_what_is_added_is_at_most_s(bits):
 def test_numbers_are_rounded_towards_zero():
     """Rounded to the nearest, 0.75 of a multiple would become one, and the norm a third longer than S."""
     delta = torch.tensor([0.75, -0.75, 2.75, -2.75, 5.0, -0.25]).double() * UNIT
-    whole, norm = clipped({"w": delta}, float(torch.linalg.vector_norm(delta)) * 2, SUMS)
+    whole, norm = clip_to_grid({"w": delta}, float(torch.linalg.vector_norm(delta)) * 2, SUMS)
     assert whole["w"].tolist() == [0, 0, 2, -2, 5, 0]
     many = torch.full((40_000,), 0.75 * UNIT).double()
-    assert not clipped({"w": many}, 0.75 * UNIT * 200, SUMS)[0]["w"].any()
+    assert not clip_to_grid({"w": many}, 0.75 * UNIT * 200, SUMS)[0]["w"].any()
     assert norm > 0
 
 
@@ -80,7 +80,7 @@ def test_clipping_equals_a_plain_loop():
     updates, received = problem()
     shortened = 0
     for client in range(5):
-        whole, _ = clipped(change_of(of_client(updates, client), of_client(received, client)), 1.5, SUMS)
+        whole, _ = clip_to_grid(exact_change(of_client(updates, client), of_client(received, client)), 1.5, SUMS)
         delta = change(updates, received, client)
         norm = math.sqrt(math.fsum(float(value) ** 2 for value in delta))
         shortened += norm > 1.5
@@ -94,11 +94,11 @@ def test_clipping_equals_a_plain_loop():
 def test_who_is_not_finite_adds_noise_alone(bad):
     updates, received = problem()
     updates["scale"][2] = bad
-    whole, norm = clipped(change_of(of_client(updates, 2), of_client(received, 2)), 1.5, SUMS)
+    whole, norm = clip_to_grid(exact_change(of_client(updates, 2), of_client(received, 2)), 1.5, SUMS)
     assert not any(integers(whole)) and math.isnan(norm)
     level = level_of(clipping="adaptive", count_noise=2.0)
-    part = level.part(of_client(updates, 2), of_client(received, 2), 5, 0, 2)
-    same = level.part(of_client(received, 2), of_client(received, 2), 5, 0, 2)
+    part = level.contribution(of_client(updates, 2), of_client(received, 2), 5, 0, 2)
+    same = level.contribution(of_client(received, 2), of_client(received, 2), 5, 0, 2)
     assert all(torch.equal(part[key], same[key]) for key in SHAPES)
     assert int(same[VOTE]) - int(part[VOTE]) == 2**23  # who did not move votes that S is large enough
 
@@ -114,7 +114,7 @@ def test_the_sum_has_the_planned_noise_also_without_those_who_went(gone, secure)
     level, sums = level_of(z, clients, max_norm=bound, secure_rng=secure), SecureSums()
     assert sums.least(clients) == 7
     state = {"w": torch.zeros(values)}
-    parts = [level.part(state, state, clients, 0, client)["w"] for client in range(clients - gone)]
+    parts = [level.contribution(state, state, clients, 0, client)["w"] for client in range(clients - gone)]
     total = sums.real(torch.stack(parts).sum(0))
     std = z * bound * math.sqrt((clients - gone) / 7)
     alarm = 1e-7 if secure else ALARM  # the cryptographic generator has no seed
@@ -148,7 +148,7 @@ def post_processed(sigma, reach):
     return np.array([at(k) for k in range(-reach, reach + 1)])
 
 
-@pytest.mark.parametrize(("sigma", "apart"), [(LEAST, False), (1.5, False), (0.5, True), (0.3, True)])
+@pytest.mark.parametrize(("sigma", "apart"), [(MIN_GRID_STEPS, False), (1.5, False), (0.5, True), (0.3, True)])
 def test_a_sum_of_rounded_gaussians_is_a_gaussian_after_post_processing(sigma, apart):
     """By the argument in `client_sums` they differ by 2 exp(−π²σ²) at most, which is seen where σ is small."""
     reach = max(8, int(12 * sigma))
@@ -174,16 +174,16 @@ def analytic(sigma, shift, epsilon):
 @pytest.mark.parametrize("shift", [3, 6, 11])
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0])
 def test_the_sum_costs_no_more_than_the_gaussian_of_its_variance(shift, epsilon):
-    probabilities = sum_of_two(LEAST, 120)
-    spent, allowed = delta_of(probabilities, shift, epsilon), analytic(LEAST * math.sqrt(2), shift, epsilon)
+    probabilities = sum_of_two(MIN_GRID_STEPS, 120)
+    spent, allowed = delta_of(probabilities, shift, epsilon), analytic(MIN_GRID_STEPS * math.sqrt(2), shift, epsilon)
     assert 0.9 * allowed < spent <= allowed + 1e-14
 
 
 def test_no_draw_is_as_far_from_zero_as_a_sum_has_room_for():
     """Box and Muller with 53 bits: the smallest u is 2^-53. Half the sum of four."""
-    assert 4 / 2 * math.sqrt(-2 * math.log(2.0**-53)) < FARTHEST
-    assert secure_noise(torch.empty(10**5, dtype=torch.float64)).abs().max() < FARTHEST
-    assert not whole_noise(torch.Size([5]), 0.0, None).any()
+    assert 4 / 2 * math.sqrt(-2 * math.log(2.0**-53)) < MAX_DRAW
+    assert secure_noise(torch.empty(10**5, dtype=torch.float64)).abs().max() < MAX_DRAW
+    assert not integer_noise(torch.Size([5]), 0.0, None).any()
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,14 @@ def test_rounds_equal_a_plain_loop_in_whole_numbers(clipping):
     noise = split_noise(1.0, 2.0) if clipping == "adaptive" else 1.0
     for number in range(4):
         updates, received = problem(number)
-        found = level.summed(Updates(updates), received, number, clients)
+        found = level.mean_change(Updates(updates), received, number, clients)
         names = sorted([*SHAPES, *([VOTE] if clipping == "adaptive" else [])])
         totals = {}
         for place, client in enumerate(clients):
             source = generator(4, "client privacy", number, client)
-            whole, length = clipped(change_of(of_client(updates, place), of_client(received, place)), norm, SUMS)
+            whole, length = clip_to_grid(
+                exact_change(of_client(updates, place), of_client(received, place)), norm, SUMS
+            )
             whole[VOTE] = torch.tensor(2**23 if length <= norm else -(2**23))
             for key in names:
                 drawn = torch.randn(whole[key].shape, generator=source, dtype=torch.float64)
@@ -230,7 +232,7 @@ def test_rounds_equal_a_plain_loop_in_whole_numbers(clipping):
         assert sorted(found) == names
         for key in names:
             assert found[key].flatten().tolist() == [total / 2**24 / 5 for total in totals[key]], key
-        moved = level.moved(of_client(received, 0), found, 5)
+        moved = level.apply_mean_change(of_client(received, 0), found, 5)
         for key in SHAPES:
             assert torch.equal(moved[key], received[key][0] + found[key])
         assert moved.keys() == received.keys() and moved[COUNTER] == 7
@@ -247,10 +249,10 @@ def pairs(whole, drawn):
 def test_s_stays_where_the_sum_has_room():
     level = level_of(clipping="adaptive", count_noise=2.0, max_norm=1e-6)
     for _ in range(200):
-        level.moved({"w": torch.zeros(1)}, {VOTE: torch.tensor(0.5)}, 5)  # all are short
+        level.apply_mean_change({"w": torch.zeros(1)}, {VOTE: torch.tensor(0.5)}, 5)  # all are short
     units = level.norm * split_noise(1.0, 2.0) / math.sqrt(4) * 2**24
-    assert LEAST <= units < LEAST * 1.2
-    level.deviations(5)
+    assert MIN_GRID_STEPS <= units < MIN_GRID_STEPS * 1.2
+    level.contribution_noise(5)
 
 
 @pytest.mark.slow

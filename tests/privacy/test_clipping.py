@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from perada.privacy import noisy_mean
-from perada.privacy.clipping import factors_of, wide
+from perada.privacy.clipping import at_least_float32, clipping_factors
 from perada.privacy.gradients import PerSampleGrads
 
 SHAPES = {"head.weight": (4, 3), "head.bias": (4,), "scale": ()}
@@ -35,13 +35,17 @@ def row(gradients, client, index):
 
 def factors(gradients, mask, *bound):
     """The factors of every row from its norms, which stand for padding too."""
-    return factors_of({name: g.reshape(*mask.shape, -1).norm(dim=-1) for name, g in gradients.items()}, mask, *bound)
+    return clipping_factors(
+        {name: g.reshape(*mask.shape, -1).norm(dim=-1) for name, g in gradients.items()}, mask, *bound
+    )
 
 
 def clipped(gradients, mask, *bound):
     """The clipped sums."""
     found = factors(gradients, mask, *bound)
-    return {name: PerSampleGrads(gradient.flatten(0, 1)).summed(found[name]) for name, gradient in gradients.items()}
+    return {
+        name: PerSampleGrads(gradient.flatten(0, 1)).weighted_sums(found[name]) for name, gradient in gradients.items()
+    }
 
 
 def clip_one(gradient, max_norm, method, gamma=0.01):
@@ -111,7 +115,7 @@ def test_small_gradients_are_left_alone_by_flat_and_not_by_automatic():
 
 def test_half_precision_gradients_are_measured_in_single():
     rows = torch.full((1, 4096), 200.0, dtype=torch.float16)  # squares overflow half precision
-    norms = PerSampleGrads(wide(rows)).squares().sqrt()
+    norms = PerSampleGrads(at_least_float32(rows)).squared_norms().sqrt()
     assert norms.dtype == torch.float32
     assert norms.item() == pytest.approx(200 * 64)
 

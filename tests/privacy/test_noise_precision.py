@@ -154,7 +154,7 @@ class Widened(nn.Module):
 
 
 def test_parts_for_use_alone_sum_in_double_precision_and_refuse_half():
-    summed = PerSampleGrads(torch.ones(5000, 3, dtype=torch.bfloat16)).summed(torch.full((1, 5000), 0.25))
+    summed = PerSampleGrads(torch.ones(5000, 3, dtype=torch.bfloat16)).weighted_sums(torch.full((1, 5000), 0.25))
     assert summed.dtype == torch.float64
     assert summed.tolist() == [[1250.0] * 3]
     with pytest.raises(ValueError, match=r"'w' is torch.bfloat16, in which the noise would be rounded away"):

@@ -28,7 +28,7 @@ from perada.core.rounds import Phase, make_plan
 from perada.data.batches.samples import RoundBatches
 from perada.privacy import Privacy, history_epsilon
 from perada.privacy.account import Account
-from perada.privacy.rehearsal import Training
+from perada.privacy.rehearsal import QueryPlan
 
 from ..algorithms.problems import ADAPTER_OF, BATCH, CLIENTS, LORA, ROUNDS, SIZES, assert_equal, distance
 from .private_loop import PrivateLoop, once, rate, steps_of, train
@@ -365,8 +365,16 @@ def test_the_most_gradients_of_any_phase_are_counted_for_shuffled_passes():
     """A pass goes on from one phase to the next: an image may be in a batch of either, with one gradient or three."""
     phases, options = (Phase("a", 1), Phase("b", 1)), Privacy(noise_multiplier=2.0, sampling="shuffle", delta=DELTA)
     for queries in (({"local": 1}, {"local": 3}), ({"local": 3}, {"local": 1})):
-        account = Account(options, [10], 4, Training(phases, queries))
-        assert account.cost(make_plan(0, [0], [10], phases, 4)) == [(0, 2.0 / 3**0.5, 1.0, 2, True)]
+        account = Account(options, [10], 4, QueryPlan(phases, queries))
+        assert account.round_costs(make_plan(0, [0], [10], phases, 4)) == [(0, 2.0 / 3**0.5, 1.0, 2, True)]
+
+
+def test_no_epsilon_is_planned_where_the_number_of_rounds_is_open():
+    phases, options = (Phase("local", 1),), Privacy(noise_multiplier=2.0, delta=DELTA)
+    queries = QueryPlan(phases, ({"local": 1},))
+    assert Account(options, [10], 5, queries).planned_epsilons(1) == {}
+    planned = Account(options, [10], 5, queries, planned=lambda start: [3 - start]).planned_epsilons(1)
+    assert planned["release"] == planned["server"] == [history_epsilon({(2.0, 0.5): 6}, DELTA)]
 
 
 def test_epsilon_by_prv_equals_opacus():

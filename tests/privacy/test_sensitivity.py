@@ -13,7 +13,7 @@ from perada.engine import Engine
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 from perada.privacy import Privacy
-from perada.privacy.clipping import factors_of
+from perada.privacy.clipping import clipping_factors
 from perada.privacy.gradients import OuterProductGrads, PerSampleGrads, Query, SampleGradients
 
 CLASSES, POSITIONS, WIDTH, IMAGES = 4, 16, 64, 6
@@ -99,7 +99,7 @@ def test_the_norm_of_factors_is_an_upper_bound_that_is_tight_where_little_cancel
     squares = torch.einsum("rno,rni->roi", b, a).square().sum((1, 2))
     assert not squares[:10].any()
     assert squares[10:].all()
-    found = OuterProductGrads(a.float(), b.float(), torch.Size([5, 7])).squares()
+    found = OuterProductGrads(a.float(), b.float(), torch.Size([5, 7])).squared_norms()
     assert (found > squares).all()
     assert torch.allclose(found[25:], squares[25:], rtol=1e-10, atol=0)
     assert torch.allclose(found[10:25], squares[10:25], rtol=1e-4, atol=0)
@@ -112,11 +112,15 @@ def test_a_row_whose_terms_cancel_leaves_little_in_the_sum(exponent):
     b[:, 4:], a[:, 4:] = -b[:, :4], a[:, :4]
     rows = [OuterProductGrads(a[r : r + 1], b[r : r + 1], torch.Size([5, 7])) for r in range(200)]
     for row in rows:
-        factors = factors_of({"w": row.squares().sqrt().view(1, 1)}, torch.ones(1, 1, dtype=torch.bool), BOUND)
-        assert float(row.summed(factors["w"]).norm()) <= 3e-7 * BOUND
+        factors = clipping_factors(
+            {"w": row.squared_norms().sqrt().view(1, 1)}, torch.ones(1, 1, dtype=torch.bool), BOUND
+        )
+        assert float(row.weighted_sums(factors["w"]).norm()) <= 3e-7 * BOUND
     every = OuterProductGrads(a, b, torch.Size([5, 7]))
-    factors = factors_of({"w": every.squares().sqrt().view(1, -1)}, torch.ones(1, 200, dtype=torch.bool), BOUND)
-    assert float(every.summed(factors["w"]).norm()) <= 200 * 3e-7 * BOUND
+    factors = clipping_factors(
+        {"w": every.squared_norms().sqrt().view(1, -1)}, torch.ones(1, 200, dtype=torch.bool), BOUND
+    )
+    assert float(every.weighted_sums(factors["w"]).norm()) <= 200 * 3e-7 * BOUND
 
 
 def test_parts_of_a_batch_add_up_in_double_precision():
@@ -136,5 +140,5 @@ def test_the_norm_of_a_long_gradient_is_not_too_short():
     """torch's own norm, a running sum in single precision, loses 0.2 % of this one; an image's share would gain it."""
     rows = torch.full((2, 10**7), 2.0**-12.5)
     rows[0, :64] = 1.0
-    found = PerSampleGrads(rows).squares().double().sqrt()
+    found = PerSampleGrads(rows).squared_norms().double().sqrt()
     assert torch.allclose(found, rows.double().square().sum(1).sqrt(), rtol=2e-5, atol=0)

@@ -266,7 +266,7 @@ def close_round(
     if client_level is not None and recipe.noisy:
         # What came under masks has a cost, also if the round is void.
         masked = [roster.numbers[name] for name in record.masked]
-        client_level.spend(client_level.cost(roster.plan(masked)) if masked else [])
+        client_level.spend(client_level.round_costs(roster.plan(masked)) if masked else [])
     if counted:
         result = _aggregate(recipe, server, roster, images, counted, updates, summed_logits)
         record.outliers = {progress.roster[client].name: multiple for client, multiple in result.outliers.items()}
@@ -318,7 +318,7 @@ def _aggregate(
         logit_sum=summed_logits,
     )
     if roster.client_level is not None and not recipe.noisy:
-        roster.client_level.spend(roster.client_level.cost(plan))
+        roster.client_level.spend(roster.client_level.round_costs(plan))
     with recipe.context():
         return server.aggregate(context, site_updates, valid=everyone)
 

@@ -33,7 +33,7 @@ from perada.federation.settings import Settings
 from perada.lightning.parts import Parts
 from perada.lightning.privacy_setup import check_private, plan_privacy
 from perada.lightning.setup import check_first_batch, configure_rounds
-from perada.privacy.account import Account, Row
+from perada.privacy.account import Account, Cost
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
 from perada.privacy.protection import Protection
 from perada.server import Distillation, Mean
@@ -182,7 +182,7 @@ class Client:
         if not times:
             return
         tuning = kind == "tune"
-        costs = account.cost(self.plan(Request(kind, "0" * 32, "0" * 64)), tuning)
+        costs = account.round_costs(self.plan(Request(kind, "0" * 32, "0" * 64)), tuning)
         for _ in range(times):
             if not account.affordable([0], tuning=tuning):
                 break
@@ -271,7 +271,7 @@ class Client:
             prepared = data.prepare(data.transfer_batch_to_device(batch, self.recipe.device, 0))
             yield prepared.x, prepared.y
 
-    def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[Row] | None:
+    def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[Cost] | None:
         """Return what training will spend.
 
         Args:
@@ -288,7 +288,7 @@ class Client:
         tuning = request.kind == "tune"
         if not account.affordable([0], tuning=tuning):
             return None
-        costs = account.cost(self.plan(request), tuning=tuning)
+        costs = account.round_costs(self.plan(request), tuning=tuning)
         steps_by_noise = Counter[tuple[float, float]]()
         for _, sigma, rate, steps, _ in costs:
             steps_by_noise[sigma, rate] += steps

@@ -62,7 +62,7 @@ class SitePrivacy:
         self.client_level.norm = norm
         try:
             check_bound(norm)
-            self.client_level.deviations(self._min_sites)
+            self.client_level.contribution_noise(self._min_sites)
         except ValueError as error:
             raise RefusalError(str(error)) from None
         finally:
@@ -83,6 +83,6 @@ class SitePrivacy:
         summing = state.summing
         if self.client_level.options.clipping == "adaptive":
             self.client_level.norm = summing.norm
-        return self.client_level.part(
+        return self.client_level.contribution(
             summing.update, summing.received, num_sites, state.training.round, state.client or 0
         )

@@ -37,7 +37,7 @@ from perada.deploy.site.client import Client
 from perada.deploy.site.file import Limits
 from perada.deploy.state import IMAGES_LEDGER, SITE_LEDGER, RunState, SiteStore, SiteTotals
 from perada.federation.scores import Scores
-from perada.privacy.account import Account, Row
+from perada.privacy.account import Account, Cost
 from perada.privacy.accounting import Ledger
 from perada.privacy.protection import Protection
 
@@ -591,7 +591,7 @@ def _masked_round(request: Request, state: RunState) -> int:
     return state.summing.scores_round if request.of == "scores" else state.summing.update_round
 
 
-def _count(account: Account | None, costs: Sequence[Row], ledger: Ledger) -> dict[str, Any]:
+def _count(account: Account | None, costs: Sequence[Cost], ledger: Ledger) -> dict[str, Any]:
     """Count what a round has cost of the site's images, in the run and in the ledger of all runs.
 
     Returns:

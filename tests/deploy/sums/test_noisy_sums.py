@@ -22,7 +22,7 @@ from perada.deploy.transport import Failure, LocalTransport
 from perada.federation.cohort import Cohort
 from perada.privacy import ClientPrivacy
 from perada.privacy.client_level import ClientLevel
-from perada.privacy.client_sums import VOTE, change_of, clipped
+from perada.privacy.client_sums import VOTE, clip_to_grid, exact_change
 from perada.server import SecureSums
 
 from ..test_parity import assert_equal, normalized
@@ -42,7 +42,7 @@ def _no_pause(monkeypatch):
 def _planted(monkeypatch):
     """Noise that follows from a seed, also at sites, where it never does."""
     monkeypatch.setattr(
-        ClientLevel, "_source", lambda level, round, client: generator(17, "planted", round, client), raising=True
+        ClientLevel, "_noise_source", lambda level, round, client: generator(17, "planted", round, client), raising=True
     )
 
 
@@ -118,7 +118,7 @@ def plain_vector(worker, bound):
     """The clipped change of what a site trained last, from its disk, without noise."""
     (client,) = worker.clients.values()
     summing = read_state(worker.store.folder / "state.safetensors").state.summing
-    whole, _ = clipped(change_of(summing.update, summing.received), bound, SecureSums())
+    whole, _ = clip_to_grid(exact_change(summing.update, summing.received), bound, SecureSums())
     return torch.cat([whole[key].flatten() for key in client.recipe.contents(0, client.images).example if key != VOTE])
 
 
