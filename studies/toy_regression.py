@@ -69,11 +69,11 @@ class Settings:
     init_std: float = 2.0
 
     def __post_init__(self) -> None:
-        check_integer("reruns", self.reruns, 2, hint="one has no variance")
+        check_integer("reruns", self.reruns, 2, hint="one run has no variance")
         check_integer("rounds", self.rounds)
         check_integer("ages", self.ages, optional=True)
-        check_integer("strata", self.strata, le=CLIENTS, hint="the number of clients")
-        check_integer("clients_per_round", self.clients_per_round, le=CLIENTS, hint="the number of clients")
+        check_integer("strata", self.strata, le=CLIENTS, hint="it is the number of clients")
+        check_integer("clients_per_round", self.clients_per_round, le=CLIENTS, hint="it is the number of clients")
         check_integer("local_steps", self.local_steps)
         check_number("lr_decay", self.lr_decay, gt=0, le=1)
         check_number("init_std", self.init_std, ge=0)

@@ -19,7 +19,7 @@ from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL, Ditto, PerAda, PFedMe
 from perada.algorithms.scaffold import Scaffold
 from perada.algorithms.sharing import FedAlt, FedBN, FedPer, FedRep, FedSim, LGFedAvg, PartialSharing
-from perada.core.checks import OptionError, check_known
+from perada.core.checks import OptionError, check_known, invalid_option
 from perada.server.rules import SERVER_RULES
 
 __all__ = [
@@ -164,11 +164,7 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
     if isinstance(name, Algorithm):
         return name
     if not isinstance(name, str):
-        raise OptionError(
-            f"algorithm={name!r} cannot be used; give a name, such as 'perada', or an Algorithm",
-            name="algorithm",
-            value=name,
-        )
+        raise invalid_option("algorithm", name, "a name such as 'perada' or an Algorithm")
     variant = VARIANTS.get(name)
     rule = variant.server_rule if variant else name
     if rule in SERVER_RULES:

@@ -158,7 +158,7 @@ class FedDPAF(FedAvg):
     """
 
     def __init__(self, weight: float = 0.5, finetune_epochs: float = 1) -> None:
-        check_number("finetune_epochs", finetune_epochs, gt=0, hint="FedAvg does without")
+        check_number("finetune_epochs", finetune_epochs, gt=0, hint="FedAvg does not fine-tune")
         self.weight = weight
         self.finetune_epochs = finetune_epochs
         self._own = OwnBranch(weight)

@@ -60,7 +60,7 @@ class FedBE(Algorithm):
         check_choice("sampler", sampler, get_args(Sampler))
         check_integer("samples", samples, 0)
         check_choice("distill", distill, (True, False))
-        check_number("average_from", average_from, ge=0, le=1, hint="the share of the steps that are left out")
+        check_number("average_from", average_from, ge=0, le=1, hint="it is the share of the steps that are left out")
         check_choice("moments", moments, (True, False))
         if moments and sampler != "gaussian":
             raise OptionError(

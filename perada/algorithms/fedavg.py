@@ -37,7 +37,7 @@ class FedAvgFT(Algorithm):
     """
 
     def __init__(self, finetune_epochs: float = 1) -> None:
-        check_number("finetune_epochs", finetune_epochs, gt=0, hint="FedAvg does without")
+        check_number("finetune_epochs", finetune_epochs, gt=0, hint="FedAvg does not fine-tune")
         self.finetune_epochs = finetune_epochs
 
     def personalization(self) -> tuple[Algorithm, Phase]:

@@ -23,7 +23,7 @@ from perada.algorithms.base import (
 from perada.algorithms.branches import RestOfWorld
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
-from perada.core.checks import OptionError, check_integer
+from perada.core.checks import OptionError, check_integer, invalid_option
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, cut_ranks, expand, partition, per_client
 from perada.server.aggregate import Aggregation, ServerRule
@@ -166,30 +166,18 @@ class HetLoRA(AlgorithmWrapper):
 def _check_ranks(ranks: object, sizes: object) -> None:
     """Refuse, by a ValueError, what are no ranks of clients, or no numbers of images that tell who has which."""
     if ranks is not None and (not isinstance(ranks, list | tuple | Mapping) or not ranks):
-        raise OptionError(
-            f"ranks={ranks!r} cannot be used; give a list such as [2, 4, 8], or {{client: rank}}",
-            name="ranks",
-            value=ranks,
-        )
+        raise invalid_option("ranks", ranks, "a list such as [2, 4, 8] or a dictionary {client: rank}")
     for rank in (ranks.values() if isinstance(ranks, Mapping) else ranks) or ():
-        check_integer("ranks", rank, hint="of LoRA, of each client")
+        check_integer("ranks", rank, hint="it is the rank of a client's LoRA")
     if sizes is None:
         return
     if not isinstance(sizes, list | tuple) or not sizes:
-        raise OptionError(
-            f"sizes={sizes!r} cannot be used; give a list of numbers of images, such as [100, 1000]",
-            name="sizes",
-            value=sizes,
-        )
+        raise invalid_option("sizes", sizes, "a list of numbers of images such as [100, 1000]")
     for size in sizes:
-        check_integer("sizes", size, hint="numbers of images")
+        check_integer("sizes", size, hint="it is a number of images")
     if sorted(set(sizes)) != [*sizes] or not isinstance(ranks, list | tuple) or len(ranks) != len(sizes) + 1:
-        raise OptionError(
-            f"sizes={sizes!r} with ranks={ranks!r} cannot be used; give rising numbers of images, and a list of "
-            "ranks with one entry more",
-            name="sizes",
-            value=sizes,
-        )
+        requirement = "increasing numbers of images, one fewer than there are ranks in a list"
+        raise invalid_option("sizes", sizes, requirement, f"ranks are {ranks!r}")
 
 
 _OF_BASE = ("phases", "initial", "initial_client_state", "members", "personal")

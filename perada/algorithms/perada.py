@@ -125,7 +125,7 @@ class PFedMe(Algorithm):
     ) -> None:
         check_number("prox_strength", prox_strength, ge=0, hint="0 does not pull")
         check_integer("inner_steps", inner_steps)
-        check_number("beta", beta, gt=0, le=1, hint="the share of the clients' mean")
+        check_number("beta", beta, gt=0, le=1, hint="it is the share of the clients' mean")
         check_choice("restart", restart, (True, False))
         self.prox_strength = prox_strength
         self.inner_steps = inner_steps

@@ -82,7 +82,7 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
         division.dataset.fixed_splits = load_splits(site_file.state).get(split_key(division.dataset), {})
     all_clients = division.share_out()
     num_clients = len(all_clients.train)
-    check_integer("data: client", index, 0, le=num_clients - 1, hint="of the partition's clients")
+    check_integer("data: client", index, 0, le=num_clients - 1, hint="it is a client's number in the partition")
     data = single_client_data(all_clients, index)
     if class_names is not None and data.classes is not None and tuple(data.classes) != class_names:
         raise ValueError(

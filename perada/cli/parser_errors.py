@@ -110,10 +110,10 @@ def missing_module(message: str) -> tuple[str, str] | None:
 
 
 _TYPE_TEXTS = {
-    "int": "a whole number",
+    "int": "an integer",
     "float": "a number",
     "bool": "true or false",
-    "str": "a text",
+    "str": "a string",
     "dict": "a mapping, {NAME: VALUE}",
     "list": "a list",
     "NoneType": "",
@@ -358,7 +358,7 @@ def _unquoted(match: re.Match[str]) -> str:
     elif re.match(r"[-+.\d]", value):
         kind = "it as a number or a date"
     else:
-        return f"{value} cannot be used; give a value of type str"
+        return f"must be a string, got {value}"
     return f'{value} is not a text: YAML reads {kind}. Put quotes around it, such as ["1", "no"]'
 
 
@@ -373,11 +373,11 @@ _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
     rf"{_PATH}Problem with given class_path '[^']+':\n(module '[^']+' has no attribute )": r"\2",
     _PATH[:-1]: "",
     r"Problem with given class_path '(.*)':": r"\1:",
-    r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)": r"\2 is unknown; choose one of \1",
+    r"Expected a typing\.Literal\[(.*)\]\. Got value: (.*)": r"must be one of \1, got \2",
     r"(?:Expected a <class 'str'>\n)?Expected a <class 'str'>\. Got value: (.*)": _unquoted,
-    r"Expected a <class '(.*)'>\. Got value: (.*)": r"\2 cannot be used; give a value of type \1",
-    r"Expected a <class '(.*)'>$": r"give a value of type \1",
-    r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"\1 cannot be used; give a number \2",
+    r"Expected a <class '(.*)'>\. Got value: (.*)": r"must be of type \1, got \2",
+    r"Expected a <class '(.*)'>$": r"must be of type \1",
+    r"Not of type \w+: (.*) does not conform to restriction v(.*)": r"must be a number \2, got \1",
 }
 """Messages of jsonargparse, and what replaces them."""
 

@@ -170,7 +170,7 @@ class PeradaCLI(LightningCLI):
     def _check_rounds(rounds: int | None) -> None:
         """Reject 0 rounds, which nobody asks for on purpose; -1 sets no limit."""
         if rounds not in (None, -1):
-            check_integer("max_epochs", rounds, hint="the number of rounds, --rounds")
+            check_integer("max_epochs", rounds, hint="it is the number of rounds, --rounds")
 
     @property
     def loop(self) -> FederatedLoop:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options: the base of what is made from them, and range checks.
+"""Base class for option holders, and checks of options.
 
-The checks have one style of message: the value, that it cannot be used, the remedy.
+The checks raise messages of one form: ``lr must be a finite number > 0, got -1``, followed by a hint after a semicolon.
 
 ``name`` is what the user wrote; an option of a section is called ``"privacy: max_norm"``.
 """
@@ -21,21 +21,21 @@ from perada.core.text import near_names
 
 
 class OptionError(ValueError):
-    """An option that is rejected.
+    """Raised for an option whose value is rejected.
 
-    Whoever handles the error reads these facts, and never the message.
+    Code that handles the error reads these attributes, never the message.
 
     Attributes:
         name: The option as the message calls it: ``lr``, or ``privacy: max_norm`` for one of a section.
-        value: What it was set to, as far as it is known.
-        remedy: What to set instead, if that is a part of the message of its own.
+        value: The rejected value, if it is known.
+        remedy: The part of the message that explains which values are accepted, if there is one.
 
-    >>> error = OptionError("privacy: max_norm=-1 cannot be used; give 1", name="privacy: max_norm", value=-1)
+    >>> error = OptionError("privacy: max_norm must be > 0, got -1", name="privacy: max_norm", value=-1)
     >>> error.option, error.value
     ('privacy.max_norm', -1)
     """
 
-    # The name can be left out because an error of another process (a loader worker) is made again of its message only.
+    # The name is optional because an error raised in another process (a loader worker) is rebuilt from its message.
     def __init__(self, message: str, *, name: str = "", value: object = None, remedy: str = "") -> None:
         super().__init__(message)
         self.name = name
@@ -44,46 +44,74 @@ class OptionError(ValueError):
 
     @property
     def option(self) -> str:
-        """The option with its section before a dot, as recipes and command lines have it."""
+        """Name of the option with its section before a dot, as recipes and command lines have it."""
         return self.name.replace(": ", ".")
 
     def renamed(self, name: str) -> "OptionError":
-        """Make the same error for a caller who knows the option by another name."""
+        """Return the same error for a caller who set the option under another name."""
         message = name + str(self).removeprefix(self.name)
         return OptionError(message, name=name, value=self.value, remedy=self.remedy)
 
 
 class OptionTypeError(OptionError, TypeError):
-    """An option whose value has a type that is rejected."""
+    """Raised for an option whose value has the wrong type."""
+
+
+def invalid_option(name: str, value: object, requirement: str, hint: str = "") -> OptionError:
+    """Return the error of an option that breaks a requirement.
+
+    Args:
+        name: Name of the option, as the user wrote it.
+        value: What it was set to.
+        requirement: What it must be, such as "a finite number > 0".
+        hint: What else helps to choose a value.
+
+    >>> invalid_option("lr", -1, "a finite number > 0", "0.1 is usual")
+    OptionError('lr must be a finite number > 0, got -1; 0.1 is usual')
+    """
+    remedy = f"must be {requirement}"
+    return OptionError(_message(name, value, remedy, hint), name=name, value=value, remedy=remedy)
+
+
+def _message(name: str, value: object, remedy: str, hint: str) -> str:
+    value_text = repr(value)
+    if len(value_text) > 80:
+        value_text = f"{value_text[:60]}…"
+    message = f"{name} {remedy}, got {value_text}"
+    if hint:
+        message += f"; {hint}"
+    return message
 
 
 LARGEST = 3.4e38
-"""Largest real number that an option may be unless it says otherwise: the end of float32."""
+"""Largest real number that an option accepts by default: the largest of float32, rounded down."""
 LARGEST_INTEGER = 2**63 - 1
 """Largest integer that torch can convert: that of 64 bits."""
 COUNTABLE = 10**12
-"""Largest count, such as a number of rounds, unless an option says otherwise."""
+"""Largest count, such as a number of rounds, that an option accepts by default."""
 
 
 class Options:
-    """Something made from options, whose ``repr`` names the class and all of them and is the same in every process.
+    """Base class of objects made from options, whose ``repr`` lists all options and is the same in every process.
 
-    The options are the constructor's arguments, with the values that they have now. Of a class that does not keep each
-    under its own name, everything that the object holds is shown.
+    The options are the constructor's arguments, with their present values. For a class that does not store each of
+    them under its name, all attributes are listed instead.
     """
 
     def __repr__(self) -> str:
         attributes = vars(self)
-        arguments = inspect.signature(type(self)).parameters
-        names = arguments if arguments.keys() <= attributes.keys() else attributes
+        names = list(inspect.signature(type(self)).parameters)
+        if not set(names) <= attributes.keys():
+            names = list(attributes)
         options = ", ".join(f"{name}={_stable_repr(attributes[name])}" for name in names)
         return f"{type(self).__name__}({options})"
 
 
 def _stable_repr(value: object) -> str:
     """Return a ``repr`` that is the same in every process: sets are sorted, addresses in memory left out."""
-    ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(ordered))
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def check_number(
@@ -104,31 +132,32 @@ def check_number(
     Args:
         name: Name of the option, as the user wrote it.
         value: What it was set to.
-        ge: Lower bound that is allowed itself.
-        gt: Lower bound that is not.
-        le: Upper bound that is allowed itself. Without ``le`` and ``lt`` it is :data:`LARGEST` or, for integers,
+        ge: Inclusive lower bound.
+        gt: Exclusive lower bound.
+        le: Inclusive upper bound. Without ``le`` and ``lt`` it is :data:`LARGEST` or, for integers,
             :data:`LARGEST_INTEGER`.
-        lt: Upper bound that is not.
+        lt: Exclusive upper bound.
         optional: Whether ``None`` is accepted too.
         hint: End of the message, such as what a value means.
 
     Raises:
-        OptionError: With the value and the remedy.
+        OptionError: If the value is rejected.
 
     >>> check_number("lr", 0.1, gt=0)
     >>> check_number("lr", -1, gt=0)
     Traceback (most recent call last):
-    perada.core.checks.OptionError: lr=-1 cannot be used; give a finite number above 0
+    perada.core.checks.OptionError: lr must be a finite number > 0, got -1
     >>> check_number("lr", 1e300, ge=0)
     Traceback (most recent call last):
-    perada.core.checks.OptionError: lr=1e+300 cannot be used; give a finite number from 0 to 3.4e+38
+    perada.core.checks.OptionError: lr must be a finite number >= 0 and <= 3.4e+38, got 1e+300
     """
     if value is None and optional:
         return
     number = _to_float(value)
     largest = LARGEST_INTEGER if isinstance(value, int) else LARGEST
-    if le is None and lt is None and largest < abs(number) < math.inf:
-        le = largest  # named in the message only where the number is larger
+    if le is None and lt is None and largest < number < math.inf:
+        # Set only for numbers that exceed it, so that other messages do not mention the default bound.
+        le = largest
     accepted = (
         math.isfinite(number)
         and (ge is None or number >= ge)
@@ -137,11 +166,14 @@ def check_number(
         and (lt is None or number < lt)
     )
     if not accepted:
-        _refuse(name, value, f"a finite number{_range(ge, gt, le, lt)}", optional, hint)
+        requirement = f"a finite number{_describe_range(ge=ge, gt=gt, le=le, lt=lt)}"
+        if optional:
+            requirement += " or None"
+        raise invalid_option(name, value, requirement, hint)
 
 
 def _to_float(value: object) -> float:
-    """Convert a real number; NaN for everything else."""
+    """Convert a real number to a float; return NaN for everything else."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan
     try:
@@ -174,12 +206,12 @@ def check_integer(
         hint: End of the message, such as what a value means.
 
     Raises:
-        OptionError: With the value and the remedy.
+        OptionError: If the value is rejected.
 
     >>> check_integer("batch_size", "full", also=["full"])
     >>> check_integer("batch_size", 0, also=["full"])
     Traceback (most recent call last):
-    perada.core.checks.OptionError: batch_size=0 cannot be used; give a whole number of 1 or more, or 'full'
+    perada.core.checks.OptionError: batch_size must be an integer >= 1 or 'full', got 0
     """
     if value is None and optional:
         return
@@ -191,13 +223,27 @@ def check_integer(
         if number >= ge and (le is None or number <= le):
             return
     if le == COUNTABLE and (number is None or number <= COUNTABLE):
-        le = None  # named in the message only where the number is larger
-    words = "".join(f", or {word!r}" for word in also)
-    _refuse(name, value, f"a whole number{_range(ge, None, le, None)}{words}", optional, hint)
+        # The default bound is mentioned only for numbers that exceed it.
+        le = None
+    requirement = f"an integer{_describe_range(ge=ge, le=le)}"
+    for word in also:
+        requirement += f" or {word!r}"
+    if optional:
+        requirement += " or None"
+    raise invalid_option(name, value, requirement, hint)
+
+
+def _describe_range(
+    *, ge: float | None = None, gt: float | None = None, le: float | None = None, lt: float | None = None
+) -> str:
+    """Describe a range for a message, with a space in front; return an empty string for no bounds."""
+    bounds = {">=": ge, ">": gt, "<=": le, "<": lt}
+    conditions = [f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None]
+    return f" {' and '.join(conditions)}" if conditions else ""
 
 
 def floor_share(share: float, count: int) -> int:
-    """``floor(share * count)``; what the rounding of a float takes from such a product is given back.
+    """Return ``floor(share * count)`` without the loss of one that rounding of the product can cause.
 
     >>> int(0.29 * 100), floor_share(0.29, 100)
     (28, 29)
@@ -209,110 +255,110 @@ def check_choice(name: str, value: object, allowed: Sequence[object], *, hint: s
     """Reject a value that is not one of ``allowed``.
 
     Raises:
-        OptionError: With the value and the choice.
+        OptionError: If the value is rejected.
 
     >>> check_choice("optimizer", "sgdd", ["sgd", "adam"])
     Traceback (most recent call last):
-    perada.core.checks.OptionError: optimizer='sgdd' is unknown; choose one of 'sgd', 'adam'
+    perada.core.checks.OptionError: optimizer must be one of 'sgd', 'adam', got 'sgdd'
     """
     for choice in allowed:
         # Types are compared too: 1 == True, and "no" of YAML is False.
         if value is choice or (type(value) is type(choice) and value == choice):
             return
-    remedy = f"choose one of {', '.join(map(repr, allowed))}"
-    if hint:
-        remedy += f" ({hint})"
-    raise OptionError(f"{name}={value!r} is unknown; {remedy}", name=name, value=value, remedy=remedy)
+    choices = ", ".join(repr(choice) for choice in allowed)
+    raise invalid_option(name, value, f"one of {choices}", hint)
 
 
-def check_known(name: str, value: object, known: Iterable[str], also: str = "") -> None:
-    """Refuse a name that is not ``known``: an OptionError with the names that are close, or else all of them.
+def check_known(name: str, value: object, choices: Iterable[str], also: str = "") -> None:
+    """Reject a name that is not one of many.
+
+    Args:
+        name: Name of the option, as the user wrote it.
+        value: What it was set to.
+        choices: The names that exist.
+        also: What else is accepted, as the end of the message.
+
+    Raises:
+        OptionError: With the names that are close to the value or, if there are none, all of them.
 
     >>> check_known("algorithm", "perda", ["perada", "ditto"])
     Traceback (most recent call last):
     perada.core.checks.OptionError: algorithm='perda' is unknown; did you mean 'perada'?
     """
-    names = list(known)
+    names = list(choices)
     if value in names:
         return
-    completions = [name for name in names if value and name.startswith(f"{value}_")]
-    close = completions or near_names(str(value), names)
-    if close:
-        hint = f"did you mean {' or '.join(map(repr, close))}?"
+    proposals = [name for name in names if value and name.startswith(f"{value}_")]
+    if not proposals:
+        proposals = near_names(str(value), names)
+    if proposals:
+        remedy = f"did you mean {' or '.join(map(repr, proposals))}?"
     else:
-        hint = f"choose one of {', '.join(names)}{also}"
-    raise OptionError(f"{name}={value!r} is unknown; {hint}", name=name, value=value, remedy=hint)
+        remedy = f"choose one of {', '.join(names)}{also}"
+    raise OptionError(f"{name}={value!r} is unknown; {remedy}", name=name, value=value, remedy=remedy)
 
 
 def check_name(name: str, value: object, optional: bool = False) -> None:
-    """Refuse, by an OptionError, what is not text of at least one letter (a path will do), or ``None`` if optional.
+    """Reject a value that is neither a non-empty string nor a path nor, if optional, ``None``.
+
+    Raises:
+        OptionError: If the value is rejected.
 
     >>> check_name("column", ["domain"])
     Traceback (most recent call last):
-    perada.core.checks.OptionError: column=['domain'] cannot be used; give a text
+    perada.core.checks.OptionError: column must be a non-empty string, got ['domain']
     """
-    if not (isinstance(value, str | PurePath) and str(value)) and not (optional and value is None):
-        _refuse(name, value, "a text", optional, "")
+    if value is None and optional:
+        return
+    if isinstance(value, str | PurePath) and str(value):
+        return
+    raise invalid_option(name, value, "a non-empty string or None" if optional else "a non-empty string")
 
 
-def check_type(name: str, value: object, kind: type, such: str) -> None:
-    """Refuse, by an OptionTypeError, what is neither ``None`` nor of a kind; ``such`` is an example.
+def check_type(name: str, value: object, kind: type, example: str) -> None:
+    """Reject a value that is neither ``None`` nor of a type.
+
+    Raises:
+        OptionTypeError: If the value is rejected.
 
     >>> check_type("partition", 0.1, dict, "{'alpha': 0.1}")
     Traceback (most recent call last):
-    perada.core.checks.OptionTypeError: partition=0.1 cannot be used; give one such as {'alpha': 0.1}, or leave it out
+    perada.core.checks.OptionTypeError: partition must be of type dict or None, got 0.1; for example {'alpha': 0.1}
     """
     if value is not None and not isinstance(value, kind):
-        remedy = f"give one such as {such}, or leave it out"
-        raise OptionTypeError(f"{name}={value!r} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
+        remedy = f"must be of type {kind.__name__} or None"
+        message = _message(name, value, remedy, f"for example {example}")
+        raise OptionTypeError(message, name=name, value=value, remedy=remedy)
 
 
-def _range(ge: float | None, gt: float | None, le: float | None, lt: float | None) -> str:
-    """Describe a range for a message, with a space in front; empty where there is no lower bound."""
-    if le is None and lt is None:
-        if ge is not None:
-            return f" of {ge} or more"
-        return "" if gt is None else f" above {gt}"
-    if ge is not None:
-        return f" from {ge} to below {lt}" if le is None else f" from {ge} to {le}"
-    if gt is None:
-        return ""
-    return f" above {gt} and below {lt}" if le is None else f" above {gt} and up to {le}"
+def check_options(name: str, value: object, example: str) -> None:
+    """Reject a value that is not a dictionary of options by name.
 
-
-def _refuse(name: str, value: object, what: str, optional: bool, hint: str) -> None:
-    remedy = f"give {what}"
-    if optional:
-        remedy += ", or leave it out"
-    if hint:
-        remedy += f" ({hint})"
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:60]}…"
-    raise OptionError(f"{name}={shown} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
-
-
-def check_options(name: str, value: object, hint: str) -> None:
-    """Refuse, by an OptionError, what is not a dictionary of options by name; ``hint`` is an example.
+    Raises:
+        OptionError: If the value is rejected.
 
     >>> check_options("adapter_options", 3, "{'r': 8}")
     Traceback (most recent call last):
-    perada.core.checks.OptionError: adapter_options=3 cannot be used; give a dictionary of options, such as {'r': 8}
+    perada.core.checks.OptionError: adapter_options must be a dictionary of options, got 3; for example {'r': 8}
     """
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        remedy = f"give a dictionary of options, such as {hint}"
-        raise OptionError(f"{name}={value!r} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
+        raise invalid_option(name, value, "a dictionary of options", f"for example {example}")
 
 
 def check_installed(what: object, extra: str, *modules: str) -> None:
-    """Refuse to continue without the libraries of an extra that ``what`` needs; none of them is imported for it.
+    """Check that the libraries of an extra are installed, without importing them.
+
+    Args:
+        what: What needs them, for the message.
+        extra: Name of the extra.
+        modules: Names of the libraries' top-level modules.
 
     >>> check_installed("metrics_port", "monitoring", "no_such_library")
     Traceback (most recent call last):
     ModuleNotFoundError: metrics_port needs no_such_library, which is not installed; pip install 'perada[monitoring]'
 
     Raises:
-        ModuleNotFoundError: Names those that are not installed.
+        ModuleNotFoundError: With those that are not installed.
     """
     missing = [module for module in modules if find_spec(module) is None]
     if missing:

@@ -132,7 +132,7 @@ class FederatedDataModule(pl.LightningDataModule):
         check_type("public", public, ImageSet, "Photographs()")
         check_type("shifts", shifts, Mapping, "{'noise': 'gaussian_noise'}")
         check_integer("seed", seed, 0, le=None)
-        check_number("client_validation", client_validation, ge=0, lt=1, hint="a share of the training images")
+        check_number("client_validation", client_validation, ge=0, lt=1, hint="it is a share of the training images")
         check_choice("evaluate_on", evaluate_on, get_args(EvaluateOn))
         if evaluate_on == "validation" and not client_validation:
             raise ValueError(

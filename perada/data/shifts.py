@@ -63,7 +63,7 @@ class Corruptions(Shift):
 
     def __post_init__(self) -> None:
         for kind in self.names:
-            check_choice("shifts: kind", kind, [*GROUPS["all"]], hint=f"or one word for several: {', '.join(GROUPS)}")
+            check_choice("shifts: kind", kind, [*GROUPS["all"]], hint=f"groups of kinds are {', '.join(GROUPS)}")
         for severity in self.severities:
             check_integer("shifts: severity", severity, le=5)
         for option, values in (("kinds", self.names), ("severities", self.severities)):

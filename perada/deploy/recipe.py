@@ -87,7 +87,7 @@ class Recipe:
             if is_used[option]:
                 raise ValueError(f"{option} cannot be used in a deployment: {reason}")
         check_integer("devices", trainer.world_size, le=1, hint="a site and a server each train on one device")
-        check_integer("max_epochs", trainer.max_epochs, hint="the number of rounds")
+        check_integer("max_epochs", trainer.max_epochs, hint="it is the number of rounds")
 
     @property
     def rounds(self) -> int:

@@ -52,7 +52,7 @@ class Terms:
         check_integer("min_sites", self.min_sites)
         hint = f"min_sites is {self.min_sites}"
         check_integer("sample", self.sample or None, self.min_sites, optional=True, hint=hint)
-        check_number("deadline", self.deadline, gt=0, hint="in seconds")
+        check_number("deadline", self.deadline, gt=0, hint="it is in seconds")
         check_choice("late", self.late, ("wait", "skip"))
         if self.state and not Path(self.state).is_absolute():
             raise ValueError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from perada.algorithms import PerAda
-from perada.core.checks import OptionError, check_choice
+from perada.core.checks import OptionError, check_choice, invalid_option
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Shares
 from perada.core.states import State, per_client
@@ -39,11 +39,7 @@ def check_diagnostics(choice: bool | Sequence[Diagnostic]) -> None:
     if isinstance(choice, bool):
         return
     if isinstance(choice, str) or not isinstance(choice, Sequence):
-        raise OptionError(
-            f"diagnostics={choice!r} cannot be used; give true, false, or a list of {', '.join(ALL)}",
-            name="diagnostics",
-            value=choice,
-        )
+        raise invalid_option("diagnostics", choice, f"true, false or a list of {', '.join(ALL)}")
     for name in choice:
         check_choice("diagnostics", name, ALL)
 

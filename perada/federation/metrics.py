@@ -16,7 +16,7 @@ import torchmetrics.classification
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
-from perada.core.checks import OptionError
+from perada.core.checks import OptionError, invalid_option
 from perada.core.text import near_names
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
@@ -127,11 +127,7 @@ def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[M
 def _entries(choice: object) -> list[tuple[str, str, dict[str, Any]]]:
     """Name, metric and options of each entry of a choice."""
     if not choice or not isinstance(choice, str | Sequence | Mapping):
-        raise OptionError(
-            f"metric={choice!r} cannot be used; give a name such as 'accuracy', or a list of names",
-            name="metric",
-            value=choice,
-        )
+        raise invalid_option("metric", choice, "a name such as 'accuracy' or a list of names")
     entries = [_entry(entry) for entry in ([choice] if isinstance(choice, str | Mapping) else choice)]
     names = [name for name, _, _ in entries]
     for name in names:

@@ -12,6 +12,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import TorchCheckpointIO
 
+from perada.core.checks import invalid_option
 from perada.core.files import open_atomic
 from perada.data import FederatedDataModule
 from perada.data.fingerprints import same_training_data
@@ -115,7 +116,7 @@ def find_checkpoint(
     if ckpt_path is None:
         return None
     if not isinstance(ckpt_path, str | Path):
-        raise ValueError(f"ckpt_path={ckpt_path!r} cannot be used; give a checkpoint's path, or 'last'")
+        raise invalid_option("ckpt_path", ckpt_path, "a checkpoint's path or 'last'")
     if fingerprint is not None:
         check_allowed_before_setup(allowed, fingerprint)
     if ckpt_path == "last":

@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.core.checks import OptionError, check_choice, check_integer, check_number
+from perada.core.checks import OptionError, check_choice, check_integer, check_number, invalid_option
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
@@ -142,16 +142,12 @@ class FederatedLoop(pl.Callback):
         """Raise an OptionError for options that are out of range or exclude one another."""
         check_integer("clients_per_round", self.clients_per_round, optional=True)
         check_integer("seed", self.seed, 0, le=None)
-        check_integer("max_failures", self.max_failures, 0, optional=True, hint="no limit by default")
+        check_integer("max_failures", self.max_failures, 0, optional=True, hint="by default there is no limit")
         check_choice("drop_outliers", self.drop_outliers, [False, True])
         check_diagnostics(self.diagnostics)
         client_weights(self.weighting, [1])
         if not isinstance(self.resume_allow, list | tuple):
-            raise OptionError(
-                f"resume_allow={self.resume_allow!r} cannot be used; give a list, such as ['lr_local']",
-                name="resume_allow",
-                value=self.resume_allow,
-            )
+            raise invalid_option("resume_allow", self.resume_allow, "a list such as ['lr_local']")
         if not isinstance(self.algorithm, Algorithm):
             raise OptionError(
                 f"algorithm={self.algorithm!r} is not an algorithm; give one, such as PerAda()",

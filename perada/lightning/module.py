@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from perada.core.checks import OptionError, check_choice, check_integer, check_number, check_options
+from perada.core.checks import check_choice, check_integer, check_number, check_options, invalid_option
 from perada.core.rounds import AnyBatch
 from perada.core.states import State
 from perada.core.text import is_spread
@@ -123,15 +123,11 @@ class FederatedClassifier(pl.LightningModule):
         check_number("lr_gamma", lr_gamma, ge=0)
         check_integer("lr_every", lr_every)
         check_integer("clients_per_chunk", clients_per_chunk, optional=True)
-        check_integer("global_test_clients", global_test_clients, 0, optional=True, hint="all by default")
+        check_integer("global_test_clients", global_test_clients, 0, optional=True, hint="by default all are tested")
         check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
         check_options("torch_compile", {} if isinstance(torch_compile, bool) else torch_compile, "{'dynamic': True}")
         if not isinstance(pretrained, bool | str):
-            raise OptionError(
-                f"pretrained={pretrained!r} cannot be used; give True, False, or where the weights are",
-                name="pretrained",
-                value=pretrained,
-            )
+            raise invalid_option("pretrained", pretrained, "True, False or where the weights are")
         # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)
         self.adapter, self.adapter_options = adapter, adapter_options or {}

@@ -14,7 +14,7 @@ import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.plugins import TorchCheckpointIO
 
-from perada.core.checks import OptionError, check_choice
+from perada.core.checks import OptionError, check_choice, invalid_option
 from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.lightning.foreign_callbacks import check_callbacks
 from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
@@ -41,12 +41,8 @@ def check_devices(accelerator: object, devices: object) -> None:
     on_cpu = accelerator == "cpu" or (accelerator == "auto" and not _is_available("gpu"))
     has_indices = isinstance(devices, list) or (isinstance(devices, str) and "," in devices)
     if count is None or count < 1 or (has_indices and on_cpu):
-        raise OptionError(
-            f"devices={devices!r} cannot be used; give a whole number of 1 or more, 'auto' for all, or, on GPUs, a "
-            "list of their numbers, such as [0, 1]",
-            name="devices",
-            value=devices,
-        )
+        requirement = "an integer >= 1, 'auto' for all or, on GPUs, a list of their indices such as [0, 1]"
+        raise invalid_option("devices", devices, requirement)
     on_cuda = accelerator == "cuda" or (accelerator in ("auto", "gpu") and torch.cuda.is_available())
     if on_cuda and count > torch.cuda.device_count():
         raise OptionError(
@@ -106,8 +102,8 @@ def check_words(options: Mapping[str, Any]) -> None:
     for name in ("max_time", "val_check_interval"):
         value = options.get(name)
         if isinstance(value, str) and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
-            remedy = "give days, hours, minutes and seconds, such as 00:12:00:00 for half a day, or leave it out"
-            raise OptionError(f"{name}={value!r} cannot be used; {remedy}", name=name, value=value, remedy=remedy)
+            requirement = "days, hours, minutes and seconds, such as 00:12:00:00 for half a day, or None"
+            raise invalid_option(name, value, requirement)
 
 
 class _Unsupported(NamedTuple):

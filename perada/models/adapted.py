@@ -23,7 +23,7 @@ from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, Promp
 from perada.adapters.added import check_last_blocks, is_norm, plain_name, reached
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import TensorNames
-from perada.core.checks import OptionError
+from perada.core.checks import OptionError, invalid_option
 from perada.core.rounds import ImageConfig
 from perada.core.states import Merged, parameter_keys, trained_keys
 from perada.models.factors import branches, check_lora, lora_factors
@@ -395,11 +395,7 @@ def _named(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
             )
         if name in hints.keys() - {"last_blocks"} and not _is_of(value, hints[name]):
             what = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
-            raise OptionError(
-                f"adapter_options: {name}={value!r} cannot be used; adapter {adapter!r} takes {what}",
-                name=f"adapter_options: {name}",
-                value=value,
-            )
+            raise invalid_option(f"adapter_options: {name}", value, f"of type {what} for adapter {adapter!r}")
     last_blocks = cast(int | None, options.get("last_blocks"))
     if last_blocks is not None and options.get("target_modules") is not None:
         raise ValueError("last_blocks and target_modules both say which layers to adapt: give one of them")

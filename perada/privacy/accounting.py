@@ -184,12 +184,12 @@ def _step_rdp(sigma: float, rate: float, order: float) -> float:
 
 def check_delta(delta: float, section: str = "") -> None:
     """Raise a ValueError if δ is outside (0, 1); ``section`` is the prefix of the option's name."""
-    check_number(f"{section}delta", delta, gt=0, lt=1, hint="less than 1 / number of images, such as 1e-5")
+    check_number(f"{section}delta", delta, gt=0, lt=1, hint="use less than 1 / number of images, such as 1e-5")
 
 
 def check_target(name: str, target: float | None, optional: bool = False) -> None:
     """Raise a ValueError if noise cannot be calibrated for an ε; None is accepted if it is ``optional``."""
-    hint = f"usual budgets lie from 1 to 10, and more than {LARGEST_TARGET} protects nobody; or give noise_multiplier"
+    hint = f"usual budgets lie from 1 to 10, more than {LARGEST_TARGET} protects nobody; or set noise_multiplier"
     check_number(name, target, gt=0, le=LARGEST_TARGET, optional=optional, hint=hint)
 
 
@@ -219,7 +219,7 @@ def check_delta_covers(section: str, delta: float, count: int, what: str) -> Non
 def check_step(sigma: float, rate: float, steps: int) -> None:
     """Raise a ValueError if a noise multiplier, rate or number of steps is out of its range."""
     check_number("noise_multiplier", sigma, ge=0, hint="usual values lie from 0.5 to 5")
-    check_number("sample_rate", rate, gt=0, le=1, hint="batch size / number of images")
+    check_number("sample_rate", rate, gt=0, le=1, hint="it is batch size / number of images")
     check_integer("steps", steps, 0, hint="every step counts, empty batches included")
 
 

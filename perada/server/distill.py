@@ -152,7 +152,7 @@ class Distillation:
                 value=True,
             )
         check_integer(name("until_round"), self.until_round, 0, optional=True)
-        check_integer(name("validate_every"), self.validate_every, 0, hint="0 for never")
+        check_integer(name("validate_every"), self.validate_every, 0, hint="0 switches validation off")
 
     def active(self, round: int) -> bool:
         """Whether round ``round`` (from 0) is distilled."""

@@ -31,7 +31,7 @@ class Krum(ServerRule):
     weighted = False
 
     def __init__(self, suspected: float = 0.2, keep: int | None = None) -> None:
-        check_number("suspected", suspected, gt=0, lt=0.5, hint="the share of the clients that may be hostile")
+        check_number("suspected", suspected, gt=0, lt=0.5, hint="it is the share of the clients that may be hostile")
         check_integer("keep", keep, optional=True)
         self.suspected = suspected
         self.keep = keep

@@ -55,7 +55,7 @@ class TrimmedMean(_Coordinatewise):
     """
 
     def __init__(self, trim: float = 0.1) -> None:
-        check_number("trim", trim, gt=0, lt=0.5, hint="the share of the clients to drop at each end")
+        check_number("trim", trim, gt=0, lt=0.5, hint="it is the share of the clients to drop at each end")
         self.trim = trim
 
     def check(self, clients: int) -> None:

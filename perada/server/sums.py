@@ -36,8 +36,9 @@ class SecureSums:
     fraction_bits: int = 24
 
     def __post_init__(self) -> None:
-        check_integer("secure_sums: min_sites", self.min_sites, 3, hint="of a sum of two, each knows the other's part")
-        hint = "with less, two parts of the sites could be told different things with one site's help"
+        hint = "in a sum of two, each site knows the other's part"
+        check_integer("secure_sums: min_sites", self.min_sites, 3, hint=hint)
+        hint = "below it, a dishonest site could help to show two groups of sites different requests"
         check_number("secure_sums: threshold", self.threshold, ge=2 / 3, lt=1, hint=hint)
         check_integer("secure_sums: fraction_bits", self.fraction_bits, 8, le=40)
 

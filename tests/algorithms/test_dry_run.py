@@ -161,7 +161,7 @@ def keep(change):
 @pytest.mark.parametrize(
     ("algorithm", "says"),
     [
-        (changed(inference="personel"), "Changed.inference='personel' is unknown; choose one of 'personal', 'global'"),
+        (changed(inference="personel"), "Changed.inference must be one of 'personal', 'global', got 'personel'"),
         (
             changed(initial_client_state=lambda self, initial, tensor_names: {"drift": torch.zeros(3)}),
             "which gives Tensor; give tensors by name",

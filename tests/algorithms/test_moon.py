@@ -89,7 +89,7 @@ def test_with_features_cached_before_the_head(engine):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="tau=0"):
+    with pytest.raises(ValueError, match="tau must be a finite number > 0, got 0"):
         Moon(tau=0)
     with pytest.raises(ValueError, match="Moon"):
         FedEnsemble(base=Moon())

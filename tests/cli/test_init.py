@@ -109,8 +109,8 @@ def test_tables_are_understood():
     [
         ({"images": "nowhere"}, "images='nowhere' is not there; give a folder or a table"),
         ({"algorithm": "dito"}, "algorithm='dito' is unknown; did you mean 'ditto'?"),
-        ({"rounds": "many"}, "rounds='many' cannot be used; give a whole number"),
-        ({"epsilon": "-1"}, "epsilon=-1 cannot be used; give a finite number above 0"),
+        ({"rounds": "many"}, "rounds must be an integer.*, got 'many'"),
+        ({"epsilon": "-1"}, "epsilon must be a finite number > 0 and <= 50, got -1"),
     ],
 )
 def test_answers_that_cannot_be_used(answer, message):

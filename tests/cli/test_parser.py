@@ -184,16 +184,16 @@ def test_nothing_is_proposed_for_what_is_like_nothing(words):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--rounds three", "--rounds: must be a whole number, got 'three'"),
-        ("--rounds=2.5", "--rounds: must be a whole number, got '2.5'"),
-        ("--trainer.max_epochs=three", "--trainer.max_epochs: must be a whole number, got 'three'"),
-        ("--seed abc", "--seed: must be true or false, or a whole number, got 'abc'"),
-        ("--batch_size many", "--batch_size: must be a whole number, or 'full', got 'many'"),
+        ("--rounds three", "--rounds: must be an integer, got 'three'"),
+        ("--rounds=2.5", "--rounds: must be an integer, got '2.5'"),
+        ("--trainer.max_epochs=three", "--trainer.max_epochs: must be an integer, got 'three'"),
+        ("--seed abc", "--seed: must be true or false, or an integer, got 'abc'"),
+        ("--batch_size many", "--batch_size: must be an integer, or 'full', got 'many'"),
         ("--lr_local fast", "--lr_local: must be a number, got 'fast'"),
         ("--channels_last maybe", "--channels_last: must be true or false, got 'maybe'"),
         ("--optimizer sdg", "--optimizer: must be one of 'sgd', 'adam', 'adamw', got 'sdg'"),
         ("--adapter_options 3", "--adapter_options: must be a mapping, {NAME: VALUE}, got '3'"),
-        ("--distillation.steps abc", "--distillation.steps: must be a whole number, got 'abc'"),
+        ("--distillation.steps abc", "--distillation.steps: must be an integer, got 'abc'"),
         ("--algorithm=PerAda --algorithm.prox_strength x", "--algorithm.prox_strength: must be a number, got 'x'"),
         ("--privacy.target_epsilon x", "--privacy.target_epsilon: must be a number, got 'x'"),
         ("--rounds", "--rounds: a value is missing; write --rounds VALUE"),
@@ -213,8 +213,8 @@ def test_a_value_of_a_wrong_type_is_named_with_the_option_as_typed(words, says):
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        ({"rounds": "three"}, "rounds: must be a whole number, got 'three'"),
-        ({"trainer": {"max_epochs": "three"}}, "trainer.max_epochs: must be a whole number, got 'three'"),
+        ({"rounds": "three"}, "rounds: must be an integer, got 'three'"),
+        ({"trainer": {"max_epochs": "three"}}, "trainer.max_epochs: must be an integer, got 'three'"),
         ({"model": {"lr_local": "fast"}}, "model.lr_local: must be a number, got 'fast'"),
     ],
 )
@@ -225,12 +225,12 @@ def test_so_it_is_in_a_recipe(recipe, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--trainer.accelerator=gpuu", "accelerator='gpuu' is unknown; choose one of 'auto', 'cpu', "),
+        ("--trainer.accelerator=gpuu", "accelerator must be one of 'auto', 'cpu', "),
         ("--trainer.accelerator=tpu", "accelerator='tpu' cannot be used: torch finds no such device on this machine"),
-        ("--trainer.devices=0", "devices='0' cannot be used; give a whole number of 1 or more"),
-        ("--trainer.devices=abc", "devices='abc' cannot be used; give a whole number of 1 or more"),
-        ("--trainer.devices=[] --trainer.accelerator=cpu", "devices=[] cannot be used; give a whole number"),
-        ("--trainer.devices=0,1 --trainer.accelerator=cpu", "devices='0,1' cannot be used; give a whole number"),
+        ("--trainer.devices=0", "devices must be an integer >= 1, "),
+        ("--trainer.devices=abc", "devices must be an integer >= 1, "),
+        ("--trainer.devices=[] --trainer.accelerator=cpu", "devices must be an integer >= 1, "),
+        ("--trainer.devices=0,1 --trainer.accelerator=cpu", "devices must be an integer >= 1, "),
         ("--trainer.strategy=dpp", "strategy='dpp' is unknown; did you mean 'ddp'"),
         ("--algorithm=fedpac", "--algorithm: there is no class 'fedpac'; choose one of perada, "),
         ("--metric=Accuracy", "metric='Accuracy' is unknown: did you mean accuracy"),

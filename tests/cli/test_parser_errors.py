@@ -53,8 +53,8 @@ LOGGERS = "choose one of CSVLogger, CometLogger, MLFlowLogger, "
         ("--trainer.callbacks EarlyStoping", "trainer.callbacks", "there is no class 'EarlyStoping'; did you mean"),
         ("--trainer.plugins foo", "trainer.plugins", "there is no class 'foo'; choose one of "),
         ("--trainer.strategy foo", "strategy", "choose one of ddp, "),
-        ("--trainer.profiler foo", "profiler", "choose one of 'simple', 'advanced', 'pytorch', 'xla'"),
-        ("--trainer.gradient_clip_algorithm foo", "gradient_clip_algorithm", "choose one of 'value', 'norm'"),
+        ("--trainer.profiler foo", "profiler", "must be one of 'simple', 'advanced', 'pytorch', 'xla'"),
+        ("--trainer.gradient_clip_algorithm foo", "gradient_clip_algorithm", "must be one of 'value', 'norm'"),
         ("--trainer.max_time foo", "max_time", "such as 00:12:00:00 for half a day"),
         ("--data.partition foo", "data.partition", "there is no class 'foo'; choose one of BalancedDirichlet, "),
         ("--data.partition Partition", "data.partition", "Partition is a base class, of which no object can be made"),
@@ -76,7 +76,7 @@ def test_a_plain_word_for_a_class_is_refused_with_option_value_and_remedy(tmp_pa
     error = refused(tmp_path, *words.split())
     assert error.option == option
     assert says in one_line(error)
-    assert error.remedy and one_line(error).endswith(error.remedy)
+    assert error.remedy and error.remedy in one_line(error)
     assert [fragment for fragment in FRAGMENTS if fragment in one_line(error)] == []
 
 
@@ -110,16 +110,16 @@ def test_handlers_read_the_attributes_and_not_the_text():
     assert found is not None
     found.remove()
     assert recipes == [{"model": {"lr_personal": 4}}]
-    assert _option_of(ValueError("lr_personal=4 cannot be used; give less"), recipes, []) is None
+    assert _option_of(ValueError("lr_personal must be smaller, got 4"), recipes, []) is None
 
 
 def test_an_error_of_a_section_has_the_section_in_its_option():
     with pytest.raises(OptionError) as caught:
         check_number("privacy: max_norm", -2, gt=0)
     assert (caught.value.option, caught.value.value) == ("privacy.max_norm", -2)
-    assert str(caught.value) == f"privacy: max_norm=-2 cannot be used; {caught.value.remedy}"
+    assert str(caught.value) == f"privacy: max_norm {caught.value.remedy}, got -2"
     renamed = caught.value.renamed("clip")
-    assert str(renamed) == f"clip=-2 cannot be used; {caught.value.remedy}"
+    assert str(renamed) == f"clip {caught.value.remedy}, got -2"
     assert renamed.option == "clip"
 
 

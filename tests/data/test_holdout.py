@@ -211,14 +211,14 @@ def test_clients_that_cannot_share_are_named():
     [
         (
             {"client_validation": 1.0},
-            "client_validation=1.0 cannot be used; give a finite number from 0 to below 1 .a share",
+            "client_validation must be a finite number >= 0 and < 1, got 1.0; it is a share",
         ),
-        ({"client_validation": -0.1}, "client_validation=-0.1 cannot"),
-        ({"client_validation": float("nan")}, "client_validation=nan cannot"),
+        ({"client_validation": -0.1}, "client_validation must be a finite number >= 0 and < 1, got -0.1"),
+        ({"client_validation": float("nan")}, "client_validation must be a finite number >= 0 and < 1, got nan"),
         ({"evaluate_on": "validation"}, "evaluate_on='validation' needs client_validation, .* got 0; set it"),
         (
             {"evaluate_on": "train", "client_validation": 0.1},
-            "evaluate_on='train' is unknown; choose one of 'test', 'validation'",
+            "evaluate_on must be one of 'test', 'validation', got 'train'",
         ),
     ],
 )

@@ -145,7 +145,7 @@ def test_what_is_no_source_is_named(tmp_path, source, message):
     options = ["--path=x"] * (source != "saved")
     with pytest.raises(FileNotFoundError, match=message):
         main(["data", "inspect", str(tmp_path / source), *options])
-    with pytest.raises(ValueError, match=r"--output: the kind of picture='foo' is unknown; choose one of 'eps', "):
+    with pytest.raises(ValueError, match=r"--output: the kind of picture must be one of 'eps', "):
         main(["data", "inspect", str(tmp_path), "--output=x.foo"])
 
 

@@ -300,7 +300,7 @@ def test_folders_that_cannot_be_used_are_named(tmp_path, paths, layout, error, s
 def test_other_refusals(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a folder: set root to the folder of the images"):
         len(Images(str(tmp_path / "none")))
-    with pytest.raises(ValueError, match=r"test_share=1\.5 cannot be used; give a finite number above 0 and below 1"):
+    with pytest.raises(ValueError, match=r"test_share must be a finite number > 0 and < 1, got 1\.5"):
         Images(str(tmp_path), test_share=1.5)
     root = write(tmp_path, "a/1.jpg", "a/2.jpg", "3.jpg")
     with pytest.warns(UserWarning, match=r"1 of 3 images in .*, such as 3\.jpg, do not match the layout .*skipped"):

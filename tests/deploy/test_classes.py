@@ -115,7 +115,7 @@ def test_a_client_that_the_partition_does_not_have_is_refused(tmp_path):
     data = {key: RECIPE["data"][key] for key in ("dataset", "partition", "train_limit", "test_limit")} | {"client": 2}
     content = {"name": "a", "recipes": [{"recipe": "recipe.yaml"}], "data": data}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(ValueError, match="client=2 cannot be used; give a whole number from 0 to 1"):
+    with pytest.raises(ValueError, match="client must be an integer >= 0 and <= 1, got 2"):
         site_recipe(path, read_site(tmp_path / "site.yaml"))
 
 

@@ -199,11 +199,11 @@ def test_names_that_no_app_can_have(tmp_path, name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_sites": 0}, "min_sites=0 cannot be used; give a whole number of 1 or more"),
-        ({"sample": -1}, "sample=-1 cannot be used"),
-        ({"min_sites": 4, "sample": 3}, r"sample=3 cannot be used; give a whole number of 4 or more, .*min_sites is 4"),
-        ({"deadline": 0.0}, "deadline=0.0 cannot be used; give a finite number above 0"),
-        ({"late": "never"}, "late='never' is unknown; choose one of 'wait', 'skip'"),
+        ({"min_sites": 0}, "min_sites must be an integer >= 1, got 0"),
+        ({"sample": -1}, "sample must be .*, got -1"),
+        ({"min_sites": 4, "sample": 3}, "sample must be an integer >= 4 or None, got 3; min_sites is 4"),
+        ({"deadline": 0.0}, "deadline must be a finite number > 0, got 0.0"),
+        ({"late": "never"}, "late must be one of 'wait', 'skip', got 'never'"),
         (
             {"state": "state"},
             "state must be an absolute path on the SuperLink's machine",
@@ -250,7 +250,7 @@ def test_the_command_refuses_what_is_no_app(tmp_path, app):
     words = ["--link", "localhost:8000", "--root-certificates", str(authority)]
     with pytest.raises(FileNotFoundError, match="is not an app; give the folder `app`"):
         main(["deploy", "run", str(app), *words])
-    with pytest.raises(ValueError, match="min_sites=0 cannot be used"):
+    with pytest.raises(ValueError, match=r"min_sites must be .*, got 0"):
         main(["deploy", "run", str(app / "app"), *words, "--min-sites", "0"])
 
 

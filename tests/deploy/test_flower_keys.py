@@ -132,5 +132,5 @@ def test_what_is_no_host(host):
 
 
 def test_days_that_cannot_be(tmp_path):
-    with pytest.raises(ValueError, match="days=0 cannot be used"):
+    with pytest.raises(ValueError, match=r"days must be .*, got 0"):
         write_server_keys(tmp_path, ["localhost"], days=0)

@@ -237,8 +237,8 @@ def test_all_that_an_algorithm_allows_is_measured(algorithm, measured):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"diagnostics": "all"}, "diagnostics='all' cannot be used; give true, false, or a list of distillation_dist"),
-        ({"diagnostics": ["norms"]}, "diagnostics='norms' is unknown; choose one of 'distillation_distance'"),
+        ({"diagnostics": "all"}, "diagnostics must be true, false or a list of distillation_distance, personal_"),
+        ({"diagnostics": ["norms"]}, "diagnostics must be one of 'distillation_distance', 'personal_distance', "),
         (
             {"diagnostics": ["personal_distance"], "data": task(public=False), "distill_steps": 0},
             "diagnostics: personal_distance cannot be measured: the data has no public set; give one",

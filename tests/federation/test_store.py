@@ -318,7 +318,5 @@ def test_the_place_is_chosen_by_what_all_clients_may_take(monkeypatch, clients, 
 
 
 def test_an_unknown_place_is_refused():
-    with pytest.raises(
-        ValueError, match="client_store='cloud' is unknown; choose one of 'auto', 'device', 'host', 'disk'"
-    ):
+    with pytest.raises(ValueError, match="client_store must be one of 'auto', 'device', 'host', 'disk', got 'cloud'"):
         Storage("cloud")

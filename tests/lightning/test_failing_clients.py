@@ -259,8 +259,8 @@ def test_a_far_update_is_left_out_if_asked(tiny):
 
 def test_options_of_failures_are_checked(tiny):
     for options, message in (
-        ({"max_failures": -1}, "max_failures=-1 cannot be used; give a whole number of 0 or more"),
-        ({"drop_outliers": "yes"}, "drop_outliers='yes' is unknown; choose one of False, True"),
+        ({"max_failures": -1}, "max_failures must be an integer >= 0 or None, got -1"),
+        ({"drop_outliers": "yes"}, "drop_outliers must be one of False, True, got 'yes'"),
         (
             {"drop_outliers": True, "client_privacy": ClientPrivacy(1.0)},
             "drop_outliers=True cannot be used with client_privacy",

@@ -63,7 +63,7 @@ def test_without_names_the_former_clients_are_the_first(tiny, tmp_path):
             r"client 2 had 14 training images when .*, and here it has none; resume",
         ),
         ((9, 6, 14, 7), {"resume_allow": ["clients"]}, r"client 1 had 5 training images when .*, and here it has 6"),
-        ((9, 5, 14), {"resume_allow": ["client"]}, r"resume_allow='client' is unknown; choose one of"),
+        ((9, 5, 14), {"resume_allow": ["client"]}, r"resume_allow must be one of .*, got 'client'"),
     ],
 )
 def test_what_cannot_be_resumed_is_one_line(tiny, tmp_path, sizes, options, message):

@@ -34,12 +34,11 @@ WRONG = [
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_one_line_says_what_is_wrong(tiny, name, value):
-    with pytest.raises(ValueError, match=rf"^{name}=") as raised:
+    with pytest.raises(ValueError, match=rf"^{name}(=| must be )") as raised:
         perada.finetune(tiny.net(), tiny.data(), **sections(**tiny.options | {name: value}))
-    said = str(raised.value)
-    assert said.startswith(f"{name}={value!r} ")
-    assert "; " in said
-    assert "\n" not in said
+    message = str(raised.value)
+    assert f", got {value!r}" in message or message.startswith(f"{name}={value!r} is unknown")
+    assert "\n" not in message
 
 
 OF_DATA = [
@@ -73,11 +72,9 @@ def test_data_and_partitions_say_what_is_wrong(make, name, value):
     with pytest.raises((ValueError, TypeError)) as raised:
         make(value)
     message = str(raised.value)
-    states_value_first = message.startswith(
-        (f"{name}={value!r} cannot be used; give ", f"{name}={value!r} is unknown; ")
-    )
-    states_value_last = message.startswith(f"{name} must be ") and message.endswith(f"got {value!r}")
-    assert states_value_first or states_value_last, message
+    requirement, _, hint = message.partition(f", got {value!r}")
+    assert requirement.startswith(f"{name} must be "), message
+    assert not hint or hint.startswith("; "), message
     assert "\n" not in message
 
 

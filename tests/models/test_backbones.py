@@ -106,7 +106,7 @@ def test_a_folders_own_normalisation_counts(tmp_path):
     [
         (("resnet81", 4), {}, ValueError, r"'resnet81' is not a timm model: did you mean resnet18"),
         (("zzzz", 4), {}, ValueError, r"'zzzz' is not a timm model: see timm\.list_models"),
-        (("resnet18", 0), {}, ValueError, r"num_classes=0 cannot be used"),
+        (("resnet18", 0), {}, ValueError, r"num_classes must be .*, got 0"),
         ((3,), {}, TypeError, r"backbone is a int: give a timm name"),
         (("resnet18", 4), {}, FileNotFoundError, r"'resnet18': HF_HUB_OFFLINE is set .*`pretrained: false`"),
         (("test_resnet", 4), {"pretrained": "/no/where"}, FileNotFoundError, r"'/no/where': there is no such file"),

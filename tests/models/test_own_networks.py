@@ -80,7 +80,7 @@ def test_a_number_without_a_fraction_is_an_integer(value, expected):
 
 @pytest.mark.parametrize("value", [6.5, "6", float("nan"), float("inf"), True])
 def test_another_one_is_refused(value):
-    with pytest.raises(ValueError, match=r"adapter_options: lora_alpha=.* cannot be used; adapter 'lora' takes int"):
+    with pytest.raises(ValueError, match=r"adapter_options: lora_alpha must be of type int.* for adapter 'lora', got"):
         insert_adapter(build_backbone(Network(), 3), "lora", lora_alpha=value)
 
 

@@ -359,7 +359,7 @@ def test_going_on_from_a_checkpoint():
 
 def test_what_cannot_be_used_is_refused():
     updates, received = problem()
-    with pytest.raises(ValueError, match=r"max_norm=0.0 cannot be used; give a finite number above 0"):
+    with pytest.raises(ValueError, match=r"max_norm must be a finite number > 0, got 0.0"):
         clip_updates(updates, received, 0.0)
     with pytest.raises(ValueError, match=r"'scale' is sent but was not received"):
         clip_updates(updates, {key: v for key, v in received.items() if key != "scale"}, 1.0)
@@ -369,7 +369,7 @@ def test_what_cannot_be_used_is_refused():
     counters = {COUNTER: torch.arange(5)}
     with pytest.raises(ValueError, match="no floating tensors"):
         clip_updates(counters, counters, 1.0)
-    with pytest.raises(ValueError, match="0 or more"):
+    with pytest.raises(ValueError, match=r"std must be a finite number >= 0, got -0\.447"):
         privatize(updates, received, 1.0, -1.0, None)
     with pytest.raises(ValueError, match="generators and sums as 5 clients"):
         privatize(updates, received, 1.0, 1.0, sources(4))

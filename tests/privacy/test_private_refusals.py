@@ -386,13 +386,13 @@ def test_a_delta_that_allows_to_show_a_client_is_refused(delta):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_epsilon": 1000}, r"target_epsilon=1000 cannot be used; give a finite number above 0 and up to 50"),
-        ({"noise_multiplier": 1.0, "accountant": "gdp"}, r"accountant='gdp' is unknown; choose one of 'rdp', 'prv'"),
+        ({"target_epsilon": 1000}, r"target_epsilon must be a finite number > 0 and <= 50 or None, got 1000"),
+        ({"noise_multiplier": 1.0, "accountant": "gdp"}, r"accountant must be one of 'rdp', 'prv', got 'gdp'"),
         (
             {"noise_multiplier": 1.0, "delta": 1.0},
-            r"delta=1\.0 cannot be used; give a finite number above 0 and below 1",
+            r"delta must be a finite number > 0 and < 1, got 1\.0",
         ),
-        ({"noise_multiplier": 1.0, "delta": 1.5}, r"delta=1\.5 cannot be used"),
+        ({"noise_multiplier": 1.0, "delta": 1.5}, r"delta must be .*, got 1\.5"),
     ],
 )
 def test_accounting_that_means_nothing(section, options, message):
@@ -474,23 +474,23 @@ def test_opacus_does_not_know_what_the_fold_knows():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"noise_multiplier": "1"}, "privacy: noise_multiplier='1' cannot be used; give a finite number"),
-        ({"noise_multiplier": True}, "noise_multiplier=True"),
+        ({"noise_multiplier": "1"}, "privacy: noise_multiplier must be a finite number.*, got '1'"),
+        ({"noise_multiplier": True}, "noise_multiplier must be .*, got True"),
         (
             {"noise_multiplier": 1.0, "delta": "1e-5"},
-            "privacy: delta='1e-5' cannot be used; give a finite number above 0 and below 1",
+            "privacy: delta must be a finite number > 0 and < 1, got '1e-5'",
         ),
         (
             {"noise_multiplier": 1.0, "secure_rng": "no"},
-            "privacy: secure_rng='no' is unknown; choose one of True, False",
+            "privacy: secure_rng must be one of True, False, got 'no'",
         ),
-        ({"noise_multiplier": 1.0, "physical_batch_size": True}, "physical_batch_size=True"),
+        ({"noise_multiplier": 1.0, "physical_batch_size": True}, "physical_batch_size must be .*, got True"),
         ({"noise_multiplier": 1.0, "target_epsilon": 3.0}, "give one of them"),
         (
             {"noise_multiplier": 1e200},
-            r"privacy: noise_multiplier=1e\+200 cannot be used; give a finite number from 0 to",
+            r"privacy: noise_multiplier must be a finite number >= 0 and <= .*, got 1e\+200",
         ),
-        ({"noise_multiplier": 1e99, "max_norm": 1e300}, r"privacy: max_norm=1e\+300 cannot be used"),
+        ({"noise_multiplier": 1e99, "max_norm": 1e300}, r"privacy: max_norm must be .*, got 1e\+300"),
     ],
 )
 def test_wrong_types(options, message):
@@ -500,12 +500,12 @@ def test_wrong_types(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clipping": "adaptve"}, "client_privacy: clipping='adaptve' is unknown; choose one of 'fixed', 'adaptive'"),
-        ({"quantile": 1.5}, "client_privacy: quantile=1.5 cannot be used; give a finite number from 0 to 1"),
-        ({"count_noise": 0.0}, "client_privacy: count_noise=0.0 cannot be used"),
-        ({"clip_lr": -0.2}, "client_privacy: clip_lr=-0.2 cannot be used"),
-        ({"accountant": "zcdp"}, "client_privacy: accountant='zcdp' is unknown"),
-        ({"delta": 0.0}, "client_privacy: delta=0.0 cannot be used; give a finite number above 0 and below 1"),
+        ({"clipping": "adaptve"}, "client_privacy: clipping must be one of 'fixed', 'adaptive', got 'adaptve'"),
+        ({"quantile": 1.5}, "client_privacy: quantile must be a finite number >= 0 and <= 1, got 1.5"),
+        ({"count_noise": 0.0}, "client_privacy: count_noise must be .*, got 0.0"),
+        ({"clip_lr": -0.2}, "client_privacy: clip_lr must be .*, got -0.2"),
+        ({"accountant": "zcdp"}, "client_privacy: accountant must be one of .*, got 'zcdp'"),
+        ({"delta": 0.0}, "client_privacy: delta must be a finite number > 0 and < 1, got 0.0"),
     ],
 )
 def test_wrong_options_of_whole_clients(options, message):

@@ -120,7 +120,7 @@ def test_models_and_states_are_copies(tiny):
 @pytest.mark.parametrize("client", [None, -1, 5])
 def test_unknown_clients_and_roles_are_refused(tiny, client):
     run = make_run(tiny, rounds=0)
-    with pytest.raises(ValueError, match=r"client=.* cannot be used; give a whole number from 0 to 4"):
+    with pytest.raises(ValueError, match=r"client must be an integer >= 0 and <= 4, got .*"):
         run.state("personal", client)
     with pytest.raises(ValueError, match="role='local' is not kept"):
         run.state("local", 0)

@@ -17,7 +17,7 @@ def test_weights_are_equal_or_shares_of_the_samples():
 
 
 def test_unknown_weighting_is_refused():
-    with pytest.raises(ValueError, match="weighting='size' is unknown; choose one of 'uniform', 'samples'"):
+    with pytest.raises(ValueError, match="weighting must be one of 'uniform', 'samples', got 'size'"):
         client_weights("size", [1])
 
 

@@ -235,5 +235,5 @@ def test_rates_fall_along_a_cosine_and_rounds_end():
     ],
 )
 def test_options_that_cannot_work_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"distillation: {name}="):
+    with pytest.raises(ValueError, match=f"distillation: {name} must be "):
         Distillation(**{name: value})

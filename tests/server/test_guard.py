@@ -189,5 +189,5 @@ def test_images_with_several_labels_are_refused():
 
 
 def test_an_unknown_guard_is_refused():
-    with pytest.raises(ValueError, match="distillation: guard='entropy'"):
+    with pytest.raises(ValueError, match="distillation: guard must be one of 'predictions', got 'entropy'"):
         Distillation(guard="entropy")

@@ -79,7 +79,7 @@ def test_krum_says_how_many_clients_it_needs():
         with pytest.raises(ValueError, match=text):
             Krum(suspected).check(clients)
     for options in ({"suspected": 0.5}, {"suspected": 0}, {"keep": 0}):
-        with pytest.raises(ValueError, match="cannot be used"):
+        with pytest.raises(ValueError, match=r"(suspected|keep) must be .*, got 0"):
             Krum(**options)
 
 

@@ -13,10 +13,10 @@ from perada.server.sums import SecureSums
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"threshold": 0.66}, r"threshold=0\.66"),
-        ({"threshold": 1.0}, r"threshold=1\.0"),
-        ({"min_sites": 2}, "min_sites=2 .*each knows the other's part"),
-        ({"fraction_bits": 41}, "fraction_bits=41"),
+        ({"threshold": 0.66}, r"threshold must be .*, got 0\.66"),
+        ({"threshold": 1.0}, r"threshold must be .*, got 1\.0"),
+        ({"min_sites": 2}, "min_sites must be an integer >= 3, got 2; .*each site knows the other's part"),
+        ({"fraction_bits": 41}, "fraction_bits must be an integer >= 8 and <= 40, got 41"),
     ],
 )
 def test_options_by_which_nothing_is_hidden_are_refused(option, message):

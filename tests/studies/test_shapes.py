@@ -50,5 +50,5 @@ def test_images_are_on_black_and_neither_empty_nor_full():
     [({"count": 9}, "10 or more .the test split"), ({"classes": 0}, "1 or"), ({"size": 0}, "1 or")],
 )
 def test_nothing_to_draw_is_refused(options, least):
-    with pytest.raises(ValueError, match=rf"{next(iter(options))}=\d cannot be used; give a whole number of {least}"):
+    with pytest.raises(ValueError, match=rf"{next(iter(options))} must be an integer >= {least}, got \d"):
         Shapes(**options)

@@ -38,7 +38,9 @@ _TRANSPOSE_BY_ORIENTATION = {  # values of EXIF's orientation; 1 is upright
 
 def check_full_scale(full_scale: float | None) -> None:
     """Raise an OptionError unless the value is a number above zero, or None."""
-    check_number("full_scale", full_scale, gt=0, optional=True, hint="the value of white, such as 4095 of 12 bits")
+    check_number(
+        "full_scale", full_scale, gt=0, optional=True, hint="it is the value of white, such as 4095 for 12 bits"
+    )
 
 
 def decode(image: Image.Image, mode: str | None = None, full_scale: float | None = None) -> Tensor:

@@ -41,7 +41,7 @@ class Division:
 
     def __post_init__(self) -> None:
         for name in ("public_fraction", "validation_fraction"):
-            check_number(name, getattr(self, name), ge=0, lt=1, hint="a share of the training images")
+            check_number(name, getattr(self, name), ge=0, lt=1, hint="it is a share of the training images")
         if self.public_fraction + self.validation_fraction >= 1:
             raise OptionError(
                 f"public_fraction={self.public_fraction} and validation_fraction={self.validation_fraction} leave "

@@ -370,7 +370,7 @@ class Photographs(ImageSet):
         super().__init__()
         check_integer("count", count)
         check_integer("size", size)
-        check_integer("largest", largest, le=427, hint="the photographs' height")
+        check_integer("largest", largest, le=427, hint="the photographs are 427 pixels high")
         check_integer("smallest", smallest, le=largest, hint=f"largest is {largest}")
         self.count = count
         self.size = size

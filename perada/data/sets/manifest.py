@@ -191,7 +191,7 @@ class OwnImages(ImageFiles):
             raise OptionError(
                 f"classes must be a list of names or None, got {classes!r}", name="classes", value=classes
             )
-        check_number("test_share", test_share, gt=0, lt=1, hint="a share of the images")
+        check_number("test_share", test_share, gt=0, lt=1, hint="it is a share of the images")
         check_full_scale(full_scale)
         self.fixed_splits: Mapping[str, bool] = {}
         self.test_share = test_share

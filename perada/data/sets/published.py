@@ -52,7 +52,7 @@ class OfficeHome(ImageFiles):
 
     def __init__(self, root: str = "data", test_share: float = 0.1, seed: int = 0, **options: Any) -> None:
         super().__init__(root, **options)
-        check_number("test_share", test_share, gt=0, lt=1, hint="a share of the images")
+        check_number("test_share", test_share, gt=0, lt=1, hint="it is a share of the images")
         self.test_share = test_share
         self.seed = seed
 
@@ -113,7 +113,7 @@ class CheXpert(ImageFiles):
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
-        check_number("test_share", test_share, ge=0, lt=1, hint="a share of the images in train.csv")
+        check_number("test_share", test_share, ge=0, lt=1, hint="it is a share of the images in train.csv")
         check_integer("merge_below", merge_below, 0)
         self.frontal_only = frontal_only
         self.test_share = test_share
@@ -184,7 +184,7 @@ class OpenImage(ImageFiles):
 
     def __init__(self, root: str = "data", test_share: float = 0.0, seed: int = 0, **options: Any) -> None:
         super().__init__(root, **options)
-        check_number("test_share", test_share, ge=0, lt=1, hint="a share of each uploader's images")
+        check_number("test_share", test_share, ge=0, lt=1, hint="it is a share of each uploader's images")
         self.test_share = test_share
         self.seed = seed
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from perada.core.checks import check_choice, check_integer, check_number
+from perada.core.checks import check_choice, check_integer, check_number, invalid_option
 from perada.core.seeding import derive_seed
 from perada.data.partitions import Dirichlet, Split
 from perada.data.partitions.shares import Array, stratified_sample
@@ -227,7 +227,7 @@ class Scanners(ImageSet):
         self.names = _names(kinds)
         check_number("alpha", alpha, gt=0, optional=True, hint="0.1 is very unequal, 100 even")
         check_integer("min_per_scanner", min_per_scanner)
-        check_number("test_share", test_share, gt=0, lt=1, optional=True, hint="a share of all images")
+        check_number("test_share", test_share, gt=0, lt=1, optional=True, hint="it is a share of all images")
         check_integer("size", size, optional=True)
         check_integer("seed", seed, 0, le=None)
         self.dataset = dataset
@@ -421,11 +421,11 @@ class Scanners(ImageSet):
 def _names(kinds: int | list[str]) -> list[str]:
     """The scanners that ``kinds`` asks for."""
     if not isinstance(kinds, list):
-        check_integer("kinds", kinds, le=len(DEVICES), hint="or give a list of names")
+        check_integer("kinds", kinds, le=len(DEVICES), hint="a list of names is accepted too")
         return [*DEVICES][:kinds]
     for kind in kinds:
         for name in str(kind).split("+"):
             check_choice("kinds", name, [*DEVICES], hint="several work one after another if joined by '+'")
     if not kinds or len(set(kinds)) < len(kinds):
-        raise ValueError(f"kinds={kinds} cannot be used; give one at least, and each once")
+        raise invalid_option("kinds", kinds, "a list of at least one name without repetitions")
     return [*kinds]

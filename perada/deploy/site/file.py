@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perada.core.checks import check_choice, check_integer, check_number, check_options
+from perada.core.checks import check_choice, check_integer, check_number, check_options, invalid_option
 from perada.core.yaml_files import read_yaml
 from perada.deploy.protocol import MAY_SEND
 
@@ -38,7 +38,7 @@ class Limits:
     def __post_init__(self) -> None:
         check_number("max_epsilon", self.max_epsilon, gt=0, optional=True)
         check_number("max_site_epsilon", self.max_site_epsilon, gt=0, optional=True)
-        check_number("delta", self.delta, gt=0, lt=1, hint="less than 1 / number of images, such as 1e-5")
+        check_number("delta", self.delta, gt=0, lt=1, hint="use less than 1 / number of images, such as 1e-5")
         check_choice("accountant", self.accountant, ("rdp", "prv"))
         check_integer("max_rounds", self.max_rounds, optional=True)
         check_integer("max_runs", self.max_runs)
@@ -123,7 +123,7 @@ def _parse_site(folder: Path, content: dict[str, Any]) -> SiteFile:
     for key in content:
         check_choice("entry", key, [each.name for each in fields(SiteFile)])
     name = content.get("name")
-    _check_text("name", name, r"[\w.-]{1,64}", "give up to 64 letters, digits, dots and dashes")
+    _check_text("name", name, r"[\w.-]{1,64}", "a text of 1 to 64 letters, digits, dots and dashes")
     if name == "CHANGE-ME":
         raise ValueError("name is still CHANGE-ME; give the name that the server registered for the site's key")
 
@@ -192,7 +192,8 @@ def _parse_recipe(folder: Path, entry: object) -> tuple[Path, Approved]:
         raise ValueError(f"recipes: an entry must be {{recipe: FILE, sha256: …, digest: …}}, got {entry!r}")
     approved = Approved(sha256=entry.get("sha256") or "", digest=entry.get("digest") or "")
     for name, value in approved._asdict().items():
-        _check_text(name, value, "([0-9a-f]{64})?", "`perada deploy check` prints that of a recipe")
+        requirement = "64 hexadecimal digits, as `perada deploy check` prints them for a recipe"
+        _check_text(name, value, "([0-9a-f]{64})?", requirement)
     if approved.digest and not approved.sha256:
         raise ValueError(
             f"{str(entry['recipe'])!r} has a digest and no sha256, by which the file is compared before it is read; "
@@ -204,9 +205,9 @@ def _parse_recipe(folder: Path, entry: object) -> tuple[Path, Approved]:
     return file, approved
 
 
-def _check_text(name: str, value: object, pattern: str, remedy: str) -> None:
+def _check_text(name: str, value: object, pattern: str, requirement: str) -> None:
     if not isinstance(value, str) or not re.fullmatch(pattern, value):
-        raise ValueError(f"{name}={value!r} cannot be used; {remedy}")
+        raise invalid_option(name, value, requirement)
 
 
 def _parse_number(value: object) -> Any:  # noqa: ANN401  # whatever it is; Limits checks it

@@ -346,7 +346,7 @@ def test_choice():
         ("data.evaluate_on=test,validation", "cannot be tuned"),
         ("model.lr_locl=0.1", "--tune --model.lr_locl=0.1 with ditto: (?s:.*)lr_locl"),
         ("model.lr_local=0.1,high", "--tune --model.lr_local=high with ditto: (?s:.*)high"),
-        ("model.lr_local=0.1,-1", "--tune --model.lr_local=-1 with ditto: (?s:.*)lr_local=-1.0 cannot be used"),
+        ("model.lr_local=0.1,-1", "--tune --model.lr_local=-1 with ditto: (?s:.*)lr_local must be .*, got -1.0"),
         ("federated.algorithm.prox_strength=1,2", "prox_strength=1 with fedavg"),
     ],
 )

@@ -180,7 +180,7 @@ def test_runs_from_a_range_are_those_of_perada_fit():
         (["--tune", "model.lr_local=0..0.1"], "a logarithmic range begins above zero, raise 0 or add :linear"),
         (["--tune", "model.lr_local=0.1..1,2"], "a range stands alone"),
         (["--tune", "model.lr_locl=0.1..1"], "--tune --model.lr_locl=0.1 with ditto"),
-        (["--tune", "model.lr_local=-1..1:linear"], "--tune --model.lr_local=-1 with ditto: .*cannot be used"),
+        (["--tune", "model.lr_local=-1..1:linear"], "--tune --model.lr_local=-1 with ditto: .*lr_local must be"),
         (["--tune", "model.lr_local=0.1,1", "--trials", "4"], "--trials 4 is for ranges: give --tune NAME=lo..hi"),
         (["--vary", "model.lr_local=0.1..1"], "--vary model.lr_local: a range cannot be varied"),
     ],
