@@ -27,7 +27,7 @@ from perada.core.checks import OptionError, check_integer, invalid_option
 from perada.core.rounds import Phase
 from perada.core.states import Factors, State, cut_ranks, expand, partition, per_client
 from perada.server.aggregate import Aggregation, ServerRule
-from perada.server.low_rank import norm, pairs_of
+from perada.server.low_rank import client_pairs, product_norm
 
 RANK = "lora/rank"
 """A client's rank, which travels with what it receives."""
@@ -237,8 +237,8 @@ class _ByNorm(ServerRule):
             previous = {name: aggregation.previous[name] for name in (pair.down, pair.up)}
             factors = expand(previous, len(updates.places)) | scaled
             norms = torch.zeros(updates.clients, dtype=torch.float64)
-            for place, product in zip(updates.places, pairs_of(factors[pair.up], factors[pair.down]), strict=True):
-                norms[place] = norm(product)
+            for place, product in zip(updates.places, client_pairs(factors[pair.up], factors[pair.down]), strict=True):
+                norms[place] = product_norm(product)
             updates.ranks.sum_([norms])
             if norms.sum() <= 0:
                 continue

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server rules that average what LoRA's factors add to the weights, s·B·A, and not B and A by name.
+"""Server rules that average the updates s·B·A that LoRA's factors add to the weights, instead of B and A by name.
 
-s·mean(B)·mean(A) is not the mean of the s·B·A. A *pair* is (B, A), of shapes (..., out, r) and (..., r, in), and stands
-for its product (..., out, in), which is not formed here: a mean of products is a product of stacked factors, and its
-norm and its singular values are those of the triangular factors of their QR. All is computed in float64 on the CPU.
+s·mean(B)·mean(A) is not the mean of the s·B·A. A :class:`FactorPair` (B, A) stands for its product, which is never
+formed here: a mean of products is a product of concatenated factors, and its norm and singular values are those of the
+triangular factors of their QR decompositions. Everything is computed in float64 on the CPU.
 """
 
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,199 +20,314 @@ from perada.core.checks import OptionError, check_number
 from perada.core.states import Factors, State
 from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updates
 
-Pair = tuple[Tensor, Tensor]
-"""B (..., out, r) and A (..., r, in)."""
 
+class FactorPair(NamedTuple):
+    """LoRA's two factors, which stand for their product (..., out, in).
 
-def pairs_of(up: Tensor, down: Tensor) -> list[Pair]:
-    """The pair of each of C clients, of factors (C, out, r, ...) and (C, r, in, ...) as PEFT shapes them.
-
-    With g groups the B of a convolution is (C, out, r/g, 1, 1): each group is a pair of its own, of rank r/g.
+    Attributes:
+        up: B, of shape (..., out, r).
+        down: A, of shape (..., r, in).
     """
-    ups, downs = (value.detach().to("cpu", torch.float64).flatten(2) for value in (up, down))
+
+    up: Tensor
+    down: Tensor
+
+
+def client_pairs(up: Tensor, down: Tensor) -> list[FactorPair]:
+    """Split stacked factors into the pairs of C clients, in float64 on the CPU.
+
+    Args:
+        up: The clients' B as PEFT shapes it: (C, out, r), or (C, out, r/g, 1, 1) of a convolution with g groups.
+        down: The clients' A: (C, r, in), or (C, r, in/g, height, width).
+
+    Returns:
+        A pair for each client. Its leading axis is that of the g groups, each of which is a product of rank r/g.
+    """
+    ups = _as_matrices(up)
+    downs = _as_matrices(down)
     groups = downs.shape[1] // ups.shape[2]
-    return [(b.unflatten(0, (groups, -1)), a.unflatten(0, (groups, -1))) for b, a in zip(ups, downs, strict=True)]
+    pairs = []
+    for client_up, client_down in zip(ups, downs, strict=True):
+        pairs.append(FactorPair(client_up.unflatten(0, (groups, -1)), client_down.unflatten(0, (groups, -1))))
+    return pairs
 
 
-def stacked(pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
-    """The weighted sum of the pairs' products as one pair, whose rank is the sum of theirs, which may differ.
+def _as_matrices(factor: Tensor) -> Tensor:
+    """Return factors (C, rows, ...) as matrices (C, rows, columns), in float64 on the CPU."""
+    return factor.detach().to("cpu", torch.float64).flatten(2)
 
-    Weights are at least 0. Their roots go into both factors.
 
-    >>> b, a = stacked([(torch.ones(2, 1), torch.ones(1, 3)), (torch.ones(2, 2), torch.ones(2, 3))], [1.0, 4.0])
-    >>> b.shape, (b @ a)[0]
+def weighted_sum(pairs: Sequence[FactorPair], weights: Sequence[float]) -> FactorPair:
+    """Compute the weighted sum of the pairs' products, as one pair.
+
+    Args:
+        pairs: The summands, whose ranks may differ.
+        weights: Their weights, at least 0. Their square roots scale both factors.
+
+    Returns:
+        A pair whose rank is the sum of all ranks.
+
+    >>> first = FactorPair(torch.ones(2, 1), torch.ones(1, 3))
+    >>> second = FactorPair(torch.ones(2, 2), torch.ones(2, 3))
+    >>> total = weighted_sum([first, second], [1.0, 4.0])
+    >>> total.up.shape, (total.up @ total.down)[0]
     (torch.Size([2, 3]), tensor([9., 9., 9.]))
     """
-    roots = [math.sqrt(weight) for weight in weights]
-    ups, downs = zip(*pairs, strict=True)
-    return (
-        torch.cat([root * up for root, up in zip(roots, ups, strict=True)], -1),
-        torch.cat([root * down for root, down in zip(roots, downs, strict=True)], -2),
-    )
+    ups = []
+    downs = []
+    for pair, weight in zip(pairs, weights, strict=True):
+        root = math.sqrt(weight)
+        ups.append(root * pair.up)
+        downs.append(root * pair.down)
+    return FactorPair(torch.cat(ups, -1), torch.cat(downs, -2))
 
 
-def norm(pair: Pair) -> float:
-    """Frobenius norm of a pair's product."""
-    up, down = pair
-    return float((torch.linalg.qr(up)[1] @ torch.linalg.qr(down.mT)[1].mT).norm())
+def product_norm(pair: FactorPair) -> float:
+    """Return the Frobenius norm of a pair's product."""
+    # ‖B·A‖ = ‖R_B·R_Aᵀ‖, since the orthogonal factors of the QR decompositions do not change the norm.
+    up_r = torch.linalg.qr(pair.up).R
+    down_r = torch.linalg.qr(pair.down.mT).R
+    return float((up_r @ down_r.mT).norm())
 
 
-def minus(minuend: Pair, subtrahend: Pair) -> Pair:
-    """The difference of two products as one pair."""
-    return torch.cat([minuend[0], subtrahend[0]], -1), torch.cat([minuend[1], -subtrahend[1]], -2)
+def difference(minuend: FactorPair, subtrahend: FactorPair) -> FactorPair:
+    """Compute the difference of two products, as one pair."""
+    up = torch.cat([minuend.up, subtrahend.up], -1)
+    down = torch.cat([minuend.down, -subtrahend.down], -2)
+    return FactorPair(up, down)
 
 
-def by_name(pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
-    """The means of the Bs and of the As, of one rank; their product is not the mean of the products."""
-    ups, downs = zip(*pairs, strict=True)
-    return _sum(ups, weights), _sum(downs, weights)
+def mean_factors(pairs: Sequence[FactorPair], weights: Sequence[float]) -> FactorPair:
+    """Average B and A by name, of pairs of equal rank; their product is not the mean of the products."""
+    up = _weighted_mean([pair.up for pair in pairs], weights)
+    down = _weighted_mean([pair.down for pair in pairs], weights)
+    return FactorPair(up, down)
 
 
-def residual(pairs: Sequence[Pair], weights: Sequence[float]) -> Pair:
-    """mean(B·A) − mean(B)·mean(A) as one pair: the sum of w_m (B_m − mean(B)) (A_m − mean(A)), which cancels nothing.
+def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    terms = [weight * value for weight, value in zip(weights, values, strict=True)]
+    return torch.stack(terms).sum(0)
 
-    The weights sum to one.
+
+def residual(pairs: Sequence[FactorPair], weights: Sequence[float]) -> FactorPair:
+    """Compute mean(B·A) − mean(B)·mean(A), as one pair, with weights that sum to one.
+
+    It is the sum of w_m (B_m − mean(B)) (A_m − mean(A)): in this form no large numbers cancel.
     """
-    up, down = by_name(pairs, weights)
-    return stacked([(b - up, a - down) for b, a in pairs], weights)
+    mean = mean_factors(pairs, weights)
+    deviations = [FactorPair(pair.up - mean.up, pair.down - mean.down) for pair in pairs]
+    return weighted_sum(deviations, weights)
 
 
 def lora_residual(factors: Iterable[Factors], updates: Updates, weights: Tensor) -> float:
-    """Compute ‖mean(s·B·A) − s·mean(B)·mean(A)‖ / ‖mean(s·B·A)‖ of what clients sent, over all layers together.
+    """Compute ‖mean(s·B·A) − s·mean(B)·mean(A)‖ / ‖mean(s·B·A)‖ of the clients' updates, over all layers together.
 
-    Layers of which there are not both factors do not count. It is 0 where all products are 0.
+    A collective: all ranks call it alike.
+
+    Args:
+        factors: Names of the layers' factors. Layers of which clients did not send both are left out.
+        updates: What the clients sent.
+        weights: Weights (C,) that sum to one.
+
+    Returns:
+        The ratio; 0 where all products are 0.
     """
-    shares = weights.tolist()
-    squared_error = 0.0
-    squared_norm = 0.0
-    for down, up, scale in factors:
-        if down in updates and up in updates:
-            pairs = pairs_of(updates.gathered(up), updates.gathered(down))
-            squared_error += (scale * norm(residual(pairs, shares))) ** 2
-            squared_norm += (scale * norm(stacked(pairs, shares))) ** 2
-    return math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
+    client_weights = weights.tolist()
+    error = _RelativeError()
+    for layer in factors:
+        if layer.down in updates and layer.up in updates:
+            # The order of these two collectives must be the same on all ranks.
+            up = updates.gathered(layer.up)
+            down = updates.gathered(layer.down)
+            pairs = client_pairs(up, down)
+            error.add(
+                difference=residual(pairs, client_weights),
+                reference=weighted_sum(pairs, client_weights),
+                scale=layer.scale,
+            )
+    return error.value
 
 
-def truncated(pair: Pair, rank: int, before: Tensor) -> Pair:
-    """The best approximation of a product by one of rank at most ``rank``, by its singular value decomposition U·S·Vᵀ.
+class _RelativeError:
+    """Accumulates ‖difference‖ / ‖reference‖ over layers; the ratio is 0 where the references are."""
 
-    It is B = U·S and A = Vᵀ, cut off behind the largest ``rank`` singular values, of which the largest come first; so
-    the first q columns of B and rows of A are the best approximation of rank q. In each row of A, the number that is
-    largest in magnitude is positive. Where there are fewer singular values, the rest of both is zero.
+    def __init__(self) -> None:
+        self._squared_error = 0.0
+        self._squared_norm = 0.0
 
-    Rows of A whose singular value is 0, but for rounding, may be any that are orthogonal to the others. They are those
-    of A ``before`` (..., rank, in), made orthogonal: otherwise rounding would choose what is trained next.
+    def add(self, *, difference: FactorPair, reference: FactorPair, scale: float) -> None:
+        """Add a layer, both of whose products are multiplied by a scale."""
+        self._squared_error += (scale * product_norm(difference)) ** 2
+        self._squared_norm += (scale * product_norm(reference)) ** 2
+
+    @property
+    def value(self) -> float:
+        """The ratio over all layers that were added."""
+        if not self._squared_norm:
+            return 0.0
+        return math.sqrt(self._squared_error / self._squared_norm)
+
+
+def truncate(pair: FactorPair, rank: int, previous_down: Tensor) -> FactorPair:
+    """Compute the best approximation of a product by one of a lower rank, from its singular value decomposition U·S·Vᵀ.
+
+    B is U·S and A is Vᵀ, cut off behind the largest ``rank`` singular values. These come in descending order, so that
+    the first q columns of B and rows of A are the best approximation of rank q. The sign is chosen such that the entry
+    of largest magnitude in each row of A is positive. If there are fewer singular values, the rest of both is zero.
+
+    Args:
+        pair: The product to approximate.
+        rank: Rank of the result.
+        previous_down: A (..., rank, in) of the previous round. Rows of A whose singular value is 0 up to rounding could
+            be any that are orthogonal to the others. They are taken from here and made orthogonal, or else rounding
+            errors would choose what is trained next.
+
+    Returns:
+        The pair of rank ``rank``.
     """
-    (left_q, up_r) = torch.linalg.qr(pair[0])
-    (right_q, down_r) = torch.linalg.qr(pair[1].mT)
-    u, s, vt = torch.linalg.svd(up_r @ down_r.mT, full_matrices=False)
-    kept = min(rank, s.shape[-1])
-    noise = max(*left_q.shape, *right_q.shape) * torch.finfo(s.dtype).eps
-    size = torch.linalg.matrix_norm(up_r) * torch.linalg.matrix_norm(down_r)
-    free = (s <= noise * size.unsqueeze(-1)).unsqueeze(-1)[..., :kept, :]
-    new_up = left_q @ (u * s.unsqueeze(-2))[..., :kept].where(~free.mT, 0)
-    new_down = vt[..., :kept, :] @ right_q.mT
-    new_down = torch.linalg.qr(before[..., :kept, :].where(free, new_down).mT)[0].mT.where(free, new_down)
-    signs = new_down.gather(-1, new_down.abs().argmax(-1, keepdim=True)).sign()
-    more = rank - kept
-    return (
-        F.pad(new_up * signs.mT, (0, more)),
-        F.pad(new_down * signs, (0, 0, 0, more)),
-    )
+    up_q, up_r = torch.linalg.qr(pair.up)
+    down_q, down_r = torch.linalg.qr(pair.down.mT)
+    u, singular_values, vt = torch.linalg.svd(up_r @ down_r.mT, full_matrices=False)
+    num_values = min(rank, singular_values.shape[-1])
+
+    # Singular values below the rounding error of the decomposition count as 0.
+    epsilon = torch.finfo(singular_values.dtype).eps
+    relative_error = max(*up_q.shape, *down_q.shape) * epsilon
+    magnitude = torch.linalg.matrix_norm(up_r) * torch.linalg.matrix_norm(down_r)
+    is_zero = singular_values <= relative_error * magnitude.unsqueeze(-1)
+    free_rows = is_zero.unsqueeze(-1)[..., :num_values, :]
+
+    scaled_u = (u * singular_values.unsqueeze(-2))[..., :num_values]
+    up = up_q @ scaled_u.where(~free_rows.mT, 0)
+    down = vt[..., :num_values, :] @ down_q.mT
+    # QR orthogonalises the rows in their order: those that are not free come first and are orthogonal already.
+    candidates = previous_down[..., :num_values, :].where(free_rows, down)
+    orthogonal = torch.linalg.qr(candidates.mT).Q.mT
+    down = orthogonal.where(free_rows, down)
+
+    largest_entries = down.gather(-1, down.abs().argmax(-1, keepdim=True))
+    signs = largest_entries.sign()
+    missing = rank - num_values
+    return FactorPair(F.pad(up * signs.mT, (0, missing)), F.pad(down * signs, (0, 0, 0, missing)))
 
 
-def corrected(pairs: Sequence[Pair], weights: Sequence[float], strength: float) -> Pair:
-    """B' and mean(A), where B' minimises ‖mean(B·A) − B'·mean(A)‖² + ``strength`` · ‖B' − mean(B)‖² (a ridge).
+def correct_up(pairs: Sequence[FactorPair], weights: Sequence[float], strength: float) -> FactorPair:
+    """Return B' and mean(A), where B' minimises ‖mean(B·A) − B'·mean(A)‖² + ``strength`` · ‖B' − mean(B)‖² (a ridge).
 
     With A for mean(A), B' = mean(B) + (mean(B·A) − mean(B)·A)·Aᵀ·(A·Aᵀ + strength)⁻¹.
     """
-    up, down = by_name(pairs, weights)
-    residual_up, residual_down = residual(pairs, weights)
-    gram = down @ down.mT + strength * torch.eye(down.shape[-2], dtype=down.dtype)
-    return up + torch.linalg.solve(gram, (residual_up @ (residual_down @ down.mT)).mT).mT, down
+    mean = mean_factors(pairs, weights)
+    error = residual(pairs, weights)
+    rank = mean.down.shape[-2]
+    gram = mean.down @ mean.down.mT + strength * torch.eye(rank, dtype=mean.down.dtype)
+    right_side = error.up @ (error.down @ mean.down.mT)
+    # X·gram = right_side, solved as gram·Xᵀ = right_sideᵀ, since the Gram matrix is symmetric.
+    correction = torch.linalg.solve(gram, right_side.mT).mT
+    return FactorPair(mean.up + correction, mean.down)
 
 
-def _sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    return torch.stack([weight * value for weight, value in zip(weights, values, strict=True)]).sum(0)
+class _ProductRule(ComposedRule):
+    """A rule on the products of LoRA's factors, of which clients must send both. The inner rule gets all other tensors.
 
-
-class _OnProducts(ComposedRule):
-    """A rule on the products of LoRA's factors, of which clients must send both; all else is the inner rule's.
-
-    ``updates/lora_error`` in the metrics is ‖mean(s·B·A) − s·B'·A'‖ / ‖mean(s·B·A)‖ over all layers together, for the
+    The metric ``updates/lora_error`` is ‖mean(s·B·A) − s·B'·A'‖ / ‖mean(s·B·A)‖ over all layers together, for the
     result (B', A').
     """
 
     needs_factors = True
 
     def __call__(self, aggregation: Aggregation) -> State:
-        factors = [
-            pair for pair in aggregation.factors if pair.down in aggregation.updates and pair.up in aggregation.updates
-        ]
-        if not factors:
+        updates = aggregation.updates
+        layers = [layer for layer in aggregation.factors if layer.down in updates and layer.up in updates]
+        if not layers:
             raise OptionError(
                 f"server_rule={type(self).__name__} averages products of LoRA's factors, and clients send no pair of "
                 "them; choose server_rule='mean'",
                 name="server_rule",
                 value=type(self).__name__,
             )
-        factor_names = {name for pair in factors for name in (pair.down, pair.up)}
-        rest = aggregation.updates.part(range(len(aggregation.weights)), without=factor_names)
-        result = self._aggregate(replace(aggregation, updates=rest)) if rest.names else {}
+        result = self._aggregate_others(aggregation, layers)
         weights = aggregation.weights.tolist()
-        squared_error = 0.0
-        squared_norm = 0.0
-        for down, up, scale in factors:
-            sent = {name: aggregation.updates.gathered(name) for name in (up, down)}
-            pairs = pairs_of(sent[up], sent[down])
-            ((_, before),) = pairs_of(aggregation.previous[up][None], aggregation.previous[down][None])
-            merged = self._merged(pairs, weights, before)
-            for name, value in zip((up, down), merged, strict=True):
-                # The memory layout stays that of the previous state: the last bits of a convolution depend on it.
-                row = torch.empty_like(aggregation.previous[name], dtype=sent[name].dtype, device=sent[name].device)
-                result[name] = row.copy_(value.reshape(row.shape))
-            product = stacked(pairs, weights)
-            squared_error += (scale * norm(minus(product, merged))) ** 2
-            squared_norm += (scale * norm(product)) ** 2
-        aggregation.metrics["updates/lora_error"] = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
-        return {name: result[name] for name in aggregation.updates.names}
+        error = _RelativeError()
+        for layer in layers:
+            # The order of these two collectives must be the same on all ranks.
+            up = updates.gathered(layer.up)
+            down = updates.gathered(layer.down)
+            previous_up = aggregation.previous[layer.up]
+            previous_down = aggregation.previous[layer.down]
+            (previous_pair,) = client_pairs(previous_up.unsqueeze(0), previous_down.unsqueeze(0))
+            pairs = client_pairs(up, down)
+            merged = self._merge(pairs, weights, previous_pair.down)
+            result[layer.up] = _in_layout_of(previous_up, merged.up, up)
+            result[layer.down] = _in_layout_of(previous_down, merged.down, down)
+            mean_product = weighted_sum(pairs, weights)
+            error.add(difference=difference(mean_product, merged), reference=mean_product, scale=layer.scale)
+        aggregation.metrics["updates/lora_error"] = error.value
+        return {name: result[name] for name in updates.names}
+
+    def _aggregate_others(self, aggregation: Aggregation, layers: Iterable[Factors]) -> State:
+        """Aggregate the tensors that are no factor of a layer by the inner rule."""
+        factor_names = set()
+        for layer in layers:
+            factor_names |= {layer.down, layer.up}
+        clients = range(len(aggregation.weights))
+        others = aggregation.updates.part(clients, without=factor_names)
+        if not others.names:
+            return {}
+        return self._aggregate(replace(aggregation, updates=others))
 
     @abstractmethod
-    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float], before: Tensor) -> Pair:
-        """The layer's next pair, given those of the clients, and its A before the round."""
+    def _merge(self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor) -> FactorPair:
+        """Compute a layer's next pair.
+
+        Args:
+            pairs: Those of the clients.
+            weights: The clients' weights, which sum to one.
+            previous_down: A of the previous round.
+        """
 
 
-class SVD(_OnProducts):
-    """The mean of the products of LoRA's factors, cut back to their rank r by singular values (FlexLoRA).
+def _in_layout_of(previous: Tensor, value: Tensor, sent: Tensor) -> Tensor:
+    """Copy a factor into a tensor with the shape and strides of the previous state, where and as clients sent it.
 
-    Bai et al., NeurIPS 2024 (arXiv 2402.11505), whose server forms and decomposes the whole weight. Here C clients'
-    factors are stacked, and a matrix of at most C·r × C·r is decomposed. The result is the matrix of rank r that is
-    closest to the mean, and the mean itself where that has no larger rank. Of U·S·Vᵀ, B gets U·S and A gets Vᵀ, largest
-    singular values first: A has rows of length 1, so that B is trained however small it is. Where the mean has a lower
-    rank, as of clients of low ranks, the rest of A is w's, made orthogonal.
+    The strides matter: the last bits of a convolution depend on the memory layout of its weight.
+    """
+    result = torch.empty_like(previous, dtype=sent.dtype, device=sent.device)
+    return result.copy_(value.reshape(result.shape))
+
+
+class SVD(_ProductRule):
+    """Average the products of LoRA's factors and cut the mean back to rank r by singular values (FlexLoRA).
+
+    Bai et al., NeurIPS 2024 (arXiv 2402.11505), whose server forms and decomposes the full weight. Here the factors of
+    C clients are concatenated, and a matrix of at most C·r × C·r is decomposed. The result is the matrix of rank r that
+    is closest to the mean, and the mean itself if its rank is at most r. Of U·S·Vᵀ, B gets U·S and A gets Vᵀ, largest
+    singular values first: the rows of A have length 1, so that B is trained however small it is. Where the rank of the
+    mean is lower than r, as with clients of low ranks, the remaining rows of A are those of the previous round, made
+    orthogonal.
 
     Args:
-        aggregate: What is done with all other tensors, such as the head. Default: the mean.
+        aggregate: Rule for all other tensors, such as the head. Default: the mean.
     """
 
     def __init__(self, aggregate: ServerRule | None = None) -> None:
         super().__init__(aggregate)
 
-    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float], before: Tensor) -> Pair:
-        return truncated(stacked(pairs, weights), before.shape[-2], before)
+    def _merge(self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor) -> FactorPair:
+        rank = previous_down.shape[-2]
+        return truncate(weighted_sum(pairs, weights), rank, previous_down)
 
 
-class LoRAFair(_OnProducts):
-    """The means of LoRA's factors, of which that of B is corrected towards the mean of their products (LoRA-FAIR).
+class LoRAFair(_ProductRule):
+    """Average LoRA's factors, and correct the mean of B towards the mean of their products (LoRA-FAIR).
 
-    Bian et al., ICCV 2025 (arXiv 2411.14961), equation 8: B' = mean(B) + ΔB is to make B'·mean(A) like mean(B·A),
-    by cosine similarity, at a price of λ ‖ΔB‖; it is found by steps of SGD. Here ‖mean(B·A) − B'·mean(A)‖² + λ ‖ΔB‖²
-    is minimised, in Frobenius's norm: a ridge regression, which is solved exactly. So the same λ may pull more or less
-    than theirs. A is the mean of the clients' A.
+    Bian et al., ICCV 2025 (arXiv 2411.14961), equation 8, choose B' = mean(B) + ΔB such that B'·mean(A) resembles
+    mean(B·A) by cosine similarity, with a penalty of λ ‖ΔB‖, and find it by SGD. Here ‖mean(B·A) − B'·mean(A)‖² +
+    λ ‖ΔB‖² is minimised in the Frobenius norm: a ridge regression, which is solved exactly. The same λ may therefore
+    pull more or less than theirs. A is the mean of the clients' A.
 
     Args:
-        strength: λ, the pull of B' towards mean(B); the paper's is 0.01. A large one gives the means.
-        aggregate: What is done with all other tensors, such as the head. Default: the mean.
+        strength: λ, the pull of B' towards mean(B); the paper uses 0.01. A large value gives the means.
+        aggregate: Rule for all other tensors, such as the head. Default: the mean.
     """
 
     def __init__(self, strength: float = 0.01, aggregate: ServerRule | None = None) -> None:
@@ -219,5 +335,5 @@ class LoRAFair(_OnProducts):
         check_number("strength", strength, gt=0)
         self.strength = strength
 
-    def _merged(self, pairs: Sequence[Pair], weights: Sequence[float], before: Tensor) -> Pair:
-        return corrected(pairs, weights, self.strength)
+    def _merge(self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor) -> FactorPair:
+        return correct_up(pairs, weights, self.strength)

@@ -10,7 +10,16 @@ from torch import nn
 
 from perada.core.states import Factors
 from perada.server import SVD, Aggregation, FedAvgM, LoRAFair, Median, NormClipping, Updates, client_weights, mean
-from perada.server.low_rank import corrected, lora_residual, norm, pairs_of, residual, stacked, truncated
+from perada.server.low_rank import (
+    FactorPair,
+    client_pairs,
+    correct_up,
+    lora_residual,
+    product_norm,
+    residual,
+    truncate,
+    weighted_sum,
+)
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -21,7 +30,7 @@ def drawn(ranks, out=7, into=9, seed=0):
     def matrix(*shape):
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
-    return [(matrix(out, rank), matrix(rank, into)) for rank in ranks]
+    return [FactorPair(matrix(out, rank), matrix(rank, into)) for rank in ranks]
 
 
 def shares(clients):
@@ -46,7 +55,7 @@ def test_products_are_averaged_and_cut_off_as_the_dense_mean_is(ranks, rank, out
     """Without a cut where the ranks sum to at most r; the stack may be wider than the layer."""
     pairs, weights = drawn(ranks, out, into), shares(len(ranks))
     ((_, before),) = drawn([rank], out, into, seed=1)
-    whole, (up, down) = dense(pairs, weights), truncated(stacked(pairs, weights), rank, before)
+    whole, (up, down) = dense(pairs, weights), truncate(weighted_sum(pairs, weights), rank, before)
     assert up.shape == (out, rank)
     assert down.shape == (rank, into)
     torch.testing.assert_close(up @ down, whole if sum(ranks) <= rank else best(whole, rank), **EXACT)
@@ -56,14 +65,14 @@ def test_products_are_averaged_and_cut_off_as_the_dense_mean_is(ranks, rank, out
     assert (down.gather(1, down.abs().argmax(1, keepdim=True)) >= 0).all()
     for fewer in range(1, rank):
         torch.testing.assert_close(up[:, :fewer] @ down[:fewer], best(whole, fewer), **EXACT)
-    assert norm(stacked(pairs, weights)) == pytest.approx(float(whole.norm()), rel=1e-12)
+    assert product_norm(weighted_sum(pairs, weights)) == pytest.approx(float(whole.norm()), rel=1e-12)
 
 
 def test_two_clients_by_hand():
     """B = (1, 0)ᵀ and (0, 1)ᵀ, A = (2, 0) and (0, 4): the mean is diag(1, 2), of which rank 1 keeps the 2."""
-    pairs = [(torch.tensor([[1.0], [0.0]]).double(), torch.tensor([[2.0, 0.0]]).double())]
-    pairs.append((torch.tensor([[0.0], [1.0]]).double(), torch.tensor([[0.0, 4.0]]).double()))
-    up, down = truncated(stacked(pairs, [0.5, 0.5]), 1, torch.ones(1, 2).double())
+    pairs = [FactorPair(torch.tensor([[1.0], [0.0]]).double(), torch.tensor([[2.0, 0.0]]).double())]
+    pairs.append(FactorPair(torch.tensor([[0.0], [1.0]]).double(), torch.tensor([[0.0, 4.0]]).double()))
+    up, down = truncate(weighted_sum(pairs, [0.5, 0.5]), 1, torch.ones(1, 2).double())
     torch.testing.assert_close(up, torch.tensor([[0.0], [2.0]]).double(), **EXACT)
     torch.testing.assert_close(down, torch.tensor([[0.0, 1.0]]).double(), **EXACT)
     # By name: B = (1/2, 1/2)ᵀ, A = (1, 2), whose product is (1/2, 1; 1/2, 1); the difference is (1/2, -1; -1/2, 1).
@@ -71,7 +80,7 @@ def test_two_clients_by_hand():
         torch.matmul(*residual(pairs, [0.5, 0.5])), torch.tensor([[0.5, -1.0], [-0.5, 1.0]]).double(), **EXACT
     )
     # B' = (D·Aᵀ + λB) / (A·Aᵀ + λ) with D·Aᵀ = (1, 4)ᵀ, A·Aᵀ = 5, λ = 1: (1.5, 4.5)ᵀ / 6.
-    up, down = corrected(pairs, [0.5, 0.5], 1.0)
+    up, down = correct_up(pairs, [0.5, 0.5], 1.0)
     torch.testing.assert_close(up, torch.tensor([[0.25], [0.75]]).double(), **EXACT)
     torch.testing.assert_close(down, torch.tensor([[1.0, 2.0]]).double(), **EXACT)
 
@@ -91,16 +100,18 @@ def test_rounding_does_not_choose_the_rows_that_the_mean_leaves_free(nudge):
     """Clients of ranks 1 and 2 in factors of rank 5: two rows of A are those before, made orthogonal."""
     random = torch.Generator().manual_seed(7)
     ((_, before),) = drawn([5], seed=1)
-    pairs = [(nn.functional.pad(up, (0, 5 - up.shape[1])), down) for up, down in drawn([1, 2])]
-    pairs = [(up, nn.functional.pad(down, (0, 0, 0, 5 - len(down)))) for up, down in pairs]
-    moved = [tuple(x * (1 + nudge * torch.rand(x.shape, generator=random).double()) for x in pair) for pair in pairs]
-    up, down = truncated(stacked(moved, [0.3, 0.7]), 5, before)
+    pairs = [FactorPair(nn.functional.pad(up, (0, 5 - up.shape[1])), down) for up, down in drawn([1, 2])]
+    pairs = [FactorPair(up, nn.functional.pad(down, (0, 0, 0, 5 - len(down)))) for up, down in pairs]
+    moved = [
+        FactorPair(*(x * (1 + nudge * torch.rand(x.shape, generator=random).double()) for x in pair)) for pair in pairs
+    ]
+    up, down = truncate(weighted_sum(moved, [0.3, 0.7]), 5, before)
     _, _, vt = torch.linalg.svd(dense(pairs, [0.3, 0.7]))
     torch.testing.assert_close(down, orthogonal([*vt[:3], *before[3:]]), rtol=1e-9, atol=1e-12)
     assert not up[:, 3:].any()
     torch.testing.assert_close(up @ down, dense(pairs, [0.3, 0.7]), **EXACT)
-    nothing = [(0 * up, down) for up, down in pairs]
-    up, down = truncated(stacked(nothing, [0.3, 0.7]), 5, before)
+    nothing = [FactorPair(0 * up, down) for up, down in pairs]
+    up, down = truncate(weighted_sum(nothing, [0.3, 0.7]), 5, before)
     torch.testing.assert_close(down, orthogonal(before), **EXACT)
     assert not up.any()
 
@@ -109,15 +120,15 @@ def test_rounding_does_not_choose_the_rows_that_the_mean_leaves_free(nudge):
 def test_the_corrected_factor_is_the_minimum(strength):
     pairs, weights = drawn([3] * 4), shares(4)
     up, down = (sum(w * pair[side] for w, pair in zip(weights, pairs, strict=True)) for side in (0, 1))
-    found, same = corrected(pairs, weights, strength)
+    found, same = correct_up(pairs, weights, strength)
     torch.testing.assert_close(same, down, **EXACT)
     leaf, whole = found.clone().requires_grad_(), dense(pairs, weights)
     loss = (whole - leaf @ down).square().sum() + strength * (leaf - up).square().sum()
     (slope,) = torch.autograd.grad(loss, leaf)
     assert slope.abs().max() < 1e-11
-    torch.testing.assert_close(corrected(pairs, weights, 1e14)[0], up, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(correct_up(pairs, weights, 1e14)[0], up, rtol=1e-10, atol=1e-10)
     least = torch.linalg.lstsq(down.T, whole.T).solution.T
-    torch.testing.assert_close(corrected(pairs, weights, 1e-13)[0], least, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(correct_up(pairs, weights, 1e-13)[0], least, rtol=1e-9, atol=1e-9)
 
 
 FACTORS = (Factors("fc.A", "fc.B", 0.5), Factors("conv.A", "conv.B", 3.0), Factors("many.A", "many.B", 2.0))
@@ -178,7 +189,7 @@ def test_groups_of_a_convolution_are_pairs_of_their_own():
     with torch.no_grad():
         down.weight.copy_(one["many.A"])
         up.weight.copy_(one["many.B"])
-        b, a = pairs_of(one["many.B"][None], one["many.A"][None])[0]
+        b, a = client_pairs(one["many.B"][None], one["many.A"][None])[0]
         whole.weight.copy_((b @ a).reshape(6, 4, 3, 3))
         x = torch.randn(2, 4, 5, 5, dtype=torch.float64)
         torch.testing.assert_close(whole(x), up(down(x)), **EXACT)
@@ -287,5 +298,5 @@ def test_without_pairs_there_is_nothing_to_do():
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_a_pull_is_positive(value):
-    with pytest.raises(ValueError, match=f"strength={value!r} .*; give "):
+    with pytest.raises(ValueError, match=rf"strength must be a finite number > 0, got {value!r}"):
         LoRAFair(value)
