@@ -39,6 +39,7 @@ def test_its_outputs_are_there(notebook):
     assert "error" not in kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["folder_to_model", "own_algorithm"])
 def test_it_runs_cut_down_to_a_step(name, tmp_path):
     run(ROOT / "docs" / "tutorials" / f"{name}.ipynb", tmp_path, CUT)

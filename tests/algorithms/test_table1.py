@@ -92,7 +92,7 @@ QUICK = ("standalone", "apfl", "fedbn", "lg_fedavg", "fedrep", "fedalt_input", "
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TABLE])
-@pytest.mark.every(2)
+@pytest.mark.every(24)
 def test_parameters_trained_and_sent(name):
     few = {"fed_ensemble": {"modes": 2}, "fedbe": {"samples": 1}, "fedbe_no_kd": {"samples": 1}}
     algorithm = make_algorithm(name, **few.get(name, {}))

@@ -170,6 +170,7 @@ class Mine(Ditto):
     """An algorithm of the caller's own."""
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("made", "given"),
     [
@@ -210,6 +211,7 @@ def test_an_algorithm_of_ones_own_within_another_is_made_again_from_the_recipe(t
     assert len(run.states("global")) == 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("changed", [{"adapter_options": {"train_backbone": True}}, {"num_classes": "ten"}])
 def test_a_checkpoint_that_says_what_no_run_says_is_refused_in_one_line(tmp_path, changed):
     _, folder = made_in_python(tmp_path, rounds=1)

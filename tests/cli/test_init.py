@@ -188,6 +188,7 @@ def test_a_class_of_ones_own_hides_none_of_ours(capsys):
     del own
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("algorithm", ["perada", "ditto"])
 def test_a_private_recipe_gives_the_server_none_of_the_clients_images(algorithm):
     """On digits it distils on photographs, on images of one's own not at all; its set-up has no objection."""

@@ -50,7 +50,7 @@ MOMENTS = ["shutdown", "reading", "start", "set-up"]
 
 @pytest.mark.parametrize(("signal_name", "status", "what"), [("INT", 130, "interrupted"), ("TERM", 143, "terminated")])
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.every(8)
+@pytest.mark.slow
 def test_a_signal_to_all_processes_ends_the_run_with_the_line_to_resume(tmp_path, signal_name, status, what, moment):
     code, lines = run(tmp_path, signal_name, moment)
     assert code == status

@@ -196,6 +196,7 @@ def test_lines_that_were_written_anew_are_found_by_the_head_and_by_a_hash_that_w
         main(["deploy", "audit", str(folder)])
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_status_1_and_one_line(tmp_path, capsys):
     folder = written(tmp_path / "state", 3)
     main(["deploy", "audit", str(folder), "--json"])
@@ -238,6 +239,7 @@ def test_a_torn_line_stays_and_the_next_one_says_so(size, tmp_path, monkeypatch)
         main(["deploy", "audit", str(folder)])
 
 
+@pytest.mark.slow
 def test_whatever_step_of_a_line_is_the_last_the_chain_is_whole(tmp_path, monkeypatch):
     """Also where the repair itself is interrupted."""
     calls = []

@@ -131,6 +131,7 @@ def test_a_site_of_a_private_recipe_has_the_public_set_to_compare(tmp_path, sect
     assert (site_recipe(path, given).public is None) == (section is None)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 @pytest.mark.parametrize(
     ("options", "message", "kind"),

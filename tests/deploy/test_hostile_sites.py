@@ -168,6 +168,7 @@ def test_no_change_of_a_reply_stops_the_server(tiny, tmp_path):
     assert "malformed" in codes
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("number", [1, 2, 99, 2**40, -1, -99])
 def test_a_mode_that_the_run_does_not_have_is_malformed_and_the_run_goes_on(number, tiny, tmp_path):
     """It would be an index into the models of the ensemble."""

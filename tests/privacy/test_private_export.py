@@ -58,6 +58,7 @@ def plain_peft(kind, run, client, vit):
     return PeftModel.from_pretrained(network, folder).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by PEFT
 @pytest.mark.parametrize(
     ("kind", "sigma", "engine"),

@@ -98,6 +98,7 @@ def test_a_sum_that_cannot_be_is_void_and_the_run_goes_on(change, weighting, tin
     assert not two.void and two.summed == made.names
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", ["own/accuracy", "square/accuracy", "own/right", "own/all", "global/right"])
 def test_counts_of_scores_that_add_up_to_none_stop_nothing(name, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -129,6 +130,7 @@ LOW = "00" * 32
 """A point of X25519 with which every exchange gives zero."""
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "change",
     [{"masks": LOW}, {"shares": LOW}, {"shares": "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"}],
@@ -143,6 +145,7 @@ def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, ti
     assert "site site0: malformed in a secure sum: a public key cannot be used" in caplog.text
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("change", [{"terms": "0" * 64}, {"heard": f"0:{'0' * 64} "}], ids="".join)
 def test_a_site_that_says_it_was_told_other_things_is_alone(change, tiny, tmp_path, caplog):
     """With its keys in the list each site would refuse it, in all rounds."""
@@ -162,6 +165,7 @@ def test_a_site_with_other_public_images_is_alone(tiny, tmp_path, caplog):
     assert record.summed == ["site0", "site2", "site3"] and "without site1" in caplog.text
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("change", [str.upper, lambda key: f" {key}", lambda key: key[:-2]])
 def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -173,6 +177,7 @@ def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
     assert record.summed == made.names[1:] and "has the wrong form" in caplog.text
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "lie",
     [
@@ -196,6 +201,7 @@ def test_shares_that_are_not_for_all_others_put_the_site_alone_out_of_the_round(
         assert torch.equal(value, expected[key]), key
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("signature", ["00" * 10**6, "00" * 64, None, 3, ["00"]])
 def test_a_signature_that_is_none_stops_nobody(signature, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

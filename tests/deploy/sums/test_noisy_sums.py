@@ -63,6 +63,7 @@ def spent(workers):
 ADAPTIVE = {"clipping": "adaptive", "count_noise": 2.0, "quantile": 0.7}
 
 
+@pytest.mark.every(9)
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
@@ -82,6 +83,7 @@ def test_a_deployed_run_equals_its_simulation(algorithm, options, tiny, tmp_path
     assert (row["privacy/client_norm"] != 0.1) == ("privacy" in options)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("gone", [None, "mask", "confirm"])
 def test_the_mean_has_the_planned_noise_whoever_goes(gone, tiny, tmp_path):
     """Of four sites three must be there. The noise is a thousand times as long as a change may be."""
@@ -257,6 +259,7 @@ def test_a_budget_is_looked_at_again_before_a_vector_leaves(tiny, tmp_path):
 # Restarts.
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("step", ["mask", "confirm"])
 def test_noise_is_drawn_for_one_vector_and_a_vector_leaves_once(step, tiny, tmp_path, monkeypatch):
     """A worker that dies before it has sent its vector is out; no second vector of the round is ever made for it."""

@@ -18,6 +18,7 @@ def dealt(threshold, sites, seed=0):
     return secret, dict(enumerate(shares.split(secret, threshold, sites)))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("threshold", "sites"), [(1, 1), (2, 3), (3, 3), (7, 10), (67, 100), (90, 300)])
 def test_the_bytes_are_those_of_pycryptodome(threshold, sites):
     secret, made = dealt(threshold, sites)
@@ -76,6 +77,7 @@ def test_a_secret_is_found_as_long_as_enough_shares_are_right(wrong):
         assert found == secret
 
 
+@pytest.mark.slow
 def test_what_cannot_be_found_is_none_and_takes_a_bounded_time():
     secret, made = dealt(67, 100)
     assert shares.recover({place: made[place] for place in range(66)}, 67, lambda candidate: True) is None

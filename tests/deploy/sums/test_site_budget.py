@@ -65,6 +65,7 @@ def test_a_limit_of_the_site_is_not_kept_after_a_run_without_noise_of_its_own(ki
     assert reason not in format_site_privacy(client)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", WITHOUT)
 def test_a_site_without_a_limit_goes_on_and_every_report_says_infinity(kind, tiny, tmp_path):
     folder = trained_without(tiny, tmp_path, WITHOUT[kind])

@@ -41,7 +41,7 @@ def one_number(value):
 
 @pytest.mark.parametrize("change", [all_numbers(1e6), one_number(1e6), one_number(-1e6), all_numbers(1e5)])
 @pytest.mark.parametrize("liar_in", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_numbers_out_of_proportion_are_not_taken(change, liar_in, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=4, sizes=FOUR, every=4)
     workers = made.workers(may_send=())
@@ -53,6 +53,7 @@ def test_numbers_out_of_proportion_are_not_taken(change, liar_in, tiny, tmp_path
             assert "has moved the model by" in record.void and record.summed == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_model_that_most_sites_cannot_train_is_put_back(resumes, tiny, tmp_path, monkeypatch):
     """Also after the server was started again. The bound is taken away here, since it does not know each such model."""
@@ -91,6 +92,7 @@ def test_one_site_that_spoils_a_round_does_not_take_the_model_back(tiny, tmp_pat
     assert all(torch.equal(value, first[key]) for key, value in coordinator.server.global_state.items())
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("step", ["train", "shares", "hold", "mask", "confirm", "reveal"])
 def test_two_runs_over_the_same_sites_do_not_void_each_other(step, tiny, tmp_path):
     """The second trains and sums two rounds as the first is at a step, and the first then goes on."""
@@ -112,6 +114,7 @@ def test_two_runs_over_the_same_sites_do_not_void_each_other(step, tiny, tmp_pat
         assert not any(record.void for record in coordinator.progress.records)
 
 
+@pytest.mark.slow
 def test_steps_of_two_runs_that_take_turns(tiny, tmp_path):
     """Each step of the one comes between two of the other."""
     from threading import Condition, Thread
@@ -155,6 +158,7 @@ def test_steps_of_two_runs_that_take_turns(tiny, tmp_path):
         assert [record.summed for record in coordinator.progress.records] == [made.names] * 2
 
 
+@pytest.mark.slow
 def test_a_site_keeps_keys_of_a_bounded_number_of_runs(tiny, tmp_path):
     from perada.deploy.sums import party
 
