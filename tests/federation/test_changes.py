@@ -91,6 +91,7 @@ def test_norms_and_cosines_are_logged(tiny):
         assert record["updates/cosine_min_client"] == 1
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("rule", ["median", "krum", "geometric_median", "norm_clipping"])
 def test_robust_rules_keep_the_model_near_the_honest_one(tiny, rule):
     """One of five sends its change a thousand times over: a robust rule ends near the honest mean, the mean far off."""

@@ -111,7 +111,7 @@ TAKEN = [name for name in ALGORITHMS if name not in REFUSED] + [*MORE]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in TAKEN])
-@pytest.mark.every(7)
+@pytest.mark.every(12)
 @pytest.mark.filterwarnings("ignore:.*times as long as the median:UserWarning")  # of A, whose gradient is first zero
 def test_what_is_unsent_never_reaches_the_server(name, monkeypatch):
     """Other images for a stream change the global states of three rounds if, and only if, the stream is not unsent."""

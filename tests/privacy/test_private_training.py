@@ -54,7 +54,7 @@ ENGINES = [
 
 
 @pytest.mark.parametrize(("case", "sigma", "engine"), ENGINES)
-@pytest.mark.every(5)
+@pytest.mark.every(9)
 def test_three_rounds_equal_the_plain_loop(case, sigma, engine):
     algorithm, reference, options = CASES[case]
     run = train(algorithm, private(sigma, engine=engine), **options)
