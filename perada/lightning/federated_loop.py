@@ -409,7 +409,7 @@ class FederatedLoop(pl.Callback):
         plan = parts.data.plan(trainer.current_epoch)
         with parts.precision():
             report = parts.federation.end_round(
-                parts.data, lambda steps: parts.progress(steps, f"Distil {plan.round + 1}")
+                parts.data, lambda steps: parts.progress_bar(steps, f"Distil {plan.round + 1}")
             )
         warn_of_round(plan.round, report, parts.settings)
         for name, value in {"round": float(plan.round), **report.metrics}.items():

@@ -117,12 +117,12 @@ class Parts:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def progress(self, steps: Iterable[T], description: str) -> Iterable[T]:
+    def progress_bar(self, steps: Iterable[T], description: str) -> Iterable[T]:
         """Iterate over ``steps`` under a progress bar, if the trainer displays one."""
         bar = self.trainer.progress_bar_callback
         return tqdm(steps, desc=description, leave=False, disable=not getattr(bar, "is_enabled", False))
 
-    def prepared(self, plan: RoundPlan, private: PrivateSampling | None = None) -> Iterator[AnyBatch]:
+    def local_steps(self, plan: RoundPlan, private: PrivateSampling | None = None) -> Iterator[AnyBatch]:
         """Yield the local steps of a plan on the model's device, with prepared images."""
         for batch in self.data.cohort_loader(plan, private):
             yield self.data.prepare(move_data_to_device(batch, self.module.device))
@@ -131,7 +131,7 @@ class Parts:
         """Yield all training images of a plan's clients, each once, to compare the global models on them."""
         sizes = self.data.train_sizes
         full_pass = self.data.plan_for(plan.clients, plan.round, [Phase("compare", 1)])
-        batches = self.progress(self.prepared(full_pass), f"Compare {plan.round + 1}")
+        batches = self.progress_bar(self.local_steps(full_pass), f"Compare {plan.round + 1}")
         for batch in map(one_of, batches):
             # A client's last batch is filled up with images that were compared already.
             counts = [

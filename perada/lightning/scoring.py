@@ -127,7 +127,7 @@ def score_shifts(parts: Parts) -> bool:
     started_at = time.perf_counter()
     everywhere = sample_clients(parts.federation.num_clients, module.global_test_clients, module.seed)
     results: list[_ConditionScores] = []
-    for condition in parts.progress(data.conditions, "Shifts"):
+    for condition in parts.progress_bar(data.conditions, "Shifts"):
         evaluation = ShiftedEvaluation(parts.federation, module.metrics, everywhere, condition.others)
         parts.evaluate(data.shift_loader(condition), limit, evaluation.step)
         results.append(_ConditionScores(condition, evaluation.result()))
@@ -266,7 +266,7 @@ def fine_tune_clients(parts: Parts) -> bool:
     sampling = None if images is None else images.sampling(tuning=True)
     with parts.precision():
         broken, failed = federation.personalize(
-            parts.progress(plans, "Fine-tune"), lambda plan: parts.prepared(plan, sampling)
+            parts.progress_bar(plans, "Fine-tune"), lambda plan: parts.local_steps(plan, sampling)
         )
     parts.results.shifted = None  # of the models before
     # Whose training failed depends on the images: no log of a private run may name it.

@@ -126,13 +126,13 @@ def _first_batch(parts: Parts) -> CohortBatch:
     return parts.data.first_batch(cohort[: settings.clients_per_chunk or parts.data.num_clients])
 
 
-def check_first_batch(parts: Parts, batch: CohortBatch, fits: bool) -> None:
+def check_first_batch(parts: Parts, batch: CohortBatch, trains: bool) -> None:
     """Send a round's first images through the model and, for private training, check each image's influence.
 
     Args:
         parts: The run.
         batch: The first local step of some clients.
-        fits: Whether the run trains.
+        trains: Whether the run trains, and does not only evaluate.
 
     Raises:
         ValueError: If an image does not pass, or private training would not be private.
@@ -140,7 +140,7 @@ def check_first_batch(parts: Parts, batch: CohortBatch, fits: bool) -> None:
     check_images(parts, batch.x)
     if not parts.settings.private:
         check_folding(parts, batch.x)
-    elif fits:
+    elif trains:
         # In place of falling back to the loop, a network that mixes images is rejected.
         with parts.precision():
             _check_images_apart(parts, batch)

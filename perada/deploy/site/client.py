@@ -104,7 +104,7 @@ class Client:
             simulated = Parts(self.data, self.module, recipe.settings(clients_per_round=None))
             check_private(simulated)
             self._check_public_images()
-            check_first_batch(simulated, self.data.first_batch([0]), fits=True)
+            check_first_batch(simulated, self.data.first_batch([0]), trains=True)
         self.site_privacy = SitePrivacy(recipe, limits) if recipe.noisy else None
         self._trainer = LocalTrainer(self.module.engine, self.module.tensor_names, self.settings, self._protection)
         self.images = recipe.public_images()
