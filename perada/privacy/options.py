@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What private training is asked to do: the section ``privacy`` of a recipe, and ``client_privacy``."""
+"""Options of private training: the sections ``privacy`` and ``client_privacy`` of a recipe."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -40,7 +40,7 @@ class Privacy:
             mode: they follow from the run's seed, and whoever knows or guesses it can take the noise off.
 
     Raises:
-        ValueError: If an option cannot be used.
+        ValueError: If an option is invalid.
     """
 
     noise_multiplier: float | None = None
@@ -87,7 +87,7 @@ class ClientPrivacy:
             seed, and whoever knows or guesses it can take the noise off.
 
     Raises:
-        ValueError: If an option cannot be used.
+        ValueError: If an option is invalid.
     """
 
     noise_multiplier: float | None = None
@@ -110,47 +110,67 @@ class ClientPrivacy:
         check_number("client_privacy: count_noise", self.count_noise, gt=0, optional=True)
 
 
-def test_mode(*options: Privacy | ClientPrivacy | None) -> bool:
-    """Whether any noise follows from the run's seed, which then must be told to nobody."""
-    return any(given is not None and not given.secure_rng for given in options)
+def test_mode(*sections: Privacy | ClientPrivacy | None) -> bool:
+    """Return whether any noise follows from the run's seed, which then must be kept secret."""
+    return any(section is not None and not section.secure_rng for section in sections)
 
 
 T = TypeVar("T")
 
 
-def options_of(kind: type[T], section: str, given: T | Mapping[str, Any] | None) -> T | None:
-    """The options themselves, made of a dictionary of their fields where one is given.
+def options_of(kind: type[T], section: str, options: T | Mapping[str, Any] | None) -> T | None:
+    """Return options as an object, made from a dictionary of its fields if they are one.
+
+    Args:
+        kind: Class of the options, a dataclass.
+        section: Name of the section, for messages.
+        options: An object of this class, a dictionary of its fields, or None.
 
     Raises:
-        ValueError: If a field is unknown or cannot be used.
-        TypeError: If ``given`` is neither.
+        ValueError: If a field is unknown or invalid.
+        TypeError: If the options are of another type.
     """
-    if given is None or isinstance(given, kind):
-        return given
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{section} is a {type(given).__name__}; give a {kind.__name__} or a dictionary of its fields")
-    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{section} has no option {name!r}; its options are {', '.join(known)}")
-    return kind(**given)
+    if options is None or isinstance(options, kind):
+        return options
+    if not isinstance(options, Mapping):
+        actual = type(options).__name__
+        raise TypeError(f"{section} is a {actual}; give a {kind.__name__} or a dictionary of its fields")
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    for name in options:
+        if name not in names:
+            raise ValueError(f"{section} has no option {name!r}; its options are {', '.join(names)}")
+    return kind(**options)
 
 
 def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
-    """What both sections have."""
-    noise, target, usual = options.noise_multiplier, options.target_epsilon, "usual values lie from 0.5 to 5"
-    if (noise is None) == (target is None):
+    """Check the options that both sections have."""
+    noise_multiplier = options.noise_multiplier
+    target_epsilon = options.target_epsilon
+    if (noise_multiplier is None) == (target_epsilon is None):
         raise OptionError(
-            f"{section}: noise_multiplier={noise} and target_epsilon={target}: give one of them, the noise or the ε "
-            "that it is calibrated for",
+            f"{section}: noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon}: give one of them, "
+            "the noise or the ε that it is calibrated for",
             name=f"{section}: noise_multiplier",
-            value=noise,
+            value=noise_multiplier,
         )
-    check_number(f"{section}: noise_multiplier", noise, ge=0, le=1e100, optional=True, hint=usual)  # it is squared
-    check_target(f"{section}: target_epsilon", target, optional=True)
+    # The upper bounds keep squares finite.
+    check_number(
+        f"{section}: noise_multiplier",
+        noise_multiplier,
+        ge=0,
+        le=1e100,
+        optional=True,
+        hint="usual values lie from 0.5 to 5",
+    )
+    check_target(f"{section}: target_epsilon", target_epsilon, optional=True)
     check_number(f"{section}: max_norm", options.max_norm, gt=0, le=1e200, hint="usual values lie from 0.1 to 10")
     check_delta(options.delta, f"{section}: ")
-    hints = get_type_hints(type(options))
-    for name, kind in ((field.name, hints[field.name]) for field in fields(options)):
-        if get_origin(kind) is Literal or kind is bool:
-            check_choice(f"{section}: {name}", getattr(options, name), get_args(kind) or (True, False))
+    types = get_type_hints(type(options))
+    for field in fields(options):
+        if get_origin(types[field.name]) is Literal:
+            choices = get_args(types[field.name])
+        elif types[field.name] is bool:
+            choices = (True, False)
+        else:
+            continue
+        check_choice(f"{section}: {field.name}", getattr(options, field.name), choices)
