@@ -22,7 +22,7 @@ from perada.privacy.account import Account
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.clipping import check_precision
-from perada.privacy.probe import check_gradients
+from perada.privacy.model_checks import check_gradients
 from perada.privacy.protection import Protection
 from perada.privacy.rehearsal import QueryPlan, check_client_level, rehearse
 from perada.results.run_file import DATA_INDEPENDENT_METRICS

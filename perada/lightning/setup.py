@@ -28,7 +28,7 @@ from perada.lightning.privacy_setup import (
     plan_privacy,
     states_near_initial,
 )
-from perada.privacy.probe import check_clients_apart, check_one_image, check_products
+from perada.privacy.model_checks import check_clients_apart, check_one_image, check_products
 from perada.privacy.protection import Protection
 
 

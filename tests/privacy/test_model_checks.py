@@ -13,7 +13,7 @@ import perada
 from perada.core.states import expand, get_state
 from perada.engine import Engine
 from perada.privacy import Privacy
-from perada.privacy.probe import check_one_image
+from perada.privacy.model_checks import check_one_image
 from tests.options import sections
 
 from ..algorithms.problems import QUIET
