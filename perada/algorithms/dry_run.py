@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dry runs without images: an algorithm and a server rule are tried at set-up, before anything is computed."""
+"""Dry runs without images: what an algorithm and a server rule do is found out at set-up, before anything is trained.
+
+:class:`DryRun` goes through rounds on made-up gradients, counts the gradients that a local step asks for, or takes
+server steps on made-up updates. What is asked of it:
+
+- :func:`dry_run_rounds`: do states fit? Only of classes that are not perada's; perada's own are covered by its tests.
+- :func:`server_follows_from_mean`: does the server need more than the mean of the updates?
+- :mod:`perada.privacy.dry_run_checks`: what do ledgers have to count?
+"""
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,27 +31,47 @@ T = TypeVar("T")
 
 MAX_NUMBERS = 10**8
 """Largest number of numbers in the clients' states of a dry run."""
+SERVER_ROUNDS = 3
+"""Rounds in which server steps on updates and on their mean are compared."""
+SERVER_CLIENTS = 4
+"""Clients in these rounds."""
 
 
-def is_own(options: Options) -> bool:
-    """Whether an algorithm or a rule, or one that it is made of, is of a class from outside perada."""
-    parts = [part for part in vars(options).values() if isinstance(part, Options)]
-    return not type(options).__module__.startswith("perada.") or any(map(is_own, parts))
+def is_foreign(options: Options) -> bool:
+    """Return whether an algorithm or a rule, or one that it is made of, is of a class from outside perada."""
+    if not type(options).__module__.startswith("perada."):
+        return True
+    return any(is_foreign(part) for part in vars(options).values() if isinstance(part, Options))
+
+
+@dataclass(frozen=True)
+class DryRunRound:
+    """What a round of a dry run led to.
+
+    Attributes:
+        sent: What the clients sent, (C, ...).
+        client_state: What they keep, (C, ...) by role.
+        global_state: The global state after it.
+    """
+
+    sent: State
+    client_state: Stacks
+    global_state: State
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Rounds without images, on made-up gradients and a distillation that changes nothing.
+    """An algorithm and a server rule that are tried without images.
 
     Attributes:
-        algorithm, rule: What is tried.
+        algorithm, rule: What is tried. It is not copied.
         tensor_names, initial: The initial state, and the names of its tensors.
         phases: Phases of local training.
         num_clients: Number of all clients of the federation.
         clients: Those of every round.
         num_classes: Number of classes; None where an algorithm may not ask for logits or labels.
         multilabel: Whether images have several labels.
-        changed: The stream of batches whose gradients are others than usual.
+        changed: The stream of batches whose gradients differ from the usual ones.
     """
 
     algorithm: Algorithm
@@ -56,67 +85,204 @@ class DryRun:
     multilabel: bool = False
     changed: str = ""
 
-    def rounds(
-        self,
-        numbers: Iterable[int],
-        call: Callable[..., Any] = lambda _, function, *arguments: function(*arguments),
-    ) -> Iterator[tuple[State, Stacks, State]]:
-        """Yield what the clients send and keep in each round, and the global state after it.
-
-        Args:
-            numbers: Numbers of the rounds.
-            call: Calls a method of the algorithm, given its name, itself and the arguments.
-        """
+    def rounds(self, numbers: Iterable[int]) -> Iterator[DryRunRound]:
+        """Go through the rounds with these numbers, on made-up gradients and a distillation that changes nothing."""
         algorithm = self.algorithm
         tensor_names = self.tensor_names
-        head = self.initial.get(f"{tensor_names.head_module}.weight")
-        width = None if head is None else head.shape[1]
         global_state = self.initial
         server_state: dict[str, State] = {}
-        first = call("initial_client_state", algorithm.initial_client_state, self.initial, tensor_names)
-        client_state = {role: expand(state, len(self.clients)) for role, state in first.items()}
+        first_state = self.call("initial_client_state", algorithm.initial_client_state, self.initial, tensor_names)
+        client_state = {role: expand(state, len(self.clients)) for role, state in first_state.items()}
         for round in numbers:
             sending = Broadcast(
                 global_state, tensor_names, round, self.clients, self.num_clients, seed=0, state=server_state
             )
-            received = call("broadcast", algorithm.broadcast, sending)
-            opened = call("begin_round", algorithm.begin_round, client_state, received, tensor_names)
-            step = DryRunStep(
-                algorithm,
-                opened,
-                client_state,
-                received,
-                round=round,
-                changed=self.changed,
-                num_classes=self.num_classes,
-                width=width,
-                multilabel=self.multilabel,
-            )
+            received = self.call("broadcast", algorithm.broadcast, sending)
+            opened = self.call("begin_round", algorithm.begin_round, client_state, received, tensor_names)
+            step = self._step(opened, client_state, received, round)
             for phase in self.phases:
-                call("trainable_keys", step.begin, phase.name, tensor_names)
-                call("client_step", algorithm.client_step, step)
-                call("client_step", algorithm.client_step, step)
-            client_state, update = call(
+                self.call("trainable_keys", step.begin, phase.name, tensor_names)
+                # Twice, since a second step starts from what the first left.
+                self.call("client_step", algorithm.client_step, step)
+                self.call("client_step", algorithm.client_step, step)
+            client_state, update = self.call(
                 "end_round", algorithm.end_round, step.finished(), client_state, received, tensor_names
             )
             if update:
-                server = ServerStep(
-                    round=round,
-                    clients=self.clients,
-                    num_clients=self.num_clients,
-                    tensor_names=tensor_names,
-                    seed=0,
-                    previous=global_state,
+                server = self._server_step(
+                    round,
+                    global_state,
                     updates=Updates(clone(update)),  # a step may change them
-                    weights=client_weights("uniform", self.clients),
                     state=server_state,
-                    rule=self.rule,
                     distiller=lambda student, *_, **__: student,
                     predict=partial(_predicted, self.num_classes or 2),
                 )
-                global_state = global_state | call("server_step", algorithm.server_step, server)
+                global_state = global_state | self.call("server_step", algorithm.server_step, server)
                 server_state = server.state
-            yield update, client_state, global_state
+            yield DryRunRound(update, client_state, global_state)
+
+    def queries(self) -> tuple[dict[str, int], ...]:
+        """Count the gradients that one local step of the first round asks for, by phase and by stream of batches."""
+        algorithm = self.algorithm
+        tensor_names = self.tensor_names
+        first_state = algorithm.initial_client_state(self.initial, tensor_names)
+        client_state = {role: expand(state, len(self.clients)) for role, state in first_state.items()}
+        received = algorithm.broadcast(Broadcast(self.initial, tensor_names, 0, self.clients, self.num_clients, seed=0))
+        counts = []
+        for phase in self.phases:
+            opened = algorithm.begin_round(client_state, received, tensor_names)
+            step = self._step(opened, client_state, received, round=0)
+            step.begin(phase.name, tensor_names)
+            algorithm.client_step(step)
+            counts.append(dict(step.queries))
+        return tuple(counts)
+
+    def server_states_after(self, updates_of_rounds: Iterable[State]) -> dict[str, State]:
+        """Return the server's states, and under "" the global one, after one step a round on given updates (C, ...).
+
+        Copies of algorithm and rule are tried.
+        """
+        dry_run = replace(self, algorithm=copy.deepcopy(self.algorithm), rule=copy.deepcopy(self.rule))
+        server_state: dict[str, State] = {}
+        # In double precision, so that no difference is one of rounding.
+        global_state: State = {}
+        for name, value in self.initial.items():
+            global_state[name] = value.double() if value.is_floating_point() else value
+        for round, updates in enumerate(updates_of_rounds):
+            server = dry_run._server_step(
+                round, clone(global_state), Updates(updates), server_state, distiller=_add_mean_of_teachers
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a rule may warn of so few clients
+                global_state |= dry_run.algorithm.server_step(server)
+            server_state = server.state
+        return {"": global_state} | server_state
+
+    def call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # any method's result
+        """Call a method of the algorithm; overridden to check what it returns."""
+        return function(*arguments)
+
+    def _step(self, opened: Stacks, client_state: Stacks, received: State, round: int) -> "DryRunStep":
+        """Return the local steps of a round."""
+        head = self.initial.get(f"{self.tensor_names.head_module}.weight")
+        return DryRunStep(
+            self.algorithm,
+            opened,
+            client_state,
+            received,
+            round=round,
+            changed=self.changed,
+            num_classes=self.num_classes,
+            width=None if head is None else head.shape[1],
+            multilabel=self.multilabel,
+        )
+
+    def _server_step(
+        self,
+        round: int,
+        previous: State,
+        updates: Updates,
+        state: dict[str, State],
+        distiller: Callable[..., State],
+        predict: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
+    ) -> ServerStep:
+        """Return the server's side of a round."""
+        return ServerStep(
+            round=round,
+            clients=self.clients,
+            num_clients=self.num_clients,
+            tensor_names=self.tensor_names,
+            seed=0,
+            previous=previous,
+            updates=updates,
+            weights=client_weights("uniform", self.clients),
+            state=state,
+            rule=self.rule,
+            distiller=distiller,
+            predict=predict,
+        )
+
+
+def server_follows_from_mean(
+    algorithm: Algorithm, rule: ServerRule, tensor_names: TensorNames, initial: State, sent: State
+) -> bool:
+    """Return whether server steps lead to the same on made-up updates as on their mean in every row.
+
+    Whatever the algorithm or the rule raises is raised here too.
+
+    Args:
+        algorithm: The algorithm.
+        rule: The server rule.
+        tensor_names: Names of the state's tensors.
+        initial: The initial state.
+        sent: What a client sends, (1, ...), for the names and shapes.
+    """
+    dry_run = DryRun(
+        algorithm,
+        rule,
+        tensor_names,
+        initial,
+        phases=(),
+        num_clients=SERVER_CLIENTS + 1,
+        clients=tuple(range(SERVER_CLIENTS)),
+    )
+    random = torch.Generator().manual_seed(0)
+    rounds: list[State] = []
+    means: list[State] = []
+    for _ in range(SERVER_ROUNDS):
+        updates: State = {}
+        for name, value in sent.items():
+            if value.is_floating_point():
+                noise = torch.randn(SERVER_CLIENTS, *value.shape[1:], generator=random, dtype=torch.float64)
+                updates[name] = 1.0 + 0.5 * noise
+        rounds.append(updates)
+        means.append({name: value.mean(0).expand_as(value).clone() for name, value in updates.items()})
+    return _are_close(dry_run.server_states_after(rounds), dry_run.server_states_after(means))
+
+
+def _are_close(states: dict[str, State], other_states: dict[str, State]) -> bool:
+    """Return whether states have the same names, and tensors that are the same up to rounding."""
+    if states.keys() != other_states.keys():
+        return False
+    for name, state in states.items():
+        if state.keys() != other_states[name].keys():
+            return False
+        for key, value in state.items():
+            if not torch.allclose(value, other_states[name][key], 1e-9, 1e-9):
+                return False
+    return True
+
+
+def _add_mean_of_teachers(
+    student: State,
+    teachers: Updates | State,
+    average_from: float | None = None,
+    previous: State | None = None,
+) -> State:
+    """Stand in for a distiller, which is given the mean of the clients' logits, and of no other teachers."""
+    rows = teachers.gathered_all() if isinstance(teachers, Updates) else teachers
+    return {name: value + rows[name].mean(0) if name in rows else value for name, value in student.items()}
+
+
+def _predicted(
+    num_classes: int, previous: State, models: Updates | State, images: int, labelled: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Make up predictions (C, 1, K) on one image, and its labels."""
+    rows = models.own if isinstance(models, Updates) else models
+    clients = len(next(iter(rows.values())))
+    predictions = torch.full((clients, 1, num_classes), 0.5)
+    return predictions, torch.ones(1, num_classes) if labelled else None
+
+
+def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
+    """Return what a client sends in the first round, (1, ...), if it trains nothing."""
+    first_state = algorithm.initial_client_state(initial, tensor_names)
+    client_state = {role: expand(state, 1) for role, state in first_state.items()}
+    losses = torch.zeros(1, algorithm.modes) if algorithm.compares_models else None
+    received = algorithm.broadcast(Broadcast(initial, tensor_names, 0, (0,), 1, 0, losses))
+    opened = algorithm.begin_round(client_state, received, tensor_names)
+    _, sent = algorithm.end_round(opened, client_state, received, tensor_names)
+    return sent
 
 
 def dry_run_rounds(
@@ -125,6 +291,7 @@ def dry_run_rounds(
     tensor_names: TensorNames,
     initial: State,
     phases: Sequence[Phase],
+    *,
     num_clients: int,
     clients: int,
     num_classes: int,
@@ -143,17 +310,16 @@ def dry_run_rounds(
     check_choice(f"{name}.inference", algorithm.inference, ["personal", "global"])
     for phase in phases:
         if not isinstance(phase, Phase):
-            raise _Refused(f"{name}.phases gives {phase!r}; give perada.data.Phase(name, epochs, steps)")
+            raise _MisfitError(f"{name}.phases gives {phase!r}; give perada.data.Phase(name, epochs, steps)")
     affordable = MAX_NUMBERS // sum(value.numel() for value in initial.values())
     tried = tuple(range(max(2, min(clients, affordable))))[:num_clients]
-    checked_call = _CheckedCalls(name, initial, len(tried))
     try:
         rule.check(len(tried))
     except ValueError:
         rule = Mean()
-    dry_run = DryRun(
+    dry_run = _CheckedDryRun(
         algorithm,
-        _TriedRule(rule),
+        _CheckedRule(rule),
         tensor_names,
         initial,
         phases,
@@ -162,130 +328,120 @@ def dry_run_rounds(
         num_classes=num_classes,
         multilabel=multilabel,
     )
-    for _, client_state, global_state in dry_run.rounds(range(2), checked_call):
-        last = client_state, global_state
+    for result in dry_run.rounds(range(2)):
+        last = result
     if algorithm.inference == "personal":
-        checked_call("personal", algorithm.personal, *last)
+        dry_run.call("personal", algorithm.personal, last.client_state, last.global_state)
 
 
-class _CheckedCalls:
-    """Calls methods of an algorithm, and checks what they return."""
+@dataclass(frozen=True)
+class _CheckedDryRun(DryRun):
+    """A dry run in which everything that the algorithm's methods return is checked.
 
-    def __init__(self, algorithm: str, initial: State, clients: int) -> None:
-        self._algorithm = algorithm
-        self._initial = initial
-        self._clients = clients
-        self._first: Stacks = {}  # what a client keeps before the first round
+    Attributes:
+        first_state: What a client keeps before the first round, by role; filled by the first call.
+    """
 
-    def __call__(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # any method's result
-        who = f"{self._algorithm}.{method}"
-        result = _tried(who, function, *arguments)
-        initial = self._initial
+    first_state: Stacks = field(default_factory=dict)
+
+    def call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # any method's result
+        who = f"{type(self.algorithm).__name__}.{method}"
+        clients = len(self.clients)
+        result = _call_foreign(who, function, *arguments)
         if method == "initial_client_state":
             _check_stacks(who, result, result)
-            self._first.update(result)
-        elif method == "end_round":
-            if not isinstance(result, tuple) or len(result) != 2:
-                raise _Refused(f"{who} gives {type(result).__name__}; give what clients keep, and what they send")
-            client_state, update = result
-            _check_stacks(f"{who}, in what clients keep,", client_state, self._first, self._clients)
-            # Clients may send more than the model, for the algorithm's own server_step.
-            more = {key: value[0] for key, value in update.items() if key not in initial}
-            _check_state(f"{who}, in what clients send,", update, initial | more, self._clients, partial=True)
-        elif method == "server_step":
-            _check_state(who, result, initial, partial=True)
-            (server,) = arguments
-            _check_stacks(f"{who}, in server.state,", server.state, server.state)
+            self.first_state.update(result)
         elif method == "broadcast":
             _check_state(who, result, result)
-            more = {key: value.new_empty(value.shape[1:]) for key, value in result.items() if key not in initial}
-            _check_state(who, result, initial | more, self._clients, partial=True)
+            # The server may send more than the model, for the algorithm's own steps.
+            more = {
+                name: value.new_empty(value.shape[1:]) for name, value in result.items() if name not in self.initial
+            }
+            _check_state(who, result, self.initial | more, clients, partial=True)
+        elif method == "end_round":
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise _MisfitError(f"{who} gives {type(result).__name__}; give what clients keep, and what they send")
+            client_state, update = result
+            _check_stacks(f"{who}, in what clients keep,", client_state, self.first_state, clients)
+            # Clients may send more than the model, for the algorithm's own server_step.
+            more = {name: value[0] for name, value in update.items() if name not in self.initial}
+            _check_state(f"{who}, in what clients send,", update, self.initial | more, clients, partial=True)
+        elif method == "server_step":
+            _check_state(who, result, self.initial, partial=True)
+            (server,) = arguments
+            _check_stacks(f"{who}, in server.state,", server.state, server.state)
         elif method == "personal":
-            _check_state(who, result, initial, self._clients)
+            _check_state(who, result, self.initial, clients)
         return result
 
 
-def _predicted(
-    num_classes: int, previous: State, models: Updates | State, images: int, labelled: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Make up predictions (C, 1, K) on one image, and its labels."""
-    rows = models.own if isinstance(models, Updates) else models
-    clients = len(next(iter(rows.values())))
-    return torch.full((clients, 1, num_classes), 0.5), torch.ones(1, num_classes) if labelled else None
-
-
-def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
-    """Return what a client sends in the first round, (1, ...), if it trains nothing."""
-    client_state = {
-        role: expand(state, 1) for role, state in algorithm.initial_client_state(initial, tensor_names).items()
-    }
-    losses = torch.zeros(1, algorithm.modes) if algorithm.compares_models else None
-    received = algorithm.broadcast(Broadcast(initial, tensor_names, 0, (0,), 1, 0, losses))
-    return algorithm.end_round(
-        algorithm.begin_round(client_state, received, tensor_names), client_state, received, tensor_names
-    )[1]
-
-
-class _Refused(ValueError):
-    """A method of the algorithm or the rule gives what does not fit."""
-
-
-def _tried(who: str, function: Callable[..., T], *arguments: object) -> T:
-    try:
-        return function(*arguments)
-    except _Refused:
-        raise
-    except Exception as error:  # whatever a class of the caller's own does
-        reason = " ".join(str(error).split())[:200]
-        raise _Refused(f"{who} fails in a round that is tried at set-up ({type(error).__name__}: {reason})") from error
-
-
-class _TriedRule(ServerRule):
-    """A rule whose results are looked at."""
+class _CheckedRule(ServerRule):
+    """A rule whose results are checked."""
 
     def __init__(self, rule: ServerRule) -> None:
         self.rule = rule
 
     def __call__(self, aggregation: Aggregation) -> State:
         name = type(self.rule).__name__
-        result: State = _tried(name, self.rule, aggregation)
-        _check_state(
-            name,
-            result,
-            {key: aggregation.previous.get(key, value[0]) for key, value in aggregation.updates.gathered_all().items()},
-        )
+        result: State = _call_foreign(name, self.rule, aggregation)
+        expected: State = {}
+        for key, value in aggregation.updates.gathered_all().items():
+            expected[key] = aggregation.previous.get(key, value[0])
+        _check_state(name, result, expected)
         _check_stacks(f"{name}, in given.state,", aggregation.state, aggregation.state)
         return result
 
 
+class _MisfitError(ValueError):
+    """A method of the algorithm or the rule returns what does not fit."""
+
+
+def _call_foreign(who: str, function: Callable[..., T], *arguments: object) -> T:
+    """Call a method; name it in what it raises."""
+    try:
+        return function(*arguments)
+    except _MisfitError:
+        raise
+    except Exception as error:  # whatever a class of the caller's own does
+        reason = " ".join(str(error).split())[:200]
+        raise _MisfitError(
+            f"{who} fails in a round that is tried at set-up ({type(error).__name__}: {reason})"
+        ) from error
+
+
 def _check_stacks(who: str, stacks: object, expected: Mapping[str, State], clients: int | None = None) -> None:
-    """Refuse what is not the states of certain roles."""
+    """Raise if these are not the states of the ``expected`` roles; with ``clients``, in their shapes behind an axis."""
     if not isinstance(stacks, Mapping) or set(stacks) != set(expected):
-        shown_roles = sorted(map(str, stacks)) if isinstance(stacks, Mapping) else type(stacks).__name__
-        raise _Refused(f"{who} gives {shown_roles} instead of states of the roles {sorted(expected)}")
+        actual = sorted(map(str, stacks)) if isinstance(stacks, Mapping) else type(stacks).__name__
+        raise _MisfitError(f"{who} gives {actual} instead of states of the roles {sorted(expected)}")
     for role, state in stacks.items():
         _check_state(f"{who} gives {role!r}, which", state, state if clients is None else expected[role], clients)
 
 
 def _check_state(who: str, state: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
-    """Refuse what is not tensors by name, with the shapes of ``expected`` behind an axis of ``clients``, if any."""
+    """Raise if these are not tensors by name, with the shapes of ``expected`` behind an axis of ``clients``, if any."""
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise _Refused(f"{who} gives {type(state).__name__}; give tensors by name, {{name: tensor}}")
+        raise _MisfitError(f"{who} gives {type(state).__name__}; give tensors by name, {{name: tensor}}")
     for name, value in state.items():
         if name not in expected:
-            raise _Refused(
-                f"{who} gives {name!r}, and there is no trained tensor of that name; what else clients send goes into "
-                "server.state (server.updates.part leaves names out of the mean)"
-                if who.endswith("server_step")
-                else f"{who} gives {name!r}, and there is no trained tensor of that name"
+            message = f"{who} gives {name!r}, and there is no trained tensor of that name"
+            if who.endswith("server_step"):
+                message += (
+                    "; what else clients send goes into server.state (server.updates.part leaves names out of the mean)"
+                )
+            raise _MisfitError(message)
+        shape = tuple(expected[name].shape)
+        if clients is not None:
+            shape = (clients, *shape)
+        dtype = expected[name].dtype
+        if tuple(value.shape) != shape or value.dtype != dtype:
+            raise _MisfitError(
+                f"{who} gives {name!r} of shape {tuple(value.shape)} of {value.dtype} instead of {shape} of {dtype}"
             )
-        shape = (() if clients is None else (clients,)) + tuple(expected[name].shape)
-        if tuple(value.shape) != shape or value.dtype != expected[name].dtype:
-            wanted = f"{shape} of {expected[name].dtype}"
-            raise _Refused(f"{who} gives {name!r} of shape {tuple(value.shape)} of {value.dtype} instead of {wanted}")
     missing = sorted(expected.keys() - state.keys())
     if missing and not partial:
-        raise _Refused(f"{who} lacks {missing[0]!r}" + f" and {len(missing) - 1} more names" * (len(missing) > 1))
+        more = f" and {len(missing) - 1} more names" if len(missing) > 1 else ""
+        raise _MisfitError(f"{who} lacks {missing[0]!r}{more}")
 
 
 class DryRunStep:

@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from perada.algorithms import Algorithm
-from perada.algorithms.dry_run import dry_run_rounds, example_sent, is_own
+from perada.algorithms.dry_run import dry_run_rounds, example_sent, is_foreign
 from perada.core.checks import OptionError
 from perada.core.seeding import generator
 from perada.core.text import abbreviated
@@ -258,7 +258,7 @@ def dry_run_foreign_classes(parts: Parts) -> None:
     settings = parts.settings
     data = parts.data
     algorithm = settings.algorithm
-    if not (is_own(algorithm) or is_own(settings.rule)):
+    if not (is_foreign(algorithm) or is_foreign(settings.rule)):
         return
     dry_run_rounds(
         Algorithm() if algorithm.is_ensemble else algorithm,

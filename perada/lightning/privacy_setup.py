@@ -18,13 +18,13 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
 from perada.models.weight_files import SHIPPED_SOURCES
 from perada.privacy import Privacy
-from perada.privacy.account import Account
+from perada.privacy.account import Account, QueryPlan
 from perada.privacy.accounting import check_delta_covers
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.clipping import check_precision
+from perada.privacy.dry_run_checks import check_client_level, plan_queries
 from perada.privacy.model_checks import check_gradients
 from perada.privacy.protection import Protection
-from perada.privacy.rehearsal import QueryPlan, check_client_level, rehearse
 from perada.results.run_file import DATA_INDEPENDENT_METRICS
 
 
@@ -248,16 +248,16 @@ def plan_privacy(parts: Parts, rounds: int | None) -> Protection:
         initial = settings.algorithm.initial(parts.module.initial_state)
         tuning = settings.algorithm.personalization()
 
-        def rehearsed(algorithm: Algorithm, phases: tuple[Phase, ...]) -> QueryPlan:
+        def queries_of(algorithm: Algorithm, phases: tuple[Phase, ...]) -> QueryPlan:
             """Return the gradients that a client asks for in the phases of a round, or of the fine-tuning."""
-            return rehearse(algorithm, parts.module.tensor_names, initial, phases, num_clients, rounds)
+            return plan_queries(algorithm, parts.module.tensor_names, initial, phases, num_clients, rounds)
 
         images = Account(
             settings.privacy,
             parts.data.train_sizes,
             parts.data.batch_size,
-            rehearsed(settings.algorithm, settings.phases),
-            None if tuning is None else rehearsed(tuning[0], (tuning[1],)),
+            queries_of(settings.algorithm, settings.phases),
+            None if tuning is None else queries_of(tuning[0], (tuning[1],)),
             None if rounds is None else planned_rounds,
         )
     clients = None

@@ -6,17 +6,37 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from perada.core.checks import OptionError
-from perada.core.rounds import BatchSize, PrivateSampling, RoundPlan, rows_per_batch, sampling_rate
+from perada.core.rounds import BatchSize, Phase, PrivateSampling, RoundPlan, rows_per_batch, sampling_rate
 from perada.privacy.accounting import ROUNDING, Ledgers, calibrate, check_opacus, history_epsilon, ledgers_by_name
 from perada.privacy.options import ClientPrivacy, LedgerName, Privacy
-from perada.privacy.rehearsal import QueryPlan
 from perada.privacy.sampling import passes
 
 Planned = Callable[[int], Sequence[int]]
 """Returns, from a round on, in how many of the planned ones each client takes part."""
+
+
+@dataclass(frozen=True)
+class QueryPlan:
+    """The gradients that local training asks for.
+
+    Attributes:
+        phases: Phases of local training.
+        queries: For each phase, how many gradients one local step asks for, by the stream whose batch they are of.
+        unsent: Streams on which nothing that is sent depends.
+    """
+
+    phases: tuple[Phase, ...]
+    queries: tuple[dict[str, int], ...]
+    unsent: frozenset[str] = frozenset()
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of all streams, in the order of their first use."""
+        return tuple(dict.fromkeys(chain.from_iterable(self.queries)))
 
 
 class Cost(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from perada.algorithms import ALGORITHMS, Algorithm, FedEnsemble, FedROD, make_algorithm
-from perada.algorithms.dry_run import is_own
+from perada.algorithms.dry_run import is_foreign
 from perada.server import Mean, ServerRule
 from perada.server.rules import FedAvgM
 from tests.options import sections
@@ -88,11 +88,11 @@ def test_options_of_distillation_may_be_given_by_name():
 
 
 def test_only_classes_from_elsewhere_are_tried():
-    assert not any(is_own(make_algorithm(name)) for name in ALGORITHMS)
-    assert not is_own(FedAvgM())
-    assert is_own(Own())
-    assert is_own(FedEnsemble(base=Own()))
-    assert is_own(FedAvgM(aggregate=Rule()))
+    assert not any(is_foreign(make_algorithm(name)) for name in ALGORITHMS)
+    assert not is_foreign(FedAvgM())
+    assert is_foreign(Own())
+    assert is_foreign(FedEnsemble(base=Own()))
+    assert is_foreign(FedAvgM(aggregate=Rule()))
 
 
 class Prototypes(Algorithm):

@@ -39,7 +39,7 @@ from perada.privacy.client_level import (
     noisy_updates,
     split_noise,
 )
-from perada.privacy.rehearsal import check_client_level
+from perada.privacy.dry_run_checks import check_client_level
 from perada.server import Updates, client_weights
 from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, ServerRule, make_rule
 from tests.options import sections

@@ -27,8 +27,7 @@ from perada.algorithms import (
 from perada.core.rounds import Phase, make_plan
 from perada.data.batches.samples import RoundBatches
 from perada.privacy import Privacy, history_epsilon
-from perada.privacy.account import Account
-from perada.privacy.rehearsal import QueryPlan
+from perada.privacy.account import Account, QueryPlan
 
 from ..algorithms.problems import ADAPTER_OF, BATCH, CLIENTS, LORA, ROUNDS, SIZES, assert_equal, distance
 from .private_loop import PrivateLoop, once, rate, steps_of, train

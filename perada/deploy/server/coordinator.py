@@ -58,7 +58,7 @@ from perada.federation.secure_sums import check_secure_sums
 from perada.federation.server import OUTLIER_FACTOR, Server
 from perada.federation.settings import check_distilled_batch_norm, check_factors, check_rule, check_server_images
 from perada.privacy.accounting import check_delta_covers
-from perada.privacy.rehearsal import check_client_level
+from perada.privacy.dry_run_checks import check_client_level
 from perada.server.sums import SecureSums
 
 PAUSE = 0.5

@@ -9,7 +9,7 @@ from perada.deploy.site.file import Limits
 from perada.deploy.state import SITE_LEDGER, RunState
 from perada.privacy.accounting import Ledger
 from perada.privacy.clipping import check_bound
-from perada.privacy.rehearsal import check_client_level
+from perada.privacy.dry_run_checks import check_client_level
 from perada.server import Mean
 
 

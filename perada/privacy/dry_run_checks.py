@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What private training must know of an algorithm and a server rule, by dry runs at set-up.
+
+That is how often a step looks at a batch, whether what is called unsent is never sent, and whether privacy of whole
+clients is possible. The network is checked in :mod:`perada.privacy.model_checks`.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from perada.algorithms import Algorithm, FedBE, TensorNames
+from perada.algorithms.base import AlgorithmWrapper
+from perada.algorithms.dry_run import DryRun, is_foreign, server_follows_from_mean
+from perada.core.checks import OptionError
+from perada.core.rounds import Phase
+from perada.core.states import State, expand
+from perada.privacy.account import QueryPlan
+from perada.server import Mean, ServerRule
+
+FIRST_ROUNDS = 3
+"""Rounds in which what a client keeps may find its way into what it sends; after them only the last one is tried."""
+UNPLANNED = 10**6
+"""Number of rounds of a run in which it is open."""
+
+
+def plan_queries(
+    algorithm: Algorithm,
+    tensor_names: TensorNames,
+    initial: State,
+    phases: tuple[Phase, ...],
+    num_clients: int,
+    rounds: int | None = None,
+) -> QueryPlan:
+    """Return the gradients that local training asks for, found by one local step of every phase without images.
+
+    Args:
+        algorithm: The algorithm.
+        tensor_names: Names of the state's tensors.
+        initial: The initial state.
+        phases: Phases of local training.
+        num_clients: Number of all clients.
+        rounds: Number of rounds; None if it is open.
+
+    Raises:
+        ValueError: If a step asks for what private training cannot give, or what is sent depends on a stream that the
+            algorithm calls unsent.
+    """
+    dry_run = DryRun(algorithm, Mean(), tensor_names, initial, phases, num_clients, clients=(0,))
+    plan = QueryPlan(phases, dry_run.queries(), algorithm.unsent)
+    last_round = (rounds or UNPLANNED) - 1
+    tried_rounds = sorted({*range(FIRST_ROUNDS), max(FIRST_ROUNDS - 1, last_round)})
+    for stream in sorted(plan.unsent.intersection(plan.streams)):
+        check_unsent(algorithm, stream, tensor_names, initial, phases, num_clients, tried_rounds)
+    return plan
+
+
+def check_unsent(
+    algorithm: Algorithm,
+    stream: str,
+    tensor_names: TensorNames,
+    initial: State,
+    phases: tuple[Phase, ...],
+    num_clients: int,
+    tried_rounds: Sequence[int],
+) -> None:
+    """Check that what clients send does not change with the gradients of a stream that the algorithm calls unsent.
+
+    The made-up gradients depend on the states at which they are asked for, as real ones do.
+
+    Raises:
+        ValueError: If it changes in one of the ``tried_rounds``.
+    """
+    clients = tuple(range(min(2, num_clients)))
+
+    def sent_in_rounds(changed: str) -> Iterator[State]:
+        """Yield what clients send in each round, with other gradients from the ``changed`` stream."""
+        dry_run = DryRun(
+            copy.deepcopy(algorithm), Mean(), tensor_names, initial, phases, num_clients, clients, changed=changed
+        )
+        for result in dry_run.rounds(tried_rounds):
+            yield result.sent
+
+    usual_rounds = sent_in_rounds(changed="")
+    changed_rounds = sent_in_rounds(changed=stream)
+    for round, usual, changed in zip(tried_rounds, usual_rounds, changed_rounds, strict=True):
+        for key in usual:
+            if not torch.equal(usual[key], changed[key]):
+                raise OptionError(
+                    f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
+                    f"in round {round + 1} depends on it: the server's ledger would count too little; leave it out",
+                    name="privacy",
+                )
+
+
+def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, distills: bool) -> None:
+    """Check that algorithm and rule need no more of the clients' updates than their uniform mean.
+
+    Only the mean has all of the noise, and it is all that the server's step is given: every row of its updates is the
+    noisy mean. So nothing here could leak, but what is rejected could not do what it is for.
+
+    Args:
+        algorithm: The algorithm.
+        rule: The server rule.
+        weighting: How clients are weighted.
+        distills: Whether the run takes steps of distillation.
+
+    Raises:
+        ValueError: If they need more, with the remedy.
+    """
+    name = type(algorithm).__name__
+    modes = algorithm.modes
+    base = algorithm
+    while isinstance(base, AlgorithmWrapper):
+        base = base.base
+    needs_more_than_mean = not rule.function_of_mean
+    # Of perada's own rules tests have shown what they say of themselves.
+    if rule.function_of_mean and is_foreign(rule):
+        needs_more_than_mean = not _rule_follows_from_mean(rule)
+    sample_level = "or protect single images instead (the section privacy)"
+    reasons = {
+        f"{name}: its clients send nothing; leave it out": not algorithm.sends_updates,
+        f"{weighting=}: a client's number of images is private; choose weighting='uniform'": weighting != "uniform",
+        f"the server rule {rule.kind}: it is not a function of the clients' mean, which alone has the noise; choose a "
+        "rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is one": (
+            needs_more_than_mean
+        ),
+        "FedBE(moments=True): its clients also send squares of their changes, which clipping does not cover; choose "
+        f"FedAvg, {sample_level}": isinstance(base, FedBE) and base.moments,
+        "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "
+        f"{sample_level}": isinstance(base, FedBE) and not base.distill,
+        f"{name} with distillation: the teachers are single clients' updates, which have only a share of the noise; "
+        f"choose PerAda(distill=False), or set distillation.steps=0, {sample_level}": (
+            algorithm.uses_distillation and distills
+        ),
+        f"{name}: it merges the products B·A of the clients' factors, and sees the noisy mean of each factor alone; "
+        f"choose FedAvg, or FFALoRA, {sample_level}": algorithm.merges_into_backbone,
+        f"{name}({modes=}): a mode's mean is over a part of the clients, with a part of the noise; set modes=1, "
+        f"{sample_level}": modes > 1,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"client_privacy cannot be used with {reason}")
+
+
+def _rule_follows_from_mean(rule: ServerRule) -> bool:
+    """Return whether a rule gives the same on updates as on their mean, of one tensor and with FedAvg's server step.
+
+    Raises:
+        ValueError: If the rule fails.
+    """
+    tensor_names = TensorNames(("weight",), ("weight",))
+    initial = {"weight": torch.zeros(4, dtype=torch.float64)}
+    try:
+        return server_follows_from_mean(Algorithm(), rule, tensor_names, initial, sent=expand(initial, 1))
+    except Exception as error:  # a rule of the caller's own
+        raise OptionError(
+            f"client_privacy: the server rule {rule.kind} says that it is a function of the mean, and fails "
+            f"where that is tried ({type(error).__name__}: {error})",
+            name="client_privacy",
+        ) from error
