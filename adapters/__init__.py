@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT methods of perada's own: importing this package registers them with PEFT.
+"""PEFT methods of perada's own. Importing this package registers them with PEFT.
 
-One file a method: its configuration (what is saved), its layer (what wraps a module) and its tuner (where it goes).
-A new method adds its file, and registers itself below.
+Each method has one file, with the three classes of a tuner of PEFT: its configuration, its layer (what wraps a module)
+and its model (which modules are wrapped). It is registered at the end of this file.
 """
 
+# These files import one another relatively, so they could also be imported as a top-level package, but "adapters" on
+# PyPI is another project.
 if __name__ != "perada.adapters":
     raise ImportError(
         f"import perada.adapters, not {__name__!r}: the name 'adapters' belongs to another package on PyPI"
@@ -35,24 +37,26 @@ __all__ = [
 
 
 def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> None:
-    """Register a method with PEFT, whose configurations then are adapters like any other.
+    """Register a method with PEFT, so that its configurations can be used like those of PEFT's own methods.
 
     Args:
-        name: The ``peft_type`` that its configurations give themselves, a plain string: PEFT's enumeration is closed.
-        config: The class of its configuration.
-        model: The tuner, with a ``prefix`` that begins the names of all that it adds to a layer.
+        name: The method's ``peft_type``, which its configurations set.
+        config: The configuration class.
+        model: The tuner. Its ``prefix`` begins the names of all that it adds to a layer.
 
     Raises:
-        ValueError: If the name belongs to another method.
+        ValueError: If another method has the name.
     """
-    kind = cast(PeftType, name)
-    if mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind, config).__qualname__ != config.__qualname__:
-        raise ValueError(
-            f"name={name!r} is taken by {mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind].__name__}; give another"
-        )
-    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind] = config
-    mapping.PEFT_TYPE_TO_TUNER_MAPPING[kind] = model
-    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[kind] = model.prefix
+    # peft.utils.register_peft_method accepts members of PeftType only, an enum that cannot be extended. The members are
+    # strings, so a plain string is found in PEFT's dictionaries as well.
+    peft_type = cast(PeftType, name)
+    registered = mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type)
+    # By name: a module that is loaded again defines its class anew.
+    if registered is not None and registered.__qualname__ != config.__qualname__:
+        raise ValueError(f"name={name!r} is taken by {registered.__name__}; give another")
+    mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config
+    mapping.PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = model
+    mapping.PEFT_TYPE_TO_PREFIX_MAPPING[peft_type] = model.prefix
 
 
 register("PERADA_RESIDUAL", ResidualConfig, ResidualModel)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the methods share: checks of options, the blocks of a network, in order, and layers added behind a module."""
+"""What perada's PEFT methods share: checks of options, blocks of a network, and adapters added behind modules."""
 
 import re
 from abc import abstractmethod
@@ -12,85 +12,114 @@ from torch import Tensor, nn
 
 ConfigT = TypeVar("ConfigT", bound=PeftConfig)
 
-
 BLOCK = re.compile(r"(.*\.)?(layer\d+\.\d+|blocks\.\d+(\.\d+)?|layers?\.\d+|s\d+\.b\d+|denseblock\d+\.denselayer\d+)")
-"""ResNets of timm and torchvision, EfficientNets, ConvNeXts and ViTs of timm, networks of transformers 5 and 4, RegNets
-and DenseNets."""
-PART = re.compile(r".*layers\.\d+\.layer\.\d+")
-"""What a block of a ResNet of transformers consists of."""
+"""Full name of a block in ResNets of timm and torchvision, in EfficientNets, ConvNeXts and ViTs of timm, in networks of
+transformers 5 and 4, and in RegNets and DenseNets."""
+BLOCK_PART = re.compile(r".*layers\.\d+\.layer\.\d+")
+"""Full name of a part of a block in ResNets of transformers, which ``BLOCK`` matches too."""
 
 
 def plain_name(name: str) -> str:
-    """The name that a module, or a tensor, of the network has without adapters."""
+    """Return the name that a module or tensor of the network has without adapters.
+
+    PEFT moves what it wraps: into ``base_layer`` of a tuner's layer, or into ``original_module`` of the wrapper that
+    ``modules_to_save`` creates.
+
+    >>> plain_name("layer1.0.conv1.base_layer.weight"), plain_name("fc.original_module.bias")
+    ('layer1.0.conv1.weight', 'fc.bias')
+    """
     return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
 
 
-def own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the network's modules under the names they have without adapters, whether or not it holds some already."""
+def backbone_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of the network itself under their plain names, whether or not it has adapters already.
+
+    An adapted module comes up twice under one name: as PEFT's layer and as the module inside it.
+    """
     for name, module in model.named_modules():
         parts = name.split(".")
-        if "modules_to_save" not in parts and not any(part.startswith("perada_") for part in parts):
+        is_trained_copy = "modules_to_save" in parts
+        is_in_adapter = any(part.startswith("perada_") for part in parts)
+        if not is_trained_copy and not is_in_adapter:
             yield plain_name(name), module
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a normalisation layer that can be trained."""
+    """Whether a module is a normalisation layer with parameters."""
+    # By name: timm and transformers have norms of their own, which derive from none of torch's.
     return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
 
 
 class AdapterConfig(PeftConfig):
-    """Configuration of a method of perada's own."""
+    """Base class of the configurations of perada's own methods."""
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]  # PEFT gives it no type
 
 
 def check_dropout(rate: float) -> None:
-    """Refuse, by a ValueError, a probability of the dropout that is none, or drops everything."""
+    """Raise a ValueError if a rate of dropout is not at least 0 and below 1."""
     if not isinstance(rate, int | float) or not 0 <= rate < 1:
         raise ValueError(f"dropout={rate!r} is not a probability: give a number from 0 to below 1")
 
 
 def check_last_blocks(count: int | None) -> None:
-    """Refuse, by a ValueError, a number of blocks that is none."""
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+    """Raise a ValueError if a number of blocks is neither a positive integer nor None."""
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"last_blocks={count!r} is not a number of blocks: give 1 or more, or null for all")
 
 
-def reached(model: nn.Module, last_blocks: int | None) -> frozenset[str]:
-    """Names of the modules in the last so many blocks and of those behind them; of all modules for None.
+def modules_from_last_blocks(model: nn.Module, last_blocks: int | None) -> frozenset[str]:
+    """Return the plain names of all modules from the first of the last blocks on.
 
-    Modules are taken to run in the order in which the network defines them, as they do in the families of ``BLOCK``.
+    Modules are assumed to run in the order in which the network defines them, as they do in the families of ``BLOCK``.
+
+    Args:
+        model: The network, with or without adapters.
+        last_blocks: Number of blocks, counted from the end; None for all modules of the network.
 
     Raises:
         ValueError: If the network has fewer blocks, or none that are known.
     """
-    names = list(dict.fromkeys(name for name, _ in own_modules(model)))
+    names = list(dict.fromkeys(name for name, _ in backbone_modules(model)))
     if last_blocks is None:
         return frozenset(names)
-    candidates = [name for name in names if BLOCK.fullmatch(name) and not PART.fullmatch(name)]
+    candidates = [name for name in names if BLOCK.fullmatch(name) and not BLOCK_PART.fullmatch(name)]
+    # A stage may match too, such as "layers.0" around "layers.0.blocks.1": blocks are the innermost matches.
     blocks = [name for name in candidates if not any(other.startswith(f"{name}.") for other in candidates)]
-    if last_blocks > len(blocks):
-        has = f"has {len(blocks)}" if blocks else "is of no family whose blocks are known"
+    if not blocks:
         raise ValueError(
-            f"last_blocks={last_blocks}, but {type(model).__name__} {has}: "
-            + ("give fewer" if blocks else "leave it out, and name layers in target_modules where the adapter has that")
+            f"last_blocks={last_blocks}, but {type(model).__name__} is of no family whose blocks are known: "
+            "leave it out, and name layers in target_modules where the adapter has that"
         )
-    start = names.index(blocks[-last_blocks])
-    outer = {name for name in names if blocks[-last_blocks].startswith(f"{name}.")}
-    return frozenset(names[start:]) - outer
+    if last_blocks > len(blocks):
+        raise ValueError(f"last_blocks={last_blocks}, but {type(model).__name__} has {len(blocks)}: give fewer")
+    first_block = blocks[-last_blocks]
+    modules = frozenset(names[names.index(first_block) :])
+    # Stages that contain the block may be defined before it; they also contain earlier blocks.
+    ancestors = {name for name in names if first_block.startswith(f"{name}.")}
+    return modules - ancestors
 
 
 class AddedLayer(nn.Module, BaseTunerLayer, Generic[ConfigT]):
-    """A module followed by one adapter for each active PEFT adapter name: ``x + last(... first(x))``.
+    """A module followed by one adapter per active adapter name: ``x + last(... first(x))``, x being its output.
 
-    Each part is a dictionary of its own, keyed by adapter name: PEFT can then strip the name from the keys it saves.
-    PEFT finds ``modules_to_save`` by the ends of names, so no dictionary's name ends as a module's may (``norm``).
-    The module, ``base_layer``, stays as it is.
+    The module itself, ``base_layer``, is not changed, so there is nothing to merge.
+
+    Args:
+        base_layer: The module to adapt.
+        adapter_name: PEFT's name for the adapter.
+        config: Configuration of the method.
     """
 
+    # PEFT strips the adapter's name from a key only where it comes last or second to last. So each layer of the adapter
+    # has a flat dictionary of its own, {adapter name: layer}, instead of one dictionary of nn.Sequential.
+    # PEFT also matches modules_to_save by the ends of names: no dictionary's name may end like that of a module, such
+    # as "norm".
     parts: ClassVar[tuple[str, ...]]
-    """Names of the dictionaries, in the order of the forward pass."""
+    """Names of the dictionaries, one for each layer of the adapter, in the order of the forward pass."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: ConfigT) -> None:
         super().__init__()
@@ -102,13 +131,17 @@ class AddedLayer(nn.Module, BaseTunerLayer, Generic[ConfigT]):
 
     @abstractmethod
     def build(self, config: ConfigT) -> tuple[nn.Module, ...]:
-        """Return a new module for each of ``parts``, initialised from torch's global random stream."""
+        """Return a new layer for each of ``parts``, initialised from torch's global random stream."""
 
     def update_layer(self, adapter_name: str, config: ConfigT) -> None:
         """Add an adapter."""
-        for part, module in zip(self.parts, self.build(config), strict=True):
-            getattr(self, part)[adapter_name] = module
-        self._move_adapter_to_device_of_base_layer(adapter_name, next(self.base_layer.parameters()).device)
+        layers = self.build(config)
+        for part, layer in zip(self.parts, layers, strict=True):
+            getattr(self, part)[adapter_name] = layer
+        # PEFT infers the device from base_layer.weight, which a block of layers does not have.
+        device = next(self.base_layer.parameters()).device
+        self._move_adapter_to_device_of_base_layer(adapter_name, device)
+        # Adapters that are not active, and those in inference mode, do not require gradients.
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,31 +149,43 @@ class AddedLayer(nn.Module, BaseTunerLayer, Generic[ConfigT]):
         x = self.base_layer(x)
         if self.disable_adapters:
             return x
-        for name in self.active_adapters:
-            if name in getattr(self, self.parts[0]):
-                hidden = x
-                for part in self.parts:
-                    hidden = getattr(self, part)[name](hidden)
-                x = x + hidden
+        for adapter_name in self.active_adapters:
+            # An active adapter may have other targets than this module.
+            if adapter_name not in getattr(self, self.parts[0]):
+                continue
+            added = x
+            for part in self.parts:
+                added = getattr(self, part)[adapter_name](added)
+            x = x + added
         return x
 
 
 class AddingModel(BaseTuner, Generic[ConfigT]):
-    """Put an adapter behind each targeted module."""
+    """Base class of tuners that put an :class:`AddedLayer` behind each targeted module.
 
-    method: ClassVar[str]  # what errors call it
-    families: ClassVar[str]  # networks in which `targets` finds modules
-    follows: ClassVar[str]  # modules that an adapter can follow
+    A subclass sets PEFT's ``prefix`` and ``tuner_layer_cls``, and the texts below, which complete its errors.
+    """
+
+    method: ClassVar[str]
+    """Name of the method."""
+    families: ClassVar[str]
+    """Networks in which ``targets`` finds modules."""
+    follows: ClassVar[str]
+    """Modules that an adapter can follow."""
 
     @abstractmethod
     def targets(self, config: ConfigT) -> list[str]:
-        """Return the modules to adapt where the user names none."""
+        """Return the modules to adapt if the configuration names none."""
 
     @abstractmethod
     def fits(self, target: nn.Module) -> bool:
         """Whether an adapter can follow ``target``."""
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: dict[str, Any]) -> PeftConfig:
+        """Fill in the targets if the configuration names none.
+
+        PEFT looks them up by ``model_config["model_type"]``, which networks of timm do not have.
+        """
         config = cast(Any, peft_config)
         if config.target_modules is None:
             config.target_modules = self.targets(config)
@@ -159,9 +204,9 @@ class AddingModel(BaseTuner, Generic[ConfigT]):
         target_name: str,
         parent: nn.Module,
         current_key: str,
-        *_: object,
-        **__: object,
+        parameter_name: str | None = None,
     ) -> None:
+        """Wrap a targeted module, or add a further adapter to one that is wrapped already."""
         if isinstance(target, AddedLayer):
             target.update_layer(adapter_name, peft_config)
             return
@@ -170,7 +215,9 @@ class AddingModel(BaseTuner, Generic[ConfigT]):
                 f"the {self.method} adapter cannot follow {current_key!r}, a {type(target).__name__}: "
                 f"let target_modules name {self.follows} only"
             )
-        layer = cast(type[AddedLayer[Any]], self.tuner_layer_cls)(target, adapter_name, peft_config)
+        layer_cls = cast(type[AddedLayer[Any]], self.tuner_layer_cls)
+        new_module = layer_cls(target, adapter_name, peft_config)
         if adapter_name not in self.active_adapters:
-            layer.requires_grad_(False)
-        self._replace_module(parent, target_name, layer, target)
+            # An additional adapter is not trainable until it is activated.
+            new_module.requires_grad_(False)
+        self._replace_module(parent, target_name, new_module, target)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bottleneck adapters in the blocks of a vision transformer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from torch import nn
 
-from .added import AdapterConfig, AddedLayer, AddingModel, check_dropout, check_last_blocks, reached
+from .added import AdapterConfig, AddedLayer, AddingModel, check_dropout, check_last_blocks, modules_from_last_blocks
 
 
 @dataclass
 class BottleneckConfig(AdapterConfig):
-    """A bottleneck adapter ``x + up(dropout(activation(down(x))))`` on the output ``x`` of a module.
+    """Configuration of bottleneck adapters ``x + up(dropout(activation(down(x))))`` on outputs ``x`` of modules.
 
     ``up`` starts at zero, so the adapted network starts as the plain one.
 
@@ -25,20 +25,40 @@ class BottleneckConfig(AdapterConfig):
         placement: ``"pfeiffer"`` adapts the output of each block's MLP, ``"houlsby"`` also that of its attention.
         target_modules: Modules to adapt instead of those of ``placement``: names (or ends of names), or a regular
             expression of the full name. Each must be, or end in, a linear layer.
-        last_blocks: As of :class:`~perada.adapters.ResidualConfig`.
+        last_blocks: As in :class:`~perada.adapters.ResidualConfig`.
         exclude_modules: Linear layers to leave out of ``target_modules``.
-        modules_to_save: As of :class:`~perada.adapters.ResidualConfig`.
+        modules_to_save: As in :class:`~perada.adapters.ResidualConfig`.
     """
 
-    reduction: int = 16
-    bottleneck_dim: int | None = None
-    activation: Literal["relu", "gelu", "silu", "tanh"] = "gelu"
-    dropout: float = 0.0
-    placement: Literal["pfeiffer", "houlsby"] = "pfeiffer"
-    last_blocks: int | None = None
-    target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
-    modules_to_save: list[str] | None = None
+    reduction: int = field(
+        default=16, metadata={"help": "Features of the module's output for each feature of the bottleneck."}
+    )
+    bottleneck_dim: int | None = field(
+        default=None, metadata={"help": "Features of the bottleneck; takes the place of reduction."}
+    )
+    activation: Literal["relu", "gelu", "silu", "tanh"] = field(
+        default="gelu", metadata={"help": "Nonlinearity of the bottleneck: 'relu', 'gelu', 'silu' or 'tanh'."}
+    )
+    dropout: float = field(default=0.0, metadata={"help": "Probability of dropout inside the bottleneck."})
+    placement: Literal["pfeiffer", "houlsby"] = field(
+        default="pfeiffer",
+        metadata={"help": "'pfeiffer' adapts the output of each block's MLP, 'houlsby' also that of its attention."},
+    )
+    last_blocks: int | None = field(
+        default=None, metadata={"help": "Number of blocks to adapt, counted from the end of the network."}
+    )
+    target_modules: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Names, or a regular expression of the names, of modules to adapt instead of the placement's."
+        },
+    )
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Linear layers to leave out of target_modules."}
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules trained in full and saved beside the adapters, such as the head."}
+    )
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
@@ -60,47 +80,63 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "si
 
 
 def last_linear(module: nn.Module) -> nn.Linear | None:
-    """Return the last linear layer of ``module`` (itself, if it is one), or None."""
-    return next((layer for layer in [*module.modules()][::-1] if isinstance(layer, nn.Linear)), None)
+    """Return the last linear layer of ``module``, which may be the module itself; None if it has none."""
+    last = None
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            last = layer
+    return last
 
 
 class BottleneckLayer(AddedLayer[BottleneckConfig]):
-    """A module with output (..., D), followed by one bottleneck adapter for each active PEFT adapter name.
+    """A module with output (..., D), followed by one bottleneck adapter per active adapter name.
 
-    The module's last linear layer gives D.
+    D is taken from the module's last linear layer.
     """
 
-    parts = tuple(f"perada_bottleneck_{part}" for part in ("down", "activation", "dropout", "up"))
-    adapter_layer_names = (parts[0], parts[3])
-    other_param_names = parts[1:3]
+    parts = (
+        "perada_bottleneck_down",
+        "perada_bottleneck_activation",
+        "perada_bottleneck_dropout",
+        "perada_bottleneck_up",
+    )
+    # What PEFT saves and trains, and what it only moves and deletes along with it.
+    adapter_layer_names = ("perada_bottleneck_down", "perada_bottleneck_up")
+    other_param_names = ("perada_bottleneck_activation", "perada_bottleneck_dropout")
 
     def build(self, config: BottleneckConfig) -> tuple[nn.Module, ...]:
-        """Return the layers of the bottleneck; ``up`` is zero."""
+        """Return the layers of an adapter. ``up`` is zero, so that the adapted network starts as the plain one."""
         linear = cast(nn.Linear, last_linear(self.base_layer))
-        features, dtype = linear.out_features, linear.weight.dtype
+        features = linear.out_features
+        dtype = linear.weight.dtype
         bottleneck = config.bottleneck_dim or max(1, features // config.reduction)
+        # nn.Linear draws initial values even where they are then set to zero: building down first would change them.
         up = nn.Linear(bottleneck, features, dtype=dtype)
         nn.init.zeros_(up.weight)
         nn.init.zeros_(up.bias)
         down = nn.Linear(features, bottleneck, dtype=dtype)
-        return down, ACTIVATIONS[config.activation](), nn.Dropout(config.dropout), up
+        activation = ACTIVATIONS[config.activation]()
+        return down, activation, nn.Dropout(config.dropout), up
 
 
 ATTENTION_OUTPUTS = ("attn.proj", "attention.o_proj", "attention.output.dense")
-"""The attention's last linear layer, seen from its block: timm, transformers 5, transformers 4."""
+"""The attention's last linear layer, relative to its block: in timm, transformers 5 and transformers 4."""
 
 
 def block_outputs(model: nn.Module, placement: str) -> list[str]:
-    """Return the MLP of every transformer block, with ``placement="houlsby"`` also its attention's output layer."""
-    # Where there is an adapter already, the module it wraps counts under its former name.
+    """Return the MLPs of all transformer blocks, with ``placement="houlsby"`` also their attention's output layers."""
+    # Where an adapter is in place already, the module inside comes later and replaces it under their common name.
     modules = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}
     names = []
     for name, module in modules.items():
-        if name.split(".")[-1] == "mlp" and last_linear(module) is not None:
-            if placement == "houlsby":
-                outputs = [name.removesuffix("mlp") + part for part in ATTENTION_OUTPUTS]
-                names += [output for output in outputs if isinstance(modules.get(output), nn.Linear)]
-            names.append(name)
+        if name.split(".")[-1] != "mlp" or last_linear(module) is None:
+            continue
+        if placement == "houlsby":
+            block = name.removesuffix("mlp")
+            for output in ATTENTION_OUTPUTS:
+                if isinstance(modules.get(block + output), nn.Linear):
+                    names.append(block + output)
+        names.append(name)
     return names
 
 
@@ -114,10 +150,10 @@ class BottleneckModel(AddingModel[BottleneckConfig]):
     follows = "modules that are, or end in, an nn.Linear,"
 
     def targets(self, config: BottleneckConfig) -> list[str]:
-        """Return what the placement asks for."""
-        within = reached(self.model, config.last_blocks)
-        return [name for name in block_outputs(self.model, config.placement) if name in within]
+        """Return the modules of the placement."""
+        allowed = modules_from_last_blocks(self.model, config.last_blocks)
+        return [name for name in block_outputs(self.model, config.placement) if name in allowed]
 
     def fits(self, target: nn.Module) -> bool:
-        """Whether there is a linear layer in it."""
+        """Whether the target has a linear layer."""
         return last_linear(target) is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two LoRA branches beside a layer, one for what clients share and one for what each keeps."""
+"""Two LoRA branches beside a layer: one that clients share, and one that each client keeps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ from .added import AdapterConfig, AddedLayer, AddingModel
 
 @dataclass
 class DualLoraConfig(AdapterConfig):
-    """Two LoRA branches on the input ``x`` of a layer: ``layer(x) + s · B_g · A_g · x + s · B_p · A_p · x``.
+    """Configuration of two LoRA branches beside a layer: ``layer(x) + s · B_g · A_g · x + s · B_p · A_p · x``.
 
-    s is ``lora_alpha / r``. g is the shared branch, p the private one; an algorithm says what becomes of them. Both B
-    start at zero, so the adapted network starts as the plain one. Each A is drawn as PEFT draws it.
+    s is ``lora_alpha / r``. g is the shared branch and p the private one; the algorithm decides which of them is sent.
+    Both B start at zero, so the adapted network starts as the plain one. Each A is initialised as in PEFT's LoRA.
 
     With a ``gate`` the branches are weighted by the two outputs of softmax(G · x) instead of 1. Tokens of a transformer
     and positions of a feature map have weights of their own. G starts at zero, which weights both by 1/2, and belongs
@@ -29,15 +29,21 @@ class DualLoraConfig(AdapterConfig):
         target_modules: Layers to adapt: names (or ends of names), or a regular expression of the full name. Each must
             be a linear layer or a convolution without groups. perada chooses those of LoRA where it is left out.
         exclude_modules: Layers to leave out of ``target_modules``.
-        modules_to_save: Modules trained whole and saved beside the adapters, such as the classification head.
+        modules_to_save: Modules trained in full and saved beside the adapters, such as the classification head.
     """
 
-    r: int = 8
-    lora_alpha: float = 8
-    gate: bool = False
-    target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
-    modules_to_save: list[str] | None = None
+    r: int = field(default=8, metadata={"help": "Rank of each branch."})
+    lora_alpha: float = field(default=8, metadata={"help": "Scale of the branches, times their rank."})
+    gate: bool = field(default=False, metadata={"help": "Whether the input weights the branches."})
+    target_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Names, or a regular expression of the names, of the layers to adapt."}
+    )
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Layers to leave out of target_modules."}
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules trained in full and saved beside the adapters, such as the head."}
+    )
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
@@ -50,17 +56,27 @@ class DualLoraConfig(AdapterConfig):
 
 
 class Branches(nn.Module):
-    """What is added to a layer's output: the sum of both branches, or their mixture by a gate."""
+    """The output of both branches for the input of a layer: their sum, or their mixture by a gate.
+
+    Args:
+        layer: The layer whose shapes the branches take.
+        config: Configuration of the method.
+    """
 
     def __init__(self, layer: nn.Linear | nn.Conv2d, config: DualLoraConfig) -> None:
         super().__init__()
-        self.scale, self.channels = config.lora_alpha / config.r, 1 if isinstance(layer, nn.Conv2d) else -1
-        self.shared_A, self.shared_B = _down(layer, config.r), _up(layer, config.r)
-        self.private_A, self.private_B = _down(layer, config.r), _up(layer, config.r)
-        self.gate = _down(layer, 2) if config.gate else None
-        for zero in (self.shared_B, self.private_B, self.gate):
-            if zero is not None:
-                nn.init.zeros_(zero.weight)
+        self.scale = config.lora_alpha / config.r
+        self.channel_dim = 1 if isinstance(layer, nn.Conv2d) else -1
+        # The order fixes the initial values, which are drawn from one random stream.
+        self.shared_A = _projection_down(layer, config.r)
+        self.shared_B = _projection_up(layer, config.r)
+        self.private_A = _projection_down(layer, config.r)
+        self.private_B = _projection_up(layer, config.r)
+        self.gate = _projection_down(layer, 2) if config.gate else None
+        nn.init.zeros_(self.shared_B.weight)
+        nn.init.zeros_(self.private_B.weight)
+        if self.gate is not None:
+            nn.init.zeros_(self.gate.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the layer's input to what is added to its output."""
@@ -68,53 +84,59 @@ class Branches(nn.Module):
         private: Tensor = self.private_B(self.private_A(x))
         if self.gate is None:
             return self.scale * (shared + private)
-        weights = self.gate(x).softmax(self.channels).split(1, self.channels)
-        mixture: Tensor = weights[0] * shared + weights[1] * private
+        weights = self.gate(x).softmax(self.channel_dim)
+        shared_weight, private_weight = weights.split(1, self.channel_dim)
+        mixture: Tensor = shared_weight * shared + private_weight * private
         return self.scale * mixture
 
 
-GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
-"""What of a convolution says what it sees."""
+RECEPTIVE_FIELD = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+"""Options of a convolution that a branch shares with it, so that their outputs have one size."""
 
 
-def _down(layer: nn.Linear | nn.Conv2d, outputs: int) -> nn.Linear | nn.Conv2d:
-    """A layer without bias that sees what ``layer`` sees; its weights are those of any new layer of torch."""
+def _projection_down(layer: nn.Linear | nn.Conv2d, out_features: int) -> nn.Linear | nn.Conv2d:
+    """Return a layer without bias on the inputs of ``layer``, with torch's initial weights."""
     dtype = layer.weight.dtype
     if isinstance(layer, nn.Linear):
-        return nn.Linear(layer.in_features, outputs, bias=False, dtype=dtype)
-    size: dict[str, Any] = {name: getattr(layer, name) for name in GEOMETRY}
-    return nn.Conv2d(layer.in_channels, outputs, **size, bias=False, dtype=dtype)
+        return nn.Linear(layer.in_features, out_features, bias=False, dtype=dtype)
+    options: dict[str, Any] = {name: getattr(layer, name) for name in RECEPTIVE_FIELD}
+    return nn.Conv2d(layer.in_channels, out_features, **options, bias=False, dtype=dtype)
 
 
-def _up(layer: nn.Linear | nn.Conv2d, rank: int) -> nn.Linear | nn.Conv2d:
-    """A layer without bias from a branch's rank to the outputs of ``layer``."""
+def _projection_up(layer: nn.Linear | nn.Conv2d, rank: int) -> nn.Linear | nn.Conv2d:
+    """Return a layer without bias from a branch's rank to the outputs of ``layer``."""
+    dtype = layer.weight.dtype
     if isinstance(layer, nn.Linear):
-        return nn.Linear(rank, layer.out_features, bias=False, dtype=layer.weight.dtype)
-    return nn.Conv2d(rank, layer.out_channels, 1, bias=False, dtype=layer.weight.dtype)
+        return nn.Linear(rank, layer.out_features, bias=False, dtype=dtype)
+    return nn.Conv2d(rank, layer.out_channels, kernel_size=1, bias=False, dtype=dtype)
 
 
 class DualLoraLayer(AddedLayer[DualLoraConfig]):
-    """A linear layer or a convolution, with two branches beside it for each active PEFT adapter name."""
+    """A linear layer or a convolution, with two branches beside it per active adapter name."""
 
     parts = ("perada_dual_lora",)
-    adapter_layer_names = parts
+    adapter_layer_names = ("perada_dual_lora",)
 
     def build(self, config: DualLoraConfig) -> tuple[nn.Module, ...]:
-        """Return both branches."""
-        return (Branches(cast(nn.Linear | nn.Conv2d, self.base_layer), config),)
+        """Return both branches as one module."""
+        layer = cast(nn.Linear | nn.Conv2d, self.base_layer)
+        return (Branches(layer, config),)
 
-    def branches(self, name: str) -> Branches:
-        """Those of one PEFT adapter name."""
-        return cast(Branches, cast(nn.ModuleDict, self.perada_dual_lora)[name])
+    def branches(self, adapter_name: str) -> Branches:
+        """Return the branches of one adapter."""
+        return cast(Branches, cast(nn.ModuleDict, self.perada_dual_lora)[adapter_name])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output with what its branches add."""
+        """Return the layer's output plus that of its branches.
+
+        Unlike other added layers, the branches see the layer's input instead of its output.
+        """
         out: Tensor = self.base_layer(x)
         if self.disable_adapters:
             return out
-        for name in self.active_adapters:
-            if name in cast(nn.ModuleDict, self.perada_dual_lora):
-                out = out + self.branches(name)(x)
+        for adapter_name in self.active_adapters:
+            if adapter_name in cast(nn.ModuleDict, self.perada_dual_lora):
+                out = out + self.branches(adapter_name)(x)
         return out
 
 
@@ -128,9 +150,9 @@ class DualLoraModel(AddingModel[DualLoraConfig]):
     follows = "nn.Linear layers and nn.Conv2d layers without groups"
 
     def targets(self, config: DualLoraConfig) -> list[str]:
-        """Return none: the layers are named."""
+        """Return none: only perada, which knows LoRA's layers, fills them in."""
         return []
 
     def fits(self, target: nn.Module) -> bool:
-        """Whether it is linear, or a convolution without groups."""
+        """Whether the target is linear, or a convolution without groups."""
         return isinstance(target, nn.Linear) or (isinstance(target, nn.Conv2d) and target.groups == 1)

@@ -3,7 +3,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -11,37 +11,54 @@ from peft import PeftConfig
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from .added import AdapterConfig, AddedLayer, AddingModel, check_dropout, check_last_blocks, own_modules, reached
+from .added import (
+    AdapterConfig,
+    AddedLayer,
+    AddingModel,
+    backbone_modules,
+    check_dropout,
+    check_last_blocks,
+    modules_from_last_blocks,
+)
 
 
 @dataclass
 class PromptConfig(AdapterConfig):
-    """Tokens (T, D) before those of the patches, behind the class token: the same for all images, and trained.
+    """Configuration of visual prompts: trained tokens (T, D), the same for all images, in a vision transformer.
 
-    With ``deep`` each block has tokens of its own, whose outputs are left out. Otherwise those of the first block go
-    through all blocks. The head never sees them. They start uniform in ±√(6 / (I + D)), I being the numbers of a patch,
-    which is Xavier's rule for the patch embedding.
+    They are inserted between the class token and the patches. With ``deep`` each block has tokens of its own, which are
+    removed behind it. Otherwise the tokens of the first block go through all blocks. The head never sees them. Initial
+    values are uniform in ±√(6 / (I + D)), where I is the number of values of a patch: Xavier's rule for the patch
+    embedding.
 
     Source: Jia et al., Visual Prompt Tuning (ECCV 2022, arXiv 2203.12119). Tokens enter behind timm's
     ``norm_pre`` and register tokens, of which the paper's networks have none. Means over tokens are over the patches'.
 
     Args:
         tokens: Tokens of a block, T. The paper tries 1 to 200.
-        deep: Tokens of its own for every block (VPT-deep), or for the first alone (VPT-shallow).
+        deep: Whether every block has its own tokens (VPT-deep), or only the first (VPT-shallow).
         dropout: Probability of dropout on the tokens, drawn anew for each image.
         last_blocks: Tokens for the last so many blocks only; by default for all. Shallow ones then enter before the
             first of these. What stands before never changes, and runs once an image.
         target_modules: Regular expression of the full names of the blocks, in place of ``last_blocks``. Shallow tokens
             go from the first of them to the last.
-        modules_to_save: As of :class:`~perada.adapters.ResidualConfig`.
+        modules_to_save: As in :class:`~perada.adapters.ResidualConfig`.
     """
 
-    tokens: int = 10
-    deep: bool = True
-    dropout: float = 0.0
-    last_blocks: int | None = None
-    target_modules: str | None = None
-    modules_to_save: list[str] | None = None
+    tokens: int = field(default=10, metadata={"help": "Tokens of a block."})
+    deep: bool = field(
+        default=True, metadata={"help": "Whether every block has its own tokens (VPT-deep), or only the first."}
+    )
+    dropout: float = field(default=0.0, metadata={"help": "Probability of dropout on the tokens."})
+    last_blocks: int | None = field(
+        default=None, metadata={"help": "Number of blocks with tokens, counted from the end of the network."}
+    )
+    target_modules: str | None = field(
+        default=None, metadata={"help": "Regular expression of the names of the blocks, in place of last_blocks."}
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules trained in full and saved beside the prompts, such as the head."}
+    )
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
@@ -61,7 +78,10 @@ class PromptConfig(AdapterConfig):
 
 
 class Prompts(nn.Module):
-    """Tokens, ``weight`` (T, D)."""
+    """Prompt tokens ``weight`` (T, D).
+
+    They are a layer of their own so that perada can run those of many clients as one.
+    """
 
     def __init__(self, tokens: int, width: int, bound: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -69,99 +89,150 @@ class Prompts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the tokens (B, T, D) for a batch (B, ...)."""
-        # Not a view: without gradients, one would still say that it requires them.
+        # A copy: a view by expand() requires gradients even under torch.no_grad() (torch 2.14).
         return self.weight.repeat(len(x), 1, 1)
 
 
-class Enter(nn.Module):
-    """Put tokens into a sequence."""
+class InsertPrompts(nn.Module):
+    """Insert prompt tokens into a sequence.
+
+    Args:
+        prompts: The tokens.
+        dropout: Probability of dropout on the tokens.
+        start: Number of tokens of the sequence before them.
+    """
 
     def __init__(self, prompts: Prompts, dropout: float, start: int) -> None:
         super().__init__()
-        self.prompts, self.dropout, self.start = prompts, nn.Dropout(dropout), start
+        self.prompts = prompts
+        self.dropout = nn.Dropout(dropout)
+        self.start = start
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, N, D) to (B, N + T, D)."""
-        # Detached: a hook on what gives a layer its gradient waits for that of its input, which would never come.
-        added = self.dropout(self.prompts(x[:, :0].detach())).to(x.dtype)
-        return torch.cat([x[:, : self.start], added, x[:, self.start :]], 1)
+        # The prompts only need the batch size. The input is detached, since a backward hook on them would wait for the
+        # gradient of an input that has no influence, and which would never come.
+        batch = x[:, :0].detach()
+        prompts = self.dropout(self.prompts(batch)).to(x.dtype)
+        return torch.cat([x[:, : self.start], prompts, x[:, self.start :]], 1)
 
 
-class Leave(nn.Module):
-    """Take tokens out of a sequence."""
+class RemovePrompts(nn.Module):
+    """Remove prompt tokens from a sequence.
+
+    Args:
+        tokens: Number of prompt tokens, T.
+        start: Number of tokens of the sequence before them.
+    """
 
     def __init__(self, tokens: int, start: int) -> None:
         super().__init__()
-        self.tokens, self.start = tokens, start
+        self.tokens = tokens
+        self.start = start
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, N + T, D) to (B, N, D)."""
-        return torch.cat([x[:, : self.start], x[:, self.start + self.tokens :]], 1)
+        end = self.start + self.tokens
+        return torch.cat([x[:, : self.start], x[:, end:]], 1)
 
 
 @dataclass
-class PlacedConfig(PromptConfig):
-    """What one block needs to know: the tokens enter before it, leave behind it, or both.
+class BlockPromptConfig(PromptConfig):
+    """The configuration of one block, which :class:`PromptModel` derives from that of the network.
 
-    ``start`` tokens stand before them, ``width`` is D, ``bound`` that of the initial values.
+    Args:
+        insert: Whether tokens are inserted before the block.
+        remove: Whether tokens are removed behind the block.
+        start: Number of tokens before the prompts.
+        width: Features of a token, D.
+        bound: Bound of the uniform initial values.
     """
 
-    enter: bool = True
-    leave: bool = True
+    insert: bool = True
+    remove: bool = True
     start: int = 1
     width: int = 1
     bound: float = 0.0
 
 
-class PromptLayer(AddedLayer[PlacedConfig]):
-    """A block on tokens (B, N, D) that sees the prompts of each active PEFT adapter name too."""
+class PromptLayer(AddedLayer[BlockPromptConfig]):
+    """A block on tokens (B, N, D) that also sees the prompts of each active adapter name."""
 
+    # Saved keys begin with these names.
     parts = ("perada_prompt_enter", "perada_prompt_leave")
-    adapter_layer_names = parts
+    adapter_layer_names = ("perada_prompt_enter", "perada_prompt_leave")
 
-    def build(self, config: PlacedConfig) -> tuple[nn.Module, ...]:
-        """Return what puts tokens in and what takes them out; a module that does nothing where the block does not."""
-        enter: nn.Module = nn.Identity()
-        if config.enter:
+    def build(self, config: BlockPromptConfig) -> tuple[nn.Module, ...]:
+        """Return what inserts and what removes tokens, each the identity if the block does not do it."""
+        insert: nn.Module = nn.Identity()
+        remove: nn.Module = nn.Identity()
+        if config.insert:
             dtype = next(self.base_layer.parameters()).dtype
             prompts = Prompts(config.tokens, config.width, config.bound, dtype)
-            enter = Enter(prompts, config.dropout, config.start)
-        return enter, Leave(config.tokens, config.start) if config.leave else nn.Identity()
+            insert = InsertPrompts(prompts, config.dropout, config.start)
+        if config.remove:
+            remove = RemovePrompts(config.tokens, config.start)
+        return insert, remove
 
     def forward(self, x: Tensor, *args: object, **options: object) -> Tensor:
-        """Return the block's output; what follows the first argument is handed on."""
-        enter, leave = (getattr(self, part) for part in self.parts)
-        active = [] if self.disable_adapters else [name for name in self.active_adapters if name in enter]
-        active.sort(key=lambda name: isinstance(leave[name], Leave))  # who leaves first stands in front
-        for name in active:
-            x = enter[name](x)
+        """Return the block's output. Further arguments are passed to the block."""
+        if self.disable_adapters:
+            out: Tensor = self.base_layer(x, *args, **options)
+            return out
+        insert = cast(nn.ModuleDict, self.perada_prompt_enter)
+        remove = cast(nn.ModuleDict, self.perada_prompt_leave)
+        adapter_names = [name for name in self.active_adapters if name in insert]
+        # All prompts stand at the same place, so that those inserted last are in front, and must be removed first.
+        # Prompts that go on to the next block are inserted before those that are removed behind this one.
+        adapter_names.sort(key=lambda name: isinstance(remove[name], RemovePrompts))
+        for name in adapter_names:
+            x = insert[name](x)
         x = self.base_layer(x, *args, **options)
-        for name in reversed(active):
-            x = leave[name](x)
+        for name in reversed(adapter_names):
+            x = remove[name](x)
         return x
 
-    def plain(self) -> "Prompted":
-        """The same without PEFT."""
-        enter, leave = (getattr(self, part)[self.active_adapters[0]] for part in self.parts)
-        return Prompted(self.base_layer, enter, leave)
+    def plain(self) -> "PromptedBlock":
+        """Return the same block without PEFT."""
+        adapter_name = self.active_adapters[0]
+        insert = cast(nn.ModuleDict, self.perada_prompt_enter)[adapter_name]
+        remove = cast(nn.ModuleDict, self.perada_prompt_leave)[adapter_name]
+        return PromptedBlock(self.base_layer, insert, remove)
 
 
-class Prompted(nn.Module):
-    """A block whose prompts are a part of the network."""
+class PromptedBlock(nn.Module):
+    """A block with prompts that are a part of the network.
 
-    def __init__(self, base: nn.Module, enter: nn.Module, leave: nn.Module) -> None:
+    Args:
+        base: The block.
+        insert: Module that inserts prompts before it.
+        remove: Module that removes prompts behind it.
+    """
+
+    def __init__(self, base: nn.Module, insert: nn.Module, remove: nn.Module) -> None:
         super().__init__()
-        self.base_layer, self.perada_enter, self.perada_leave = base, enter, leave
+        self.base_layer = base
+        self.perada_enter = insert
+        self.perada_leave = remove
 
     def forward(self, x: Tensor, *args: object, **options: object) -> Tensor:
-        """As :meth:`PromptLayer.forward`."""
-        out: Tensor = self.perada_leave(self.base_layer(self.perada_enter(x), *args, **options))
+        """Return the block's output, like :meth:`PromptLayer.forward`."""
+        x = self.perada_enter(x)
+        x = self.base_layer(x, *args, **options)
+        out: Tensor = self.perada_leave(x)
         return out
 
 
 @dataclass(frozen=True)
-class Transformer:
-    """Names of the blocks in order, tokens before those of the patches, features D, and numbers of a patch."""
+class TransformerLayout:
+    """What prompts need to know about a vision transformer.
+
+    Attributes:
+        blocks: Full names of the blocks, in order.
+        start: Number of tokens before those of the patches.
+        width: Features of a token, D.
+        patch: Values of a patch, over all channels.
+    """
 
     blocks: tuple[str, ...]
     start: int
@@ -169,32 +240,43 @@ class Transformer:
     patch: int
 
 
-def transformer(model: nn.Module) -> Transformer:
+def transformer_layout(model: nn.Module) -> TransformerLayout:
     """Describe a VisionTransformer of timm or a ViT of transformers.
 
     Raises:
-        ValueError: If it is neither, or if tokens go through all of its blocks already.
+        ValueError: If it is neither, or if prompts already go through its blocks.
     """
     network = cast(Any, model)
     if isinstance(model, VisionTransformer):
         blocks = [f"blocks.{number}" for number in range(len(network.blocks))]
-        start, width, embedding = network.num_prefix_tokens, network.embed_dim, network.patch_embed
+        start = network.num_prefix_tokens
+        width = network.embed_dim
+        patch_embedding = network.patch_embed
+    # By name: importing transformers' module for networks of timm takes seconds.
     elif type(model).__module__ == "transformers.models.vit.modeling_vit":
-        blocks = [name for name, module in own_modules(model) if type(module).__name__ == "ViTLayer"]
-        start, width, embedding = 1, network.config.hidden_size, model
+        blocks = [name for name, module in backbone_modules(model) if type(module).__name__ == "ViTLayer"]
+        start = 1
+        width = network.config.hidden_size
+        patch_embedding = model
     else:
         raise ValueError(
             "the prompt adapter fits VisionTransformers of timm (ViTs and DeiTs) and ViTs of transformers, not "
             f"{type(model).__name__}: choose another adapter, such as 'lora' or 'bias_norm'"
         )
-    for name, module in own_modules(model):
-        if isinstance(module, Prompted) and nn.Identity in (type(module.perada_enter), type(module.perada_leave)):
+    for name, module in backbone_modules(model):
+        if not isinstance(module, PromptedBlock):
+            continue
+        # Shallow prompts: they are inserted before another block than they are removed behind.
+        if isinstance(module.perada_enter, nn.Identity) or isinstance(module.perada_leave, nn.Identity):
             raise ValueError(
                 f"the network holds prompts that go through its blocks, from another run ({name!r} is one of them): "
                 "choose another adapter, or give that run deep prompts"
             )
-    sizes = [conv.weight[0].numel() for conv in embedding.modules() if isinstance(conv, nn.Conv2d)]
-    return Transformer(tuple(blocks), start, width, (sizes or [width])[-1])
+    patch = width
+    for module in patch_embedding.modules():
+        if isinstance(module, nn.Conv2d):
+            patch = module.weight[0].numel()
+    return TransformerLayout(tuple(blocks), start, width, patch)
 
 
 class PromptModel(AddingModel[PromptConfig]):
@@ -204,11 +286,11 @@ class PromptModel(AddingModel[PromptConfig]):
     tuner_layer_cls = PromptLayer
 
     def targets(self, config: PromptConfig) -> list[str]:
-        """Return the blocks that tokens enter or leave."""
-        blocks = transformer(self.model).blocks
+        """Return the blocks that prompts are inserted before or removed behind."""
+        blocks = transformer_layout(self.model).blocks
         if config.target_modules is None:
-            within = reached(self.model, config.last_blocks)
-            names = [name for name in blocks if name in within]
+            allowed = modules_from_last_blocks(self.model, config.last_blocks)
+            names = [name for name in blocks if name in allowed]
         else:
             names = [name for name in blocks if re.fullmatch(config.target_modules, name)]
         if not names:
@@ -216,14 +298,20 @@ class PromptModel(AddingModel[PromptConfig]):
                 f"target_modules={config.target_modules!r} names no block: give an expression for some of "
                 f"{blocks[0]!r} to {blocks[-1]!r}"
             )
-        return names if config.deep else list(dict.fromkeys([names[0], names[-1]]))
+        if config.deep:
+            return names
+        # One block only may be both the first and the last.
+        return list(dict.fromkeys([names[0], names[-1]]))
 
     def fits(self, target: nn.Module) -> bool:
-        """Blocks are all that is targeted."""
+        """Return True: only blocks are targeted."""
         return True
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: dict[str, Any]) -> PeftConfig:
-        """Fill in the blocks, as an expression: PEFT makes ends of names of a long list, which would fit others too."""
+        """Fill in the blocks as a regular expression.
+
+        PEFT shortens a long list of names to ends of names, which would match other modules too.
+        """
         config = cast(PromptConfig, peft_config)
         config.target_modules = "|".join(map(re.escape, self.targets(config)))
         return config
@@ -236,19 +324,20 @@ class PromptModel(AddingModel[PromptConfig]):
         target_name: str,
         parent: nn.Module,
         current_key: str,
-        *_: object,
-        **__: object,
+        parameter_name: str | None = None,
     ) -> None:
+        """Wrap a block with the configuration for its place in the network."""
         config = cast(PromptConfig, peft_config)
-        names, found = self.targets(config), transformer(self.model)
-        placed = PlacedConfig(
+        names = self.targets(config)
+        layout = transformer_layout(self.model)
+        block_config = BlockPromptConfig(
             inference_mode=config.inference_mode,
             tokens=config.tokens,
             dropout=config.dropout,
-            enter=config.deep or current_key == names[0],
-            leave=config.deep or current_key == names[-1],
-            start=found.start,
-            width=found.width,
-            bound=math.sqrt(6 / (found.patch + found.width)),
+            insert=config.deep or current_key == names[0],
+            remove=config.deep or current_key == names[-1],
+            start=layout.start,
+            width=layout.width,
+            bound=math.sqrt(6 / (layout.patch + layout.width)),
         )
-        super()._create_and_replace(placed, adapter_name, target, target_name, parent, current_key)
+        super()._create_and_replace(block_config, adapter_name, target, target_name, parent, current_key)

@@ -3,7 +3,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from peft import PeftConfig
@@ -13,17 +13,17 @@ from .added import (
     AdapterConfig,
     AddedLayer,
     AddingModel,
+    backbone_modules,
     check_dropout,
     check_last_blocks,
     is_norm,
-    own_modules,
-    reached,
+    modules_from_last_blocks,
 )
 
 
 @dataclass
 class ResidualConfig(AdapterConfig):
-    """A residual adapter ``x + conv1x1(dropout(norm(x)))`` on the output ``x`` of a convolution.
+    """Configuration of residual adapters ``x + conv1x1(dropout(norm(x)))`` on the outputs ``x`` of convolutions.
 
     Source: the adapter of PerAda (Xie et al., CVPR 2024), after Rebuffi et al. (NeurIPS 2017).
 
@@ -42,17 +42,32 @@ class ResidualConfig(AdapterConfig):
             out: every 3x3 convolution of the blocks of a ResNet, ResNetV2, RegNet or DenseNet, the last pointwise
             convolution of each block of an EfficientNet, the depthwise one of a ConvNeXt.
         exclude_modules: Convolutions to leave out of ``target_modules``.
-        modules_to_save: Modules trained whole and saved beside the adapters, such as the classification head.
+        modules_to_save: Modules trained in full and saved beside the adapters, such as the classification head.
     """
 
-    dropout: float = 0.3
-    norm: Literal["batch", "group", "none"] = "batch"
-    init_std: float = 0.01
-    train_norms: bool = True
-    last_blocks: int | None = None
-    target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
-    modules_to_save: list[str] | None = None
+    dropout: float = field(
+        default=0.3, metadata={"help": "Probability of the dropout between normalisation and 1x1 convolution."}
+    )
+    norm: Literal["batch", "group", "none"] = field(
+        default="batch", metadata={"help": "Normalisation of the adapter's input: 'batch', 'group' or 'none'."}
+    )
+    init_std: float = field(default=0.01, metadata={"help": "Standard deviation of the initial 1x1 weights."})
+    train_norms: bool = field(
+        default=True,
+        metadata={"help": "Also train the network's own normalisation layers, except those of shortcuts."},
+    )
+    last_blocks: int | None = field(
+        default=None, metadata={"help": "Number of blocks to adapt, counted from the end of the network."}
+    )
+    target_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Names, or a regular expression of the names, of the convolutions to adapt."}
+    )
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Convolutions to leave out of target_modules."}
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules trained in full and saved beside the adapters, such as the head."}
+    )
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError if one is out of range."""
@@ -67,14 +82,18 @@ class ResidualConfig(AdapterConfig):
 
 
 class ResidualLayer(AddedLayer[ResidualConfig]):
-    """A convolution with output (B, C, H, W), followed by one residual adapter for each active PEFT adapter name."""
+    """A convolution with output (B, C, H, W), followed by one residual adapter per active adapter name."""
 
     parts = ("perada_residual_normalise", "perada_residual_dropout", "perada_residual_project")
-    adapter_layer_names = (parts[0], parts[2])
-    other_param_names = (parts[1],)
+    # What PEFT saves and trains, and what it only moves and deletes along with it.
+    adapter_layer_names = ("perada_residual_normalise", "perada_residual_project")
+    other_param_names = ("perada_residual_dropout",)
 
     def build(self, config: ResidualConfig) -> tuple[nn.Module, ...]:
-        """Return normalisation (with as many groups as divide the channels, 32 at most), dropout and 1x1 weights."""
+        """Return the layers of an adapter.
+
+        Group normalisation has gcd(32, C) groups, since their number must divide that of the channels.
+        """
         channels = cast(nn.Conv2d, self.base_layer).out_channels
         projection = nn.Conv2d(channels, channels, kernel_size=1, bias=False)
         nn.init.normal_(projection.weight, std=config.init_std)
@@ -86,13 +105,13 @@ class ResidualLayer(AddedLayer[ResidualConfig]):
         return norm, nn.Dropout(config.dropout), projection
 
 
-SPATIAL = re.compile(
+BLOCK_CONVOLUTION = re.compile(
     r"(.*\.)?(layer\d+\.\d+\.conv\d+|stages\.\d+\.blocks\.\d+\.conv\d+|s\d+\.b\d+\.conv\d+\.conv"
     r"|denseblock\d+\.denselayer\d+\.conv2)"
 )
-"""Convolutions of the blocks of ResNets, ResNetV2s, RegNets and DenseNets; those of 3x3 are looked for."""
-EFFICIENTNET_BLOCK = re.compile(r"(.*\.)?blocks\.\d+\.\d+\.conv_(exp|pw|pwl)")
-CONVNEXT_BLOCK = re.compile(r"(.*\.)?stages\.\d+\.blocks\.\d+\.conv_dw")
+"""Convolutions of any size in the blocks of ResNets, ResNetV2s, RegNets and DenseNets."""
+EFFICIENTNET_POINTWISE = re.compile(r"(.*\.)?blocks\.\d+\.\d+\.conv_(exp|pw|pwl)")
+CONVNEXT_DEPTHWISE = re.compile(r"(.*\.)?stages\.\d+\.blocks\.\d+\.conv_dw")
 
 
 def block_convolutions(model: nn.Module) -> list[str]:
@@ -102,30 +121,34 @@ def block_convolutions(model: nn.Module) -> list[str]:
     is both of a basic block, the middle one of a bottleneck block, the last one of a dense layer. EfficientNets of timm
     (whose 3x3 convolutions are depthwise): the pointwise and expanding ones. Any other network: none.
     """
-    convolutions = [(name, module) for name, module in own_modules(model) if isinstance(module, nn.Conv2d)]
-    return [
-        name
-        for name, conv in convolutions
-        if (SPATIAL.fullmatch(name) and conv.kernel_size == (3, 3)) or EFFICIENTNET_BLOCK.fullmatch(name)
-    ]
+    names = []
+    for name, module in backbone_modules(model):
+        if not isinstance(module, nn.Conv2d):
+            continue
+        is_spatial = BLOCK_CONVOLUTION.fullmatch(name) and module.kernel_size == (3, 3)
+        if is_spatial or EFFICIENTNET_POINTWISE.fullmatch(name):
+            names.append(name)
+    return names
 
 
 def residual_convolutions(model: nn.Module) -> list[str]:
-    """Return those of :func:`block_convolutions` that an adapter, C to C, can follow at little cost, in order.
+    """Return the convolutions that an adapter from C to C channels can follow at little cost, in order.
 
-    In a ResNet these are all. In an EfficientNet it is the last pointwise one of each block: the others are up to six
-    times as wide, so that adapters after them, C to C, would be larger than the network. In a ConvNeXt, whose other
-    layers are linear, it is the depthwise one.
+    In a ResNet these are all :func:`block_convolutions`. In an EfficientNet it is the last pointwise one of each block:
+    the others are up to six times as wide, so that adapters after them would be larger than the network. In a ConvNeXt,
+    whose other layers are linear, it is the depthwise one.
     """
     names = block_convolutions(model)
-    expanding = {
-        f"{block}.{name}"
-        for block, _, last in (n.rpartition(".") for n in names)
-        if last == "conv_pwl"
-        for name in ("conv_pw", "conv_exp")
-    }
-    depthwise = [name for name, module in own_modules(model) if CONVNEXT_BLOCK.fullmatch(name)]
-    return [name for name in names if name not in expanding] or depthwise
+    expanding: set[str] = set()
+    for name in names:
+        block, _, convolution = name.rpartition(".")
+        if convolution == "conv_pwl":
+            expanding.update((f"{block}.conv_pw", f"{block}.conv_exp"))
+    # conv_pw of a block without conv_pwl does not expand, but is the last one.
+    narrow = [name for name in names if name not in expanding]
+    if narrow:
+        return narrow
+    return [name for name, _ in backbone_modules(model) if CONVNEXT_DEPTHWISE.fullmatch(name)]
 
 
 class ResidualModel(AddingModel[ResidualConfig]):
@@ -139,22 +162,32 @@ class ResidualModel(AddingModel[ResidualConfig]):
 
     def targets(self, config: ResidualConfig) -> list[str]:
         """Return the convolutions of the blocks."""
-        within = reached(self.model, config.last_blocks)
-        return [name for name in residual_convolutions(self.model) if name in within]
+        allowed = modules_from_last_blocks(self.model, config.last_blocks)
+        return [name for name in residual_convolutions(self.model) if name in allowed]
 
     def fits(self, target: nn.Module) -> bool:
-        """Whether it is a convolution, or one that something follows already."""
+        """Whether the target is a convolution, with or without an adapter."""
         return isinstance(getattr(target, "base_layer", target), nn.Conv2d)
 
     def _prepare_adapter_config(self, peft_config: PeftConfig, model_config: dict[str, Any]) -> PeftConfig:
-        """Fill in the convolutions and the network's own norms."""
+        """Fill in the convolutions, and the network's own norms, which PEFT trains and saves as modules to save."""
         config = cast(ResidualConfig, super()._prepare_adapter_config(peft_config, model_config))
         if config.train_norms:
-            within = reached(self.model, config.last_blocks)
-            norms = [name for name, module in own_modules(self.model) if is_norm(module)]
-            norms = [name for name in norms if not {"downsample", "shortcut"} & set(name.split("."))]
-            frozen = tuple(name for name in norms if name not in within)
-            # PEFT compares the ends of names: one that is the end of a frozen norm's would unfreeze that too.
-            norms = [name for name in norms if name in within and not any(other.endswith(name) for other in frozen)]
-            config.modules_to_save = list(dict.fromkeys([*(config.modules_to_save or []), *norms]))
+            modules_to_save = [*(config.modules_to_save or []), *self._trained_norms(config.last_blocks)]
+            config.modules_to_save = list(dict.fromkeys(modules_to_save))
         return config
+
+    def _trained_norms(self, last_blocks: int | None) -> list[str]:
+        """Return the norms to train. Those of shortcuts are not, as in the paper."""
+        allowed = modules_from_last_blocks(self.model, last_blocks)
+        trained = []
+        frozen = []
+        for name, module in backbone_modules(self.model):
+            if not is_norm(module) or not {"downsample", "shortcut"}.isdisjoint(name.split(".")):
+                continue
+            if name in allowed:
+                trained.append(name)
+            else:
+                frozen.append(name)
+        # PEFT compares the ends of names: "bn2" would unfreeze a frozen "blocks.0.0.bn2" too.
+        return [name for name in trained if not any(other.endswith(name) for other in frozen)]

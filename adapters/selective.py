@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a selection of a network's own parameters, in place, as a PEFT tuner that adds no layer."""
+"""A PEFT tuner that adds no layer: it trains a selection of a network's own parameters in place."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from .added import AdapterConfig, check_last_blocks, reached
+from .added import AdapterConfig, check_last_blocks, modules_from_last_blocks
 
 
 @dataclass
 class SelectiveConfig(AdapterConfig):
-    """Train, save and load a selection of the network's own parameters, in place and under their own names.
+    """Configuration that trains, saves and loads a selection of the network's own parameters under their own names.
 
     The buffers of a module that owns a selected parameter (the running statistics of a BatchNorm) are saved with it.
 
@@ -26,9 +26,15 @@ class SelectiveConfig(AdapterConfig):
             default everywhere.
     """
 
-    select: list[str] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
-    last_blocks: int | None = None
+    select: list[str] = field(
+        default_factory=list, metadata={"help": "Kinds of parameters to train: any of 'all', 'bias' and 'norm'."}
+    )
+    modules: list[str] = field(
+        default_factory=list, metadata={"help": "Full names of modules to train in full, such as the head."}
+    )
+    last_blocks: int | None = field(
+        default=None, metadata={"help": "Number of blocks in which to select, counted from the end of the network."}
+    )
 
     def __post_init__(self) -> None:
         """Check the values; raise a ValueError for an unknown word, or if nothing is selected."""
@@ -43,57 +49,79 @@ class SelectiveConfig(AdapterConfig):
 
 
 PEFT_PREFIX = "base_model.model."
+"""Beginning of the names of the network's tensors in a PeftModel."""
 
 
-def _owned(model: nn.Module, config: SelectiveConfig) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Yield (path, module, names of its own selected parameters) for each module that owns one."""
-    within = reached(model, config.last_blocks)
+@dataclass(frozen=True)
+class SelectedParameters:
+    """The selected parameters of one module.
+
+    Attributes:
+        path: Full name of the module, empty for the network itself.
+        module: The module.
+        names: Names of the parameters in the module, without those of its children.
+    """
+
+    path: str
+    module: nn.Module
+    names: tuple[str, ...]
+
+
+def _select(model: nn.Module, config: SelectiveConfig) -> Iterator[SelectedParameters]:
+    """Yield the selected parameters of each module that has any."""
+    allowed = modules_from_last_blocks(model, config.last_blocks)
     for path, module in model.named_modules():
-        named = any(f"{path}.".startswith(f"{name}.") for name in config.modules)
-        select = config.select if path in within else []
-        norm = "norm" in select and "Norm" in type(module).__name__
-        own = [
-            name
-            for name, parameter in module.named_parameters(recurse=False)
-            if named
-            or norm
-            or "all" in select
-            or ("bias" in select and parameter.ndim == 1 and f"_{name}".endswith("_bias"))
-        ]
-        if own:
-            yield path, module, own
+        in_named_module = any(f"{path}.".startswith(f"{name}.") for name in config.modules)
+        select = config.select if path in allowed else []
+        is_selected_norm = "norm" in select and "Norm" in type(module).__name__
+        all_selected = in_named_module or is_selected_norm or "all" in select
+        names = []
+        for name, parameter in module.named_parameters(recurse=False):
+            # Such as "bias" and "in_proj_bias", but not a table of "relative_position_bias" with two axes.
+            is_bias = parameter.ndim == 1 and f"_{name}".endswith("_bias")
+            if all_selected or ("bias" in select and is_bias):
+                names.append(name)
+        if names:
+            yield SelectedParameters(path, module, tuple(names))
 
 
 def selected_names(model: nn.Module, config: SelectiveConfig) -> list[str]:
-    """Return the names, in ``model.state_dict()``, of all tensors that belong to the selection."""
+    """Return the names, in ``model.state_dict()``, of all tensors that belong to the selection.
+
+    These are the selected parameters and the persistent buffers beside them.
+    """
     names = []
-    for path, module, own in _owned(model, config):
-        kept = set(module.state_dict().keys())
-        own = own + [name for name, _ in module.named_buffers(recurse=False) if name in kept]
-        names += [f"{path}.{name}" if path else name for name in own]
+    for selected in _select(model, config):
+        persistent = set(selected.module.state_dict().keys())
+        buffers = [name for name, _ in selected.module.named_buffers(recurse=False) if name in persistent]
+        prefix = f"{selected.path}." if selected.path else ""
+        names += [prefix + name for name in (*selected.names, *buffers)]
     return names
 
 
 class SelectiveModel(BaseTuner):
     """Make the selected parameters of the network trainable, and save and load exactly those.
 
-    The network holds one such adapter at a time, since its own tensors are the adapter.
+    The network's own tensors are the adapter, so there can be only one, which can neither be disabled nor deleted.
     """
 
+    # No name has the prefix, and no layer is wrapped; PEFT requires both attributes.
     prefix = "perada_selective_"
     tuner_layer_cls = BaseTunerLayer
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *_: object, **__: object) -> None:
-        """Freeze ``model`` but for the selected parameters.
+        """Freeze ``model`` except for the selected parameters.
 
         Raises:
-            ValueError: If the model holds an adapter already, or lacks a module that the selection names.
+            ValueError: If the model holds an adapter already, or lacks a module that the configuration names.
         """
+        # PEFT adds the configuration to peft_config before this call.
         if len(self.peft_config) > 1:
             self._refuse("hold a second adapter")
         config = cast(SelectiveConfig, self.peft_config[adapter_name])
+        module_names = {name for name, _ in model.named_modules()}
         for name in config.modules:
-            if name not in dict(model.named_modules()):
+            if name not in module_names:
                 raise ValueError(f"modules={name!r} is not in {type(model).__name__}: give the full name of a module")
         model.requires_grad_(False)
         self.set_adapter(adapter_name, inference_mode=config.inference_mode)
@@ -104,11 +132,12 @@ class SelectiveModel(BaseTuner):
         self.set_requires_grad(adapter_name, not inference_mode)
 
     def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
-        """Let the selected parameters require gradients, or not."""
-        name = adapter_names if isinstance(adapter_names, str) else adapter_names[0]
-        for _, module, own in _owned(self.model, cast(SelectiveConfig, self.peft_config[name])):
-            for parameter in own:
-                module.get_parameter(parameter).requires_grad_(requires_grad)
+        """Set whether the selected parameters require gradients."""
+        adapter_name = adapter_names if isinstance(adapter_names, str) else adapter_names[0]
+        config = cast(SelectiveConfig, self.peft_config[adapter_name])
+        for selected in _select(self.model, config):
+            for name in selected.names:
+                selected.module.get_parameter(name).requires_grad_(requires_grad)
 
     def disable_adapter_layers(self) -> None:
         """Raise a ValueError: the network's former values are not kept."""
@@ -118,13 +147,18 @@ class SelectiveModel(BaseTuner):
         """Raise a ValueError: the network's former values are not kept."""
         self._refuse("be deleted")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, action: str) -> NoReturn:
         raise ValueError(
-            f"PERADA_SELECTIVE trains the network's own parameters in place and cannot {what}: build the backbone anew"
+            "PERADA_SELECTIVE trains the network's own parameters in place and cannot "
+            f"{action}: build the backbone anew"
         )
 
     def _create_and_replace(self, *_: object, **__: object) -> None:
-        """Do nothing: no module is replaced."""
+        """Do nothing. PEFT requires the method, but no module is replaced."""
+
+    # PEFT picks the tensors to save by the tuner's layers, strips the adapter's name from their keys, and maps saved
+    # keys back in the same way. None of this works without layers, so that the three hooks for it are replaced. They
+    # are internal to PEFT, see the bound on peft in pyproject.toml.
 
     @classmethod
     def _get_adapter_state_dict(
@@ -136,32 +170,38 @@ class SelectiveModel(BaseTuner):
         *_: object,
         **__: object,
     ) -> dict[str, Tensor]:
-        """Pick the selected tensors out of the whole state."""
-        return {key: state_dict[key] for key in _full_keys(model, cast(SelectiveConfig, config))}
+        """Return the selected tensors of the full state."""
+        keys = _model_keys(model, cast(SelectiveConfig, config))
+        return {key: state_dict[key] for key in keys}
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        """Return ``key``, which never holds the adapter's name."""
+        """Return ``key``, which never has the adapter's name."""
         return key
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return ``state_dict`` under the model's names; raise a ValueError if it lacks a selected tensor."""
-        keys = _full_keys(model, cast(SelectiveConfig, config))
-        found = {key.removeprefix(PEFT_PREFIX): value for key, value in state_dict.items()}
-        missing = [key for key in keys if key.removeprefix(PEFT_PREFIX) not in found]
+        """Return ``state_dict`` under the model's names.
+
+        Raises:
+            ValueError: If it lacks a selected tensor.
+        """
+        keys = _model_keys(model, cast(SelectiveConfig, config))
+        # The file may have been saved from a PeftModel and be loaded into a plain network, or the other way round.
+        tensors = {key.removeprefix(PEFT_PREFIX): value for key, value in state_dict.items()}
+        missing = [key for key in keys if key.removeprefix(PEFT_PREFIX) not in tensors]
         if missing:
             raise ValueError(
                 f"the saved adapter lacks {len(missing)} of {len(keys)} tensors, {missing[0]!r} first: "
                 "load it into the backbone it was made with"
             )
-        return {key: found[key.removeprefix(PEFT_PREFIX)] for key in keys}
+        return {key: tensors[key.removeprefix(PEFT_PREFIX)] for key in keys}
 
 
-def _full_keys(model: nn.Module, config: SelectiveConfig) -> list[str]:
-    """Return the selected names as ``model.state_dict()`` has them, be ``model`` a PeftModel or a plain network."""
+def _model_keys(model: nn.Module, config: SelectiveConfig) -> list[str]:
+    """Return the selected names as in ``model.state_dict()``, for a PeftModel or a plain network."""
     if isinstance(model, PeftModel):
         return [PEFT_PREFIX + name for name in selected_names(model.get_base_model(), config)]
     return selected_names(model, config)

@@ -23,7 +23,7 @@ from perada.federation.settings import ClientOptimizer, LocalTraining
 from perada.lightning.foreign_callbacks import check_callbacks
 from perada.lightning.results import EvaluationResults
 from perada.models.adapted import AdaptedModel, AdapterChoice, find_tensor_names
-from perada.models.merging import Trained
+from perada.models.merging import TrainBackbone
 from perada.models.spec import ModelSpec, frozen_digest
 
 LRSchedule = Literal["constant", "cosine", "exponential"]
@@ -132,7 +132,7 @@ class FederatedClassifier(pl.LightningModule):
         object.__setattr__(self, "backbone", backbone)
         self.adapter, self.adapter_options = adapter, adapter_options or {}
         self.pretrained, self.num_classes, self.image_size = pretrained, num_classes, image_size
-        self.train_backbone: Trained = train_backbone
+        self.train_backbone: TrainBackbone = train_backbone
         self.lr = {"personal": lr_personal, "local": lr_local}
         self.optimizer, self.momentum, self.weight_decay, self.clip_norm = optimizer, momentum, weight_decay, clip_norm
         self.lr_schedule, self.lr_gamma, self.lr_every = lr_schedule, lr_gamma, lr_every

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters inserted into backbones: what is chosen, what is trained, and by which names."""
+"""Insert adapters into backbones: choose layers, let PEFT wrap them, and sort the names of what is trained."""
 
 import copy
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -20,70 +20,125 @@ from peft.utils.error import NoMatchingPeftModuleError
 from torch import Tensor, nn
 
 from perada.adapters import AddingModel, BottleneckConfig, DualLoraConfig, PromptConfig, ResidualConfig, SelectiveConfig
-from perada.adapters.added import check_last_blocks, is_norm, plain_name, reached
+from perada.adapters.added import check_last_blocks, is_norm, modules_from_last_blocks, plain_name
 from perada.adapters.residual import block_convolutions
 from perada.algorithms.base import TensorNames
 from perada.core.checks import OptionError, invalid_option
 from perada.core.rounds import ImageConfig
 from perada.core.states import Merged, parameter_keys, trained_keys
-from perada.models.factors import branches, check_lora, lora_factors
-from perada.models.merging import Trained, let_merge
+from perada.models.factors import branch_prefixes, check_lora, lora_factors
+from perada.models.merging import TrainBackbone, make_mergeable
 
+# Layers of known families of transformers: timm, transformers 5, transformers 4.
 ATTENTION = re.compile(
     r".*(attn\.(qkv|proj)|attention\.[qkvo]_proj|attention\.(query|key|value)|attention\.output\.dense)"
 )
 IA3_SCALED = re.compile(r".*(attn\.qkv|attention\.[kv]_proj|attention\.(key|value))")
 IA3_FEEDFORWARD = re.compile(r".*mlp\.fc2")
-CONVOLUTIONS = {"LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "PERADA_DUAL_LORA"}
-"""Methods of PEFT, and one of ours, that adapt convolutions too; the others know linear layers alone."""
+CONVOLUTION_METHODS = {"LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "PERADA_DUAL_LORA"}
+"""Methods of PEFT, and one of perada's, that adapt convolutions too. The others adapt linear layers only."""
 
 
 def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | None) -> None:
     """Choose the layers to adapt, and write them into ``config.target_modules``.
 
-    In a network of a known family these are the layers of its attention, or the main convolutions of its blocks; IA3
-    takes what its paper does. In any other network they are all linear layers but the head, or all convolutions without
-    groups but the first: the kind that holds more of the parameters. LN tuning takes all norms. Layers whose weights a
-    network reads instead of calling them, as BEiT does with ``qkv``, are left out where the size of images is known.
+    In a network of a known family these are the layers of its attention, or the main convolutions of its blocks; for
+    IA3 those of its paper. In any other network they are all linear layers but the head, or all convolutions without
+    groups but the first: the kind with more parameters. LN tuning adapts all norms. Layers whose weights a network
+    reads instead of calling them, such as ``qkv`` of BEiT, are left out where the size of images is known.
 
-    A ValueError if there is no layer that the method adapts.
+    Args:
+        backbone: The backbone, without adapter.
+        config: Configuration of a method of PEFT, or of ``dual_lora``. For IA3 its ``feedforward_modules`` are filled
+            in too.
+        last_blocks: Number of blocks to adapt, counted from the end; None for all.
+
+    Raises:
+        ValueError: If there is no layer that the method adapts.
     """
     check_last_blocks(last_blocks)
-    model = backbone.model
-    name = backbone.name
-    head = backbone.head
-    within = reached(model, last_blocks) - _not_called(backbone)
-    modules = [(path, module) for path, module in model.named_modules() if path in within and _usable(model, path)]
-    linears = [path for path, module in modules if isinstance(module, nn.Linear) and path != head]
-    every = dict(modules)
-    known = [path for path in block_convolutions(model) if path in every and every[path].groups == 1]
-    targets = [path for path in linears if ATTENTION.fullmatch(path)]
+    layers = _adaptable_modules(backbone, last_blocks)
+    linears = [path for path, layer in layers.items() if isinstance(layer, nn.Linear) and path != backbone.head]
+    # PeftConfig itself declares neither field.
+    untyped_config = cast(Any, config)
     if isinstance(config, LNTuningConfig):
-        targets = [path for path, module in modules if is_norm(module)]
+        targets = [path for path, layer in layers.items() if is_norm(layer)]
     elif isinstance(config, IA3Config):
-        targets = [path for path in linears if IA3_SCALED.fullmatch(path)]
         feedforward = [path for path in linears if IA3_FEEDFORWARD.fullmatch(path)]
-        targets += feedforward
+        targets = [path for path in linears if IA3_SCALED.fullmatch(path)] + feedforward
         if config.feedforward_modules is None:
-            config.feedforward_modules = feedforward
-    convolves, norms = _method(config) in CONVOLUTIONS, isinstance(config, LNTuningConfig)
-    if not targets and not norms:
-        targets = (known or _main_layers(modules, linears)) if convolves else linears
+            untyped_config.feedforward_modules = feedforward
+    else:
+        targets = [path for path in linears if ATTENTION.fullmatch(path)]
+    if not targets and not isinstance(config, LNTuningConfig):
+        targets = _default_layers(backbone.model, layers, linears, config)
     if not targets:
-        what = "normalisation layers" if norms else "layers and convolutions" if convolves else "layers"
-        raise ValueError(
-            f"{type(config).__name__} adapts {'' if norms else 'linear '}{what}, and backbone {name!r} has none for it "
-            f"besides the head: choose another adapter, such as {'bias_norm' if convolves else 'lora'!r} or 'full'"
-        )
-    vars(config)["target_modules"] = _unmistakable(model, targets)
+        raise ValueError(_nothing_to_adapt(backbone, config))
+    untyped_config.target_modules = _as_target_modules(backbone.model, targets)
+
+
+def _adaptable_modules(backbone: "Backbone", last_blocks: int | None) -> dict[str, nn.Module]:
+    """Return the modules around which an adapter would work, by name."""
+    model = backbone.model
+    allowed = modules_from_last_blocks(model, last_blocks) - _uncalled_layers(backbone)
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if path in allowed and not _is_in_torch_attention(model, path)
+    }
+
+
+def _default_layers(
+    model: nn.Module, layers: Mapping[str, nn.Module], linears: list[str], config: PeftConfig
+) -> list[str]:
+    """Return the layers to adapt in a network that is no transformer of a known family."""
+    if _method(config) not in CONVOLUTION_METHODS:
+        return linears
+    convolutions = []
+    for path in block_convolutions(model):
+        layer = layers.get(path)
+        if isinstance(layer, nn.Conv2d) and layer.groups == 1:
+            convolutions.append(path)
+    return convolutions or _larger_kind(layers, linears)
+
+
+def _larger_kind(layers: Mapping[str, nn.Module], linears: list[str]) -> list[str]:
+    """Return the linear layers, or the convolutions without groups but the first: the kind with more parameters."""
+    convolutions = [path for path, layer in layers.items() if isinstance(layer, nn.Conv2d)]
+    ungrouped = [path for path in convolutions[1:] if layers[path].groups == 1]
+
+    def count_parameters(paths: list[str]) -> int:
+        return sum(parameter.numel() for path in paths for parameter in layers[path].parameters())
+
+    if not linears and not ungrouped:
+        return convolutions[:1]
+    return linears if count_parameters(linears) >= count_parameters(ungrouped) else ungrouped
+
+
+def _nothing_to_adapt(backbone: "Backbone", config: PeftConfig) -> str:
+    """Return the error for a backbone without layers for a method."""
+    alternative = "lora"
+    if isinstance(config, LNTuningConfig):
+        kinds = "normalisation layers"
+    elif _method(config) in CONVOLUTION_METHODS:
+        kinds = "linear layers and convolutions"
+        alternative = "bias_norm"
+    else:
+        kinds = "linear layers"
+    return (
+        f"{type(config).__name__} adapts {kinds}, and backbone {backbone.name!r} has none for it besides the head: "
+        f"choose another adapter, such as {alternative!r} or 'full'"
+    )
 
 
 def check_attention(model: nn.Module, name: str) -> None:
-    """Refuse, by a ValueError, adapters in or around torch's own attention, which does not call its layers."""
+    """Raise a ValueError if there are adapters in or around torch's own attention, which does not call its layers."""
     for path, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and (
-            path.endswith(".base_layer") or any("base_layer" in part.split(".") for part, _ in module.named_modules())
-        ):
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        is_adapted = path.endswith(".base_layer")
+        has_adapted_layer = any("base_layer" in inner.split(".") for inner, _ in module.named_modules())
+        if is_adapted or has_adapted_layer:
             raise ValueError(
                 f"an adapter cannot be put into {path.removesuffix('.base_layer')!r} of backbone {name!r}, an "
                 "nn.MultiheadAttention: it reads its layers' weights instead of calling them; name other layers in "
@@ -92,22 +147,23 @@ def check_attention(model: nn.Module, name: str) -> None:
 
 
 def call_encoder_layers(model: nn.Module) -> None:
-    """Make torch's own encoder layers call the layers in them that hold trained parameters, in place.
+    """Make torch's own encoder layers call the layers in them that have trained parameters, in place.
 
     In evaluation mode and without gradients ``nn.TransformerEncoderLayer`` takes a fast path, one fused kernel that
     reads the weights of its layers. PEFT's wrappers answer with the frozen weight, so that the adapter would be trained
     and then not be used. A layer that reports an unknown activation does not take that path (torch 2.3 to 2.14).
     """
     for module in model.modules():
-        trained = any(parameter.requires_grad for parameter in module.parameters())
-        if trained and isinstance(module, nn.TransformerEncoderLayer):
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        if is_trained and isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
-        if trained and isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # nested tensors are only understood by the fast path
+        if is_trained and isinstance(module, nn.TransformerEncoder):
+            # Only the fast path supports nested tensors.
+            module.use_nested_tensor = False
 
 
-def show_settings(model: nn.Module) -> None:
-    """Make the wrappers of adapted convolutions answer for the settings of the layer that they wrap, in place.
+def copy_convolution_attributes(model: nn.Module) -> None:
+    """Give the wrappers of adapted convolutions the attributes of the layer inside, in place.
 
     Some networks read them, such as those that compute the padding of TensorFlow from a layer's stride (MobileNet in
     transformers 5.23). PEFT's wrappers have none of these attributes.
@@ -124,71 +180,81 @@ def show_settings(model: nn.Module) -> None:
                 setattr(module, name, getattr(layer, name))
 
 
-def _usable(model: nn.Module, path: str) -> bool:
-    """Whether a layer is called, which torch's attention does not do with those in it."""
+def _is_in_torch_attention(model: nn.Module, path: str) -> bool:
+    """Whether a layer is inside ``nn.MultiheadAttention``, which reads its layers' weights and never calls them."""
     parts = path.split(".")
-    owners = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
-    return not any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
+    for end in range(len(parts)):
+        ancestor = model.get_submodule(".".join(parts[:end]))
+        if isinstance(ancestor, nn.MultiheadAttention):
+            return True
+    return False
 
 
-def _not_called(backbone: "Backbone") -> set[str]:
-    """Names of the layers that a pass in evaluation mode does not call; none where no image is known, or it fails."""
+def _uncalled_layers(backbone: "Backbone") -> set[str]:
+    """Return the layers that a pass in evaluation mode does not call; none if the image size is unknown or it fails."""
     if backbone.image is None:
         return set()
-    layers = {
-        path: module
-        for path, module in backbone.model.named_modules()
-        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "forward" not in module.__dict__
-    }
-    called: set[str] = set()
-    for path, layer in layers.items():
-        # Not a hook: a network may take another path where there are any.
-        layer.__dict__["forward"] = partial(_noted, called, path, layer.forward)
+    layers = {}
+    for path, module in backbone.model.named_modules():
+        is_layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+        if is_layer and "forward" not in vars(module):
+            layers[path] = module
     try:
-        with torch.no_grad():
+        with torch.no_grad(), recorded_calls(layers) as called:
             backbone.model.eval()(torch.zeros(1, *backbone.image.input_size))
-    except Exception:  # such as an image that is too small, which is reported with the images at hand
+    except Exception:  # such as for an image that is too small, which is reported where images are at hand
         return set()
-    finally:
-        for layer in layers.values():
-            del layer.__dict__["forward"]
     return layers.keys() - called
 
 
-def _noted(called: set[str], path: str, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Note that a layer is called, and run it."""
-    called.add(path)
-    return forward(*args, **kwargs)
+@contextmanager
+def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
+    """Yield a set that collects the names of the modules that are called inside the ``with`` block.
+
+    Their ``forward`` is replaced meanwhile. A hook would not do: some networks, such as torch's encoder layers, take
+    another path where there are hooks.
+    """
+    called: set[str] = set()
+
+    def recording(name: str, forward: Callable[..., object]) -> Callable[..., object]:
+        def record_and_run(*args: object, **kwargs: object) -> object:
+            called.add(name)
+            return forward(*args, **kwargs)
+
+        return record_and_run
+
+    original_attributes = {name: vars(module).get("forward") for name, module in modules.items()}
+    for name, module in modules.items():
+        # An attribute of the instance hides the method of its class, and can be deleted again.
+        vars(module)["forward"] = recording(name, module.forward)
+    try:
+        yield called
+    finally:
+        for name, module in modules.items():
+            del vars(module)["forward"]
+            if original_attributes[name] is not None:
+                vars(module)["forward"] = original_attributes[name]
 
 
-def _main_layers(modules: list[tuple[str, nn.Module]], linears: list[str]) -> list[str]:
-    """Linear layers, or convolutions without groups but the first: the kind that holds more of the parameters."""
-    every = dict(modules)
-    convolutions = [path for path, module in modules if isinstance(module, nn.Conv2d)]
-    mixing = [path for path in convolutions[1:] if every[path].groups == 1]
+def _as_target_modules(model: nn.Module, targets: list[str]) -> list[str] | str:
+    """Return names for ``target_modules``, as a regular expression if PEFT would match others by the names alone.
 
-    def size(paths: list[str]) -> int:
-        return sum(parameter.numel() for path in paths for parameter in every[path].parameters())
-
-    if not linears and not mixing:
-        return convolutions[:1]
-    return linears if size(linears) >= size(mixing) else mixing
-
-
-def _unmistakable(model: nn.Module, targets: list[str]) -> list[str] | str:
-    """The names, or an expression for them where PEFT, which compares the ends of names, would find others too."""
-    chosen, ends = set(targets), tuple(f".{path}" for path in targets)
-    if any(path.endswith(ends) for path, _ in model.named_modules() if path not in chosen):
-        return "|".join(map(re.escape, targets))
+    PEFT compares the ends of names.
+    """
+    endings = tuple(f".{path}" for path in targets)
+    for path, _ in model.named_modules():
+        if path.endswith(endings) and path not in targets:
+            return "|".join(map(re.escape, targets))
     return targets
 
 
 def _method(config: PeftConfig) -> str:
+    """Return the name of a method, which is a member of an enum for PEFT's methods and a string for perada's."""
     return str(getattr(config.peft_type, "value", config.peft_type))
 
 
 AdapterChoice = str | PeftConfig
-"""What can be asked for as an adapter: one of ``ADAPTERS`` or a PEFT configuration."""
+"""An adapter as users choose it: one of ``ADAPTERS`` or a PEFT configuration."""
 
 METHODS: dict[str, type[PeftConfig]] = {
     "residual": ResidualConfig,
@@ -199,16 +265,21 @@ METHODS: dict[str, type[PeftConfig]] = {
     "ia3": IA3Config,
 }
 SELECTIONS: dict[str, list[str]] = {"head": [], "bias_norm": ["bias", "norm"], "full": ["all"]}
+"""Adapters that train parameters of the backbone itself: ``select`` of their SelectiveConfig."""
 ADAPTERS = [*METHODS, *SELECTIONS]
-INTERNAL = {field.name for field in fields(PeftConfig)}
+PEFT_FIELDS = {field.name for field in fields(PeftConfig)}
+"""Fields of every configuration, which perada sets itself."""
 
 
 @dataclass
 class Backbone:
-    """A frozen image classifier: ``model`` maps images (B, channels, height, width) to logits (B, K).
+    """A frozen image classifier.
 
-    ``name`` is the timm name, ``hf:`` and the transformers name, or the class name, ``head`` the full name of the
-    classification head in the model. ``image`` is None for a network of the caller's own.
+    Attributes:
+        model: The network, which maps images (B, channels, height, width) to logits (B, K).
+        name: Its timm name, ``hf:`` and its transformers name, or its class name.
+        head: Full name of the classification head in the model.
+        image: What its images must look like; None for a network of the caller's own.
     """
 
     model: nn.Module
@@ -221,8 +292,11 @@ class Backbone:
 class AdaptedModel:
     """A backbone with its adapter in place.
 
-    Only saving and loading need ``peft_model``, where the adapter is called "default", and its ``config``. ``beside``
-    are trained tensors that PEFT does not save: the backbone's own, where it is trained too.
+    Attributes:
+        backbone: The backbone.
+        peft_model: PEFT's wrapper, which only saving and loading need. Its adapter is called "default".
+        config: Configuration of the adapter.
+        beside: Names of trained tensors that PEFT does not save: the backbone's own, if it is trained too.
     """
 
     backbone: Backbone
@@ -237,13 +311,13 @@ class AdaptedModel:
 
     @property
     def channels_last(self) -> bool:
-        """Whether the adapter's convolutions run in that memory format, which some of PEFT 0.21 do not."""
-        dora = isinstance(self.config, LoraConfig) and self.config.use_dora
-        return not dora and _method(self.config) not in {"BOFT", "OFT", "HRA"}
+        """Whether the adapter's convolutions support that memory format. Some of PEFT 0.21 do not."""
+        uses_dora = isinstance(self.config, LoraConfig) and self.config.use_dora
+        return not uses_dora and _method(self.config) not in {"BOFT", "OFT", "HRA"}
 
 
 def is_adapter_key(key: str) -> bool:
-    """Whether a name in an adapted model is of what the adapter added, rather than of the backbone or a copy of it.
+    """Whether a name in an adapted model belongs to the adapter, rather than to the backbone or a copy of its modules.
 
     >>> [is_adapter_key(key) for key in ("conv.lora_A.default.weight", "fc.modules_to_save.default.bias")]
     [True, False]
@@ -253,15 +327,15 @@ def is_adapter_key(key: str) -> bool:
 
 
 def plain_names(adapted: AdaptedModel) -> dict[str, str]:
-    """The tensors of the backbone by the names that they have without adapter, ``{plain name: name in the model}``."""
+    """Return the names of the backbone's tensors in the model, by the names they have without adapter."""
     keys = [key for key in adapted.model.state_dict() if "default" not in key.split(".")]
     return {plain_name(key): key for key in keys}
 
 
 def insert_adapter(
-    backbone: Backbone, adapter: AdapterChoice = "residual", *, train_backbone: Trained = False, **options: object
+    backbone: Backbone, adapter: AdapterChoice = "residual", *, train_backbone: TrainBackbone = False, **options: object
 ) -> AdaptedModel:
-    """Put an adapter into ``backbone``, in place, and let it and the classification head require gradients.
+    """Insert an adapter into ``backbone``, in place, and make it and the classification head trainable.
 
     New weights are drawn from torch's global random stream.
 
@@ -277,7 +351,8 @@ def insert_adapter(
 
     Raises:
         ValueError: If the adapter or an option is unknown, fits nothing in the backbone, or trains what PEFT would not
-            save. The backbone may then be half adapted: build it anew. (A TypeError if it is no adapter at all.)
+            save. The backbone may then be half adapted: build it anew.
+        TypeError: If ``adapter`` is neither a name nor a PEFT configuration.
     """
     if hasattr(backbone.model, "peft_config"):
         raise OptionError(
@@ -287,57 +362,49 @@ def insert_adapter(
         )
     config = _configure(backbone, adapter, options)
     method = adapter if isinstance(adapter, str) else type(adapter).__name__
-    try:
-        with warnings.catch_warnings():
-            # peft 0.21 reads an attribute that transformers 5.23 has renamed.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            # LN tuning copies any layer; BOFT is slower without an extension that PEFT compiles.
-            warnings.filterwarnings("ignore", "Unsupported layer type .*Norm|Failed to load the CUDA ext", UserWarning)
-            peft_model = _wrapped(backbone, config)
-    except NoMatchingPeftModuleError as error:
-        raise OptionError(
-            f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: target_modules="
-            f"{vars(config)['target_modules']!r} names none of its modules: name layers as model.named_modules() does",
-            name="adapter",
-            value=method,
-        ) from error
-    except Exception as error:  # every method of PEFT refuses in its own way
-        reason = " ".join(str(error).split())
-        reason = reason if isinstance(error, ValueError) else f"{type(error).__name__}: {reason}"
-        raise OptionError(
-            f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}", name="adapter", value=method
-        ) from error
+    peft_model = _wrap_or_explain(backbone, config, method)
     check_attention(backbone.model, backbone.name)
     call_encoder_layers(backbone.model)
-    show_settings(backbone.model)
+    copy_convolution_attributes(backbone.model)
     adapted = AdaptedModel(backbone, peft_model, config)
-    if train_backbone is not True and (lost := _not_saved(adapted)):
+    if train_backbone is True:
+        _train_backbone(adapted, options, method)
+        return replace(adapted, beside=_unsaved_keys(adapted))
+
+    unsaved = _unsaved_keys(adapted)
+    if unsaved:
         raise OptionError(
-            f"adapter {method!r} would train {lost[0]!r} ({len(lost)} such tensors) in {backbone.name!r}, but PEFT "
-            "would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'",
+            f"adapter {method!r} would train {unsaved[0]!r} ({len(unsaved)} such tensors) in {backbone.name!r}, but "
+            "PEFT would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'",
             name="adapter",
             value=method,
         )
     if train_backbone == "merged":
-        let_merge(adapted.model)
-        return replace(adapted, beside=_not_saved(adapted))
-    if not train_backbone:
-        return adapted
-    if isinstance(config, SelectiveConfig):
+        make_mergeable(adapted.model)
+        return replace(adapted, beside=_unsaved_keys(adapted))
+    return adapted
+
+
+def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method: str) -> None:
+    """Make the backbone's own parameters trainable, those of the last blocks only if the adapter is in these."""
+    if isinstance(adapted.config, SelectiveConfig):
         raise OptionError(
             f"train_backbone=True cannot be used with adapter {method!r}: choose 'full' to train all of it",
             name="train_backbone",
             value=True,
         )
-    last_blocks = options.get("last_blocks", getattr(config, "last_blocks", None))
-    within = reached(adapted.model, cast(int | None, last_blocks))
+    # Methods of PEFT have no such field: fill_targets takes the option.
+    last_blocks = options.get("last_blocks", getattr(adapted.config, "last_blocks", None))
+    trained_modules = modules_from_last_blocks(adapted.model, cast(int | None, last_blocks))
     for name, parameter in adapted.model.named_parameters():
-        if "original_module" in name.split("."):  # PEFT's copy, which is not run
+        module_name = plain_name(name).rpartition(".")[0]
+        # PEFT keeps the untrained original of a module to save, which is never run.
+        if "original_module" in name.split("."):
             parameter.requires_grad_(False)
-        elif plain_name(name).rpartition(".")[0] in within:
+        elif module_name in trained_modules:
             parameter.requires_grad_(True)
+    # Encoder layers that had no adapter have trained parameters now.
     call_encoder_layers(adapted.model)
-    return replace(adapted, beside=_not_saved(adapted))
 
 
 def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, object]) -> PeftConfig:
@@ -346,7 +413,8 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
         if options:
             raise ValueError(f"options {sorted(options)} come with a PeftConfig: set them in the configuration itself")
         config = copy.deepcopy(adapter)
-        config.base_model_name_or_path = None  # of the model that it was saved with
+        # A configuration that was loaded has the model it was saved with, and is frozen.
+        config.base_model_name_or_path = None
         config.inference_mode = False
     elif not isinstance(adapter, str):
         raise TypeError(f"adapter is a {type(adapter).__name__}: give a name of {ADAPTERS} or a PeftConfig")
@@ -357,8 +425,28 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
             value=adapter,
         )
     else:
-        config = _named(adapter, options, backbone.head)
-    if config.is_prompt_learning or not (isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")):
+        config = _config_by_name(adapter, options, backbone.head)
+    _check_supported(config)
+
+    # Methods that are added behind modules know these themselves; dual_lora takes LoRA's.
+    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
+    finds_targets = issubclass(tuner, AddingModel) and not isinstance(config, DualLoraConfig)
+    if getattr(config, "target_modules", "no such field") is None and not finds_targets:
+        fill_targets(backbone, config, cast(int | None, options.get("last_blocks")))
+    if isinstance(config, IA3Config) and config.feedforward_modules is None:
+        config.feedforward_modules = []
+    # A SelectiveConfig names the head in its modules.
+    if not isinstance(config, SelectiveConfig):
+        untyped_config = cast(Any, config)
+        modules_to_save = [backbone.head, *(untyped_config.modules_to_save or [])]
+        untyped_config.modules_to_save = list(dict.fromkeys(modules_to_save))
+    return config
+
+
+def _check_supported(config: PeftConfig) -> None:
+    """Raise a ValueError if clients cannot train with a method of PEFT, or with its options."""
+    trains_head = isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")
+    if config.is_prompt_learning or not trains_head:
         raise ValueError(
             f"{type(config).__name__} cannot train a classification head beside it: choose one of {ADAPTERS}"
         )
@@ -368,144 +456,200 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
             "clients do not share; choose 'lora'"
         )
     check_lora(config)
-    tuner = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING.get(cast(peft.PeftType, config.peft_type), object)
-    placed = issubclass(tuner, AddingModel) and not isinstance(config, DualLoraConfig)  # by the method itself
-    if getattr(config, "target_modules", "unset") is None and not placed:
-        fill_targets(backbone, config, cast(int | None, options.get("last_blocks")))
-    if isinstance(config, IA3Config) and config.feedforward_modules is None:
-        config.feedforward_modules = []
-    if not isinstance(config, SelectiveConfig):
-        saved = cast(list[str] | None, vars(config)["modules_to_save"])
-        vars(config)["modules_to_save"] = list(dict.fromkeys([backbone.head, *(saved or [])]))
-    return config
 
 
-def _named(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
-    """The configuration of a named method, whose options are checked."""
-    hints = get_type_hints(METHODS[adapter]) if adapter in METHODS else {}
-    known = (hints.keys() - INTERNAL) | (set() if adapter == "head" else {"last_blocks"})
+def _config_by_name(adapter: str, options: dict[str, object], head: str) -> PeftConfig:
+    """Return the configuration of a named method, after checking its options."""
+    hints: dict[str, Any] = {}
+    if adapter in METHODS:
+        hints = get_type_hints(METHODS[adapter])
+    known_options = hints.keys() - PEFT_FIELDS
+    if adapter != "head":
+        known_options = known_options | {"last_blocks"}
     for name, value in sorted(options.items()):
-        if name not in known:
-            choice = ", ".join(sorted(known)) or "none"
+        if name not in known_options:
+            choice = ", ".join(sorted(known_options)) or "none"
             raise OptionError(
                 f"adapter {adapter!r} has no option {name!r}: its options are {choice}; leave it out of "
                 "adapter_options (another recipe may have set it), or choose an adapter that has it",
                 name="adapter",
                 value=adapter,
             )
-        if name in hints.keys() - {"last_blocks"} and not _is_of(value, hints[name]):
-            what = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
-            raise invalid_option(f"adapter_options: {name}", value, f"of type {what} for adapter {adapter!r}")
+        # last_blocks has a check of its own, as a field and as an option of methods without that field.
+        if name in hints and name != "last_blocks" and not _has_type(value, hints[name]):
+            type_name = str(hints[name]).removeprefix("<class '").removesuffix("'>").replace("typing.", "")
+            raise invalid_option(f"adapter_options: {name}", value, f"of type {type_name} for adapter {adapter!r}")
     last_blocks = cast(int | None, options.get("last_blocks"))
     if last_blocks is not None and options.get("target_modules") is not None:
         raise ValueError("last_blocks and target_modules both say which layers to adapt: give one of them")
-    if adapter in METHODS:
-        fields_of_config = {name: _integral(options[name], hints[name]) for name in options if name in hints}
-        if "last_blocks" in fields_of_config:
-            fields_of_config["last_blocks"] = last_blocks  # checked by the configuration itself
-        return METHODS[adapter](**cast(dict[str, Any], fields_of_config))
-    return SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[head], last_blocks=last_blocks)
+    if adapter in SELECTIONS:
+        return SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[head], last_blocks=last_blocks)
+    config_fields: dict[str, Any] = {}
+    for name, value in options.items():
+        if name == "last_blocks" and name in hints:
+            config_fields[name] = value
+        elif name in hints:
+            config_fields[name] = _as_integer(value, hints[name])
+    return METHODS[adapter](**config_fields)
 
 
-def _integral(value: object, hint: object) -> object:
-    """A number without a fraction as an ``int``, where that is the only number that an option takes."""
+def _as_integer(value: object, hint: object) -> object:
+    """Return a float as an ``int`` if the option takes integers but no floats. Files of YAML may have 8.0 for 8."""
     kinds = get_args(hint) or (hint,)
-    return int(value) if isinstance(value, float) and int in kinds and float not in kinds else value
+    if isinstance(value, float) and int in kinds and float not in kinds:
+        return int(value)
+    return value
 
 
-def _is_of(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
-    """Whether a value is of a type; any sequence or set will do for a list, what is in it is not looked at."""
+def _has_type(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
+    """Whether a value has the type of an option.
+
+    Any sequence or set is accepted for a list, whatever its items are, and a float without a fraction for an integer.
+    """
     origin = get_origin(hint) or hint
     if origin in (Union, UnionType):
-        return any(_is_of(value, one) for one in get_args(hint))
+        return any(_has_type(value, member) for member in get_args(hint))
     if origin is Literal:
-        return any(type(value) is type(one) for one in get_args(hint))
+        return any(type(value) is type(choice) for choice in get_args(hint))
+    if hint is None:
+        return value is None
     if hint is int and isinstance(value, float):
         return value.is_integer()
-    if hint in (int, float):
-        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    if hint is int or hint is float:
+        number = Integral if hint is int else Real
+        return isinstance(value, number) and not isinstance(value, bool)
     if origin in (list, set, tuple):
         return isinstance(value, list | set | tuple)
-    return value is None if hint is None else not isinstance(origin, type) or isinstance(value, origin)
+    # A string annotation that was not resolved accepts anything.
+    return not isinstance(origin, type) or isinstance(value, origin)
 
 
-def _wrapped(backbone: Backbone, config: PeftConfig) -> PeftModel:
+def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> PeftModel:
+    """Let PEFT insert an adapter; raise an OptionError for whatever it raises."""
+    try:
+        with warnings.catch_warnings():
+            # peft 0.21 reads an attribute that transformers 5.23 has renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            # LN tuning copies any layer; BOFT is slower without an extension that PEFT compiles.
+            warnings.filterwarnings("ignore", "Unsupported layer type .*Norm|Failed to load the CUDA ext", UserWarning)
+            return _wrap(backbone, config)
+    except NoMatchingPeftModuleError as error:
+        raise OptionError(
+            f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: target_modules="
+            f"{vars(config)['target_modules']!r} names none of its modules: name layers as model.named_modules() does",
+            name="adapter",
+            value=method,
+        ) from error
+    except Exception as error:  # every method of PEFT raises its own types
+        reason = " ".join(str(error).split())
+        if not isinstance(error, ValueError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise OptionError(
+            f"adapter {method!r} does not fit backbone {backbone.name!r}: {reason}", name="adapter", value=method
+        ) from error
+
+
+def _wrap(backbone: Backbone, config: PeftConfig) -> PeftModel:
     """Let PEFT wrap the backbone's layers and its head.
 
-    PEFT finds modules to save by the ends of their names, so for a head called ``out`` it would take every ``dropout``,
-    its own among them. Such a head is wrapped here.
+    PEFT finds modules to save by the ends of their names. For a head called ``out`` it would also wrap every
+    ``dropout``, including those of its own layers. Such a head is wrapped here instead.
     """
     head = backbone.head
-    if isinstance(config, SelectiveConfig) or not _is_end_of_others(backbone.model, head, config):
+    if isinstance(config, SelectiveConfig) or not _is_end_of_other_names(backbone.model, head, config):
         return cast(PeftModel, peft.get_peft_model(backbone.model, config))
-    saved: list[str] = vars(config)["modules_to_save"]
-    others = [name for name in saved if name != head]
-    vars(config)["modules_to_save"] = others or None
+    untyped_config = cast(Any, config)
+    modules_to_save: list[str] = untyped_config.modules_to_save
+    without_head = [name for name in modules_to_save if name != head]
+    untyped_config.modules_to_save = without_head or None
     peft_model = cast(PeftModel, peft.get_peft_model(backbone.model, config))
-    vars(config)["modules_to_save"] = saved
-    layer = backbone.model.get_submodule(head)
-    wrapper = layer if isinstance(layer, ModulesToSaveWrapper) else ModulesToSaveWrapper(layer, "default")
+    # Saved configurations name the head.
+    untyped_config.modules_to_save = modules_to_save
+    wrapper = backbone.model.get_submodule(head)
+    # One of the other names may have matched the head after all.
+    if not isinstance(wrapper, ModulesToSaveWrapper):
+        wrapper = ModulesToSaveWrapper(wrapper, "default")
     wrapper.set_adapter("default")
     backbone.model.set_submodule(head, wrapper)
     return peft_model
 
 
-def _is_end_of_others(model: nn.Module, head: str, config: PeftConfig) -> bool:
+def _is_end_of_other_names(model: nn.Module, head: str, config: PeftConfig) -> bool:
     """Whether names of other modules, of the model or of PEFT's layers, end in the name of the head."""
     tuner: Any = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING[cast(peft.PeftType, config.peft_type)]
-    kinds = tuner.tuner_layer_cls if isinstance(tuner.tuner_layer_cls, tuple) else (tuner.tuner_layer_cls,)
-    names = [name for kind in kinds for name in (*kind.adapter_layer_names, *kind.other_param_names)]
-    names += [name for name, _ in model.named_modules() if name != head and not name.startswith(f"{head}.")]
+    layer_classes = tuner.tuner_layer_cls
+    if not isinstance(layer_classes, tuple):
+        layer_classes = (layer_classes,)
+    names: list[str] = []
+    for layer_class in layer_classes:
+        names += [*layer_class.adapter_layer_names, *layer_class.other_param_names]
+    for name, _ in model.named_modules():
+        if name != head and not name.startswith(f"{head}."):
+            names.append(name)
     return any(name.endswith(head) or f".{head}." in f".{name}." for name in names)
 
 
 def saved_tensors(adapted: AdaptedModel) -> dict[str, Tensor]:
-    """What PEFT saves, by its own names."""
-    with warnings.catch_warnings():  # PEFT 0.21 takes the biases of lora_bias for broken matrices
+    """Return the tensors that PEFT saves, by its own names. They share memory with the model."""
+    with warnings.catch_warnings():
+        # PEFT 0.21 takes the biases of lora_bias for broken matrices.
         warnings.filterwarnings("ignore", "Adapter .* have invalid shape", UserWarning)
+        # Without save_embedding_layers=False PEFT asks the Hub for the backbone's configuration.
         return cast(dict[str, Tensor], peft.get_peft_model_state_dict(adapted.peft_model, save_embedding_layers=False))
 
 
-def _not_saved(adapted: AdaptedModel) -> tuple[str, ...]:
-    """Names of trained tensors, and of buffers of modules that own one, that PEFT would not save."""
-    pointers = {tensor.data_ptr() for tensor in saved_tensors(adapted).values()}
+def _unsaved_keys(adapted: AdaptedModel) -> tuple[str, ...]:
+    """Return the trained tensors, and the buffers of modules that own one, that PEFT would not save."""
+    # PEFT renames what it saves; the same tensor has the same memory.
+    saved_pointers = {tensor.data_ptr() for tensor in saved_tensors(adapted).values()}
     state = adapted.model.state_dict()
-    return tuple(key for key in trained_keys(adapted.model) if state[key].data_ptr() not in pointers)
+    return tuple(key for key in trained_keys(adapted.model) if state[key].data_ptr() not in saved_pointers)
 
 
-def reset_parameters(model: nn.Module, within: str) -> None:
-    """Draw anew, from torch's global random stream, the trained layers of the backbone whose names start so."""
+def reset_parameters(model: nn.Module, prefix: str) -> None:
+    """Draw the trained layers of the backbone whose names begin with ``prefix`` anew from torch's global stream."""
     for path, module in model.named_modules():
-        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        path_with_dot = f"{path}."
+        if not path_with_dot.startswith(prefix) or is_adapter_key(path_with_dot):
+            continue
+        is_trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         reset = getattr(module, "reset_parameters", None)
-        if trained and callable(reset) and f"{path}.".startswith(within) and not is_adapter_key(f"{path}."):
+        if is_trained and callable(reset):
             reset()
 
 
 def find_tensor_names(model: nn.Module, head: str) -> TensorNames:
-    """Sort the names of a model's trained tensors."""
+    """Sort the names of a model's trained tensors.
+
+    Args:
+        model: The network of an adapted model.
+        head: Full name of its head.
+    """
     keys = trained_keys(model)
-    norms = tuple(
-        f"{path}."
-        for path, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm)
-    )
     parameters = parameter_keys(model)
-    first = next(
-        path.removesuffix(".base_layer").removesuffix(".original_module")
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)
-    )
-    shared, private = branches(model)
+    norms = []
+    layers = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase | nn.LayerNorm | nn.GroupNorm):
+            norms.append(f"{path}.")
+        if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
+            layers.append(path)
+    # PEFT's layer around it begins with the same name.
+    input_layer = layers[0].removesuffix(".base_layer").removesuffix(".original_module")
+    branches = branch_prefixes(model)
+
+    def starting_with(*prefixes: str) -> frozenset[str]:
+        return frozenset(key for key in keys if key.startswith(prefixes))
+
     return TensorNames(
         keys,
         parameters,
         head=frozenset(key for key in parameters if key.startswith(f"{head}.")),
-        norms=frozenset(key for key in keys if key.startswith(norms)),
-        input=frozenset(key for key in keys if key.startswith(f"{first}.")),
+        norms=starting_with(*norms),
+        input=starting_with(f"{input_layer}."),
         adapter=frozenset(key for key in keys if is_adapter_key(key)),
         factors=lora_factors(model),
-        shared=frozenset(key for key in keys if key.startswith(shared)),
-        private=frozenset(key for key in keys if key.startswith(private)),
+        shared=starting_with(*branches.shared),
+        private=starting_with(*branches.private),
         merged=frozenset(key for key, value in model.named_parameters() if isinstance(value, Merged)),
     )

@@ -7,39 +7,48 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY = 80
-"""Characters of :class:`perada.data.Shakespeare`."""
+"""Number of characters of :class:`perada.data.Shakespeare`."""
 EMBEDDING = 8
+"""Features of an embedded character."""
 LAYERS = 2
 _NAME = re.compile(r"char_lstm(?:_([1-9]\d*))?")
 
 
 class Characters(nn.Embedding):
-    """An embedding of the tokens that the model is given, (B, L).
+    """An embedding of the tokens (B, L) of a batch.
 
-    It has a stacked twin. Other embeddings have none: what they look up, such as positions, may be the same for all
-    rows, and could not be divided by client.
+    A class of its own, since only this embedding can run for many clients at once: the tokens of others, such as
+    positions, may be the same for all rows of a batch, so that the rows could not be divided by client.
     """
 
 
 class LSTMLayer(nn.Module):
-    """One LSTM layer, computed cell by cell out of two linear layers: what ``torch.nn.LSTM`` computes.
+    """One LSTM layer, computed step by step from two linear layers. It computes the same as ``torch.nn.LSTM``.
 
-    ``input`` is W_ih with b_ih, ``recurrent`` W_hh with b_hh; their rows are the input, forget, cell and output gates.
-    Linear layers have a stacked twin, per-image gradients and LoRA, and vectorise over clients on every device. torch's
-    own layer has none of these: its kernels take one model's weights. The initial values are those of ``nn.Linear``.
+    ``input`` has W_ih and b_ih, ``recurrent`` W_hh and b_hh. Their rows are the input, forget, cell and output gates.
+
+    Linear layers run for many clients at once, have per-sample gradients, and can have LoRA. None of this works with
+    torch's own layer, whose kernels take the weights of one model. Initial values are those of ``nn.Linear``.
+
+    Args:
+        width: Features of the input.
+        hidden: Features of the hidden state.
     """
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.hidden = hidden
-        self.input, self.recurrent = nn.Linear(width, 4 * hidden), nn.Linear(hidden, 4 * hidden)
+        self.input = nn.Linear(width, 4 * hidden)
+        self.recurrent = nn.Linear(hidden, 4 * hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden states (B, L, hidden) after each of L steps of (B, L, width)."""
-        gates = self.input(x)
-        h = c = gates.new_zeros(len(x), self.hidden)
+        """Map L steps (B, L, width) to the hidden states (B, L, hidden) after them."""
+        # The inputs do not depend on the hidden state: one product for all steps.
+        input_gates = self.input(x)
+        h = input_gates.new_zeros(len(x), self.hidden)
+        c = h
         outputs = []
-        for step in gates.unbind(1):
+        for step in input_gates.unbind(1):
             i, f, g, o = (step + self.recurrent(h)).chunk(4, -1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
@@ -54,18 +63,19 @@ class CharLSTM(nn.Module):
     8, two layers of 256.
 
     Args:
-        num_classes: Characters that may follow.
-        hidden: Width of the LSTM layers.
+        num_classes: Number of characters to choose the next one from.
+        hidden: Features of the hidden states.
     """
 
     def __init__(self, num_classes: int = VOCABULARY, hidden: int = 256) -> None:
         super().__init__()
         self.embedding = Characters(VOCABULARY, EMBEDDING)
-        self.layers = nn.ModuleList([LSTMLayer(hidden if layer else EMBEDDING, hidden) for layer in range(LAYERS)])
+        widths = [EMBEDDING] + [hidden] * (LAYERS - 1)
+        self.layers = nn.ModuleList([LSTMLayer(width, hidden) for width in widths])
         self.head = nn.Linear(hidden, num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, num_classes) of what follows int64 tokens (B, L) from 0 to 79."""
+        """Return logits (B, num_classes) of the character after int64 tokens (B, L) from 0 to 79."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -74,10 +84,12 @@ class CharLSTM(nn.Module):
 
 
 def hidden_of(name: str) -> int | None:
-    """Width that the name of a backbone asks for; None if it names another backbone.
+    """Return the hidden size in the name of a CharLSTM; None for the name of another backbone.
 
     >>> [hidden_of(name) for name in ("char_lstm", "char_lstm_64", "resnet18")]
     [256, 64, None]
     """
     match = _NAME.fullmatch(name)
-    return None if match is None else int(match[1] or 256)
+    if match is None:
+        return None
+    return int(match[1] or 256)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a network has LoRA's factors, and the branches that they belong to."""
+"""Names of LoRA's factors in a network, and of the branches that they belong to."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer, ParamWrapper
@@ -11,72 +12,92 @@ from perada.adapters.dual_lora import DualLoraLayer
 from perada.core.checks import OptionError
 from perada.core.states import Factors
 
-DRAWN = (True, False, "gaussian", "orthogonal")
-"""Values of ``init_lora_weights`` that draw the factors, and look at nothing else."""
+RANDOM_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
+"""Values of ``init_lora_weights`` that draw the factors at random, and depend on nothing else."""
 
 
 def check_lora(config: PeftConfig) -> None:
-    """Refuse, by a ValueError, options of PEFT's LoRA by which a client's network is not the backbone and a state."""
+    """Raise a ValueError for options of PEFT's LoRA with which a client's network is more than backbone and state."""
     if not isinstance(config, LoraConfig):
         return
-    if (start := config.init_lora_weights) not in DRAWN:
+    initialisation = config.init_lora_weights
+    if initialisation not in RANDOM_INITIALISATIONS:
         raise OptionError(
-            f"init_lora_weights={start!r} cannot be used: it takes the factors from the backbone's weights or from "
-            "data, and moves or freezes what saved adapters do not hold; choose True, 'gaussian' or 'orthogonal'",
+            f"init_lora_weights={initialisation!r} cannot be used: it takes the factors from the backbone's weights or "
+            "from data, and moves or freezes what saved adapters do not hold; choose True, 'gaussian' or 'orthogonal'",
             name="init_lora_weights",
-            value=start,
+            value=initialisation,
         )
     for name in ("velora_config", "monteclora_config"):
-        if getattr(config, name) is not None:
+        value = getattr(config, name)
+        if value is not None:
             raise OptionError(
-                f"{name}={getattr(config, name)!r} cannot be used: a step then depends on earlier ones and on draws "
-                "that no state holds; leave it out",
+                f"{name}={value!r} cannot be used: a step then depends on earlier ones and on draws that no state "
+                "holds; leave it out",
                 name=name,
-                value=getattr(config, name),
+                value=value,
             )
 
 
 def lora_factors(model: nn.Module) -> tuple[Factors, ...]:
-    """The factors of PEFT's LoRA layers, or none where one of these adds anything but s·B·A; and those of branches.
+    """Return the factors of PEFT's LoRA layers, and those of the branches of ``dual_lora``.
 
-    Others are DoRA, whose magnitudes scale the sum, and further variants, embeddings, and parameters that no layer has.
-    The gate of branches is not in their scale.
+    There are none of LoRA if any of its layers adds anything but s·B·A: with DoRA, whose magnitudes scale the sum, with
+    further variants, in embeddings, and for parameters without a layer. The scale of a branch is without its gate.
     """
-    layers = [
-        (path, layer, name)
-        for path, layer in model.named_modules()
-        if isinstance(layer, LoraLayer)
-        for name in layer.active_adapters
-        if name in layer.scaling
-    ]
-    plain = (
-        Factors(f"{path}.lora_A.{name}.weight", f"{path}.lora_B.{name}.weight", float(layer.scaling[name]))
-        for path, layer, name in layers
-        if all(_is_plain(other, own) for _, other, own in layers)
-    )
-    dual = (
-        Factors(f"{path}.{branch}_A.weight", f"{path}.{branch}_B.weight", scale)
-        for path, scale in _dual(model)
-        for branch in ("shared", "private")
-    )
-    return (*plain, *dual)
+    layers: list[tuple[str, LoraLayer, str]] = []
+    for path, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            for adapter_name in layer.active_adapters:
+                if adapter_name in layer.scaling:
+                    layers.append((path, layer, adapter_name))
+
+    factors = []
+    if all(_is_plain(layer, adapter_name) for _, layer, adapter_name in layers):
+        for path, layer, adapter_name in layers:
+            down = f"{path}.lora_A.{adapter_name}.weight"
+            up = f"{path}.lora_B.{adapter_name}.weight"
+            factors.append(Factors(down, up, float(layer.scaling[adapter_name])))
+    for path, scale in _dual_branches(model):
+        for branch in ("shared", "private"):
+            factors.append(Factors(f"{path}.{branch}_A.weight", f"{path}.{branch}_B.weight", scale))
+    return tuple(factors)
 
 
-def _is_plain(layer: LoraLayer, name: str) -> bool:
-    return name in layer.lora_A and name not in layer.lora_variant and not isinstance(layer, ParamWrapper)
+def _is_plain(layer: LoraLayer, adapter_name: str) -> bool:
+    """Whether a layer adds s·B·A and nothing else."""
+    # Embeddings have lora_embedding_A instead of lora_A.
+    has_matrices = adapter_name in layer.lora_A
+    return has_matrices and adapter_name not in layer.lora_variant and not isinstance(layer, ParamWrapper)
 
 
-def branches(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """How the names of shared branches begin, and those of private ones with their gates."""
-    paths = [path for path, _ in _dual(model)]
-    return tuple(f"{path}.shared_" for path in paths), tuple(
-        f"{path}.{own}" for path in paths for own in ("private_", "gate.")
-    )
+@dataclass(frozen=True)
+class BranchPrefixes:
+    """Beginnings of the names of the branches' tensors.
+
+    Attributes:
+        shared: Those of the shared branches.
+        private: Those of the private branches and of their gates.
+    """
+
+    shared: tuple[str, ...]
+    private: tuple[str, ...]
 
 
-def _dual(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """The paths of all that holds two branches of LoRA, and their scale."""
+def branch_prefixes(model: nn.Module) -> BranchPrefixes:
+    """Return the beginnings of the names of all branches of ``dual_lora``."""
+    shared = []
+    private = []
+    for path, _ in _dual_branches(model):
+        shared.append(f"{path}.shared_")
+        private += [f"{path}.private_", f"{path}.gate."]
+    return BranchPrefixes(tuple(shared), tuple(private))
+
+
+def _dual_branches(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield the name and the scale of each pair of branches."""
     for path, layer in model.named_modules():
         if isinstance(layer, DualLoraLayer):
-            for name in layer.active_adapters:
-                yield f"{path}.{layer.parts[0]}.{name}", layer.branches(name).scale
+            (dictionary,) = layer.parts
+            for adapter_name in layer.active_adapters:
+                yield f"{path}.{dictionary}.{adapter_name}", layer.branches(adapter_name).scale

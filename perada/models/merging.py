@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters merged into the weights that they adapt, by PEFT, or by a server into the weights under LoRA."""
+"""Merge adapters into the weights that they adapt: by PEFT, or by a server into the weights under LoRA."""
 
 import copy
 from contextlib import suppress
@@ -14,30 +14,33 @@ from torch import Tensor, nn
 from perada.core.seeding import seeded
 from perada.core.states import Merged, State, set_state
 
-Trained = bool | Literal["merged"]
-"""What of the backbone is in states: what is trained, nothing, or the weights that LoRA adapts."""
+TrainBackbone = bool | Literal["merged"]
+"""Which of the backbone's own tensors are in states: all as trained ones, none, or the weights that LoRA adapts."""
 
 
-def let_merge(model: nn.Module) -> None:
+def make_mergeable(model: nn.Module) -> None:
     """Make the weights under PEFT's LoRA layers :class:`~perada.core.states.Merged`, in place.
 
-    Left out are layers whose sum is not that of a weight and a product of matrices: of convolutions with groups, of
-    embeddings, of weights that are stored transposed, and with DoRA.
+    Layers are left out if theirs is not the sum of a weight and a product of matrices: convolutions with groups,
+    embeddings, weights that are stored transposed, and layers with DoRA.
     """
     untie_base_layers(model)
     for layer in model.modules():
-        if isinstance(layer, LoraLayer) and not layer.lora_variant:
-            base = layer.get_base_layer()
-            convolves = isinstance(base, nn.modules.conv._ConvNd) and base.groups == 1
-            if (convolves or isinstance(base, nn.Linear)) and not getattr(layer, "fan_in_fan_out", False):
-                base.weight = Merged(base.get_parameter("weight").data)
+        # A layer with a variant such as DoRA scales the sum.
+        if not isinstance(layer, LoraLayer) or layer.lora_variant:
+            continue
+        base = layer.get_base_layer()
+        is_convolution = isinstance(base, nn.modules.conv._ConvNd) and base.groups == 1
+        is_transposed = getattr(layer, "fan_in_fan_out", False)
+        if (is_convolution or isinstance(base, nn.Linear)) and not is_transposed:
+            base.weight = Merged(base.get_parameter("weight").data)
 
 
 def untie_base_layers(model: nn.Module) -> None:
     """Give each adapted layer weights that nothing else in ``model`` uses, in place.
 
-    A network may use one layer, or one weight, in several places, and an adapter stands in one of them. Merging it
-    changes the weight, which must stay as it is in the other places.
+    A network may use one layer, or one weight, in several places, and an adapter stands in one of them. Merging changes
+    the weight, which must stay as it is in the other places.
     """
     for layer in list(model.modules()):
         if isinstance(layer, BaseTunerLayer):
@@ -51,7 +54,11 @@ class WrongMergeError(NotImplementedError):
 def merge_adapter(peft_model: PeftModel, state: State) -> nn.Module:
     """Return the network in ``state`` with the adapter merged into the weights, without PEFT's layers.
 
-    The model is used up by it: give a copy. :func:`check_merged` compares what comes out.
+    :func:`check_merged` compares the result with the network.
+
+    Args:
+        peft_model: The network with its adapter. It is destroyed: pass a copy.
+        state: Trained tensors by name.
 
     Raises:
         NotImplementedError: If PEFT cannot merge the adapter.
@@ -60,28 +67,33 @@ def merge_adapter(peft_model: PeftModel, state: State) -> nn.Module:
     untie_base_layers(peft_model)
     try:
         merged: nn.Module = peft_model.merge_and_unload(safe_merge=True)
-    except Exception as error:  # every method of PEFT refuses in its own way
+    except Exception as error:  # every method of PEFT raises its own types
         reason = " ".join(str(error).split()) or "the method has no merged form"
         raise NotImplementedError(_not_merged(peft_model, reason)) from error
     return merged.eval()
 
 
 def check_merged(peft_model: PeftModel, merged: nn.Module, model: nn.Module, x: Tensor) -> None:
-    """Refuse, by a WrongMergeError, a merged network whose logits of ``x`` (B, ...) are not those of ``model``.
+    """Raise a WrongMergeError if a merged network computes other logits than the network with its adapter.
 
-    Both are in evaluation mode, and the latter has the adapter, of ``peft_model``, beside its weights.
+    Args:
+        peft_model: PEFT's wrapper, whose configuration the error names.
+        merged: The merged network, in evaluation mode.
+        model: The network with the adapter beside its weights, in evaluation mode.
+        x: Images (B, ...) or texts.
     """
     try:
-        difference = compare_logits(model, merged, x, 1e-3)
-    except Exception:  # whatever a network does with images that it does not take
+        difference = describe_difference(model, merged, x, 1e-3)
+    except Exception:  # whatever a network raises for images of an unsupported size
         return
-    if difference is not None and x.device.type != "mps":  # which has no double precision, the judge of rounding
+    # Rounding is told from real differences in double precision, which mps lacks.
+    if difference is not None and x.device.type != "mps":
         exact_model = copy.deepcopy(model).double()
         exact_merged = copy.deepcopy(merged).double()
-        # A network may name a number format; what was seen in single precision then stands.
+        # A network may convert to a fixed dtype and fail. The difference in single precision then counts.
         with suppress(Exception):
             exact_x = x.double() if x.is_floating_point() else x
-            difference = compare_logits(exact_model, exact_merged, exact_x, 1e-6)
+            difference = describe_difference(exact_model, exact_merged, exact_x, 1e-6)
     if difference is not None:
         reason = (
             f"merged, it computes something else ({difference}), since PEFT merges this kind of layer wrongly, or the "
@@ -91,6 +103,7 @@ def check_merged(peft_model: PeftModel, merged: nn.Module, model: nn.Module, x: 
 
 
 def _not_merged(peft_model: PeftModel, reason: str) -> str:
+    """Return the error for an adapter that cannot be merged."""
     method = type(peft_model.peft_config["default"]).__name__
     return (
         f"the adapter ({method}) cannot be merged into the weights: {reason}; use personal(client) or global_model(), "
@@ -98,19 +111,27 @@ def _not_merged(peft_model: PeftModel, reason: str) -> str:
     )
 
 
-def compare_logits(model: nn.Module, other: nn.Module, x: Tensor, tolerance: float) -> str | None:
-    """Describe how the logits of two networks differ by more than a ``tolerance`` relative to the largest.
+def describe_difference(model: nn.Module, other: nn.Module, x: Tensor, tolerance: float) -> str | None:
+    """Describe by how much the logits of two networks differ.
 
-    ``None`` if they agree, or if the first does not give the same twice. What a network raises on ``x`` is raised.
+    Args:
+        model: The first network. What it raises for ``x`` is raised.
+        other: The second network.
+        x: Images (B, ...) or texts.
+        tolerance: Largest difference that is ignored, relative to the largest logit.
+
+    Returns:
+        The description; None if the logits agree, or if the first network does not compute the same twice.
     """
     with torch.no_grad():
         with seeded(0, "merging"):
             expected = model(x)
         with seeded(1, "merging"):
-            repeats = torch.equal(expected, model(x))
+            is_deterministic = torch.equal(expected, model(x))
         with seeded(0, "merging"):
             logits = other(x)
-    scale, moved = float(expected.abs().max()), float((logits - expected).abs().max())
-    if not repeats or moved <= tolerance * max(scale, 1e-6):
+    largest = float(expected.abs().max())
+    change = float((logits - expected).abs().max())
+    if not is_deterministic or change <= tolerance * max(largest, 1e-6):
         return None
-    return f"logits of up to {scale:.2g} change by {moved:.2g}"
+    return f"logits of up to {largest:.2g} change by {change:.2g}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of a run: a backbone with its adapter, as the run's options name them."""
+"""Build the network of a run from its options."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,15 +13,22 @@ from perada.core.seeding import seeded
 from perada.core.states import State, get_state, to_device, trained_keys
 from perada.models.adapted import AdaptedModel, AdapterChoice, insert_adapter, reset_parameters
 from perada.models.backbones import build_backbone
-from perada.models.merging import Trained
+from perada.models.merging import TrainBackbone
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A backbone with its adapter.
+    """The options of a backbone with its adapter.
 
-    It has what :func:`build_backbone` and :func:`~perada.models.adapted.insert_adapter` take. From the run's ``seed``
-    the random initial values of head and adapter are derived.
+    Attributes:
+        backbone: See :func:`~perada.models.backbones.build_backbone`, as for the next three.
+        num_classes: See there.
+        pretrained: See there.
+        image_size: See there.
+        adapter: See :func:`~perada.models.adapted.insert_adapter`, as for the next two.
+        train_backbone: See there.
+        adapter_options: See there.
+        seed: Seed of the run, from which random initial values of head and adapter are derived.
     """
 
     backbone: str | nn.Module
@@ -29,12 +36,16 @@ class ModelSpec:
     pretrained: bool | str = True
     image_size: int | None = None
     adapter: AdapterChoice = "residual"
-    train_backbone: Trained = False
+    train_backbone: TrainBackbone = False
     adapter_options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
     def build(self, *index: int) -> AdaptedModel:
-        """Build the backbone with its adapter; what is random is drawn from the ``index``-th stream for it."""
+        """Build the backbone with its adapter.
+
+        Args:
+            *index: Number of the random initialisation; without one, that of the run.
+        """
         with seeded(self.seed, "model", *index):
             backbone = build_backbone(
                 self.backbone, self.num_classes, pretrained=self.pretrained, image_size=self.image_size
@@ -42,25 +53,34 @@ class ModelSpec:
             return insert_adapter(backbone, self.adapter, train_backbone=self.train_backbone, **self.adapter_options)
 
     def initial_state(self, adapted: AdaptedModel, index: int) -> State:
-        """The ``index``-th random initialisation of what is trained; that of 0 is that of ``adapted``, which was built.
+        """Return a random initialisation of what is trained.
 
-        Only what is random differs: the adapter and the head, which is drawn anew also where the weights came with one
-        that fits, or all that is trained with ``pretrained=False``.
+        Only random values differ between initialisations: those of the adapter, and those of the head, which is drawn
+        anew even if the weights came with one that fits. A network of the caller's own with ``pretrained=False`` is
+        drawn anew as a whole.
+
+        Args:
+            adapted: The model that :meth:`build` returned.
+            index: Number of the initialisation; 0 is that of ``adapted``.
         """
         if index == 0:
             return get_state(adapted.model)
         model = self.build(index).model
-        everything = self.pretrained is False and isinstance(self.backbone, nn.Module)
+        # Other random networks are new in each build, but the caller's is a copy with the same values.
+        is_random_copy = self.pretrained is False and isinstance(self.backbone, nn.Module)
         with seeded(self.seed, "model", index):
-            reset_parameters(model, "" if everything else f"{adapted.backbone.head}.")
-        return to_device(get_state(model), next(adapted.model.parameters()).device)
+            reset_parameters(model, "" if is_random_copy else f"{adapted.backbone.head}.")
+        device = next(adapted.model.parameters()).device
+        return to_device(get_state(model), device)
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """SHA-256 of all weights that are not trained, with their names, in hexadecimal digits."""
-    trained, digest = set(trained_keys(model)), hashlib.sha256()
+    """Return the SHA-256, in hexadecimal digits, of the names and values of all tensors that are not trained."""
+    trained = set(trained_keys(model))
+    digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):
         if key not in trained:
             digest.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+            # As bytes: NumPy has no bfloat16.
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked twins of timm's layers, of ours, and of what PEFT trains in its own; registered when this is imported.
+"""How layers of timm, of perada and of PEFT run for C clients at once. Importing this module registers them.
 
-PEFT keeps the parameters of IA3 and VeRA in dictionaries that are not layers. In the fold, a dictionary becomes a layer
-that scales, and the PEFT layer around it one that calls this. DoRA's magnitudes are a layer already.
+The engine folds clients into the batch: R rows, of which each client has as many, pass through one network, and each
+layer with trained parameters is replaced by a stacked one that has those of all clients (see
+:mod:`perada.engine.fold`).
+
+PEFT keeps the parameters of IA3 and VeRA in dictionaries, which are no layers of their own. In the fold, such a
+dictionary becomes a layer that scales, and the layer of PEFT around it one that calls this. DoRA's magnitudes are a
+layer already.
 """
 
 import sys
@@ -30,41 +35,47 @@ from perada.models.char_lstm import Characters
 
 
 class StackedBatchNormAct(StackedBatchNorm):
-    """C of timm's batch normalisations with an activation behind it."""
+    """C batch normalisations of timm with an activation behind them."""
 
     def forward(self, x_R: Tensor) -> Tensor:
-        """Normalise (R, D, H, W) per client, then drop and activate as the original does."""
+        """Normalise (R, D, H, W) per client, then drop and activate like the original."""
         original = self.original[0]
         assert isinstance(original, timm.layers.BatchNormAct2d)
-        out: Tensor = original.act(original.drop(super().forward(x_R)))
-        return out
+        normalised_R = super().forward(x_R)
+        out_R: Tensor = original.act(original.drop(normalised_R))
+        return out_R
 
 
 class StackedLayerNorm2d(StackedLayer):
-    """C of timm's layer normalisations of the channels of an image, as in ConvNeXts."""
+    """C layer normalisations of the channels of an image, as in timm's ConvNeXts."""
 
-    like_torch = False  # whose channels come last
+    # torch's layer normalisation has the channels last.
+    like_torch = False
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Normalise (R, D, H, W)."""
         norm = self.original[0]
-        normal = F.layer_norm(x_R.movedim(1, -1), norm.normalized_shape, None, None, norm.eps).movedim(-1, 1)
-        return self.affine(normal, [1, -1, 1, 1])
+        channels_last_R = x_R.movedim(1, -1)
+        normalised_R = F.layer_norm(channels_last_R, norm.normalized_shape, None, None, norm.eps).movedim(-1, 1)
+        return self.affine(normalised_R, [1, -1, 1, 1])
 
 
 class StackedCharacters(StackedLayer):
-    """C embeddings on one batch: one look-up per client."""
+    """C embeddings of characters: one look-up per client."""
 
     weight: Tensor
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Map tokens (R, L) to (R, L, D)."""
-        tokens = x_R.chunk(self.context.clients)
-        return torch.cat([F.embedding(own, weight) for own, weight in zip(tokens, self.weight, strict=True)])
+        tokens_by_client = x_R.chunk(self.context.clients)
+        outputs = []
+        for tokens, weight in zip(tokens_by_client, self.weight, strict=True):
+            outputs.append(F.embedding(tokens, weight))
+        return torch.cat(outputs)
 
 
 class StackedDropPath(StackedDropout):
-    """timm's stochastic depth with one random stream per client: a sample's whole branch is dropped."""
+    """timm's stochastic depth with one random stream per client. It drops the branch of a sample as a whole."""
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Drop rows of (R, ...)."""
@@ -72,37 +83,53 @@ class StackedDropPath(StackedDropout):
         assert isinstance(original, timm.layers.DropPath)
         if not self.training:
             return x_R
+        # Zero, or the inverse of the probability to keep, per row.
         mask = self.mask(x_R, 1)
-        return x_R * (mask if original.scale_by_keep else mask.bool())
+        if not original.scale_by_keep:
+            mask = mask.bool()
+        return x_R * mask
 
 
 TWINS[timm.layers.BatchNormAct2d] = StackedBatchNormAct
 TWINS[timm.layers.GroupNorm] = StackedNorm
 TWINS[timm.layers.LayerNorm] = StackedNorm
 TWINS[timm.layers.LayerNorm2d] = StackedLayerNorm2d
-TWINS[timm.layers.Linear] = StackedLinear  # of MobileNetV3
+# The head of MobileNetV3.
+TWINS[timm.layers.Linear] = StackedLinear
 TWINS[Characters] = StackedCharacters
 RANDOM_TWINS[timm.layers.DropPath] = StackedDropPath
 ROW_PARAMETERS[VisionTransformer] = frozenset({"cls_token", "pos_embed", "reg_token"})
 
 
 def register_transformers() -> None:
-    """Register what transformers' ViT needs, if one has been made: importing it for others takes too long."""
+    """Register the parameters of transformers' ViT that broadcast over the batch, if a ViT was imported.
+
+    To import it for other networks would take seconds.
+    """
     vit = sys.modules.get("transformers.models.vit.modeling_vit")
     if vit is not None:
         ROW_PARAMETERS[vit.ViTEmbeddings] = frozenset({"cls_token", "position_embeddings"})
 
 
 class StackedScale(StackedLayer):
-    """C learned scales of the last axis, or of an image's channels: timm's, or a dictionary of one tensor of PEFT's."""
+    """C learned scales of the last axis, or of an image's channels.
+
+    The original is timm's LayerScale, or a dictionary of PEFT with one parameter.
+    """
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Scale (R, ..., D), or (R, D, H, W) where the tensor has four axes."""
         original = self.original[0]
         ((name, scale),) = original.named_parameters()
-        shape = [1, -1, 1, 1] if scale.dim() == 4 else [1] * (x_R.dim() - 1) + [-1]
-        out = self.affine(x_R, shape, (name, ""))
-        return out if isinstance(original, LayerScale) else out.to(x_R.dtype)
+        if scale.dim() == 4:
+            shape = [1, -1, 1, 1]
+        else:
+            shape = [1] * (x_R.dim() - 1) + [-1]
+        out_R = self.affine(x_R, shape, (name, ""))
+        # Under autocast PEFT returns to the dtype of its input, timm does not.
+        if isinstance(original, LayerScale):
+            return out_R
+        return out_R.to(x_R.dtype)
 
 
 TWINS[LayerScale] = StackedScale
@@ -115,24 +142,30 @@ class StackedPrompts(StackedLayer):
     weight: Tensor
 
     def forward(self, x_R: Tensor) -> Tensor:
-        """Each client's tokens for its rows of (R, ...): (R, T, D)."""
-        return self.weight.repeat_interleave(len(x_R) // len(self.weight), 0)
+        """Return the tokens (R, T, D) of each row's client for rows (R, ...)."""
+        rows_per_client = len(x_R) // len(self.weight)
+        return self.weight.repeat_interleave(rows_per_client, 0)
 
 
 TWINS[Prompts] = StackedPrompts
 
 
 class StackedParamDict(nn.Module):
-    """A layer of PEFT, with a :class:`StackedScale` for each dictionary of parameters.
+    """A layer of PEFT with parameters in dictionaries. For each of these it has a :class:`StackedScale`.
 
-    ``children`` are what the fold has made of the original's; the ``param_dicts`` are as they were.
+    Args:
+        original: PEFT's layer.
+        children: What the fold has made of its children, by name.
+        context: The fold.
     """
 
     dictionaries: ClassVar[frozenset[str]]
+    """Names of the dictionaries."""
 
     def __init__(self, original: nn.Module, children: dict[str, nn.Module | None], context: FoldContext) -> None:
         super().__init__()
-        self.original: list[Any] = [original]  # in a list: not a child
+        # In a list, so that it is no child with parameters of its own.
+        self.original: list[Any] = [original]
         self._modules.update(children)
         for name in self.dictionaries:
             setattr(self, name, StackedScale(getattr(original, name), context))
@@ -142,12 +175,17 @@ class StackedParamDict(nn.Module):
 
     @classmethod
     def param_dicts(cls, original: Any) -> frozenset[str]:  # noqa: ANN401  # a layer of PEFT
-        """The dictionaries, where one adapter is in them and at work."""
+        """Return the dictionaries to stack: all of them if they hold one adapter, which is trained; otherwise none."""
         dictionaries = [getattr(original, name) for name in cls.dictionaries]
-        trained = any(parameter.requires_grad for one in dictionaries for parameter in one.values())
-        alone = all(list(one) == list(original.active_adapters) for one in dictionaries) and len(dictionaries[0]) == 1
-        plain = not (original.merged or original.disable_adapters)
-        return cls.dictionaries if trained and alone and plain else frozenset()
+        if original.merged or original.disable_adapters:
+            return frozenset()
+        adapter_names = list(original.active_adapters)
+        if len(adapter_names) != 1 or any(list(dictionary) != adapter_names for dictionary in dictionaries):
+            return frozenset()
+        parameters = [parameter for dictionary in dictionaries for parameter in dictionary.values()]
+        if not any(parameter.requires_grad for parameter in parameters):
+            return frozenset()
+        return cls.dictionaries
 
 
 class StackedIA3(StackedParamDict):
@@ -158,10 +196,10 @@ class StackedIA3(StackedParamDict):
     def forward(self, x_R: Tensor) -> Tensor:
         """Run the frozen layer on the rows of all clients."""
         if self.original[0].is_feedforward:
-            scaled: Tensor = self.base_layer(self.ia3_l(x_R))
+            out_R: Tensor = self.base_layer(self.ia3_l(x_R))
         else:
-            scaled = self.ia3_l(self.base_layer(x_R))
-        return scaled
+            out_R = self.ia3_l(self.base_layer(x_R))
+        return out_R
 
 
 class StackedVera(StackedParamDict):
@@ -172,12 +210,15 @@ class StackedVera(StackedParamDict):
     def forward(self, x_R: Tensor) -> Tensor:
         """Map (R, ..., D_in) to (R, ..., D_out)."""
         layer = self.original[0]
-        ((name, down),) = self.vera_A.items()
-        out: Tensor = self.base_layer(x_R)
-        hidden = self.vera_dropout[name](layer._cast_input_dtype(x_R, down.dtype))
-        hidden = self.vera_lambda_d(F.linear(hidden, down[:, : layer.in_features]))
-        added: Tensor = self.vera_lambda_b(F.linear(hidden, self.vera_B[name][: layer.out_features]))
-        return (out + added).to(out.dtype)
+        ((adapter_name, matrix_A),) = self.vera_A.items()
+        # All layers share A and B, which have the sizes of the largest.
+        matrix_A = matrix_A[:, : layer.in_features]
+        matrix_B = self.vera_B[adapter_name][: layer.out_features]
+        out_R: Tensor = self.base_layer(x_R)
+        dropped_R = self.vera_dropout[adapter_name](layer._cast_input_dtype(x_R, matrix_A.dtype))
+        hidden_R = self.vera_lambda_d(F.linear(dropped_R, matrix_A))
+        added_R: Tensor = self.vera_lambda_b(F.linear(hidden_R, matrix_B))
+        return (out_R + added_R).to(out_R.dtype)
 
 
 class StackedDora(StackedLayer):
@@ -192,33 +233,57 @@ class StackedDora(StackedLayer):
         self,
         x_R: Tensor,
         *,
-        lora_A: Any,  # noqa: ANN401  # twins of linear layers or convolutions
-        lora_B: Any,  # noqa: ANN401  # likewise
+        lora_A: Any,  # noqa: ANN401  # stacked linear layers or convolutions
+        lora_B: Any,  # noqa: ANN401  # as above
         scaling: float,
         base_layer: Any,  # noqa: ANN401  # the frozen layer
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """What LoRA and the magnitudes add to the frozen layer's output (R, ...)."""
-        frozen, convolves = base_layer.weight, isinstance(self.original[0], DoraConv2dLayer)
+        """Return what LoRA and the magnitudes add to the frozen layer's output.
+
+        The arguments are those of PEFT's layer.
+
+        Args:
+            x_R: Input (R, ...) of the frozen layer.
+            lora_A: LoRA's projection down, of all clients.
+            lora_B: LoRA's projection up, of all clients.
+            scaling: Scale s of LoRA.
+            base_layer: The frozen layer.
+            base_result: Its output (R, ...). PEFT leaves it out if dropout changed ``x_R``.
+            adapter_name: PEFT's name for the adapter.
+        """
+        frozen_weight = base_layer.weight
+        is_convolution = isinstance(self.original[0], DoraConv2dLayer)
         if base_result is None:
-            base_result = base_layer._conv_forward(x_R, frozen, None) if convolves else F.linear(x_R, frozen)
+            if is_convolution:
+                base_result = base_layer._conv_forward(x_R, frozen_weight, None)
+            else:
+                base_result = F.linear(x_R, frozen_weight)
         elif base_layer.bias is not None:
-            base_result = base_result - base_layer.bias.view([-1, 1, 1] if convolves else [-1])
-        pairs = zip(lora_A.stacked("weight"), lora_B.stacked("weight"), strict=True)
-        norms = torch.stack([self._norm(frozen, down, up, scaling) for down, up in pairs])
-        scale = self.weight.flatten(1) / norms
-        shape = [1, -1, 1, 1] if convolves else [1] * (x_R.dim() - 1) + [-1]
-        scale_CB = scale.view(len(scale), *shape)
-        base, lora = (value.view(len(scale), -1, *value.shape[1:]) for value in (base_result, lora_B(lora_A(x_R))))
-        return ((scale_CB - 1) * base + scale_CB * lora * scaling).flatten(0, 1)
+            # The magnitudes scale the weights only.
+            base_result = base_result - base_layer.bias.view([-1, 1, 1] if is_convolution else [-1])
+
+        norms = []
+        for down, up in zip(lora_A.stacked("weight"), lora_B.stacked("weight"), strict=True):
+            norms.append(self._direction_norm(frozen_weight, down, up, scaling))
+        scale = self.weight.flatten(1) / torch.stack(norms)
+        clients = len(scale)
+        shape = [1, -1, 1, 1] if is_convolution else [1] * (x_R.dim() - 1) + [-1]
+        scale_CB = scale.view(clients, *shape)
+        base_CB = base_result.view(clients, -1, *base_result.shape[1:])
+        lora_R = lora_B(lora_A(x_R))
+        lora_CB = lora_R.view(clients, -1, *lora_R.shape[1:])
+        added_CB = (scale_CB - 1) * base_CB + scale_CB * lora_CB * scaling
+        added_R: Tensor = added_CB.flatten(0, 1)
+        return added_R
 
     @staticmethod
     @torch.no_grad()
-    def _norm(frozen: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-        """Norm (D_out,) of each output's weights."""
+    def _direction_norm(frozen_weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
+        """Return the norm (D_out,) of each output's weights for one client."""
         product = up.flatten(1) @ down.flatten(1)
-        norm: Tensor = torch.linalg.vector_norm(frozen.flatten(1) + scaling * product, dim=1)
+        norm: Tensor = torch.linalg.vector_norm(frozen_weight.flatten(1) + scaling * product, dim=1)
         return norm
 
 

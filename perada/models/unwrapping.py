@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network without PEFT's layers, which computes the same."""
+"""Remove PEFT's layers from a network without changing what it computes."""
 
 import copy
 
@@ -13,64 +13,78 @@ from perada.adapters.prompt import PromptLayer
 
 
 def unwrapped(network: nn.Module) -> nn.Module:
-    """A copy of a network without PEFT's layers, which computes the same.
+    """Return a copy of a network without PEFT's layers that computes the same.
 
-    What PEFT can merge is merged into the weights; layers behind modules become plain ones; a trained head takes the
-    place of the original.
+    Adapters that PEFT can merge are merged into the weights. Layers that perada's methods add become plain ones, and a
+    trained head replaces the original.
     """
     model = copy.deepcopy(network)
+    # Attributes of PEFT and of transformers, which tell them that there is an adapter. transformers has the second as
+    # an attribute of the class as well.
     for name in ("peft_config", "_hf_peft_config_loaded"):
-        if name in vars(model):  # transformers has the second as an attribute of the class too
+        if name in vars(model):
             delattr(model, name)
-    for path, module in reversed(list(model.named_modules())):  # what is inside first
-        plain = _plain(module)
+    # Inner modules first: a layer of PEFT may be inside another one.
+    for path, module in reversed(list(model.named_modules())):
+        plain = _plain_module(module)
         if plain is not module and path:
             model.set_submodule(path, plain)
     return model
 
 
-def _plain(module: nn.Module) -> nn.Module:
-    if isinstance(module, nn.DataParallel):  # a part that several GPUs share
+def _plain_module(module: nn.Module) -> nn.Module:
+    """Return what takes the place of a module; the module itself if it is none of PEFT's."""
+    if isinstance(module, nn.DataParallel):
         inner: nn.Module = module.module
         return inner
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[module.active_adapters[0]]
     if isinstance(module, DualLoraLayer):
-        return Beside(module.base_layer, module.branches(module.active_adapters[0]))
+        branches = module.branches(module.active_adapters[0])
+        return ParallelAdapter(module.base_layer, branches)
     if isinstance(module, PromptLayer):
         return module.plain()
     if isinstance(module, AddedLayer):
-        name = module.active_adapters[0]
-        return Followed(module.base_layer, nn.Sequential(*(getattr(module, part)[name] for part in module.parts)))
+        adapter_name = module.active_adapters[0]
+        layers = [getattr(module, part)[adapter_name] for part in module.parts]
+        return SequentialAdapter(module.base_layer, nn.Sequential(*layers))
     if isinstance(module, BaseTunerLayer):
-        module.base_layer = copy.deepcopy(module.base_layer)  # the network may use its weights in other places too
+        # The network may use the same weights in other places, which merging must not change.
+        module.base_layer = copy.deepcopy(module.base_layer)
         module.merge(safe_merge=True)
         base: nn.Module = module.get_base_layer()
         return base
     return module
 
 
-class Followed(nn.Module):
-    """A module and what an adapter had added behind it: ``x + added(x)``, x being the module's output."""
+class SequentialAdapter(nn.Module):
+    """A module with an adapter on its output ``x``: ``x + added(x)``.
+
+    Args:
+        base: The module.
+        added: The adapter.
+    """
 
     def __init__(self, base: nn.Module, added: nn.Module) -> None:
         super().__init__()
-        self.base_layer, self.perada_added = base, added
+        self.base_layer = base
+        self.perada_added = added
         if isinstance(base, nn.Conv2d):
-            self.out_channels = base.out_channels  # for adapters that follow this
+            # A residual adapter that follows this module reads it.
+            self.out_channels = base.out_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the module's output with what was added to it."""
+        """Return the adapted output of the module."""
         x = self.base_layer(x)
         added: Tensor = self.perada_added(x)
         return x + added
 
 
-class Beside(Followed):
-    """A module, plus what is made of its own input."""
+class ParallelAdapter(SequentialAdapter):
+    """A module with an adapter on its input ``x``: ``module(x) + added(x)``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the module's output with what was added to it."""
+        """Return the adapted output of the module."""
         out: Tensor = self.base_layer(x)
         added: Tensor = self.perada_added(x)
         return out + added

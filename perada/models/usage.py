@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a network uses what is trained in it, tried on a small batch before training.
+"""Check on a small batch, before training, that a network uses what is trained in it.
 
-An adapter stands around a layer and works when that layer is called. A network may read the layer's weights instead,
+An adapter is put around a layer, and works if that layer is called. A network may read the layer's weights instead,
 recompute a part of its forward pass, keep what it computed from earlier weights, or never call the layer. Such an
-adapter is not trained, or is trained and then not used, and nothing fails. So what the plain network computes, and its
-gradients, are compared with what it computes in other ways: through the engine, without gradients, with other weights
+adapter is not trained, or is trained and then not used, and no error is raised. So the logits and gradients of the
+plain network are compared with those computed in other ways: through the engine, without gradients, with other weights
 in between, and with the adapter merged into the weights.
 
 All of this runs on copies that share the frozen weights. Trained parameters are moved away from their initial values,
@@ -12,7 +12,7 @@ since most adapters start as zero.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -29,22 +29,26 @@ from perada.core.text import abbreviated
 from perada.engine.engine import Engine
 from perada.engine.fold import without_dropout
 from perada.engine.fold_check import perturbed_states
-from perada.models.adapted import AdaptedModel, is_adapter_key
+from perada.models.adapted import AdaptedModel, is_adapter_key, recorded_calls
 from perada.models.merging import WrongMergeError, check_merged, merge_adapter
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""How far two ways to compute the same may be apart, relative to the largest number; 0.05 in half precision."""
-MOST_ROWS = 8
-"""Images that are tried where one did not reach everything that is trained."""
-LARGE = 3 * 64 * 64
-"""Numbers in an image above which images are few."""
+Gradients = dict[str, Tensor | None]
+"""Gradients by name of the parameter; None for one that does not influence the result."""
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Largest difference that counts as rounding, relative to the largest number, by dtype."""
+HALF_TOLERANCE = 0.05
+"""That of all other dtypes."""
+MAX_IMAGES = 8
+"""Number of images to try if one did not reach everything that is trained."""
+LARGE_IMAGE = 3 * 64 * 64
+"""Number of values above which an image is large, so that fewer are tried."""
 REMEDY = "call the layers as modules, name other layers in target_modules, or choose another adapter, such as 'head'"
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a network does with what is trained in it.
+    """How a network uses what is trained in it.
 
     Attributes:
         problem: Why it cannot be trained, and what to do; ``None`` if it can.
@@ -55,6 +59,35 @@ class Usage:
     problem: str | None = None
     unused: tuple[str, ...] = ()
     merging: str | None = None
+
+
+@dataclass(frozen=True)
+class UnusedParameters:
+    """Trained parameters that do not influence the logits.
+
+    Attributes:
+        in_training: Those that no gradient reaches in training mode.
+        in_evaluation: Those that are used in training, but not in evaluation mode.
+    """
+
+    in_training: list[str]
+    in_evaluation: list[str]
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """A pass in training mode: ``logits`` (B, K) without a graph, and ``gradients`` of their sum."""
+
+    logits: Tensor
+    gradients: Gradients
+
+
+@dataclass(frozen=True)
+class EvaluationPass:
+    """A pass in evaluation mode: ``logits`` (B, K) without a graph, and the ``unused`` parameters by name."""
+
+    logits: Tensor
+    unused: list[str]
 
 
 def check_usage(adapted: AdaptedModel, x: Tensor, *, channels_last: bool = False) -> Usage:
@@ -71,50 +104,57 @@ def check_usage(adapted: AdaptedModel, x: Tensor, *, channels_last: bool = False
         verb = "is" if len(complex_keys) == 1 else "are"
         return Usage(
             f"only real numbers can be trained, and {abbreviated(complex_keys, 3)} {verb} complex; hold the two "
-            "parts in a "
-            "real parameter, of which torch.view_as_complex makes a complex tensor, or choose another adapter"
+            "parts in a real parameter, of which torch.view_as_complex makes a complex tensor, or choose another "
+            "adapter"
         )
     trial = _Trial(adapted, x, channels_last)
     try:
-        untrained, unread = trial.unused()
-        problem = _unused_problem(adapted, untrained, unread)
+        unused = trial.unused()
+        problem = _unused_problem(adapted, unused)
         difference = None if problem else trial.difference()
-    except Exception as error:  # whatever a network does where gradients are asked for
+    except Exception as error:  # whatever a network raises where gradients are needed
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return Usage(f"it cannot be trained: {reason}; {REMEDY}")
+    # Double precision tells rounding from real differences. mps lacks it, and tokens have no precision.
     if difference is not None and x.is_floating_point() and x.device.type != "mps":
-        difference = _in_double_precision(adapted, x, channels_last, difference)
-    if problem := problem or difference:
+        difference = _difference_in_double_precision(adapted, x, channels_last, difference)
+    problem = problem or difference
+    if problem:
         return Usage(f"{problem}; {REMEDY}")
-    return Usage(None, tuple(untrained), trial.merging_problem())
+    return Usage(None, tuple(unused.in_training), trial.merging_problem())
 
 
-def _unused_problem(adapted: AdaptedModel, untrained: Sequence[str], unread: Sequence[str]) -> str | None:
-    """Name what was chosen to be trained, but is not, or is not used in evaluation mode."""
-    if essential := [key for key in untrained if _is_essential(adapted, key)]:
+def _unused_problem(adapted: AdaptedModel, unused: UnusedParameters) -> str | None:
+    """Describe parameters that were chosen to be trained, but have no effect; None if there are none."""
+    essential = [key for key in unused.in_training if _is_essential(adapted, key)]
+    if essential:
         return (
-            f"no gradient reaches {_named(essential)}, since the network reads the weights of these layers or does not "
-            "call them"
+            f"no gradient reaches {_layer_names(essential)}, since the network reads the weights of these layers or "
+            "does not call them"
         )
-    if essential := [key for key in unread if _is_essential(adapted, key)]:
+    essential = [key for key in unused.in_evaluation if _is_essential(adapted, key)]
+    if essential:
         return (
-            f"the network uses {_named(essential)} in training but not in evaluation mode, where it reads the weights "
-            "of these layers or does not call them"
+            f"the network uses {_layer_names(essential)} in training but not in evaluation mode, where it reads the "
+            "weights of these layers or does not call them"
         )
     return None
 
 
-def _in_double_precision(adapted: AdaptedModel, x: Tensor, channels_last: bool, difference: str) -> str | None:
-    """What is left of a ``difference`` in double precision: two ways to compute the same round differently."""
+def _difference_in_double_precision(
+    adapted: AdaptedModel, x: Tensor, channels_last: bool, difference: str
+) -> str | None:
+    """Return what remains of a ``difference`` in double precision, where rounding is negligible."""
     exact = replace(adapted, peft_model=copy.deepcopy(adapted.peft_model).double())
     try:
         return _Trial(exact, x.double(), channels_last).difference()
-    except Exception:  # a network may name a number format
+    except Exception:  # such as of a network that converts to a fixed dtype
         return difference
 
 
 def share_frozen(module: ModuleT) -> ModuleT:
     """Copy a module except for its frozen parameters, which the copy shares."""
+    # deepcopy takes what is in its memo for copied already.
     memo: dict[int, Any] = {
         id(parameter): parameter for parameter in module.parameters() if not parameter.requires_grad
     }
@@ -122,51 +162,63 @@ def share_frozen(module: ModuleT) -> ModuleT:
 
 
 class _Trial:
-    """Passes through copies of a network, whose trained parameters were moved away from their initial values."""
+    """Passes through copies of a network whose trained parameters were moved away from their initial values.
+
+    Args:
+        adapted: The network.
+        x: Images (B, ...) or texts.
+        channels_last: Whether images are run in that memory format.
+    """
 
     def __init__(self, adapted: AdaptedModel, x: Tensor, channels_last: bool) -> None:
-        self.adapted, self.images, self.channels_last = adapted, x, channels_last
+        self.adapted = adapted
+        self.all_images = x
+        self.channels_last = channels_last
         self.keys = parameter_keys(adapted.model)
         self.states = perturbed_states(get_state(adapted.model), self.keys, clients=2)
         dtypes = {value.dtype for value in adapted.model.parameters() if value.is_floating_point()}
-        self.tolerance = max(TOLERANCE.get(dtype, 0.05) for dtype in dtypes)
+        self.tolerance = max(TOLERANCES.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
         self.x = x[:1]
         if any(key.endswith("running_var") for key in self.states[0]):
-            # One image may have no statistics, and those of few pixels are close to dividing by zero.
-            rows = 2 if x[0].numel() > LARGE else MOST_ROWS
-            self.x = torch.cat([x, x.flip(-1)])[:rows]
-        self.model = self._network()
-        # Its own weights are others than the states': what is not taken from a state shows.
-        others = without_dropout(share_frozen(adapted.model))
-        self.engine = Engine(others, "loop", channels_last=channels_last)
+            # BatchNorm rejects one image with one pixel, and divides by nearly zero for few pixels.
+            images = 2 if x[0].numel() > LARGE_IMAGE else MAX_IMAGES
+            self.x = torch.cat([x, x.flip(-1)])[:images]
+        self.model = self._plain_network()
+        # The engine's own copy keeps other weights than the states', so that what it does not take from a state shows.
+        engine_model = without_dropout(share_frozen(adapted.model))
+        self.engine = Engine(engine_model, "loop", channels_last=channels_last)
 
     @cached_property
-    def training(self) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """Logits (B, K) of the plain network in training mode, and their gradients by name."""
+    def training(self) -> TrainingPass:
+        """The plain network in training mode."""
         return self._train(self.x)
 
     @cached_property
-    def evaluation(self) -> tuple[Tensor, list[str]]:
-        """Logits (B, K) of the plain network in evaluation mode, and the names of parameters that are not in them."""
+    def evaluation(self) -> EvaluationPass:
+        """The plain network in evaluation mode."""
         return self._evaluate(self.x)
 
-    def unused(self) -> tuple[list[str], list[str]]:
-        """Names of parameters that no gradient reaches in training, and of those that only evaluation does not use."""
-        untrained = [key for key, gradient in self.training[1].items() if gradient is None]
-        unread = [key for key in self.evaluation[1] if key not in untrained]
-        if not untrained and not unread:
-            return [], []
-        # Another image may take another path through the network.
-        more = self._more_images()
-        gradients, absent = self._train(more)[1], self._evaluate(more)[1]
-        return [key for key in untrained if gradients[key] is None], [key for key in unread if key in absent]
+    def unused(self) -> UnusedParameters:
+        """Return the trained parameters that do not influence the logits."""
+        in_training = [key for key, gradient in self.training.gradients.items() if gradient is None]
+        in_evaluation = [key for key in self.evaluation.unused if key not in in_training]
+        if not in_training and not in_evaluation:
+            return UnusedParameters([], [])
+        # Other images may take other paths through the network, as with a mixture of experts.
+        images = self._more_images()
+        gradients = self._train(images).gradients
+        unused_again = self._evaluate(images).unused
+        return UnusedParameters(
+            [key for key in in_training if gradients[key] is None],
+            [key for key in in_evaluation if key in unused_again],
+        )
 
     def difference(self) -> str | None:
-        """Describe the first way to compute the same that gives something else; ``None`` if there is none."""
+        """Describe the first way to compute the same that gives another result; ``None`` if there is none."""
         return self._difference_in_training() or self._difference_in_evaluation()
 
     def merging_problem(self) -> str | None:
-        """Why the adapter cannot be merged into the weights although PEFT merges it."""
+        """Return why the adapter cannot be merged into the weights although PEFT merges it."""
         peft_model = self.adapted.peft_model
         try:
             merged = merge_adapter(share_frozen(peft_model), self.states[0])
@@ -174,26 +226,31 @@ class _Trial:
         except WrongMergeError as error:
             return str(error)
         except NotImplementedError:
+            # PEFT has no merged form of it, which is reported where a merged model is wanted.
             return None
         return None
 
     def _difference_in_training(self) -> str | None:
-        """Compare the plain network's gradients with those for the tensors of a state, as training takes them."""
-        logits, expected = self.training
+        """Compare the plain network's gradients with those of the engine, which training takes."""
+        expected = self.training
+        # One client: (1, ...).
         state = {key: value.unsqueeze(0).clone() for key, value in self.states[0].items()}
         for key in self.keys:
             state[key].requires_grad_()
         with torch.enable_grad(), seeded(0, "usage"):
-            engine_logits = self.engine.logits(state, self.x.unsqueeze(0), training=True)[0]
-            gradients = _gradients(engine_logits, {key: state[key] for key in self.keys})
-        wrong = self._wrong_gradients(expected, gradients)
-        if not wrong and self._close(logits, engine_logits.detach()):
+            logits = self.engine.logits(state, self.x.unsqueeze(0), training=True)[0]
+            gradients = _gradients(logits, {key: state[key] for key in self.keys})
+        wrong = self._wrong_gradients(expected.gradients, gradients)
+        if not wrong and self._is_close(expected.logits, logits.detach()):
             return None
-        logits_again, gradients_again = self._train(self.x, seed=1)
-        if not torch.equal(logits_again, logits) or self._wrong_gradients(expected, gradients_again):
-            return None  # it draws random numbers, so that no two passes agree
-        missing = [key for key in wrong if gradients[key] is None]  # the cause, where the others are consequences
-        where = f" of {_named(missing or wrong)}" if wrong else ""
+        # A network that draws random numbers computes nothing twice: its differences mean nothing.
+        again = self._train(self.x, seed=1)
+        is_repeatable = torch.equal(again.logits, expected.logits)
+        if not is_repeatable or self._wrong_gradients(expected.gradients, again.gradients):
+            return None
+        # Missing gradients are the cause, and the other wrong ones their consequence.
+        missing = [key for key in wrong if gradients[key] is None]
+        where = f" of {_layer_names(missing or wrong)}" if wrong else ""
         return (
             f"gradients{where} are taken at other weights than a client's: the network recomputes parts of the forward "
             "pass (turn gradient checkpointing off), or holds tensors that are neither parameters nor buffers"
@@ -201,158 +258,173 @@ class _Trial:
 
     def _difference_in_evaluation(self) -> str | None:
         """Compare logits in evaluation mode with and without gradients, and with other weights in between."""
-        expected = self.evaluation[0]
+        expected = self.evaluation.logits
         with torch.no_grad(), seeded(0, "usage"):
+            # The state comes second, after a pass with other weights.
             states = stack([self.states[1], self.states[0]])
             after_another = self.engine.logits(states, self.x.expand(2, *self.x.shape))[1]
         with torch.inference_mode():
-            inferred = self._plain(self.model, self.x, training=False)
-        inferred = inferred.clone()  # no inference tensor
-        if self._close(expected, after_another) and self._close(expected, inferred):
+            inferred = self._logits(self.model, self.x, training=False)
+        # A copy is no inference tensor, and can be compared outside of inference mode.
+        inferred = inferred.clone()
+        if self._is_close(expected, after_another) and self._is_close(expected, inferred):
             return None
-        if not torch.equal(self._plain(self._network(), self.x, training=False, seed=1).detach(), expected):
-            return None  # it draws random numbers
+        again = self._logits(self._plain_network(), self.x, training=False, seed=1).detach()
+        if not torch.equal(again, expected):
+            # It draws random numbers, see _difference_in_training.
+            return None
         with torch.no_grad():
-            without_gradients = self._plain(self._network(), self.x, training=False)
+            without_gradients = self._logits(self._plain_network(), self.x, training=False)
         for logits in (inferred, without_gradients):
-            if not self._close(expected, logits):
-                uncalled = self._not_called()
+            if not self._is_close(expected, logits):
+                uncalled = self._uncalled_layers()
                 where = f", where it does not call {abbreviated(uncalled, 3)}" if uncalled else ""
-                return f"in evaluation mode {_moved(expected, logits)} without gradients{where}"
-        moved = _moved(expected, after_another)
-        return f"the network keeps what it computed in an earlier pass: {moved} where other weights were used before"
+                return f"in evaluation mode {_describe_change(expected, logits)} without gradients{where}"
+        change = _describe_change(expected, after_another)
+        return f"the network keeps what it computed in an earlier pass: {change} where other weights were used before"
 
-    def _network(self) -> nn.Module:
-        """A copy of the network in the first of the states, without dropout."""
+    def _plain_network(self) -> nn.Module:
+        """Copy the network in the first of the states, without dropout."""
         model = without_dropout(share_frozen(self.adapted.model))
         set_state(model, self.states[0])
         return model
 
-    def _plain(self, model: nn.Module, x: Tensor, training: bool, seed: int = 0) -> Tensor:
-        """Logits (B, K) of a network that knows nothing of states."""
-        (train_mode if training else nn.Module.eval)(model)
+    def _logits(self, model: nn.Module, x: Tensor, training: bool, seed: int = 0) -> Tensor:
+        """Run a plain network on images or texts (B, ...)."""
+        if training:
+            train_mode(model)
+        else:
+            model.eval()
         with seeded(seed, "usage"):
             logits: Tensor = model(self._formatted(x))
         return logits
 
     def _formatted(self, x: Tensor) -> Tensor:
-        return x.to(memory_format=torch.channels_last) if self.channels_last and x.dim() == 4 else x
+        """Return images in the memory format of the run."""
+        if self.channels_last and x.dim() == 4:
+            return x.to(memory_format=torch.channels_last)
+        return x
 
-    def _train(self, x: Tensor, seed: int = 0) -> tuple[Tensor, dict[str, Tensor | None]]:
-        set_state(self.model, self.states[0])  # training moves running statistics
-        with torch.enable_grad():
-            logits = self._plain(self.model, x, training=True, seed=seed)
-            parameters = dict(self.model.named_parameters())
-            gradients = _gradients(logits, {key: parameters[key] for key in self.keys})
-        return logits.detach(), gradients
-
-    def _evaluate(self, x: Tensor) -> tuple[Tensor, list[str]]:
+    def _train(self, x: Tensor, seed: int = 0) -> TrainingPass:
+        """Run the plain network forward and backward in training mode."""
+        # An earlier pass in training mode moved running statistics.
         set_state(self.model, self.states[0])
         with torch.enable_grad():
-            logits = self._plain(self.model, x, training=False)
-        leaves = _leaves(logits)
+            logits = self._logits(self.model, x, training=True, seed=seed)
+            parameters = dict(self.model.named_parameters())
+            gradients = _gradients(logits, {key: parameters[key] for key in self.keys})
+        return TrainingPass(logits.detach(), gradients)
+
+    def _evaluate(self, x: Tensor) -> EvaluationPass:
+        """Run the plain network in evaluation mode, with a graph that shows what it uses."""
+        set_state(self.model, self.states[0])
+        with torch.enable_grad():
+            logits = self._logits(self.model, x, training=False)
+        used = _graph_leaves(logits)
         parameters = dict(self.model.named_parameters())
-        return logits.detach(), [key for key in self.keys if id(parameters[key]) not in leaves]
+        unused = [key for key in self.keys if id(parameters[key]) not in used]
+        return EvaluationPass(logits.detach(), unused)
 
     def _more_images(self) -> Tensor:
-        x = self.images[:MOST_ROWS]
+        """Return further images of the batch, and as many of noise; or further texts."""
+        x = self.all_images[:MAX_IMAGES]
         if not x.is_floating_point():
             return x
         noise = torch.randn(x.shape, generator=generator(0, "usage")).to(x)
         return torch.cat([x, noise])
 
-    def _not_called(self) -> list[str]:
-        """Names of the layers with something trained around them that a pass without gradients does not call."""
-        model, called = self._network(), set()
-        wrappers: dict[str, Any] = {
+    def _uncalled_layers(self) -> list[str]:
+        """Return the layers around which something is trained, but which a pass without gradients does not call."""
+        model = self._plain_network()
+        wrappers: dict[str, nn.Module] = {
             path: module
             for path, module in model.named_modules()
             if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
         }
-        for path, module in wrappers.items():
-
-            def forward(
-                *args: object, path: str = path, run: Callable[..., object] = module.forward, **kwargs: object
-            ) -> object:
-                called.add(path)
-                return run(*args, **kwargs)
-
-            # Not a hook: a network may take another path where there are any.
-            module.__dict__["forward"] = forward
-        with torch.no_grad():
-            self._plain(model, self.x, training=False)
+        with torch.no_grad(), recorded_calls(wrappers) as called:
+            self._logits(model, self.x, training=False)
         return [path for path in wrappers if path not in called]
 
-    def _wrong_gradients(self, expected: dict[str, Tensor | None], gradients: dict[str, Tensor | None]) -> list[str]:
-        """Names of parameters whose gradients differ by more than rounding."""
-        largest = max((float(value.abs().max()) for value in expected.values() if value is not None), default=0.0)
+    def _wrong_gradients(self, expected: Gradients, gradients: Gradients) -> list[str]:
+        """Return the parameters whose gradients differ by more than rounding."""
+        sizes = [float(value.abs().max()) for value in expected.values() if value is not None]
+        largest = max(sizes, default=0.0)
         wrong = []
         for key, value in expected.items():
             gradient = gradients[key]
             if value is None or gradient is None:
-                if (value is None) != (gradient is None):
+                if value is not gradient:
                     wrong.append(key)
                 continue
             # Rounding is relative to what was added up, which may be larger than the sum.
-            allowed = 10 * self.tolerance * (float(value.abs().max()) + 1e-2 * largest)
-            if float((gradient.reshape(value.shape) - value).abs().max()) > allowed:
+            tolerance = 10 * self.tolerance * (float(value.abs().max()) + 1e-2 * largest)
+            if float((gradient.reshape(value.shape) - value).abs().max()) > tolerance:
                 wrong.append(key)
         return wrong
 
-    def _close(self, expected: Tensor, logits: Tensor) -> bool:
-        """Whether logits agree up to rounding. Those that are not finite do not show anything."""
-        moved = float((logits - expected).abs().max())
-        return not moved > self.tolerance * max(float(expected.abs().max()), 1e-6)
+    def _is_close(self, expected: Tensor, logits: Tensor) -> bool:
+        """Whether logits agree up to rounding. They do if they are not finite, which shows nothing."""
+        change = float((logits - expected).abs().max())
+        # "not >" instead of "<=", for NaN.
+        return not change > self.tolerance * max(float(expected.abs().max()), 1e-6)
 
 
-def _gradients(logits: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Gradients of a fixed sum of logits by name; ``None`` where there is none."""
+def _gradients(logits: Tensor, tensors: Mapping[str, Tensor]) -> Gradients:
+    """Return the gradients of a fixed weighted sum of logits."""
     if not logits.requires_grad:
         return dict.fromkeys(tensors)
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    # Random weights: a plain sum is constant after a softmax, and nearly so after a norm.
     weights = torch.randn(logits.shape, generator=generator(0, "usage")).to(logits)
     gradients = torch.autograd.grad((weights * logits).sum(), list(tensors.values()), allow_unused=True)
     return dict(zip(tensors, gradients, strict=True))
 
 
-def _leaves(logits: Tensor) -> set[int]:
-    """Identities of the parameters that a tensor was computed from."""
-    leaves, seen, nodes = set(), set(), [logits.grad_fn]
+def _graph_leaves(logits: Tensor) -> set[int]:
+    """Return the ids of the parameters that a tensor was computed from."""
+    leaves = set()
+    visited = set()
+    nodes = [logits.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)  # of a node that accumulates gradients
+        visited.add(node)
+        # Only nodes that accumulate the gradient of a leaf have it.
+        variable = getattr(node, "variable", None)
         if variable is not None:
             leaves.add(id(variable))
-        nodes += [before for before, _ in node.next_functions]
+        nodes += [previous for previous, _ in node.next_functions]
     return leaves
 
 
 def _is_essential(adapted: AdaptedModel, key: str) -> bool:
     """Whether a parameter was chosen to be trained by itself, rather than with all others of its kind."""
-    saved = "modules_to_save" in key.split(".")
-    return is_adapter_key(key) or saved or key.startswith(f"{adapted.backbone.head}.")
+    is_saved_module = "modules_to_save" in key.split(".")
+    return is_adapter_key(key) or is_saved_module or key.startswith(f"{adapted.backbone.head}.")
 
 
-def _named(keys: Sequence[str]) -> str:
-    """The layers that parameters belong to, in words."""
-    return abbreviated(list(dict.fromkeys(repr(_layer(key)) for key in keys)), 3)
+def _layer_names(keys: Sequence[str]) -> str:
+    """Return the layers of parameters for a message."""
+    names = [repr(_layer_name(key)) for key in keys]
+    return abbreviated(list(dict.fromkeys(names)), 3)
 
 
-def _layer(key: str) -> str:
-    """Path of the layer that a parameter belongs to, or that its adapter stands around.
+def _layer_name(key: str) -> str:
+    """Return the layer that a parameter belongs to, or that its adapter is put around.
 
-    >>> _layer("mlp.fc1.lora_A.default.weight"), _layer("norm.weight")
+    >>> _layer_name("mlp.fc1.lora_A.default.weight"), _layer_name("norm.weight")
     ('mlp.fc1', 'norm')
     """
     parts = plain_name(key).split(".")
-    # PEFT keeps an adapter's tensors in dictionaries by the adapter's name, here "default".
-    end = parts.index("default") - 1 if "default" in parts else len(parts) - 1
-    return ".".join(parts[:end])
+    if "default" in parts:
+        # PEFT keeps an adapter's tensors in dictionaries by the adapter's name, here "default".
+        return ".".join(parts[: parts.index("default") - 1])
+    return ".".join(parts[:-1])
 
 
-def _moved(expected: Tensor, logits: Tensor) -> str:
-    scale, moved = float(expected.abs().max()), float((logits - expected).abs().max())
-    return f"logits of up to {scale:.2g} change by {moved:.2g}"
+def _describe_change(expected: Tensor, logits: Tensor) -> str:
+    largest = float(expected.abs().max())
+    change = float((logits - expected).abs().max())
+    return f"logits of up to {largest:.2g} change by {change:.2g}"

@@ -5,7 +5,7 @@ import pytest
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from perada.adapters import ResidualConfig
-from perada.adapters.added import reached
+from perada.adapters.added import modules_from_last_blocks
 from perada.core.states import trained_keys
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
@@ -59,7 +59,7 @@ def test_a_trained_backbone_is_trained_there_alone(method, options):
 
 def test_a_block_of_a_resnet_of_transformers_is_not_one_of_its_convolutions():
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
-    names = reached(ResNetForImageClassification(config), 1)
+    names = modules_from_last_blocks(ResNetForImageClassification(config), 1)
     starts = ("resnet.encoder.stages.1.layers.1", "resnet.pooler", "classifier")
     assert {name for name in names if not name.startswith(starts)} == set()
     assert "resnet.encoder.stages.1.layers.1.layer.0" in names
@@ -67,4 +67,4 @@ def test_a_block_of_a_resnet_of_transformers_is_not_one_of_its_convolutions():
 
 def test_all_of_the_network_is_reached_by_default():
     model = build_backbone("test_vit", 7, pretrained=False).model
-    assert reached(model, None) == {name for name, _ in model.named_modules()}
+    assert modules_from_last_blocks(model, None) == {name for name, _ in model.named_modules()}
