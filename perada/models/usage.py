@@ -336,11 +336,11 @@ class _Trial:
     def _uncalled_layers(self) -> list[str]:
         """Return the layers around which something is trained, but which a pass without gradients does not call."""
         model = self._plain_network()
-        wrappers: dict[str, nn.Module] = {
-            path: module
-            for path, module in model.named_modules()
-            if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
-        }
+        wrappers = {}
+        for path, module in model.named_modules():
+            is_wrapper = isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
+            if is_wrapper:
+                wrappers[path] = module
         with torch.no_grad(), recorded_calls(wrappers) as called:
             self._logits(model, self.x, training=False)
         return [path for path in wrappers if path not in called]
