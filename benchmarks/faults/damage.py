@@ -20,7 +20,7 @@ from perada.core.digests import sealed
 from perada.data import FromFile
 from perada.data.partitions import Split
 from perada.studies.compare.results import Results
-from perada.studies.report.records import Record, read_records
+from perada.studies.report.records import RunRecord, read_records
 
 Read = Callable[[Path], Any]
 """Reads a copy of the folder in which a file was damaged; what it gives is compared."""
@@ -126,5 +126,5 @@ def _shown(read: object) -> object:
         states = [{key: value.tolist() for key, value in state.items()} for state in read.states("personal")]
         return repr((states, [v.tolist() for v in read.state("global").values()], read.metrics["clients"], read.info))
     if isinstance(read, list):
-        return repr([replace(one, folder=Path()) if isinstance(one, Record) else one for one in read])
+        return repr([replace(one, folder=Path()) if isinstance(one, RunRecord) else one for one in read])
     return repr(read)

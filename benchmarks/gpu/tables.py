@@ -82,7 +82,7 @@ def _number(value: object) -> str:
 
 def _comparison(records: list[dict[str, Any]]) -> str:
     """Return a comparison's table of the seeds that all methods have, or of all that there is if none is complete."""
-    from perada.studies.compare.results import summary  # needs torch, which the runner does without
+    from perada.studies.compare.tables import summary  # needs torch, which the runner does without
 
     runs = [record for record in records if record["stage"] == "run" and "failed" not in record]
     labels = {record["label"] for record in runs}

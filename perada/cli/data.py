@@ -28,7 +28,7 @@ from perada.privacy.accounting import check_target
 from perada.results.report import ROWS, table
 from perada.studies.drawing import check_drawing, new_figure
 from perada.studies.report.class_figures import partition_figure
-from perada.studies.report.drawn import drawing
+from perada.studies.report.plotting import report_style
 
 Source = Images | ImageTable | HuggingFace
 SOURCE_HELP = "Folder of images, table (.csv, .tsv, .parquet), or hf:NAME, a set of Hugging Face or its folder."
@@ -246,7 +246,7 @@ def _notes(inspection: Inspection) -> list[str]:
 def draw(inspection: Inspection, output: Path) -> None:
     """Draw the training images of each client and class, as the report of a run does."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with drawing(), writing(output):
+    with report_style(), writing(output):
         figure = partition_figure(inspection.train.tolist(), inspection.classes, inspection.clients)
         # Without the version of matplotlib the same data give the same file.
         metadata = {"Software": None} if output.suffix.lower() == ".png" else None

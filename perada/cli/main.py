@@ -263,7 +263,8 @@ def _format_tables(path: Path) -> str:
         from perada.studies.report.records import run_report
 
         return run_report(path)
-    from perada.studies.compare.results import Results, curve_tables, summary
+    from perada.studies.compare.results import Results
+    from perada.studies.compare.tables import curve_tables, summary
 
     try:
         records = Results(path).records

@@ -29,7 +29,7 @@ from perada.core.yaml_files import read_yaml
 from perada.data import ImageSet, Partition
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import SERVER_RULES, ServerRule
-from perada.studies.compare.plan import spec_of, words_of
+from perada.studies.compare.entries import spec_of, words_of
 
 T = TypeVar("T")
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")

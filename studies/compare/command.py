@@ -3,7 +3,8 @@
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,162 +13,214 @@ from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
 from perada.api import argument_texts, full_name
-from perada.studies.compare.grid import Point, Sampler, inside, points, propose, ranged
+from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
 from perada.studies.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
-from perada.studies.compare.results import (
-    NO_POINT,
-    Results,
-    choose,
-    curve_tables,
-    grid_table,
-    score,
-    shown_score,
-    summary,
-)
-from perada.studies.compare.running import CarryOut, Result, quiet, runner
+from perada.studies.compare.results import NO_POINT, Results, Trial, choose, score, score_text
+from perada.studies.compare.running import CarryOut, Result, Task, quiet, runner
+from perada.studies.compare.tables import curve_tables, grid_table, summary
+
+REPEATABLE_OPTIONS = ("--set", "--tune", "--variants", "--vary")
 
 
 class Comparison:
-    """Runs what a plan asks for and is not in the file of results yet."""
+    """Makes the runs of a plan that the file of results does not have yet.
+
+    Args:
+        plan: The runs.
+        results: Results of earlier commands; each new result is added.
+        carry_out: See :func:`perada.studies.compare.running.runner`.
+    """
 
     def __init__(self, plan: Plan, results: Results, carry_out: CarryOut) -> None:
-        self.plan, self.results, self.carry_out = plan, results, carry_out
-        self.began = time.monotonic()
-        self.started = self.failed = 0
-        self.total = sum(plan.count(row.algorithm) + len(plan.seeds) for row in plan.rows)
+        self.plan = plan
+        self.results = results
+        self.carry_out = carry_out
+        self.started_at = time.monotonic()
+        self.num_started = 0
+        self.num_failed = 0
+        self.num_runs = sum(plan.count(row.algorithm) + len(plan.seeds) for row in plan.rows)
 
     def run(self) -> int:
-        """Run the grid and the table; return how many runs failed."""
-        plan, first = self.plan, self.plan.seeds[0]
-        tuning = {
-            row: [plan.job(row, first, "tune", point) for point in points(plan.grids[row.algorithm])]
-            for row in plan.rows
-        }
-        self._run(job for jobs in tuning.values() for job in jobs)
-        for number in range(plan.trials):  # one of each row at a time: a trial follows from those before
-            for row, before in tuning.items():
-                if ranged(plan.grids[row.algorithm]):
-                    before.append(self._trial(row, number, before))
-            self._run(jobs[-1] for row, jobs in tuning.items() if ranged(plan.grids[row.algorithm]))
-        chosen = self._choose(tuning)
-        final = [plan.job(row, seed, "run", point) for seed in plan.seeds for row, point in chosen.items()]
-        self._run(final)
-        self.results.arrange([*(job for jobs in tuning.values() for job in jobs), *final])
-        return self.failed
+        """Run the grid and the table, and return how many runs failed."""
+        trials_of_row = self._run_grid()
+        chosen_points = self._choose(trials_of_row)
+        final_jobs = []
+        for seed in self.plan.seeds:
+            for row, point in chosen_points.items():
+                final_jobs.append(self.plan.job(row, seed, "run", point))
+        self._run(final_jobs)
+        self.results.arrange([*_all_jobs(trials_of_row), *final_jobs])
+        return self.num_failed
 
-    def _trial(self, row: Row, number: int, before: list[Job]) -> Job:
-        """The next trial of a row: one that the file of results has, as long as there are any, or a new one."""
-        seed, grid = self.plan.seeds[0], self.plan.grids[row.algorithm]
+    def _run_grid(self) -> dict[Row, list[Job]]:
+        """Run the grid with the first seed, and return the trials of each row."""
+        plan = self.plan
+        trials_of_row: dict[Row, list[Job]] = {}
+        for row in plan.rows:
+            grid_points = points(plan.grids[row.algorithm])
+            trials_of_row[row] = [plan.job(row, plan.seeds[0], "tune", point) for point in grid_points]
+        self._run(_all_jobs(trials_of_row))
+
+        # A trial of a range depends on those before it, so the rows have one trial each at a time.
+        rows_with_range = [row for row in plan.rows if has_range(plan.grids[row.algorithm])]
+        for number in range(plan.trials):
+            for row in rows_with_range:
+                trials_of_row[row].append(self._next_trial(row, number, trials_of_row[row]))
+            self._run([trials_of_row[row][-1] for row in rows_with_range])
+        return trials_of_row
+
+    def _next_trial(self, row: Row, number: int, earlier_trials: list[Job]) -> Job:
+        """Return the next trial of a row: one that the file of results has, if there is one, or a new one."""
+        seed = self.plan.seeds[0]
+        grid = self.plan.grids[row.algorithm]
+        earlier_points = [trial.point for trial in earlier_trials]
         for record in self.results.records:
             if record["stage"] == "tune" and inside(grid, record["point"]):
                 job = self.plan.job(row, seed, "tune", record["point"])
-                if job.args == record["args"] and all(job.point != one.point for one in before):
+                if job.args == record["args"] and job.point not in earlier_points:
                     return job
-        told = [(job.point, score(self.results.find(job))) for job in before]
-        return self.plan.job(row, seed, "tune", propose(grid, told, number, self.plan.given.sampler, seed))
+        observations = [Observation(trial.point, score(self.results.find(trial))) for trial in earlier_trials]
+        point = propose(grid, observations, number, self.plan.options.sampler, seed)
+        return self.plan.job(row, seed, "tune", point)
 
-    def _choose(self, tuning: dict[Row, list[Job]]) -> dict[Row, Point]:
-        """The best point of each row; a row without one is left out."""
-        chosen: dict[Row, Point] = {}
-        for row, jobs in tuning.items():
-            best = choose([(job.point, self.results.find(job)) for job in jobs])
-            if best is not None:
-                chosen[row] = best[0]
-                value = shown_score(best[1])
-                print(f"{jobs[0].label}: {' '.join(words(best[0]))} chosen, validation score {value} %")
-            elif not jobs:
-                chosen[row] = {}
-            else:
-                self.total -= len(self.plan.seeds)
-                self.failed += 1
-                print(f"{jobs[0].label}: {NO_POINT}", file=sys.stderr)
-        return chosen
+    def _choose(self, trials_of_row: dict[Row, list[Job]]) -> dict[Row, Point]:
+        """Return the best point of each row, an empty one without a grid; a row whose trials all failed is left out."""
+        chosen_points: dict[Row, Point] = {}
+        for row, trials in trials_of_row.items():
+            if not trials:
+                chosen_points[row] = {}
+                continue
+            best = choose(Trial(trial.point, self.results.find(trial)) for trial in trials)
+            if best is None:
+                self.num_runs -= len(self.plan.seeds)
+                self.num_failed += 1
+                print(f"{trials[0].label}: {NO_POINT}", file=sys.stderr)
+                continue
+            chosen_points[row] = best.point
+            values = " ".join(words(best.point))
+            print(f"{trials[0].label}: {values} chosen, validation score {score_text(best.record)} %")
+        return chosen_points
 
-    def _run(self, wanted: Iterable[Job]) -> None:
-        """Run the jobs that have no results, and write each result as it comes."""
+    def _run(self, jobs: Iterable[Job]) -> None:
+        """Make the runs that have no results, and write each result as it comes."""
         pending = []
-        for job in wanted:
-            found = self.results.find(job)
-            if found is None:
+        for job in jobs:
+            record = self.results.find(job)
+            if record is None:
                 pending.append(job)
             else:
-                found |= vars(job)
-                self.started += 1
-        # The first run of each recipe, value and seed scores the initial model, if that was not done.
-        first = {(job.recipe, *job.varied.items(), job.seed): job for job in reversed(pending) if job.stage == "run"}
-        starts = [job for job in first.values() if not self.results.started(job)]
-        if self.plan.given.jobs > 1:
+                record |= vars(job)  # its label, or what was asked for, may be another than in the earlier command
+                self.num_started += 1
+        jobs_with_start = self._jobs_with_start(pending)
+        if self.plan.options.jobs > 1:
             # Seed after seed, so that a comparison that is cut off has some of all rows. Within a seed the longest
             # first, so that no process has nothing to do at the end.
             seeds = self.plan.seeds
             pending.sort(key=lambda job: (seeds.index(job.seed), -self.results.seconds(job.label)))
-        for number, result in self.carry_out([(job.args, job in starts) for job in pending]):
+        for number, result in self.carry_out([Task(job.args, job in jobs_with_start) for job in pending]):
             if result is None:
                 print(f"--- {self._progress(pending[number])}", flush=True)
             else:
-                self._take(pending[number], result)
+                self._record(pending[number], result)
 
-    def _take(self, job: Job, result: Result) -> None:
-        """Record what came of a run."""
+    def _jobs_with_start(self, pending: Sequence[Job]) -> list[Job]:
+        """Return the jobs that also score the initial model: the first of each recipe, varied value and seed."""
+        first_jobs: dict[Hashable, Job] = {}
+        for job in pending:
+            if job.stage == "run":
+                first_jobs.setdefault((job.recipe, *job.varied.items(), job.seed), job)
+        return [job for job in first_jobs.values() if not self.results.has_start(job)]
+
+    def _record(self, job: Job, result: Result) -> None:
+        """Add the result of a run."""
         if "failed" in result:
-            self.failed += 1
+            self.num_failed += 1
             print(f"{job} failed: {result['failed']}", file=sys.stderr, flush=True)
         if "start" in result:
             start = {"stage": "start", "label": self.plan.start_label(job.recipe), "point": {}}
             self.results.add(vars(job) | start | result["start"])
-        took = {"seconds": result["seconds"], "threads": self.plan.given.threads}
-        self.results.add(vars(job) | took | result.get("run", result))
+        resources = {"seconds": result["seconds"], "threads": self.plan.options.threads}
+        self.results.add(vars(job) | resources | result.get("run", result))
 
     def _progress(self, job: Job) -> str:
-        """Which run of how many, the time since the start, and an estimate of what is left."""
-        left = self.results.seconds() * (self.total - self.started) / self.plan.given.jobs
-        self.started += 1
-        about = f", about {tqdm.format_interval(left)} left" if left else ""
-        return (
-            f"{self.started}/{self.total} {job} ({tqdm.format_interval(time.monotonic() - self.began)} so far{about})"
-        )
+        """Count a run that starts, and return which of how many it is, with the time so far and the time remaining."""
+        num_remaining = self.num_runs - self.num_started
+        seconds_remaining = self.results.seconds() * num_remaining / self.plan.options.jobs
+        self.num_started += 1
+        times = f"{tqdm.format_interval(time.monotonic() - self.started_at)} so far"
+        if seconds_remaining:
+            times += f", about {tqdm.format_interval(seconds_remaining)} left"
+        return f"{self.num_started}/{self.num_runs} {job} ({times})"
+
+
+def _all_jobs(jobs_of_row: dict[Row, list[Job]]) -> list[Job]:
+    """Return the jobs of all rows."""
+    return [job for jobs in jobs_of_row.values() for job in jobs]
 
 
 def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
-    """Run ``perada compare``; ``words`` hold options for ``perada fit`` too. The status is 1 if a run failed."""
+    """Run ``perada compare``. The exit status is 1 if a run failed.
+
+    Args:
+        parser: Parser of the command.
+        words: Words of the command line; options that the parser does not know are for ``perada fit``.
+        make_cli: See :data:`~perada.studies.compare.plan.MakeCLI`.
+    """
     _add_options(parser)
-    own, overrides = _divide(words, parser)
-    given = parser.parse_args(own)
-    if given.output is not None and given.output.is_dir():
+    split = _split_words(words, parser)
+    options = parser.parse_args(split.of_compare)
+    if options.output is not None and options.output.is_dir():
         raise IsADirectoryError(
-            f"--output={given.output} is a folder; give a file, such as {given.output}/results.json"
+            f"--output={options.output} is a folder; give a file, such as {options.output}/results.json"
         )
-    results = Results(given.output)
+    results = Results(options.output)
     with quiet():
-        plan = Plan(make_cli, given, overrides)
-    results.check({recipe: digest for recipe, (_, digest) in plan.recipes.items()})
+        plan = Plan(make_cli, options, split.of_fit)
+    results.check({name: recipe.digest for name, recipe in plan.recipes.items()})
     counts = {name: plan.count(name) for name in plan.grids}
     if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
-        print(f"Not every algorithm is given the same number of settings: {listed}", file=sys.stderr)
-    with runner(make_cli, given.threads, given.jobs) as carry_out:
-        failed = Comparison(plan, results, carry_out).run()
-    tables = [grid_table(results.records)] if given.tune else []
-    tables += [curve_tables(results.records), summary(results.records)]
-    print("", *filter(None, tables), sep="\n\n")
-    if failed:
+        counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
+        print(f"Not every algorithm is given the same number of settings: {counts_text}", file=sys.stderr)
+    with runner(make_cli, options.threads, options.jobs) as carry_out:
+        num_failed = Comparison(plan, results, carry_out).run()
+    tables = [curve_tables(results.records), summary(results.records)]
+    if options.tune:
+        tables.insert(0, grid_table(results.records))
+    print("", *(text for text in tables if text), sep="\n\n")
+    if num_failed:
         sys.exit(1)
 
 
-def _divide(words: list[str], parser: ArgumentParser) -> tuple[list[str], list[str]]:
-    """The words that the parser knows, and the options that it does not, each with what follows it."""
-    known: list[str] = []
-    other: list[str] = []
-    part, option = known, ""
+@dataclass
+class SplitWords:
+    """Words of the command line for ``perada compare``, and those for ``perada fit``."""
+
+    of_compare: list[str] = field(default_factory=list)
+    of_fit: list[str] = field(default_factory=list)
+
+
+def _split_words(words: list[str], parser: ArgumentParser) -> SplitWords:
+    """Split words into the options that the parser knows and the others, each with the values that follow it."""
+    split = SplitWords()
+    destination = split.of_compare
+    option = ""
     for word in words:
-        before, (name, equals, value) = option, word.partition("=")
-        if word.startswith("-") and not word[1:2].isdigit():
-            part, option = (known, name) if name in parser._option_string_actions else (other, "")
-            word = word if part is known else f"--{full_name(name[2:])}{equals}{value}"
-        elif before in ("--set", "--tune", "--variants", "--vary") and equals and part[-1] != before:  # a further one
-            part.append(before)
-        part.append(word)
-    return known, other
+        name, equals, value = word.partition("=")
+        is_option = word.startswith("-") and not word[1:2].isdigit()  # -1 is a value
+        if not is_option:
+            # Further values of a repeatable option: --tune A=1 B=2.
+            if option in REPEATABLE_OPTIONS and equals and destination[-1] != option:
+                destination.append(option)
+            destination.append(word)
+        elif name in parser._option_string_actions:
+            option = name
+            destination = split.of_compare
+            destination.append(word)
+        else:
+            option = ""
+            destination = split.of_fit
+            destination.append(f"--{full_name(name[2:])}{equals}{value}")
+    return split
 
 
 def _add_options(parser: ArgumentParser) -> None:

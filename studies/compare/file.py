@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that says what to compare, as words of the command line."""
+"""A file that describes a comparison, as words of the command line."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -8,55 +8,101 @@ from typing import Any
 
 from perada.core.yaml_files import read_yaml
 
+NESTED_OPTIONS = ("set", "tune", "variants", "vary")
+"""Options of ``perada compare`` with values by name."""
+
 
 def comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list[str]:
-    """Replace a file that says what to compare by the words that it stands for; those that are given follow them.
+    """Replace a file that describes a comparison by the words of the command line that it stands for.
 
-    ``find`` gives the file of a word that names such a one. Its section ``compare`` has the options of ``perada
-    compare``, and ``recipes``; all other sections are options of ``perada fit`` for every run.
+    Its section ``compare`` has ``recipes`` and the options of ``perada compare``; all other sections are options of
+    ``perada fit`` for every run.
+
+    Args:
+        words: Words of the command line.
+        find: Returns the file of a comparison that a word names; None if it does not name one.
+
+    Returns:
+        The words. Those of the command line come after the file's, so that they prevail.
+
+    Raises:
+        ValueError: If the file names no recipes, has an invalid section, or is given beside recipes.
     """
-    found = ((word, path) for word in words if (path := find(word)) is not None)
-    file, path = next(found, ("", None))
+    file_name, path = _first_file(words, find)
     if path is None:
         return list(words)
-    rest = [word for word in words if word != file]
-    if rest and not rest[0].startswith("-"):
-        raise ValueError(f"{file!r} says itself which recipes to compare: leave {rest[0]!r} out")
+    other_words = [word for word in words if word != file_name]
+    if other_words and not other_words[0].startswith("-"):
+        raise ValueError(f"{file_name!r} says itself which recipes to compare: leave {other_words[0]!r} out")
     content = read_yaml(path)
-    own = content.pop("compare")
-    if not isinstance(own, dict) or not own.get("recipes"):
-        raise ValueError(f"{file!r} names no recipes to compare: give it compare: {{recipes: [...]}}")
-    out = _listed(own.pop("recipes"))
-    for name, value in own.items():
-        if name not in ("set", "tune", "variants", "vary"):
-            out += [] if value is False else [f"--{name}", *(_listed(value) if value is not True else ())]
+    options = content.pop("compare")
+    if not isinstance(options, dict) or not options.get("recipes"):
+        raise ValueError(f"{file_name!r} names no recipes to compare: give it compare: {{recipes: [...]}}")
+
+    file_words = _value_words(options.pop("recipes"))
+    for name, value in options.items():
+        if name not in NESTED_OPTIONS:
+            file_words += _plain_option(name, value)
             continue
         if not isinstance(value, dict):
             what = "names of rows with the options of each" if name == "variants" else "options of `perada fit`"
-            raise ValueError(f"{file!r}: compare.{name} is {value!r}; give it {what} with their values")
+            raise ValueError(f"{file_name!r}: compare.{name} is {value!r}; give it {what} with their values")
         if name == "variants":
-            out += [f"--variants={variant}={_word(changes)}" for variant, changes in value.items()]
+            file_words += [f"--variants={variant}={_value_word(changes)}" for variant, changes in value.items()]
+        else:
+            file_words += _nested_option(name, value, other_words)
+    for option, value in leaves(content):
+        file_words.append(f"--{option}={_value_word(value)}")
+    return [*file_words, *other_words]
+
+
+def _first_file(words: Sequence[str], find: Callable[[str], Path | None]) -> tuple[str, Path | None]:
+    """Return the first word that names a comparison's file, and the file; None if there is none."""
+    for word in words:
+        path = find(word)
+        if path is not None:
+            return word, path
+    return "", None
+
+
+def _plain_option(name: str, value: Any) -> list[str]:  # noqa: ANN401  # the content of any file
+    """Return the words for an option with one value or a list of values; true is an option without a value."""
+    if value is False:
+        return []
+    if value is True:
+        return [f"--{name}"]
+    return [f"--{name}", *_value_words(value)]
+
+
+def _nested_option(name: str, values_of_key: dict[str, Any], other_words: Sequence[str]) -> list[str]:
+    """Return the words for the values of an option by name, without the names that other words give values to."""
+    overridden = [word.removeprefix(f"--{name}=").partition("=")[0] for word in other_words]
+    words = []
+    for key, values in values_of_key.items():
+        if key in overridden:
             continue
-        given = [word.removeprefix(f"--{name}=").partition("=")[0] for word in rest]
-        for key in (key for key in value if key not in given):
-            # A comma in a text does not part two values.
-            quoted = (f'"{word}"' if "," in word and word[0] not in "[{" else word for word in _listed(value[key]))
-            out.append(f"--{name}={key}={','.join(quoted)}")
-    return [*out, *(f"--{key}={_word(value)}" for key, value in leaves(content)), *rest]
+        quoted = []
+        for word in _value_words(values):
+            # In quotes a comma in a text does not separate two values.
+            needs_quotes = "," in word and word[0] not in "[{"
+            quoted.append(f'"{word}"' if needs_quotes else word)
+        words.append(f"--{name}={key}={','.join(quoted)}")
+    return words
 
 
-def _listed(value: Any) -> list[str]:  # noqa: ANN401  # whatever a file holds
-    """One value or several as words."""
-    return list(map(_word, value if isinstance(value, list) else [value]))
+def _value_words(value: Any) -> list[str]:  # noqa: ANN401  # the content of any file
+    """Return a value, or each value of a list, as a word."""
+    values = value if isinstance(value, list) else [value]
+    return [_value_word(item) for item in values]
 
 
-def _word(value: object) -> str:
-    """A value as a word of the command line."""
+def _value_word(value: object) -> str:
+    """Return a value as a word of the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Options by full name; what has a ``class_path`` is one."""
+    """Yield the options of a section by their full names; a dictionary with a ``class_path`` is one option."""
     for key, value in section.items():
         if isinstance(value, dict) and value and "class_path" not in value:
             yield from leaves(value, f"{prefix}{key}.")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -13,14 +13,15 @@ from perada.api import full_name
 from perada.core.seeding import derive_seed
 
 Point = dict[str, str]
-"""A point of the grid: values by the names that ``--tune`` gave."""
+"""A point of the grid: values by the names of ``--tune``."""
 Sampler = Literal["tpe", "random"]
 
 HOLD_OUT = "--data.client_validation=0.2"
 VALIDATE = "--data.evaluate_on=validation"
 _FIXED = {"seed_everything": "--seeds gives the seeds"}
-_FIXED |= {word[2:].partition("=")[0]: "this says what is scored" for word in (HOLD_OUT, VALIDATE)}
-DRAWN = 5
+for _word in (HOLD_OUT, VALIDATE):
+    _FIXED[_word.removeprefix("--").partition("=")[0]] = "this says what is scored"
+RANDOM_TRIALS = 5
 """Trials that tpe draws at random before it models the scores."""
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
@@ -28,14 +29,24 @@ _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from ``low`` to ``high``; whole ones where both are."""
+    """The numbers from ``low`` to ``high``, integers if both are.
+
+    Attributes:
+        low: Lower end.
+        high: Upper end.
+        log: Whether the logarithm is drawn uniformly.
+    """
 
     low: float
     high: float
-    log: bool  # drawn evenly in the logarithm
+    log: bool
 
     def number(self, value: str) -> float:
-        """A value as a number; a ValueError if it is none of this kind."""
+        """Return a value as a number.
+
+        Raises:
+            ValueError: If it is not a number of the range's kind.
+        """
         return type(self.low)(value)
 
     def __contains__(self, value: str) -> bool:
@@ -44,110 +55,154 @@ class Range:
         except ValueError:
             return False
 
-    def written(self, value: float) -> str:
-        """A value in five digits that does not leave the range by that."""
+    def text_of(self, value: float) -> str:
+        """Return a value with five digits, which are not rounded out of the range."""
         if isinstance(self.low, int):
             return str(value)
-        return f"{min(max(float(f'{value:.5g}'), self.low), self.high):.12g}"
+        rounded = float(f"{value:.5g}")
+        return f"{min(max(rounded, self.low), self.high):.12g}"
 
 
 Grid = dict[str, list[str] | Range]
 """Values, or a range, by name; several options joined with ``+`` get the same value."""
 
 
-def parse_grid(asked: Sequence[str], option: str = "--tune") -> Grid:
-    """Read the arguments of ``--tune``, without names of algorithms, or of ``--vary``.
+def options_of(name: str) -> list[str]:
+    """Return the options that a name of a grid or point stands for.
 
-    A range is written ``lo..hi``, ``lo..hi:log`` or ``lo..hi:linear``. Without a word, options whose names begin with
+    >>> options_of("model.lr+model.momentum")
+    ['model.lr', 'model.momentum']
+    """
+    return name.split("+")
+
+
+def parse_grid(arguments: Sequence[str], option: str = "--tune") -> Grid:
+    """Parse the arguments of ``--tune``, without names of algorithms, or of ``--vary``.
+
+    A range is written ``lo..hi``, ``lo..hi:log`` or ``lo..hi:linear``. Without a scale, options whose names begin with
     ``lr`` are logarithmic, and others are linear.
+
+    Raises:
+        ValueError: If an argument cannot be read, or names an option or a value twice.
 
     >>> parse_grid(["lr_local+lr_personal=0.01,0.1"])
     {'model.lr_local+model.lr_personal': ['0.01', '0.1']}
     """
     grid: Grid = {}
     seen: set[str] = set()
-    for text in asked:
-        name, _, listed = text.removeprefix("--").partition("=")
-        values, options = split_values(listed), list(map(full_name, name.split("+")))
+    for argument in arguments:
+        name, _, values_text = argument.removeprefix("--").partition("=")
+        values = split_values(values_text)
+        options = [full_name(part) for part in options_of(name)]
         if not values or not all(options):
             raise ValueError(
-                f"{option} {text!r} cannot be read: give NAME=V1,V2,..., for example model.lr_local=0.01,0.1"
+                f"{option} {argument!r} cannot be read: give NAME=V1,V2,..., for example model.lr_local=0.01,0.1"
             )
         if len(set(values)) < len(values):
-            raise ValueError(f"{option} {text!r} has a value twice: give each once")
-        for one in options:
-            check_free(one, f"{option} {text!r}")
-            known = one.replace(".init_args.", ".")  # the same option with and without it
-            if known in seen:
-                raise ValueError(f"{option} {text!r}: {one} is given twice, give it once")
-            seen.add(known)
-        grid["+".join(options)] = _range(options, values, f"{option} {text}") or values
+            raise ValueError(f"{option} {argument!r} has a value twice: give each once")
+        for full_option in options:
+            check_free(full_option, f"{option} {argument!r}")
+            short_option = full_option.replace(".init_args.", ".")  # the same option with and without it
+            if short_option in seen:
+                raise ValueError(f"{option} {argument!r}: {full_option} is given twice, give it once")
+            seen.add(short_option)
+        grid["+".join(options)] = _parse_range(options, values, f"{option} {argument}") or values
     return grid
 
 
 def check_free(name: str, where: str) -> None:
-    """Refuse an option of ``perada fit`` that `perada compare` sets itself."""
+    """Raise if `perada compare` sets an option of ``perada fit`` itself.
+
+    Args:
+        name: Name of the option.
+        where: Beginning of the message.
+    """
     reason = _FIXED.get(full_name(name))
     if reason is not None:
         raise ValueError(f"{where}: {reason}, so it cannot be tuned or varied")
 
 
 def split_values(text: str) -> list[str]:
-    """What stands between commas, but for those within brackets or quotes; none where that cannot be read.
+    """Split a text at commas that are not within brackets or quotes; return nothing if it cannot be read.
 
     >>> split_values('1, [2,3],{"a": "b,c"},"d, e"')
     ['1', '[2,3]', '{"a": "b,c"}', 'd, e']
     """
     try:
-        listed: Any = yaml.compose(f"[{text}]", yaml.SafeLoader)
+        sequence: Any = yaml.compose(f"[{text}]", yaml.SafeLoader)
     except yaml.YAMLError:
         return []
-    return [
-        node.value if isinstance(node, yaml.ScalarNode) else text[node.start_mark.index - 1 : node.end_mark.index - 1]
-        for node in listed.value
-    ]
+    values = []
+    for node in sequence.value:
+        if isinstance(node, yaml.ScalarNode):
+            values.append(node.value)
+        else:
+            # Lists and dictionaries stay as they are written. The marks count the bracket before the text.
+            values.append(text[node.start_mark.index - 1 : node.end_mark.index - 1])
+    return values
 
 
-def _range(options: Sequence[str], values: Sequence[str], text: str) -> Range | None:
-    """The range among the values of options, if there is one."""
-    match = next(filter(None, map(_RANGE.fullmatch, values)), None)
+def _parse_range(options: Sequence[str], values: Sequence[str], text: str) -> Range | None:
+    """Return the range that the values of options are; None if they are none.
+
+    Args:
+        options: The options.
+        values: Their values, as they are written.
+        text: The whole argument, for messages.
+    """
+    matches = [_RANGE.fullmatch(value) for value in values]
+    match = next((match for match in matches if match is not None), None)
     if match is None:
         return None
     if len(values) > 1:
         raise ValueError(f"{text!r}: a range stands alone, give either a range or values")
-    low, high, scale = match.groups()
-    kind = int if all(re.fullmatch(r"[-+]?\d+", end) for end in (low, high)) else float
-    log = scale == "log" or (scale is None and any(one.rpartition(".")[2].startswith("lr") for one in options))
-    if not kind(low) < kind(high):
-        raise ValueError(f"{text!r}: {low} is not below {high}, give the lower end first")
-    if log and kind(low) <= 0:
-        raise ValueError(f"{text!r}: a logarithmic range begins above zero, raise {low} or add :linear")
-    return Range(kind(low), kind(high), log)
+    low_text, high_text, scale = match.groups()
+    has_integer_ends = all(re.fullmatch(r"[-+]?\d+", end) for end in (low_text, high_text))
+    kind = int if has_integer_ends else float
+    low = kind(low_text)
+    high = kind(high_text)
+    if scale is None:
+        is_log = any(name.rpartition(".")[2].startswith("lr") for name in options)
+    else:
+        is_log = scale == "log"
+    if low >= high:
+        raise ValueError(f"{text!r}: {low_text} is not below {high_text}, give the lower end first")
+    if is_log and low <= 0:
+        raise ValueError(f"{text!r}: a logarithmic range begins above zero, raise {low_text} or add :linear")
+    return Range(low, high, is_log)
 
 
-def ranged(grid: Grid) -> bool:
-    """Whether a grid has a range, of which points are drawn."""
+def has_range(grid: Grid) -> bool:
+    """Return whether a grid has a range, from which points are drawn."""
     return any(isinstance(values, Range) for values in grid.values())
 
 
 def points(grid: Grid) -> list[Point]:
-    """Every point of a grid of values; none of an empty one, or where there is a range."""
-    lists = [values for values in grid.values() if not isinstance(values, Range)]
-    return [dict(zip(grid, one, strict=True)) for one in product(*lists) if one] if len(lists) == len(grid) else []
+    """Return every point of a grid of values; none for an empty grid, or one with a range."""
+    value_lists = [values for values in grid.values() if not isinstance(values, Range)]
+    if not grid or len(value_lists) < len(grid):
+        return []
+    return [dict(zip(grid, values, strict=True)) for values in product(*value_lists)]
 
 
 def corners(grid: Grid) -> list[Point]:
-    """Points that together have every value, and both ends of every range."""
-    listed = {
-        name: [values.written(values.low), values.written(values.high)] if isinstance(values, Range) else values
-        for name, values in grid.items()
-    }
-    most = max(map(len, listed.values()), default=0)
-    return [{name: values[min(place, len(values) - 1)] for name, values in listed.items()} for place in range(most)]
+    """Return points that together have every value, and both ends of every range."""
+    values_of_option: dict[str, list[str]] = {}
+    for name, values in grid.items():
+        if isinstance(values, Range):
+            values_of_option[name] = [values.text_of(values.low), values.text_of(values.high)]
+        else:
+            values_of_option[name] = values
+    num_points = max((len(values) for values in values_of_option.values()), default=0)
+    corner_points = []
+    for number in range(num_points):
+        # Options with fewer values repeat their last one.
+        corner_points.append({name: values[min(number, len(values) - 1)] for name, values in values_of_option.items()})
+    return corner_points
 
 
 def inside(grid: Grid, point: Point) -> bool:
-    """Whether a point has a value of the grid for each of its options, and no other.
+    """Return whether a point has a value of the grid for each of its options, and no other options.
 
     >>> inside(parse_grid(["lr=0.1..1"]), {"lr": "0.5"}), inside(parse_grid(["lr=0.1..1"]), {"lr": "2"})
     (True, False)
@@ -155,46 +210,65 @@ def inside(grid: Grid, point: Point) -> bool:
     return point.keys() == grid.keys() and all(value in grid[name] for name, value in point.items())
 
 
-def propose(grid: Grid, told: Sequence[tuple[Point, float | None]], number: int, sampler: Sampler, seed: int) -> Point:
-    """The point of trial ``number``, a function of the arguments alone.
+class Observation(NamedTuple):
+    """A point that was tried, and its score, of which higher is better; None if the run failed or diverged."""
 
-    The study is made anew of what is ``told``, so that nothing has to be kept but the results.
+    point: Point
+    score: float | None
+
+
+def propose(grid: Grid, observations: Sequence[Observation], number: int, sampler: Sampler, seed: int) -> Point:
+    """Return the point of the next trial, a function of the arguments only.
+
+    Optuna's study is made anew from the observations, so that only the results have to be stored.
 
     Args:
         grid: Values or a range for each option.
-        told: Earlier points and their scores, of which the higher is better; None where a run failed or diverged,
-            which counts as worse than all scores. Points outside of the grid are left out.
-        number: Of the trial, from 0.
+        observations: Earlier points and their scores. A point without a score counts as worse than all others. Points
+            outside the grid are left out.
+        number: Number of the trial, from 0.
         sampler: ``tpe``, the tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011), or ``random``.
-        seed: Of the draws; trials at random are the same for all algorithms.
+        seed: Seed of the draws; random trials are the same for all algorithms.
     """
     import optuna
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
     from optuna.trial import TrialState, create_trial
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    space = _search_space(grid)
+    trial_seed = derive_seed(seed, "tune", number) % 2**32
+    optuna_sampler: optuna.samplers.BaseSampler
+    if sampler == "random":
+        optuna_sampler = optuna.samplers.RandomSampler(seed=trial_seed)
+    else:
+        optuna_sampler = optuna.samplers.TPESampler(seed=trial_seed, n_startup_trials=RANDOM_TRIALS)
+    study = optuna.create_study(direction="maximize", sampler=optuna_sampler)
+    for point, score in observations:
+        if not inside(grid, point):
+            continue
+        parameters: dict[str, str | float] = {}
+        for name, values in grid.items():
+            parameters[name] = values.number(point[name]) if isinstance(values, Range) else point[name]
+        # A trial that was pruned before its first score ranks behind all that have one.
+        state = TrialState.PRUNED if score is None else TrialState.COMPLETE
+        study.add_trial(create_trial(params=parameters, distributions=space, value=score, state=state))
+    proposed = study.ask(space).params
+    next_point = {}
+    for name, values in grid.items():
+        value = proposed[name]
+        next_point[name] = values.text_of(value) if isinstance(values, Range) else str(value)
+    return next_point
+
+
+def _search_space(grid: Grid) -> dict[str, Any]:
+    """Return Optuna's distribution for each option."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
     space: dict[str, Any] = {}
     for name, values in grid.items():
-        if isinstance(values, Range):
-            kind: Any = IntDistribution if isinstance(values.low, int) else FloatDistribution
-            space[name] = kind(values.low, values.high, log=values.log)
-        else:
+        if not isinstance(values, Range):
             space[name] = CategoricalDistribution(values)
-    drawn = derive_seed(seed, "tune", number) % 2**32
-    tpe = optuna.samplers.TPESampler(seed=drawn, n_startup_trials=DRAWN)
-    chosen = optuna.samplers.RandomSampler(seed=drawn) if sampler == "random" else tpe
-    study = optuna.create_study(direction="maximize", sampler=chosen)
-    for point, score in told:
-        if inside(grid, point):
-            read = {
-                name: values.number(point[name]) if isinstance(values, Range) else point[name]
-                for name, values in grid.items()
-            }
-            # A trial that was pruned before its first score ranks behind all that have one.
-            state = TrialState.PRUNED if score is None else TrialState.COMPLETE
-            study.add_trial(create_trial(params=read, distributions=space, value=score, state=state))
-    given = study.ask(space).params
-    return {
-        name: values.written(given[name]) if isinstance(values, Range) else str(given[name])
-        for name, values in grid.items()
-    }
+        elif isinstance(values.low, int):
+            space[name] = IntDistribution(values.low, int(values.high), log=values.log)
+        else:
+            space[name] = FloatDistribution(values.low, values.high, log=values.log)
+    return space

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: fit, score, count; and several at once, in processes of their own."""
+"""One run: its fit, scores and costs; and several runs at once, each in its own process."""
 
 import logging
 import math
@@ -12,9 +12,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children, get_context, parent_process
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -27,175 +28,262 @@ from perada.results.report import PRIVACY
 from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
 
 SCORED = ("personal/", "global/", *DIAGNOSED)
-"""How the names of scores begin."""
+"""Beginnings of the names of scores."""
+SILENT = "--trainer.enable_progress_bar=false"
+LOCAL_STEPS = "federated.local_steps"
+LOCAL_EPOCHS = "federated.local_epochs"
 Result = dict[str, Any]
-"""What a run gives: ``run`` and, where it was asked for, ``start``, each scores by name; or ``failed``, the reason."""
-Task = tuple[Sequence[str], bool]
-"""Options of ``perada fit``, and whether to score the initial model too."""
-Event = tuple[int, Result | None]
-"""The number of a task, and its result; None when it starts."""
+"""Scores of a run by name: ``run``, and ``start`` for the initial model if they were asked for; or ``failed``, the
+reason."""
+
+
+class Task(NamedTuple):
+    """A run to be made.
+
+    Attributes:
+        args: Options of ``perada fit``.
+        scores_start: Whether to score the initial model too.
+    """
+
+    args: Sequence[str]
+    scores_start: bool
+
+
+class Event(NamedTuple):
+    """The start of a task, or its end.
+
+    Attributes:
+        number: Number of the task, from 0.
+        result: Its result; None at its start.
+    """
+
+    number: int
+    result: Result | None
+
+
 CarryOut = Callable[[Sequence[Task]], Generator[Event]]
 """Runs tasks, and yields starts and results as they come."""
-SILENT = "--trainer.enable_progress_bar=false"
 
 
 class Stopwatch(pl.Callback):
-    """Measures training, with the server's part and final fine-tuning, without set-up and validation."""
+    """Measures training, including the server's part and final fine-tuning, without set-up and validation."""
 
     def __init__(self) -> None:
-        self.seconds = self._since = 0.0
+        self.seconds = 0.0
+        self._started_at = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start, or resume."""
-        self._since = time.perf_counter()
+        self._started_at = time.perf_counter()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop, or pause; the callbacks before this one have fine-tuned."""
-        self.seconds += time.perf_counter() - self._since
+        self.seconds += time.perf_counter() - self._started_at
 
     on_validation_start = on_train_end
     on_validation_end = on_train_start
 
 
-def attempt(make_cli: MakeCLI, args: Sequence[str], start: bool, threads: int) -> Result:
-    """Run, and turn an error into its reason; with ``start`` the initial model is scored too.
+def attempt(make_cli: MakeCLI, args: Sequence[str], scores_start: bool, threads: int) -> Result:
+    """Make a run, and turn an error into its reason.
 
-    The number of threads that torch computes with changes results in the last digits.
+    Args:
+        make_cli: See :data:`~perada.studies.compare.plan.MakeCLI`.
+        args: Options of ``perada fit``.
+        scores_start: Whether to score the initial model too.
+        threads: Threads of torch, on which the last digits of the results depend.
     """
-    before = torch.get_num_threads()
-    began = time.perf_counter()
+    threads_before = torch.get_num_threads()
+    started_at = time.perf_counter()
     try:
         torch.set_num_threads(threads)
         with quiet():
-            result = _run(make_cli, args, start)
+            result = _run(make_cli, args, scores_start)
     except Exception as error:  # whatever it is, the other runs continue
         result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     finally:
-        torch.set_num_threads(before)
-    return result | {"seconds": time.perf_counter() - began}
+        torch.set_num_threads(threads_before)
+    return result | {"seconds": time.perf_counter() - started_at}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out what Lightning tells of every trainer; warnings stay."""
-    before = logging.root.manager.disable
+    """Suppress the messages of Lightning on each trainer; warnings stay."""
+    level_before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(level_before)
 
 
-def _run(make_cli: MakeCLI, args: Sequence[str], start: bool) -> Result:
+def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
     cli = make_cli(args)
-    if shorter := same_budget(cli):
-        cli = make_cli([*args, *shorter])
+    budget = same_budget(cli)
+    if budget:
+        cli = make_cli([*args, *budget])
     result: Result = {}
-    if start:
+    if scores_start:
         cli.trainer.test(cli.model, cli.datamodule, verbose=False)  # with the shifts
-        result["start"] = _known(cli.model.scores)
-    watch = Stopwatch()
-    cli.trainer.callbacks.append(watch)
-    with suppress(NothingLearnedError), warnings.catch_warnings():  # the table shows a run without one as diverged
-        warnings.filterwarnings("ignore", STALE)  # which the table has a note on
-        cli.trainer.fit(cli.model, cli.datamodule)
-    whole = build_backbone(cli.model.backbone, cli.model.num_classes, pretrained=False, image_size=cli.model.image_size)
-    tensors = [*whole.model.parameters(), *whole.model.buffers()]
-    history, last = cli.loop.history, cli.loop.history[-1]
-    measured = [cli.model.scores[name] for name in CHOSEN_BY if name in cli.model.scores]
-    measured += [value for record in history for name, value in record.items() if name.startswith("train/")]
-    federation = cli.loop.parts.federation
-    tested = [count for count in cli.model.results.details.get("test_images", []) if count]
-    seconds = watch.seconds
-    shifted = cli.model.results.shifted
-    if shifted is not None and cli.datamodule.shifts_when == "end":
-        seconds -= shifted.seconds  # they are scored after the last round, outside of validation
-    result["run"] = _known(cli.model.scores) | {
-        "diverged": not all(map(math.isfinite, measured)),
-        "local_steps": last["step"],
-        "num_clients": cli.loop.num_clients,
+        result["start"] = _json_numbers(cli.model.scores)
+    seconds = _fit(cli)
+    loop = cli.loop
+    federation = loop.parts.federation
+    result["run"] = _json_numbers(cli.model.scores) | {
+        "diverged": _has_diverged(cli),
+        "local_steps": loop.history[-1]["step"],
+        "num_clients": loop.num_clients,
         "last_rounds": list(federation.last_rounds),
         "stale_clients": len(federation.participation.stale) if federation.keeps_personal_models else 0,
-        "test_images": [min(tested), max(tested)] if tested else [],
-        **per_client(history, cli.loop.clients_per_round or cli.loop.num_clients),
-        "full/params": sum(p.numel() for p in whole.model.parameters()),
-        "full/mb": sum(t.numel() * t.element_size() for t in tensors) / 1e6,
-        "seconds_per_round": seconds / len(history),
-        **epsilons(last),
-        **curves(history),
+        "test_images": _fewest_and_most(cli.model.results.details.get("test_images", [])),
+        **per_client(loop.history, loop.clients_per_round or loop.num_clients),
+        **_full_model_size(cli.model),
+        "seconds_per_round": seconds / len(loop.history),
+        **epsilons(loop.history[-1]),
+        **curves(loop.history),
     }
     return result
 
 
-def per_client(history: Sequence[dict[str, float]], clients: int) -> dict[str, float]:
-    """What one client trains and sends in a round: means over the rounds in which all ``clients`` took part.
+def _fit(cli: Any) -> float:  # noqa: ANN401 - a LightningCLI
+    """Fit, and return the seconds of training without validation."""
+    watch = Stopwatch()
+    cli.trainer.callbacks.append(watch)
+    # A run in which nothing was learned has diverged in the table, which also has a note on stale clients.
+    with suppress(NothingLearnedError), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", STALE)
+        cli.trainer.fit(cli.model, cli.datamodule)
+    seconds = watch.seconds
+    shifted = cli.model.results.shifted
+    if shifted is not None and cli.datamodule.shifts_when == "end":
+        seconds -= shifted.seconds  # shifted images are scored after the last round, outside validation
+    return seconds
 
-    Who has spent a privacy budget sends nothing, so that rounds with fewer clients have less to send for a parameter.
+
+def _has_diverged(cli: Any) -> bool:  # noqa: ANN401 - a LightningCLI
+    """Return whether a score or a training loss is NaN or infinite."""
+    values = [cli.model.scores[name] for name in CHOSEN_BY if name in cli.model.scores]
+    for metrics in cli.loop.history:
+        values += [value for name, value in metrics.items() if name.startswith("train/")]
+    return not all(math.isfinite(value) for value in values)
+
+
+def _fewest_and_most(test_images: Sequence[int]) -> list[int]:
+    """Return the smallest and the largest number of test images of the clients that have any."""
+    counts = [count for count in test_images if count]
+    return [min(counts), max(counts)] if counts else []
+
+
+def _full_model_size(model: Any) -> dict[str, float]:  # noqa: ANN401 - the run's LightningModule
+    """Return the parameters and megabytes of the model that full fine-tuning would train."""
+    backbone = build_backbone(model.backbone, model.num_classes, pretrained=False, image_size=model.image_size)
+    parameters = list(backbone.model.parameters())
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *backbone.model.buffers()))
+    return {
+        "full/params": sum(parameter.numel() for parameter in parameters),
+        "full/mb": num_bytes / 1e6,
+    }
+
+
+def per_client(history: Sequence[dict[str, float]], clients: int) -> dict[str, float]:
+    """Return what one client trains and sends in a round: means over the rounds in which all clients took part.
+
+    A client that has spent its privacy budget sends nothing, so in rounds with fewer clients fewer megabytes are sent
+    for each parameter.
+
+    Args:
+        history: Metrics of each round.
+        clients: Clients of a full round.
 
     >>> rounds = [(3.0, 24.0), (1.0, 8.0), (1.0, 4.0)]  # in the last, one client of two
     >>> per_client([{"params/trained": n, "params/sent": n, "comm/up_mb": mb} for n, mb in rounds], clients=2)
     {'params/trained': 2.0, 'params/sent': 2.0, 'mb_sent': 8.0}
     """
-    fullness = [row["comm/up_mb"] / row["params/sent"] if row["params/sent"] else 0.0 for row in history]
-    fewest = (clients - 0.5) / clients * max(fullness)
-    rows = [row for row, full in zip(history, fullness, strict=True) if full >= fewest]
-    names = {"params/trained": 1, "params/sent": 1, "comm/up_mb": clients}
-    trained, sent, up = (sum(row[name] for row in rows) / len(rows) / number for name, number in names.items())
-    return {"params/trained": trained, "params/sent": sent, "mb_sent": up}
+    megabytes_per_parameter = []
+    for row in history:
+        parameters = row["params/sent"]
+        megabytes_per_parameter.append(row["comm/up_mb"] / parameters if parameters else 0.0)
+    # Half a client less than in the fullest round: rounding errors are smaller than that.
+    fewest = (clients - 0.5) / clients * max(megabytes_per_parameter)
+    full_rounds = [row for row, ratio in zip(history, megabytes_per_parameter, strict=True) if ratio >= fewest]
+
+    def mean_over_rounds(name: str) -> float:
+        return sum(row[name] for row in full_rounds) / len(full_rounds)
+
+    return {
+        "params/trained": mean_over_rounds("params/trained"),
+        "params/sent": mean_over_rounds("params/sent"),
+        "mb_sent": mean_over_rounds("comm/up_mb") / clients,
+    }
 
 
 def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, float | None]]]:
-    """Scores and diagnostics after each round that has some; ``round`` is counted from 1. Nothing if only one has."""
+    """Return scores and diagnostics after each round that has some, counted from 1; nothing if only one round has."""
     rows = []
-    for record in history:
-        if any(name in CHOSEN_BY or name.startswith(DIAGNOSED) for name in record):
-            own = {name: value for name, value in record.items() if name.startswith(SCORED)}
-            rows.append({"round": record["round"] + 1, **_known(own)})
+    for metrics in history:
+        if any(name in CHOSEN_BY or name.startswith(DIAGNOSED) for name in metrics):
+            scores = {name: value for name, value in metrics.items() if name.startswith(SCORED)}
+            rows.append({"round": metrics["round"] + 1, **_json_numbers(scores)})
     return {"history": rows} if len(rows) > 1 else {}
 
 
 def same_budget(cli: Any) -> list[str]:  # noqa: ANN401 - a LightningCLI
-    """Options that give an algorithm of several phases as many minibatches a round as one with a single phase.
+    """Return options that give an algorithm of several phases as many minibatches a round as one of a single phase.
 
     An algorithm that trains one part after the other (FedRep, FedAlt) divides the round's local steps or epochs among
-    its phases; steps are rounded down, and are at least one each. Where a phase was given a length of its own, that is
-    respected, and the budget is left as it is.
+    its phases; steps are rounded down, and each phase has at least one. If a phase was given a length of its own, that
+    is respected, and the budget is left as it is.
     """
-    phases, given = cli.loop.phases, cli.config.federated
-    steps, epochs = given.local_steps, None if given.local_steps else given.local_epochs
-    if len(phases) < 2 or any((phase.steps, phase.epochs) != (steps, epochs) for phase in phases):
+    phases = cli.loop.phases
+    if len(phases) < 2:
         return []
-    if steps:
-        return [f"--federated.local_steps={max(1, steps // len(phases))}"]
-    return [f"--federated.local_epochs={given.local_epochs / len(phases)}"]
+    local_steps = cli.config.federated.local_steps
+    local_epochs = cli.config.federated.local_epochs
+    epochs_of_phase = None if local_steps else local_epochs  # local_steps takes precedence
+    if any(phase.steps != local_steps or phase.epochs != epochs_of_phase for phase in phases):
+        return []
+    if local_steps:
+        return [f"--{LOCAL_STEPS}={max(1, local_steps // len(phases))}"]
+    return [f"--{LOCAL_EPOCHS}={local_epochs / len(phases)}"]
 
 
 def epsilons(last: dict[str, float]) -> dict[str, float | str]:
-    """ε after the last round by name; empty where the run was not private. Infinity, which is not JSON, is a word."""
-    found = {name: value for name, value in last.items() if name.startswith(PRIVACY) and "epsilon" in name}
-    return {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
+    """Return ε after the last round by name; nothing for a run without privacy.
+
+    Infinity, which JSON does not have, becomes a string.
+    """
+    values: dict[str, float | str] = {}
+    for name, value in last.items():
+        if name.startswith(PRIVACY) and "epsilon" in name:
+            values[name] = value if math.isfinite(value) else str(value)
+    return values
 
 
-def _known(scores: dict[str, float]) -> dict[str, float | None]:
-    """NaN is not JSON."""
+def _json_numbers(scores: dict[str, float]) -> dict[str, float | None]:
+    """Replace NaN and infinity, which JSON does not have, by None."""
     return {name: value if math.isfinite(value) else None for name, value in scores.items()}
 
 
 @contextmanager
 def runner(make_cli: MakeCLI, threads: int, jobs: int) -> Iterator[CarryOut]:
-    """What runs tasks, each with so many ``threads``: this process or, for several ``jobs`` at once, so many others.
+    """Provide the function that runs tasks, in this process or in several others.
 
-    Those end with the ``with`` statement, at once where it ends in an error.
+    The processes end with the ``with`` statement, and are killed if it ends with an error.
+
+    Args:
+        make_cli: See :data:`~perada.studies.compare.plan.MakeCLI`.
+        threads: Threads of each run.
+        jobs: Runs at once; several have a process each.
     """
     if jobs == 1:
-        yield partial(_in_process, make_cli, threads)
+        yield partial(_run_in_process, make_cli, threads)
         return
-    before = dict(os.environ)
-    # Processes inherit it: libraries read the first as they are imported, Python the other.
+    environment = dict(os.environ)
+    # Inherited by the processes: libraries read the first as they are imported, Python reads the second.
     os.environ.update({"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"})
-    pools = [_pool() for _ in range(jobs)]
+    pools = [_new_pool() for _ in range(jobs)]
     try:
-        yield partial(_in_pools, pools, make_cli, threads)
+        yield partial(_run_in_pools, pools, make_cli, threads)
     except BaseException:
         for process in active_children():
             process.kill()
@@ -204,51 +292,62 @@ def runner(make_cli: MakeCLI, threads: int, jobs: int) -> Iterator[CarryOut]:
         for pool in pools:
             pool.shutdown()
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(environment)
 
 
-def _in_process(make_cli: MakeCLI, threads: int, tasks: Sequence[Task]) -> Generator[Event]:
-    for number, (args, start) in enumerate(tasks):
-        yield number, None
-        yield number, attempt(make_cli, args, start, threads)
+def _run_in_process(make_cli: MakeCLI, threads: int, tasks: Sequence[Task]) -> Generator[Event]:
+    for number, task in enumerate(tasks):
+        yield Event(number, None)
+        yield Event(number, attempt(make_cli, task.args, task.scores_start, threads))
 
 
-def _in_pools(
+@dataclass(frozen=True)
+class RunningTask:
+    """The number of a task, and the index of the pool that runs it."""
+
+    number: int
+    pool: int
+
+
+def _run_in_pools(
     pools: list[ProcessPoolExecutor], make_cli: MakeCLI, threads: int, tasks: Sequence[Task]
 ) -> Generator[Event]:
-    """Run tasks, started in this order. A pool has one process, so that one that dies takes only its own run along."""
-    waiting, free = [*enumerate(tasks)][::-1], [*range(len(pools))]
-    under_way: dict[Future[Result], tuple[int, int]] = {}
-    while waiting or under_way:
-        while waiting and free:
-            number, (args, start) = waiting.pop()
-            yield number, None
-            future = pools[free[-1]].submit(attempt, make_cli, [*args, SILENT], start, threads)
-            under_way[future] = number, free.pop()
-        for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-            number, place = under_way.pop(future)
+    """Run tasks, started in this order. Each pool has one process, so a process that dies ends only its own run."""
+    next_number = 0
+    free_pools = list(range(len(pools)))
+    running: dict[Future[Result], RunningTask] = {}
+    while next_number < len(tasks) or running:
+        while next_number < len(tasks) and free_pools:
+            task = tasks[next_number]
+            yield Event(next_number, None)
+            pool = free_pools.pop()
+            future = pools[pool].submit(attempt, make_cli, [*task.args, SILENT], task.scores_start, threads)
+            running[future] = RunningTask(next_number, pool)
+            next_number += 1
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            ended = running.pop(future)
             try:
                 result = future.result()
             except BrokenProcessPool:
                 result = {"failed": "its process was killed, or crashed, before it was done", "seconds": 0.0}
-                pools[place] = _pool()
-            free.append(place)
-            yield number, result
+                pools[ended.pool] = _new_pool()
+            free_pools.append(ended.pool)
+            yield Event(ended.number, result)
 
 
-def _pool() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, get_context("spawn"), initializer=_begin)
+def _new_pool() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=_prepare_process)
 
 
-def _begin() -> None:
-    """Prepare a process: it ends with the one that started it, which Ctrl-C is for; it prints to standard error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _prepare_process() -> None:
+    """Prepare a process of a pool: it prints to standard error, and ends with the process that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
     os.dup2(2, 1)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed leaves behind
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # tqdm's default is a semaphore, which a killed process leaves behind
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()

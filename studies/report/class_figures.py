@@ -1,156 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of one run that are about classes: partition, confusions and calibration.
 
-Each function gives None where the run does not hold what it would show. Shape suffixes: M clients, K classes.
+Each function takes the run and the name of the figure, and returns None if the run lacks the data for it. Shape
+suffixes: M clients, K classes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from perada.studies.report.drawn import (
-    COLOURS,
-    NAMED,
-    Drawn,
-    cells,
-    drawing,
-    fading,
-    finish,
-    label,
-    legend,
-    line,
-    name_axis,
-    new_axes,
+from perada.studies.report.facts import (
+    accuracies,
+    confusion_tables,
+    empty_confusion,
+    expected_calibration_error,
+    mistakes,
 )
-from perada.studies.report.facts import accuracies, confusion_tables, expected_calibration_error
-from perada.studies.report.records import Record
+from perada.studies.report.plotting import (
+    GREY,
+    MAX_NAMED_CLIENTS,
+    RenderedFigure,
+    add_legend,
+    colour_of,
+    count_text,
+    draw_line,
+    fading_colormap,
+    new_axes,
+    render,
+    report_style,
+    set_tick_names,
+    short_label,
+    write_in_cells,
+)
+from perada.studies.report.records import Counts, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-GRID = 12
-"""Clients whose confusions are drawn."""
+MAX_CLIENTS = 12
+"""Largest number of clients whose confusions are drawn."""
 
 
-def partition(record: Record, name: str) -> Drawn | None:
-    """Training images of each client and class."""
+def partition(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw the training images of each client and class."""
     counts = record.partition.get("train")
     if not counts:
         return None
-    m, k = len(counts), len(counts[0])
-    with drawing():
+    num_classes = len(counts[0])
+    with report_style():
         figure = partition_figure(counts, record.class_names, record.client_names)
-        sizes = [*map(sum, counts)]
         if record.several_labels:
-            sizes = record.train_sizes
-        alt = f"Training images of {m} clients and {k} classes"
+            sizes = record.train_sizes  # an image counts for each of its labels
+        else:
+            sizes = [sum(row) for row in counts]
+        alt = f"Training images of {len(counts)} clients and {num_classes} classes"
         alt += f"; a client has {min(sizes)} to {max(sizes)} images." if sizes else "."
-        return finish(figure, name, alt, wide=k > 12)
+        return render(figure, name, alt, wide=num_classes > 12)
 
 
 def partition_figure(counts: Sequence[Sequence[int]], classes: Sequence[str], clients: Sequence[str]) -> "Figure":
-    """A figure of the training images (M, K) of each client and class."""
-    m, k = len(counts), len(counts[0])
-    under = 0.6 + 0.07 * min(max(map(len, classes)), 30)  # inches for the names of the classes
-    figure, axes = new_axes(min(2.2 + 0.33 * k, 8.5), min(under + max(0.2 * m, 1.3), 8.5))
-    drawn = axes.imshow(counts, aspect="auto", cmap=fading(), vmin=0, interpolation="none")
-    if m * k <= 400 and m <= NAMED:
-        for row, column, count in cells(counts):
-            axes.text(column, row, str(count), ha="center", va="center", fontsize=7) if count else None
+    """Return a figure of the training images (M, K) of each client and class."""
+    num_clients = len(counts)
+    num_classes = len(counts[0])
+    longest_name = max(len(name) for name in classes)
+    inches_for_names = 0.6 + 0.07 * min(longest_name, 30)
+    width = min(2.2 + 0.33 * num_classes, 8.5)
+    height = min(inches_for_names + max(0.2 * num_clients, 1.3), 8.5)
+    figure, axes = new_axes(width, height)
+    image = axes.imshow(counts, aspect="auto", cmap=fading_colormap(), vmin=0, interpolation="none")
+    if num_clients * num_classes <= 400 and num_clients <= MAX_NAMED_CLIENTS:
+        write_in_cells(axes, counts, count_text)
     axes.set(xlabel="class", ylabel="client")
     axes.grid(False)
-    name_axis(axes.xaxis, classes, 30)
-    name_axis(axes.yaxis, clients)
-    axes.tick_params(axis="x", rotation=90 if max(map(len, classes)) > 2 else 0)
-    figure.colorbar(drawn, label="training images")
+    _name_classes(axes.xaxis, classes)
+    set_tick_names(axes.yaxis, clients)
+    axes.tick_params(axis="x", rotation=_rotation_of(classes))
+    figure.colorbar(image, label="training images")
     return figure
 
 
-def confusion(record: Record, name: str) -> Drawn | None:
-    """Which class was taken for which, on all clients' own images, by the clients' own models."""
-    who = next((one for one in ("personal", "global") if record.confusion.get(one)), None)
-    k = len(record.class_names)
-    if who is None or k > 200:
+def confusion(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw which class was predicted for which, over the test images of all clients.
+
+    The predictions are those of the clients' own models, or of the global model if there are no personal ones.
+    """
+    num_classes = len(record.class_names)
+    models = [model for model in ("personal", "global") if record.confusion.get(model)]
+    if not models or num_classes > 200:
         return None
-    pooled = [[0] * k for _ in range(k)]
-    for _, true, predicted, count in record.confusion[who]:
-        pooled[true][predicted] += count
-    size = min(1.8 + 0.33 * k, 8.5)
-    with drawing():
+    model = models[0]
+    pooled = empty_confusion(num_classes)
+    for _, label, predicted, count in record.confusion[model]:
+        pooled[label][predicted] += count
+    size = min(1.8 + 0.33 * num_classes, 8.5)
+    with report_style():
         figure, axes = new_axes(max(size, 4.0), max(size - 0.6, 3.2))
-        drawn = _confusion(axes, pooled, numbers=k <= 15)
+        image = _draw_confusion(axes, pooled, has_numbers=num_classes <= 15)
         axes.set(xlabel="predicted class", ylabel="class")
-        name_axis(axes.xaxis, record.class_names, 30)
-        name_axis(axes.yaxis, record.class_names, 30)
-        axes.tick_params(axis="x", rotation=90 if max(map(len, record.class_names)) > 2 else 0)
-        figure.colorbar(drawn, label="share of the class")
-        worst = max(((pooled[a][b], a, b) for a in range(k) for b in range(k) if a != b), default=(0, 0, 0))
-        names = record.class_names
-        most = f" Most often {names[worst[1]]} was taken for {names[worst[2]]} ({worst[0]} times)." if worst[0] else ""
-        model = "each client's own model" if who == "personal" else "the global model"
-        alt = f"Classes and predicted classes of all clients' test images by {model}.{most}"
-        return finish(figure, name, alt, wide=k > 12)
+        _name_classes(axes.xaxis, record.class_names)
+        _name_classes(axes.yaxis, record.class_names)
+        axes.tick_params(axis="x", rotation=_rotation_of(record.class_names))
+        figure.colorbar(image, label="share of the class")
+        model_text = "each client's own model" if model == "personal" else "the global model"
+        alt = f"Classes and predicted classes of all clients' test images by {model_text}."
+        alt += _most_frequent_mistake(pooled, record.class_names)
+        return render(figure, name, alt, wide=num_classes > 12)
 
 
-def confusion_by_client(record: Record, name: str) -> Drawn | None:
-    """The same for each of the clients whose own models are least accurate."""
+def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
+    """Return a sentence on the most frequent mistake, with a space before it; empty if there are no mistakes."""
+    candidates = mistakes(table)
+    if not candidates:
+        return ""
+    worst = max(candidates, key=lambda mistake: (mistake.images, mistake.label, mistake.predicted))
+    label, predicted = class_names[worst.label], class_names[worst.predicted]
+    return f" Most often {label} was taken for {predicted} ({worst.images} times)."
+
+
+def confusion_by_client(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw the confusions of the clients whose own models are least accurate, one plot for each client."""
     tables = confusion_tables(record, "personal")
-    k = len(record.class_names)
-    if not tables or k > 30:
+    num_classes = len(record.class_names)
+    if not tables or num_classes > 30:
         return None
-    score = accuracies(tables)
-    chosen = sorted(tables, key=lambda client: (score[client], client))[:GRID]
-    columns = min(4, len(chosen))
-    rows = -(-len(chosen) // columns)
-    with drawing():
+    accuracy = accuracies(tables)
+    clients = sorted(tables, key=lambda client: (accuracy[client], client))[:MAX_CLIENTS]
+    num_columns = min(4, len(clients))
+    num_rows = math.ceil(len(clients) / num_columns)
+    with report_style():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(1.95 * columns, 2.05 * rows), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
-        for axes in grid[len(chosen) :]:
+        figure = Figure(figsize=(1.95 * num_columns, 2.05 * num_rows), layout="constrained")
+        plots = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
+        for axes in plots[len(clients) :]:
             axes.remove()
-        for axes, client in zip(grid, chosen, strict=False):
-            _confusion(axes, tables[client], numbers=k <= 5)
+        for axes, client in zip(plots, clients, strict=False):
+            _draw_confusion(axes, tables[client], has_numbers=num_classes <= 5)
             axes.set(xticks=[], yticks=[])
-            axes.set_title(f"{label(record.client_names[client], 14)}: {100 * score[client]:.0f} %")
+            axes.set_title(f"{short_label(record.client_names[client], 14)}: {100 * accuracy[client]:.0f} %")
         figure.supxlabel("predicted class", fontsize=9)
         figure.supylabel("class", fontsize=9)
-        alt = f"Confusions of the {len(chosen)} clients whose models are least accurate; the table lists all clients."
-        return finish(figure, name, alt, wide=columns > 2)
+        alt = f"Confusions of the {len(clients)} clients whose models are least accurate; the table lists all clients."
+        return render(figure, name, alt, wide=num_columns > 2)
 
 
-def calibration(record: Record, name: str) -> Drawn | None:
-    """Accuracy against confidence."""
+def calibration(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw accuracy against confidence."""
     if not any(sum(bins["count"]) for bins in record.calibration.values()):
         return None
-    with drawing():
+    with report_style():
         figure, axes = new_axes()
-        axes.plot([0, 100], [0, 100], color="#808080", linewidth=1)
-        told = []
-        for place, (who, bins) in enumerate(record.calibration.items()):
-            known = [i for i, count in enumerate(bins["count"]) if count]
-            x = [100 * bins["confidence"][i] for i in known]
-            y = [100 * bins["right"][i] / bins["count"][i] for i in known]
-            error = 100 * expected_calibration_error(bins)
-            told.append(f"{who} {error:.1f} %")
-            text = f"{label(who)}, ECE {error:.1f} %"
-            line(axes, place, x, y, text, size=4)
-            most = max(bins["count"])
-            sizes = [4 + 60 * bins["count"][i] / most for i in known]
-            axes.scatter(x, y, s=sizes, color=COLOURS[place], alpha=0.35, linewidths=0)
+        axes.plot([0, 100], [0, 100], color=GREY, linewidth=1)
+        errors = []
+        for index, (model, bins) in enumerate(record.calibration.items()):
+            confidences = []
+            right = []
+            marker_areas = []
+            largest_bin = max(bins["count"])
+            for bin_number, count in enumerate(bins["count"]):
+                if count:
+                    confidences.append(100 * bins["confidence"][bin_number])
+                    right.append(100 * bins["right"][bin_number] / count)
+                    marker_areas.append(4 + 60 * count / largest_bin)
+            error = f"{100 * expected_calibration_error(bins):.1f} %"
+            errors.append(f"{model} {error}")
+            draw_line(axes, index, confidences, right, f"{short_label(model)}, ECE {error}", marker_size=4)
+            axes.scatter(confidences, right, s=marker_areas, color=colour_of(index), alpha=0.35, linewidths=0)
         axes.set(xlabel="confidence in %", ylabel="right in %", xlim=(0, 102), ylim=(0, 102))
-        legend(figure)
-        alt = f"Share of right predictions by confidence. Expected calibration error: {', '.join(told)}."
-        return finish(figure, name, alt)
+        add_legend(figure)
+        alt = f"Share of right predictions by confidence. Expected calibration error: {', '.join(errors)}."
+        return render(figure, name, alt)
 
 
-def _confusion(axes: "Axes", table: Sequence[Sequence[int]], numbers: bool) -> "AxesImage":
-    """Each class's images by predicted class, coloured by their share of the class."""
-    shares = [[count / max(1, sum(row)) for count in row] for row in table]
-    drawn = axes.imshow(shares, cmap=fading(), vmin=0, vmax=1, interpolation="none")
+def _draw_confusion(axes: "Axes", table: Counts, has_numbers: bool) -> "AxesImage":
+    """Draw each class's images by predicted class, coloured by their share of the class."""
+    shares = []
+    for row in table:
+        num_images = max(1, sum(row))
+        shares.append([count / num_images for count in row])
+    image = axes.imshow(shares, cmap=fading_colormap(), vmin=0, vmax=1, interpolation="none")
     axes.grid(False)
-    axes.spines[:].set(visible=True, color="#808080", linewidth=0.5)
-    for row, column, count in cells(table) if numbers else ():
-        axes.text(column, row, str(count), ha="center", va="center", fontsize=7) if count else None
-    return drawn
+    axes.spines[:].set(visible=True, color=GREY, linewidth=0.5)
+    if has_numbers:
+        write_in_cells(axes, table, count_text)
+    return image
+
+
+def _name_classes(axis: "XAxis | YAxis", classes: Sequence[str]) -> None:
+    set_tick_names(axis, classes, limit=30)
+
+
+def _rotation_of(classes: Sequence[str]) -> int:
+    """Return the angle at which the names of the classes fit below an axis."""
+    return 90 if max(len(name) for name in classes) > 2 else 0

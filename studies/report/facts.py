@@ -1,62 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that a report works out of a run's counts."""
+"""Numbers that a report computes from a run's counts and scores."""
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from statistics import fmean, stdev
+from dataclasses import dataclass
+from statistics import fmean, quantiles, stdev
 
-from perada.studies.report.records import Counts, Record
+from perada.studies.report.records import Counts, RunRecord
 
 
 def expected_calibration_error(bins: Mapping[str, Sequence[float]]) -> float:
-    """Mean over predictions of the distance between confidence and accuracy in each one's bin; NaN without any.
+    """Return the mean over predictions of the gap between confidence and accuracy in the prediction's bin.
 
     Source: Guo et al., ICML 2017, https://arxiv.org/abs/1706.04599, equation 3.
+
+    Args:
+        bins: ``count``, number of ``right`` predictions and mean ``confidence`` of each bin.
+
+    Returns:
+        The error; NaN without predictions.
 
     >>> round(expected_calibration_error({"count": [1, 3], "right": [0, 3], "confidence": [0.5, 0.9]}), 6)
     0.2
     """
     total = sum(bins["count"])
-    gaps = zip(bins["count"], bins["right"], bins["confidence"], strict=True)
-    return sum(abs(right - count * sure) for count, right, sure in gaps) / total if total else math.nan
+    if not total:
+        return math.nan
+    weighted_gaps = []
+    for count, right, confidence in zip(bins["count"], bins["right"], bins["confidence"], strict=True):
+        weighted_gaps.append(abs(right - count * confidence))
+    return sum(weighted_gaps) / total
 
 
-def confusion_tables(record: Record, who: str) -> dict[int, Counts]:
-    """By client, images (K, K) of each class and predicted class; only the clients that have any."""
-    k = len(record.class_names)
+def confusion_tables(record: RunRecord, model: str) -> dict[int, Counts]:
+    """Return the images (K, K) of each class and predicted class by client, for the clients that have any.
+
+    Args:
+        record: The run.
+        model: ``personal`` or ``global``.
+    """
+    num_classes = len(record.class_names)
     tables: dict[int, Counts] = {}
-    for client, true, predicted, count in record.confusion.get(who, []):
-        tables.setdefault(client, [[0] * k for _ in range(k)])[true][predicted] += count
+    for client, label, predicted, count in record.confusion.get(model, []):
+        if client not in tables:
+            tables[client] = empty_confusion(num_classes)
+        tables[client][label][predicted] += count
     return tables
 
 
+def empty_confusion(num_classes: int) -> Counts:
+    """Return a table (K, K) of zeros."""
+    return [[0] * num_classes for _ in range(num_classes)]
+
+
 def accuracies(tables: Mapping[int, Counts]) -> dict[int, float]:
-    """Share of right predictions of each client.
+    """Return the share of correct predictions of each client.
 
     >>> accuracies({3: [[2, 1], [0, 1]]})
     {3: 0.75}
     """
-    return {
-        client: sum(row[i] for i, row in enumerate(table)) / max(1, sum(map(sum, table)))
-        for client, table in tables.items()
-    }
+    accuracy_of_client = {}
+    for client, table in tables.items():
+        correct = sum(row[label] for label, row in enumerate(table))
+        accuracy_of_client[client] = correct / max(1, count_images(table))
+    return accuracy_of_client
 
 
-def sent(record: Record) -> list[float]:
-    """Megabytes that were sent up and down until the end of each round, by all clients together."""
-    return list(accumulate(row.get("comm/up_mb", 0.0) + row.get("comm/down_mb", 0.0) for row in record.rounds))
+def count_images(table: Counts) -> int:
+    """Return the number of images in a table of counts."""
+    return sum(sum(row) for row in table)
 
 
-def paired(one: Sequence[float], other: Sequence[float]) -> tuple[list[float], float, float]:
-    """Each client's score in ``one`` less its score in ``other``, their mean, and its standard error over clients.
+@dataclass(frozen=True)
+class Mistake:
+    """Images of one class for which another class was predicted."""
 
-    Clients that lack either are left out. The standard error is that of a mean, s / √M with s² the variance (M − 1) of
-    the differences; NaN for a single client.
+    label: int
+    predicted: int
+    images: int
 
-    >>> paired([0.5, 1.0, float("nan")], [0.5, 0.5, 0.0])
-    ([0.0, 0.5], 0.25, 0.25)
+
+def mistakes(table: Counts) -> list[Mistake]:
+    """Return the entries of a confusion table that are off its diagonal and not zero."""
+    entries = []
+    for label, row in enumerate(table):
+        for predicted, images in enumerate(row):
+            if label != predicted and images:
+                entries.append(Mistake(label, predicted, images))
+    return entries
+
+
+def megabytes_sent(record: RunRecord) -> list[float]:
+    """Return the megabytes sent, up and down, by all clients together until the end of each round."""
+    totals = []
+    total = 0.0
+    for row in record.rounds:
+        total += row.get("comm/up_mb", 0.0) + row.get("comm/down_mb", 0.0)
+        totals.append(total)
+    return totals
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Differences between two scores of the same clients.
+
+    Attributes:
+        differences: Of each client that has both scores.
+        mean: Mean over clients; NaN without any.
+        standard_error: Of the mean: s / √M, where s² is the variance (M − 1) of the differences. NaN for one client.
     """
-    both = [a - b for a, b in zip(one, other, strict=True) if not math.isnan(a + b)]
-    error = stdev(both) / math.sqrt(len(both)) if len(both) > 1 else math.nan
-    return both, fmean(both) if both else math.nan, error
+
+    differences: list[float]
+    mean: float
+    standard_error: float
+
+
+def paired_difference(scores: Sequence[float], baseline: Sequence[float]) -> PairedDifference:
+    """Return the difference of each client's score to its baseline; clients that lack one of the two are left out.
+
+    >>> paired_difference([0.5, 1.0, float("nan")], [0.5, 0.5, 0.0])
+    PairedDifference(differences=[0.0, 0.5], mean=0.25, standard_error=0.25)
+    """
+    differences = []
+    for score, base in zip(scores, baseline, strict=True):
+        difference = score - base
+        if not math.isnan(difference):
+            differences.append(difference)
+    mean = fmean(differences) if differences else math.nan
+    standard_error = math.nan
+    if len(differences) > 1:
+        standard_error = stdev(differences) / math.sqrt(len(differences))
+    return PairedDifference(differences, mean, standard_error)
+
+
+def mean_of_scores(values: Sequence[float]) -> float:
+    """Return the mean of the values that are not NaN; NaN if there are none."""
+    scores = [value for value in values if not math.isnan(value)]
+    return fmean(scores) if scores else math.nan
+
+
+@dataclass(frozen=True)
+class Deciles:
+    """The first and the ninth decile of the clients' scores, in %."""
+
+    first: float
+    ninth: float
+
+
+def deciles(values: Sequence[float]) -> Deciles:
+    """Return deciles 1 and 9 in % of the scores that are not NaN.
+
+    >>> deciles([0.0, 0.5, 1.0])
+    Deciles(first=10.0, ninth=90.0)
+    """
+    scores = [100 * value for value in values if not math.isnan(value)]
+    if not scores:
+        return Deciles(math.nan, math.nan)
+    if len(scores) == 1:
+        return Deciles(scores[0], scores[0])
+    cut_points = quantiles(scores, n=10, method="inclusive")
+    return Deciles(cut_points[0], cut_points[-1])

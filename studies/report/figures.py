@@ -1,222 +1,302 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of one run but for those about classes.
+"""The figures of one run, except those about classes.
 
-Each function gives None where the run does not hold what it would show.
+Each function takes the run and the name of the figure, and returns None if the run lacks the data for it.
 """
 
 import math
-from collections.abc import Sequence
-from statistics import fmean, quantiles
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from perada.results.report import SCORES
-from perada.studies.report.drawn import (
+from perada.studies.report.facts import deciles, mean_of_scores, megabytes_sent
+from perada.studies.report.plotting import (
     COLOURS,
-    NAMED,
-    Drawn,
-    cells,
-    drawing,
-    fading,
-    finish,
-    label,
-    legend,
-    line,
-    name_axis,
+    GREY,
+    MAX_NAMED_CLIENTS,
+    RenderedFigure,
+    add_legend,
+    draw_line,
+    fading_colormap,
+    label_round_axis,
     new_axes,
-    whole_rounds,
+    render,
+    report_style,
+    set_tick_names,
+    short_label,
+    write_in_cells,
 )
-from perada.studies.report.facts import sent
-from perada.studies.report.records import Record
+from perada.studies.report.records import RunRecord
 
+OWN_SCORE, _, GLOBAL_SCORE = SCORES
 TITLES = {
     "personal/local_test": "personal models, own images",
     "personal/global_test": "personal models, all clients' images",
     "global/global_test": "global model, all clients' images",
 }
 
+DrawFigure = Callable[[RunRecord, str], RenderedFigure | None]
 
-def curves(record: Record, name: str) -> Drawn | None:
-    """The scores after each round, with the spread over clients."""
-    shown = [score for score in SCORES if any(score in row for row in record.rounds)]
-    if not shown:
+
+@dataclass
+class Curve:
+    """The points of a line."""
+
+    x: list[float] = field(default_factory=list)
+    y: list[float] = field(default_factory=list)
+
+    def add(self, x: float, y: float) -> None:
+        """Append a point."""
+        self.x.append(x)
+        self.y.append(y)
+
+
+def curves(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw the scores after each round, with their spread over clients."""
+    scores = [score for score in SCORES if score in record.metric_names]
+    if not scores:
         return None
-    with drawing():
+    with report_style():
         figure, axes = new_axes()
-        for place, score in enumerate(shown):
-            rows = [row for row in record.rounds if score in row]
-            x, y = [row["round"] + 1 for row in rows], [100 * row[score] for row in rows]
-            if score == SCORES[0] and score in record.initial:
-                x, y = [0, *x], [100 * mean(record.initial[score]), *y]
-            line(axes, place, x, y, TITLES[score])
+        for index, score in enumerate(scores):
+            curve = Curve()
+            if score == OWN_SCORE and score in record.initial:
+                curve.add(0, 100 * mean_of_scores(record.initial[score]))
+            for row in record.rounds:
+                if score in row:
+                    curve.add(row["round"] + 1, 100 * row[score])
+            draw_line(axes, index, curve.x, curve.y, TITLES[score])
         if record.by_round:
-            every = [(0, record.initial[SCORES[0]])] * (SCORES[0] in record.initial)
-            every += [(round + 1, values) for round, values in record.by_round]
-            low, high = zip(*(spread(values) for _, values in every), strict=True)
-            x = [round for round, _ in every]
-            axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.18, linewidth=0, label="middle 80 % of clients")
+            lowest, highest = _client_band(record)
+            axes.fill_between(
+                lowest.x, lowest.y, highest.y, color=COLOURS[0], alpha=0.18, linewidth=0, label="middle 80 % of clients"
+            )
         axes.set(ylabel="score in %")
-        whole_rounds(axes, "rounds done")
-        legend(figure)
-        last = ", ".join(f"{TITLES[score]} {100 * record.last(score):.1f} %" for score in shown)
-        return finish(figure, name, f"Scores by round. After the last one: {last}.")
+        label_round_axis(axes, "rounds done")
+        add_legend(figure)
+        last_scores = ", ".join(f"{TITLES[score]} {100 * record.last(score):.1f} %" for score in scores)
+        return render(figure, name, f"Scores by round. After the last one: {last_scores}.")
 
 
-def losses(record: Record, name: str) -> Drawn | None:
-    """The training losses of each round."""
-    shown = sorted({key for row in record.rounds for key in row if key.startswith("train/") and key.endswith("_loss")})
-    if not shown:
+def _client_band(record: RunRecord) -> tuple[Curve, Curve]:
+    """Return the first and the ninth decile of the clients' scores on their own images after each evaluation."""
+    first_decile = Curve()
+    ninth_decile = Curve()
+    evaluations = []
+    if OWN_SCORE in record.initial:
+        evaluations.append((0, record.initial[OWN_SCORE]))
+    for evaluation in record.by_round:
+        evaluations.append((evaluation.round + 1, evaluation.scores))
+    for rounds_done, scores in evaluations:
+        spread = deciles(scores)
+        first_decile.add(rounds_done, spread.first)
+        ninth_decile.add(rounds_done, spread.ninth)
+    return first_decile, ninth_decile
+
+
+def losses(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw the training losses of each round."""
+    loss_names = sorted(key for key in record.metric_names if key.startswith("train/") and key.endswith("_loss"))
+    if not loss_names:
         return None
-    with drawing():
+    with report_style():
         figure, axes = new_axes()
-        for place, key in enumerate(shown):
-            rows = [row for row in record.rounds if key in row]
-            x, y = [row["round"] + 1 for row in rows], [row[key] for row in rows]
-            line(axes, place, x, y, label(key[6:], 40))
+        for index, key in enumerate(loss_names):
+            curve = Curve()
+            for row in record.rounds:
+                if key in row:
+                    curve.add(row["round"] + 1, row[key])
+            draw_line(axes, index, curve.x, curve.y, short_label(key.removeprefix("train/"), 40))
         axes.set(ylabel="mean training loss")
-        whole_rounds(axes, "round")
-        legend(figure)
-        return finish(figure, name, "Mean loss of the local steps of each round.")
+        label_round_axis(axes, "round")
+        add_legend(figure)
+        return render(figure, name, "Mean loss of the local steps of each round.")
 
 
-def before_and_after(record: Record, name: str) -> Drawn | None:
-    """Each client's score on its own images before the first round and after the last, sorted by the latter."""
-    after, before = record.clients.get(SCORES[0]), record.initial.get(SCORES[0])
-    known = [client for client, value in enumerate(after or []) if not math.isnan(value)]
-    if not after or not known:
+def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw each client's score on its own images before the first round and after the last, sorted by the latter."""
+    after = record.clients.get(OWN_SCORE, [])
+    before = record.initial.get(OWN_SCORE, [])
+    clients = [client for client, score in enumerate(after) if not math.isnan(score)]
+    if not clients:
         return None
-    known.sort(key=lambda client: after[client])
-    places = range(len(known))
-    few = len(known) <= NAMED
-    with drawing():
-        figure, axes = new_axes(4.5, min(max(1.2 + 0.19 * len(known), 2.6), 8.5) if few else 3.4)
-        y = [100 * after[client] for client in known]
+    clients.sort(key=lambda client: after[client])
+    ranks = range(len(clients))
+    names = [short_label(record.client_names[client]) for client in clients]
+
+    # With many clients the figure keeps its height: the markers shrink, and the names are left out.
+    has_names = len(clients) <= MAX_NAMED_CLIENTS
+    if has_names:
+        height = min(max(1.2 + 0.19 * len(clients), 2.6), 8.5)
+        marker_size, line_width = 4, 1.0
+    else:
+        height = 3.4
+        marker_size, line_width = 2, 0.4
+    with report_style():
+        figure, axes = new_axes(4.5, height)
+        scores_after = [100 * after[client] for client in clients]
         if before:
-            x = [100 * before[client] for client in known]
-            axes.hlines(places, x, y, color="#808080", linewidth=1 if few else 0.4)
-            axes.plot(x, places, "o", markersize=4 if few else 2, mfc="none", color=COLOURS[1], label="before")
-        axes.plot(y, places, "o", markersize=4 if few else 2, color=COLOURS[0], label="after")
-        axes.set(xlabel="score on the client's own images in %", ylabel="client" if few else "clients, sorted")
-        axes.set_yticks(places if few else [], [label(record.client_names[client]) for client in known] if few else [])
-        legend(figure)
-        worst, best = (record.client_names[known[place]] for place in (0, -1))
-        better = sum(after[client] > before[client] for client in known) if before else 0
-        gain = f" Better than before: {better} of {len(known)}." if before else ""
-        ends = f"From {y[0]:.1f} % (client {label(worst)}) to {y[-1]:.1f} % (client {label(best)})"
-        return finish(figure, name, f"Each client's score on its own images, sorted. {ends}.{gain}")
+            scores_before = [100 * before[client] for client in clients]
+            axes.hlines(ranks, scores_before, scores_after, color=GREY, linewidth=line_width)
+            axes.plot(scores_before, ranks, "o", markersize=marker_size, mfc="none", color=COLOURS[1], label="before")
+        axes.plot(scores_after, ranks, "o", markersize=marker_size, color=COLOURS[0], label="after")
+        axes.set_xlabel("score on the client's own images in %")
+        if has_names:
+            axes.set_ylabel("client")
+            axes.set_yticks(ranks, names)
+        else:
+            axes.set_ylabel("clients, sorted")
+            axes.set_yticks([], [])
+        add_legend(figure)
+
+        worst = f"{scores_after[0]:.1f} % (client {names[0]})"
+        best = f"{scores_after[-1]:.1f} % (client {names[-1]})"
+        alt = f"Each client's score on its own images, sorted. From {worst} to {best}."
+        if before:
+            num_better = sum(after[client] > before[client] for client in clients)
+            alt += f" Better than before: {num_better} of {len(clients)}."
+        return render(figure, name, alt)
 
 
-def personal_and_global(record: Record, name: str) -> Drawn | None:
-    """Each client's own model against the global one, on the client's images."""
-    own, shared = record.clients.get(SCORES[0]), record.global_local
-    pairs = [(b, a) for a, b in zip(own or [], shared, strict=False) if not math.isnan(a + b)]
-    if not pairs:
+def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw the score of each client's own model against that of the global model, on the client's images."""
+    points = Curve()
+    num_better = 0
+    num_worse = 0
+    # A run without a global model has no scores of it.
+    for personal, shared in zip(record.clients.get(OWN_SCORE, []), record.global_local, strict=False):
+        if math.isnan(personal + shared):
+            continue
+        points.add(100 * shared, 100 * personal)
+        num_better += personal > shared
+        num_worse += personal < shared
+    num_clients = len(points.x)
+    if not num_clients:
         return None
-    with drawing():
+    with report_style():
         figure, axes = new_axes()
-        low = min(map(min, pairs))
-        axes.axline((100 * low, 100 * low), slope=1, color="#808080", linewidth=1)
-        x, y = ([100 * one for one in values] for values in zip(*pairs, strict=True))
-        axes.plot(x, y, "o", color=COLOURS[0], alpha=0.7, markersize=5 if len(pairs) <= 200 else 2)
+        lowest = min(*points.x, *points.y)
+        axes.axline((lowest, lowest), slope=1, color=GREY, linewidth=1)
+        marker_size = 5 if num_clients <= 200 else 2
+        axes.plot(points.x, points.y, "o", color=COLOURS[0], alpha=0.7, markersize=marker_size)
         axes.set(xlabel="global model in %", ylabel="client's own model in %")
-        above = sum(a > b for b, a in pairs)
-        alt = f"Clients' models that beat the global one on the clients' own images: {above} of {len(pairs)}"
-        return finish(figure, name, f"{alt}; beaten by it: {sum(a < b for b, a in pairs)}.")
+        return render(
+            figure,
+            name,
+            f"Clients' models that beat the global one on the clients' own images: {num_better} of {num_clients}; "
+            f"beaten by it: {num_worse}.",
+        )
 
 
-def communication(record: Record, name: str) -> Drawn | None:
-    """Scores against the megabytes sent so far, up and down, by all clients."""
-    total = sent(record)
-    shown = [score for score in (SCORES[0], SCORES[2]) if any(score in row for row in record.rounds)]
-    if not total or not total[-1] or not shown:
+def communication(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw the scores against the megabytes sent so far, up and down, by all clients."""
+    total_sent = megabytes_sent(record)
+    scores = [score for score in (OWN_SCORE, GLOBAL_SCORE) if score in record.metric_names]
+    if not total_sent or not total_sent[-1] or not scores:
         return None
-    with drawing():
+    with report_style():
         figure, axes = new_axes()
-        for score in shown:
-            place = SCORES.index(score)
-            pairs = [(mb, 100 * row[score]) for mb, row in zip(total, record.rounds, strict=True) if score in row]
+        for score in scores:
+            curve = Curve()
             if score in record.initial:
-                pairs = [(0.0, 100 * mean(record.initial[score])), *pairs]
-            x, y = zip(*pairs, strict=True)
-            line(axes, place, x, y, TITLES[score])
+                curve.add(0.0, 100 * mean_of_scores(record.initial[score]))
+            for megabytes, row in zip(total_sent, record.rounds, strict=True):
+                if score in row:
+                    curve.add(megabytes, 100 * row[score])
+            # The same colours as in the figure of the scores by round.
+            draw_line(axes, SCORES.index(score), curve.x, curve.y, TITLES[score])
         axes.set(xlabel="megabytes sent so far, by all clients and the server", ylabel="score in %")
-        legend(figure)
-        return finish(figure, name, f"Scores against communication; {total[-1]:.2f} MB were sent in all.")
+        add_legend(figure)
+        return render(figure, name, f"Scores against communication; {total_sent[-1]:.2f} MB were sent in all.")
 
 
-def shifts(record: Record, name: str) -> Drawn | None:
-    """The scores by kind of corruption and severity, personal and global."""
-    heads, rows, names = _shift_rows(record)
-    if not rows:
+def shifts(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw the scores of the personal models and of the global model by kind of corruption and severity."""
+    grid = _shift_grid(record)
+    if not grid.row_names:
         return None
-    with drawing():
-        width = 2.6 + 0.55 * len(heads)
-        figure, axes = new_axes(min(max(width, 4.4), 8.5), 1.5 + 0.24 * len(rows))
-        shown = [[100 * value for value in row] for row in rows]
-        drawn = axes.imshow(shown, aspect="auto", cmap=fading(), vmin=0, vmax=100, interpolation="none")
-        for row, column, value in cells(shown):
-            axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7) if value == value else None
+    num_columns = len(grid.column_names)
+    with report_style():
+        width = min(max(2.6 + 0.55 * num_columns, 4.4), 8.5)
+        figure, axes = new_axes(width, 1.5 + 0.24 * len(grid.row_names))
+        image = axes.imshow(grid.percent, aspect="auto", cmap=fading_colormap(), vmin=0, vmax=100, interpolation="none")
+        write_in_cells(axes, grid.percent, lambda score: "" if math.isnan(score) else f"{score:.0f}")
         axes.grid(False)
-        name_axis(axes.xaxis, heads)
-        name_axis(axes.yaxis, names)
+        set_tick_names(axes.xaxis, grid.column_names)
+        set_tick_names(axes.yaxis, grid.row_names)
         axes.tick_params(axis="x", rotation=90)
-        figure.colorbar(drawn, label="score in %")
-        return finish(figure, name, "Scores by kind of corruption and severity.", wide=len(heads) > 8)
+        figure.colorbar(image, label="score in %")
+        return render(figure, name, "Scores by kind of corruption and severity.", wide=num_columns > 8)
 
 
-def _shift_rows(record: Record) -> tuple[list[str], list[list[float]], list[str]]:
-    """Columns of model and severity, a row for each kind of corruption, and the rows' names."""
-    curves = {(shift, kind): curve for shift, own in record.shifts.items() for kind, curve in own.items()}
-    every = [
-        (who, s)
-        for who in ("personal", "global")
-        for curve in curves.values()
-        if who in curve
-        for s in curve["severity"]
-    ]
-    columns = sorted(dict.fromkeys(every), key=lambda pair: (pair[0] != "personal", pair[1]))
-    rows = []
-    for curve in curves.values():
-        known = {
-            (w, s): v for w in ("personal", "global") for s, v in zip(curve["severity"], curve.get(w, []), strict=False)
-        }
-        rows.append([known.get(column, math.nan) for column in columns])
-    several = len(record.shifts) > 1
-    return [f"{who} {s:g}" for who, s in columns], rows, [f"{a} {b}" if several else b for a, b in curves]
+@dataclass(frozen=True)
+class ShiftGrid:
+    """Scores on corrupted images: a row for each kind of corruption, a column for each model and severity.
 
-
-def epsilon(record: Record, name: str) -> Drawn | None:
-    """What the privacy ledgers say after each round."""
-    shown = sorted({key for row in record.rounds for key in row if key.startswith("privacy/") and "epsilon" in key})
-    shown = [key for key in shown if not key.endswith("_std") and not key.startswith("privacy/epsilon")]
-    shown = [key for key in shown if any(math.isfinite(row.get(key, math.nan)) for row in record.rounds)]
-    if not shown:
-        return None
-    with drawing():
-        figure, axes = new_axes()
-        for place, key in enumerate(shown):
-            rows = [row for row in record.rounds if math.isfinite(row.get(key, math.nan))]
-            x, y = [row["round"] + 1 for row in rows], [row[key] for row in rows]
-            text = label(key.removeprefix("privacy/").replace("_epsilon_", " ledger, ").replace("max", "largest"), 40)
-            line(axes, place, x, y, text)
-        axes.set(ylabel="ε", ylim=(0, None))
-        whole_rounds(axes, "rounds done")
-        legend(figure)
-        return finish(figure, name, "ε of the privacy ledgers after each round.")
-
-
-def mean(values: Sequence[float]) -> float:
-    """Mean of those that are known; NaN if none is."""
-    known = [value for value in values if not math.isnan(value)]
-    return fmean(known) if known else math.nan
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Deciles 1 and 9 of the clients' scores, in %.
-
-    >>> spread([0.0, 0.5, 1.0])
-    (10.0, 90.0)
+    Attributes:
+        row_names: Names of the kinds, with the shift if there are several.
+        column_names: Model and severity.
+        percent: Scores in %, (rows, columns); NaN where a kind was not scored.
     """
-    known = [100 * value for value in values if not math.isnan(value)]
-    if len(known) < 2:
-        return (known[0], known[0]) if known else (math.nan, math.nan)
-    deciles = quantiles(known, n=10, method="inclusive")
-    return deciles[0], deciles[-1]
+
+    row_names: list[str]
+    column_names: list[str]
+    percent: list[list[float]]
+
+
+def _shift_grid(record: RunRecord) -> ShiftGrid:
+    """Return the run's scores on corrupted images as a grid, the personal models' columns first."""
+    row_names = []
+    scores_of_row: list[dict[tuple[str, float], float]] = []
+    columns: set[tuple[str, float]] = set()
+    for shift, curve_of_kind in record.shifts.items():
+        for kind, curve in curve_of_kind.items():
+            row_names.append(f"{shift} {kind}" if len(record.shifts) > 1 else kind)
+            scores: dict[tuple[str, float], float] = {}
+            for model in ("personal", "global"):
+                if model in curve:
+                    for severity, score in zip(curve["severity"], curve[model], strict=True):
+                        scores[model, severity] = score
+            scores_of_row.append(scores)
+            columns.update(scores)
+    ordered_columns = sorted(columns, key=lambda column: (column[0] != "personal", column[1]))
+    percent = []
+    for scores in scores_of_row:
+        percent.append([100 * scores.get(column, math.nan) for column in ordered_columns])
+    return ShiftGrid(row_names, [f"{model} {severity:g}" for model, severity in ordered_columns], percent)
+
+
+def epsilon(record: RunRecord, name: str) -> RenderedFigure | None:
+    """Draw the ε of the privacy ledgers after each round."""
+    figure_curves = {}
+    for key in sorted(record.metric_names):
+        if not _is_ledger(key):
+            continue
+        curve = Curve()
+        for row in record.rounds:
+            value = row.get(key, math.nan)
+            if math.isfinite(value):
+                curve.add(row["round"] + 1, value)
+        if curve.x:
+            figure_curves[key] = curve
+    if not figure_curves:
+        return None
+    with report_style():
+        figure, axes = new_axes()
+        for index, (key, curve) in enumerate(figure_curves.items()):
+            title = key.removeprefix("privacy/").replace("_epsilon_", " ledger, ").replace("max", "largest")
+            draw_line(axes, index, curve.x, curve.y, short_label(title, 40))
+        axes.set(ylabel="ε", ylim=(0, None))
+        label_round_axis(axes, "rounds done")
+        add_legend(figure)
+        return render(figure, name, "ε of the privacy ledgers after each round.")
+
+
+def _is_ledger(name: str) -> bool:
+    """Return whether a metric is a ledger's ε.
+
+    Standard deviations are left out, and ``privacy/epsilon_…``, which repeats the ledger of releases.
+    """
+    if not name.startswith("privacy/") or "epsilon" not in name:
+        return False
+    return not name.endswith("_std") and not name.startswith("privacy/epsilon")

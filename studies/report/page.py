@@ -13,14 +13,15 @@ from perada.core.files import writing
 from perada.core.text import cell_text, printable
 from perada.results.report import SCORES, percent, scores_beside, title
 from perada.studies.drawing import check_drawing
-from perada.studies.report.records import Record
-from perada.studies.report.sections import SHOWN, Cell, Section, Table, all_of, sections
+from perada.studies.report.figures import OWN_SCORE
+from perada.studies.report.records import RunRecord
+from perada.studies.report.sections import MAX_ROWS, Cell, Section, Table, sections
 from perada.studies.report.several import comparison
 
 
 @dataclass
-class Part:
-    """One of several runs, with its sections."""
+class RunPart:
+    """The sections of one of several runs, under a heading."""
 
     key: str
     title: str
@@ -29,7 +30,7 @@ class Part:
 
 
 def check_page(output: Path) -> None:
-    """See that a report can be made and written into a folder, before anything is read.
+    """Check that a report can be made and written into a folder, before anything is read.
 
     Raises:
         FileExistsError: If ``output`` is a file.
@@ -40,107 +41,155 @@ def check_page(output: Path) -> None:
     check_drawing("perada report --output", "report")
 
 
-def write_page(output: Path, records: Sequence[Record], scores: bool | None = None) -> Path:
+def write_page(output: Path, records: Sequence[RunRecord], scores: bool | None = None) -> Path:
     """Write ``index.html``, and beside it each figure as PNG and each table as CSV.
 
     Args:
         output: Folder of the page.
         records: The runs.
-        scores: Whether scores, losses and diagnostics are shown; by default not those of private runs, since they
-            follow from clients' images and no ledger counts them.
+        scores: Whether to show scores, losses and diagnostics. By default those of private runs are left out, since
+            they follow from the clients' images and no ledger counts them.
 
     Returns:
         The page's path. It loads nothing from a network, and has no script; names of clients and classes are text.
     """
-    shown = (not record.private if scores is None else scores for record in records)
-    records = [record if show else record.published() for record, show in zip(records, shown, strict=True)]
-    parts: list[Section | Part] = []
-    if len(records) == 1:
-        found = sections(records[0])
-        parts += found
+    visible_records = []
+    for record in records:
+        has_scores = not record.private if scores is None else scores
+        visible_records.append(record if has_scores else record.published())
+
+    parts: list[Section | RunPart] = []
+    if len(visible_records) == 1:
+        parts += sections(visible_records[0])
     else:
-        found = comparison(records)
-        parts += found
-        for number, record in enumerate(records, 1):
-            own = sections(record, f"run{number}_") if not record.group else []
-            if own:
-                where = f"From {printable(str(record.folder))}."
-                parts.append(Part(f"run{number}", f"Run {number}: {record.name}", where, own))
-                found = found + own
-    drawn, tables = all_of(found)
+        parts += comparison(visible_records)
+        parts += _run_parts(visible_records)
+    all_sections: list[Section] = []
+    for part in parts:
+        all_sections += part.sections if isinstance(part, RunPart) else [part]
+
     output.mkdir(parents=True, exist_ok=True)
-    path, page = output / "index.html", _html(records, parts)
+    path = output / "index.html"
+    page = _html(visible_records, parts)
     with writing(output):
-        for figure in drawn:
-            (output / f"{figure.name}.png").write_bytes(figure.png)
-        for table in tables:
-            (output / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
+        for section in all_sections:
+            for figure in section.figures:
+                (output / f"{figure.name}.png").write_bytes(figure.png)
+            for table in section.tables:
+                (output / f"{table.name}.csv").write_text(as_csv(table), encoding="utf-8")
         path.write_text(page, encoding="utf-8")
     return path
 
 
-def _html(records: Sequence[Record], parts: Sequence[Section | Part]) -> str:
+def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:
+    """Return the parts of the page with one run each; those of a comparison's file have none."""
+    parts = []
+    for number, record in enumerate(records, start=1):
+        if record.group:
+            continue
+        own_sections = sections(record, prefix=f"run{number}_")
+        if own_sections:
+            intro = f"From {printable(str(record.folder))}."
+            parts.append(RunPart(f"run{number}", f"Run {number}: {record.name}", intro, own_sections))
+    return parts
+
+
+def _html(records: Sequence[RunRecord], parts: Sequence[Section | RunPart]) -> str:
     import jinja2
 
-    text = files("perada.studies.report").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("perada.studies.report").joinpath("page.html").read_text(encoding="utf-8")
+    # Names come from anyone's files, so everything is escaped but the figures' own markup.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    one = records[0] if len(records) == 1 else None
-    title = f"Run {one.name}" if one else f"{len(records)} runs"
-    subtitle = _described(one) if one else "Side by side, then each of them."
-    facts = _facts(one) if one else []
-    return environment.from_string(text).render(title=title, subtitle=subtitle, facts=facts, parts=parts, most=SHOWN)
+    if len(records) == 1:
+        title = f"Run {records[0].name}"
+        subtitle = _subtitle(records[0])
+        facts = _facts(records[0])
+    else:
+        title = f"{len(records)} runs"
+        subtitle = "Side by side, then each of them."
+        facts = []
+    return environment.from_string(template).render(
+        title=title, subtitle=subtitle, facts=facts, parts=parts, max_rows=MAX_ROWS
+    )
 
 
-def _described(record: Record) -> str:
+def _subtitle(record: RunRecord) -> str:
+    """Return a sentence on the algorithm, the backbone and the sizes of a run."""
     info = record.info
     if not info:
         return "Its folder has the rounds alone."
-    what = f"{info.get('algorithm', 'unknown algorithm')} on {info.get('backbone') or 'a network of its own'}"
-    seed = "" if info.get("seed") is None else f", seed {info['seed']}"
-    count = len(record.client_names)
-    sizes = [
-        counted(count, "client"),
-        counted(info["num_classes"], "class", "es"),
-        counted(len(record.rounds), "round"),
-    ]
-    first = (info.get("training") or {}).get("metric") or "auto"
-    while first and isinstance(first, list | dict):  # of several metrics the first, by its name
-        first = next(iter(first))
-    if first == "auto":
-        first = "auroc" if record.several_labels else "accuracy"
-    scored = f" Scores are {first}, in %."
-    return f"{what}, {', '.join(sizes)}{seed}.{scored if 'training' in info else ''}"
+    algorithm = info.get("algorithm", "unknown algorithm")
+    backbone = info.get("backbone") or "a network of its own"
+    clients = counted(len(record.client_names), "client")
+    classes = counted(info["num_classes"], "class", "es")
+    rounds = counted(len(record.rounds), "round")
+    sentence = f"{algorithm} on {backbone}, {clients}, {classes}, {rounds}"
+    if info.get("seed") is not None:
+        sentence += f", seed {info['seed']}"
+    if "training" in info:
+        return f"{sentence}. Scores are {_first_metric(record)}, in %."
+    return f"{sentence}."
+
+
+def _first_metric(record: RunRecord) -> str:
+    """Return the name of the metric that scores are; of several metrics the first."""
+    training = record.info.get("training") or {}
+    metric = training.get("metric") or "auto"
+    # A list of metrics, or a dictionary of a metric's name and its options, or a list of these.
+    while metric and isinstance(metric, list | dict):
+        metric = next(iter(metric))
+    if metric == "auto":
+        return "auroc" if record.several_labels else "accuracy"
+    return str(metric)
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:
-    """A number and what is counted.
+    """Return a number and what is counted.
 
     >>> counted(1, "round"), counted(3, "class", "es")
     ('1 round', '3 classes')
     """
-    return f"{number} {word}{plural if number != 1 else ''}"
+    return f"{number} {word}" if number == 1 else f"{number} {word}{plural}"
 
 
-def _facts(record: Record) -> list[tuple[str, str]]:
-    """The scores after the last round, and what they were before."""
-    names = [SCORES[0], *scores_beside(record.rounds[-1:], record.test_images), *SCORES[1:]]
-    found = [(title(name), f"{percent(record.last(name))} %") for name in names if not math.isnan(record.last(name))]
-    initial = [value for value in record.initial.get(SCORES[0], []) if value == value]
+@dataclass(frozen=True)
+class Fact:
+    """A number at the top of the page, with its name."""
+
+    name: str
+    value: str
+
+
+def _facts(record: RunRecord) -> list[Fact]:
+    """Return the mean score before training, and the scores after the last round."""
+    facts = []
+    initial = [score for score in record.initial.get(OWN_SCORE, []) if not math.isnan(score)]
     if initial:
-        found.insert(0, (f"{title(SCORES[0])}, before training", f"{percent(sum(initial) / len(initial))} %"))
-    return found
+        facts.append(Fact(f"{title(OWN_SCORE)}, before training", f"{percent(sum(initial) / len(initial))} %"))
+    own_score, *other_scores = SCORES
+    for name in (own_score, *scores_beside(record.rounds[-1:], record.test_images), *other_scores):
+        score = record.last(name)
+        if not math.isnan(score):
+            facts.append(Fact(title(name), f"{percent(score)} %"))
+    return facts
 
 
 def as_csv(table: Table) -> str:
-    """A table as CSV: scores from 0 to 1, nothing for NaN, and no cell that a spreadsheet takes for a formula."""
+    """Return a table as CSV, with scores from 0 to 1.
+
+    NaN is an empty cell, and no text is taken for a formula by a spreadsheet.
+    """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(map(_cell, table.header))
-    writer.writerows(map(_cell, row) for row in table.rows)
+    writer.writerow([_csv_cell(name) for name in table.header])
+    for row in table.rows:
+        writer.writerow([_csv_cell(cell) for cell in row])
     return file.getvalue()
 
 
-def _cell(cell: Cell) -> str:
+def _csv_cell(cell: Cell) -> str:
     if isinstance(cell, str):
         return cell_text(cell)
-    return "" if cell != cell else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+    if isinstance(cell, int):
+        return str(cell)
+    return "" if math.isnan(cell) else f"{cell:.6g}"

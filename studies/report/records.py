@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs left on disk, read without their adapters: what `perada report` shows.
+"""Records of runs, read from disk without their adapters: the input of `perada report`.
 
-A run's folder has ``run.json``, and ``metrics.csv`` alone before the first evaluation; ``perada compare`` writes one
-JSON file of many runs, each with its scores and without its clients.
+A run's folder has ``run.json``, and only ``metrics.csv`` before the first evaluation. ``perada compare`` writes one
+JSON file for many runs, each with its scores but without those of its clients.
 """
 
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,27 +31,36 @@ from perada.results.report import (
 from perada.results.run_file import RUN_FILE, RunFile, check_list, naming, numbers_of, published, read_run
 
 Counts = list[list[int]]
+"""A table of numbers of images."""
+
+
+@dataclass(frozen=True)
+class RoundScores:
+    """The clients' scores in one evaluation."""
+
+    round: int
+    scores: list[float]
 
 
 @dataclass
-class Record:
-    """One run; what is not known is empty.
+class RunRecord:
+    """A run as its files describe it; what they do not hold is empty.
 
     Attributes:
-        name: Of the folder, or of the row of a comparison.
+        name: Name of the folder, or of the row of a comparison.
         folder: Where it was read.
-        info, rounds, clients, initial, partition, shifts: As :class:`perada.Run` has them.
-        by_round: For each evaluation its round, and the scores of each client.
+        info, rounds, clients, initial, partition, shifts: As in :class:`perada.Run`.
+        by_round: Each client's score on its own images in each evaluation.
         global_local: The global model's score on the images of each client.
-        confusion: By model, rows of client, class, predicted class and number of images.
-        calibration: By model, ``count``, ``right`` and mean ``confidence`` of each bin.
+        confusion: Rows of client, class, predicted class and number of images, by model.
+        calibration: ``count``, number of ``right`` predictions and mean ``confidence`` of each bin, by model.
         train_sizes: Training images of each client.
-        test_images: Images that each client is scored on; of a comparison's run the fewest and the most of a client.
-        command: What was typed, word by word.
+        test_images: Test images of each client; for a run of a comparison the fewest and the most of a client.
+        command: The command line, word by word.
         config: The text of ``config.yaml``.
-        group: What tells a row of a comparison from the others, whose seeds make one row.
-        seed: Of a comparison's run.
-        without_scores: Whether scores were left out, since the run was private.
+        group: For a run of a comparison: what its row has in common, whatever the seed.
+        seed: Seed of the run, if it is known.
+        without_scores: Whether scores were left out because the run is private.
     """
 
     name: str
@@ -60,7 +69,7 @@ class Record:
     rounds: list[dict[str, float]] = field(default_factory=list)
     clients: dict[str, list[float]] = field(default_factory=dict)
     initial: dict[str, list[float]] = field(default_factory=dict)
-    by_round: list[tuple[int, list[float]]] = field(default_factory=list)
+    by_round: list[RoundScores] = field(default_factory=list)
     global_local: list[float] = field(default_factory=list)
     partition: dict[str, Counts] = field(default_factory=dict)
     confusion: dict[str, Counts] = field(default_factory=dict)
@@ -77,13 +86,19 @@ class Record:
     @property
     def client_names(self) -> list[str]:
         """The names of the clients, or their numbers."""
-        lengths = [len(self.train_sizes), *map(len, self.clients.values())]
-        return self.info.get("clients") or list(map(str, range(max(lengths))))
+        names: list[str] | None = self.info.get("clients")
+        if names:
+            return names
+        num_clients = max(len(self.train_sizes), *(len(values) for values in self.clients.values()), 0)
+        return [str(client) for client in range(num_clients)]
 
     @property
     def class_names(self) -> list[str]:
         """The names of the classes, or their numbers."""
-        return self.info.get("classes") or list(map(str, range(self.info.get("num_classes", 0))))
+        names: list[str] | None = self.info.get("classes")
+        if names:
+            return names
+        return [str(number) for number in range(self.info.get("num_classes", 0))]
 
     @property
     def several_labels(self) -> bool:
@@ -92,19 +107,26 @@ class Record:
 
     @property
     def private(self) -> bool:
-        """Whether a run was private, in images or in whole clients."""
-        logged = any(name.startswith(PRIVACY) for row in self.rounds for name in row)
-        return bool(self.info.get("privacy")) or logged
+        """Whether the run was private, at the level of images or of clients."""
+        has_ledgers = any(name.startswith(PRIVACY) for name in self.metric_names)
+        return bool(self.info.get("privacy")) or has_ledgers
 
-    def published(self) -> "Record":
-        """The record without what follows from clients' images beside the ledgers."""
-        metrics = {"rounds": self.rounds, "clients": self.clients}
-        info, kept = published(self.info, metrics)
+    @property
+    def metric_names(self) -> list[str]:
+        """The names in all rounds, in the order of their first rounds."""
+        names: dict[str, None] = {}
+        for row in self.rounds:
+            names.update(dict.fromkeys(row))
+        return list(names)
+
+    def published(self) -> "RunRecord":
+        """Return the record without what follows from the clients' images and is not counted by the ledgers."""
+        info, metrics = published(self.info, {"rounds": self.rounds, "clients": self.clients})
         return replace(
             self,
             info=info,
-            rounds=kept["rounds"],
-            clients=kept["clients"],
+            rounds=metrics["rounds"],
+            clients=metrics["clients"],
             initial={},
             by_round=[],
             global_local=[],
@@ -117,145 +139,214 @@ class Record:
         )
 
     def last(self, name: str) -> float:
-        """The last value of a metric; NaN where there is none."""
-        return next((row[name] for row in reversed(self.rounds) if name in row), math.nan)
+        """Return the last value of a metric; NaN if there is none."""
+        for row in reversed(self.rounds):
+            if name in row:
+                return row[name]
+        return math.nan
 
 
-def read_records(path: Path) -> list[Record]:
-    """The run of a folder, or the runs of a comparison's file.
+def read_records(path: Path) -> list[RunRecord]:
+    """Read the run of a folder, or the runs of a comparison's file.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If what is there is not what perada wrote.
+        FileNotFoundError: If there is no run.
+        ValueError: If the content is not what perada wrote.
     """
     if path.is_file():
-        with naming(path):
-            rows = [numbers_of(check_sealed(one)) for one in json.loads(path.read_text(encoding="utf-8"))]
-            records = [_row(path, one) for one in rows if one["stage"] == "run" and "failed" not in one]
-            if not records:
-                raise ValueError("it holds no finished run")
-        return records
-    config, logged, shifts = (path / name for name in ("config.yaml", "metrics.csv", SHIFTS_FILE))
-    if (path / RUN_FILE).is_file():
-        saved = read_run(path)
-        with naming(path / RUN_FILE):
-            record = _record(path, saved)
-    elif logged.is_file():
-        record = Record(path.resolve().name, path)
+        return _read_comparison(path)
+    return [_read_folder(path)]
+
+
+def _read_comparison(path: Path) -> list[RunRecord]:
+    """Read the finished runs in a file of ``perada compare``."""
+    with naming(path):
+        entries = [numbers_of(check_sealed(entry)) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        records = []
+        for entry in entries:
+            if entry["stage"] == "run" and "failed" not in entry:
+                records.append(_record_of_comparison(path, entry))
+        if not records:
+            raise ValueError("it holds no finished run")
+    return records
+
+
+def _read_folder(folder: Path) -> RunRecord:
+    """Read the run of a folder; before its first evaluation it only has ``metrics.csv``."""
+    metrics_file = folder / "metrics.csv"
+    if (folder / RUN_FILE).is_file():
+        run_file = read_run(folder)
+        with naming(folder / RUN_FILE):
+            record = _record_of_run(folder, run_file)
+    elif metrics_file.is_file():
+        record = RunRecord(folder.resolve().name, folder)
     else:
-        inside = sorted(path.glob("*/metrics.csv"), key=lambda file: file.stat().st_mtime)
-        hint = (
+        raise FileNotFoundError(_no_run_message(folder))
+
+    config_file = folder / "config.yaml"
+    if config_file.is_file():
+        record.config = config_file.read_text(encoding="utf-8", errors="replace")
+    shifts_file = folder / SHIFTS_FILE
+    if shifts_file.is_file() and not record.shifts:
+        with naming(shifts_file):
+            record.shifts = _checked_shifts(json.loads(shifts_file.read_text(encoding="utf-8")))
+    if metrics_file.is_file():
+        # A run that is under way, or was stopped, has logged rounds after its last evaluation.
+        num_evaluated = len(record.rounds)
+        record.rounds += [row for row in rounds_of_csv(metrics_file) if row["round"] >= num_evaluated]
+    return record
+
+
+def _no_run_message(folder: Path) -> str:
+    """Return the message for a folder without a run, which names the newest run in its subfolders if there is one."""
+    problem = "holds no metrics.csv" if folder.is_dir() else "is not there"
+    runs_inside = sorted(folder.glob("*/metrics.csv"), key=lambda file: file.stat().st_mtime)
+    if runs_inside:
+        remedy = f"the newest run in it is {str(runs_inside[-1].parent)!r}"
+    else:
+        remedy = (
             "give a run folder, for example lightning_logs/version_0, a folder of Run.save, or a file of perada compare"
         )
-        hint = f"the newest run in it is {str(inside[-1].parent)!r}" if inside else hint
-        what = "holds no metrics.csv" if path.is_dir() else "is not there"
-        raise FileNotFoundError(f"{str(path)!r} {what}; {hint}")
-    if config.is_file():
-        record.config = config.read_text(encoding="utf-8", errors="replace")
-    if shifts.is_file() and not record.shifts:
-        with naming(shifts):
-            record.shifts = _shifts(json.loads(shifts.read_text(encoding="utf-8")))
-    if logged.is_file():  # of a run that is under way, or was stopped, the rounds after the last evaluation
-        record.rounds += [row for row in rounds_of_csv(logged) if row["round"] >= len(record.rounds)]
-    return [record]
+    return f"{str(folder)!r} {problem}; {remedy}"
 
 
 def rounds_of_csv(path: Path) -> list[dict[str, float]]:
-    """The rounds of a ``metrics.csv``, whose rows of one round are joined.
+    """Read the rounds of a ``metrics.csv``, in which a round may have several lines.
 
     Raises:
-        ValueError: If it holds no rounds, or no numbers.
+        ValueError: If it has no rounds, or a value is not a number.
     """
-    rounds: dict[int, dict[str, float]] = {}
+    metrics_of_round: dict[int, dict[str, float]] = {}
     with path.open(encoding="utf-8") as file:
         lines = csv.DictReader(file)
         if "epoch" not in (lines.fieldnames or ()):
             raise ValueError(f"{str(path)!r} holds no rounds of training; give the folder of a run of `perada fit`")
-        for row in lines:
-            number = int(row["epoch"])
-            values = {name: float(value) for name, value in row.items() if value and name not in ("epoch", "round")}
-            rounds.setdefault(number, {"round": number}).update(values)
-    return [values for _, values in sorted(rounds.items())]
+        for line in lines:
+            number = int(line["epoch"])
+            metrics = metrics_of_round.setdefault(number, {"round": number})
+            for name, text in line.items():
+                if text and name not in ("epoch", "round"):
+                    metrics[name] = float(text)
+    return [metrics_of_round[number] for number in sorted(metrics_of_round)]
 
 
-def _record(folder: Path, saved: RunFile) -> Record:
-    """A run as its file has it, with what is checked there no further."""
-    metrics, count, classes = saved.metrics, saved.num_clients, saved.info["num_classes"]
-    predictions, partition = metrics.get("predictions", {}), metrics.get("partition", {})
-    confusion = {who: one["confusion"] for who, one in predictions.items() if "confusion" in one}
-    check_list([*partition.values()], None, count, classes, kind=int)
-    check_list([*confusion.values()], None, None, 4, kind=int)
-    if any(row[0] >= count or max(row[1:3]) >= classes for rows in confusion.values() for row in rows):
-        raise ValueError("confusion names a client or a class that does not exist")
-    for one in predictions.values():
-        bins = one["calibration"]
-        check_list([bins[name] for name in ("count", "right", "confidence")], 3, len(bins["count"]))
+def _record_of_run(folder: Path, run_file: RunFile) -> RunRecord:
+    """Return the record of a ``run.json``, after checking the parts that only a report reads."""
+    metrics = run_file.metrics
+    predictions = metrics.get("predictions", {})
+    partition = metrics.get("partition", {})
+    confusion = {}
+    calibration = {}
+    for model, counts in predictions.items():
+        if "confusion" in counts:
+            confusion[model] = counts["confusion"]
+        calibration[model] = counts["calibration"]
 
-    def each(scores: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-        """As a run writes those by round."""
-        return {name: [round(value, 6) for value in values] for name, values in scores.items()}
+    num_classes = run_file.info["num_classes"]
+    check_list(list(partition.values()), None, run_file.num_clients, num_classes, kind=int)
+    _check_confusion(confusion, run_file.num_clients, num_classes)
+    for bins in calibration.values():
+        check_list([bins["count"], bins["right"], bins["confidence"]], 3, len(bins["count"]))
 
-    return Record(
-        folder.resolve().name,
-        folder,
-        saved.info,
-        metrics["rounds"],
-        each(metrics["clients"]),
-        metrics.get("initial", {}),
-        [(row["round"], row["personal/local_test"]) for row in metrics.get("by_round", [])],
-        each({"": metrics.get("global/local_test", [])})[""],
-        partition,
-        confusion,
-        {who: one["calibration"] for who, one in predictions.items()},
-        _shifts(metrics.get("shifts", {})),
-        saved.train_sizes,
-        metrics.get("test_images", []),
-        saved.command,
-        seed=saved.info.get("seed"),
+    by_round = []
+    for row in metrics.get("by_round", []):
+        by_round.append(RoundScores(row["round"], row["personal/local_test"]))
+    return RunRecord(
+        name=folder.resolve().name,
+        folder=folder,
+        info=run_file.info,
+        rounds=metrics["rounds"],
+        clients={name: _rounded(scores) for name, scores in metrics["clients"].items()},
+        initial=metrics.get("initial", {}),
+        by_round=by_round,
+        global_local=_rounded(metrics.get("global/local_test", [])),
+        partition=partition,
+        confusion=confusion,
+        calibration=calibration,
+        shifts=_checked_shifts(metrics.get("shifts", {})),
+        train_sizes=run_file.train_sizes,
+        test_images=metrics.get("test_images", []),
+        command=run_file.command,
+        seed=run_file.info.get("seed"),
     )
 
 
-def _row(path: Path, one: dict[str, Any]) -> Record:
-    """A run of a comparison: its curve if it has one, ending in its last scores."""
-    last = {name: value for name, value in one.items() if name.startswith(("personal/", "global/", "privacy/"))}
-    rounds = [row | {"round": row["round"] - 1} for row in one.get("history", [])]  # counted from 1 there
-    if not rounds:
-        rounds = [{"round": 0} | last]
-    rounds[-1] |= last
+def _check_confusion(confusion: dict[str, Counts], num_clients: int, num_classes: int) -> None:
+    """Check that the rows of client, class, predicted class and images are numbers in range."""
+    check_list(list(confusion.values()), None, None, 4, kind=int)
+    for rows in confusion.values():
+        for client, label, predicted, _ in rows:
+            if client >= num_clients or label >= num_classes or predicted >= num_classes:
+                raise ValueError("confusion names a client or a class that does not exist")
+
+
+def _rounded(scores: Sequence[float]) -> list[float]:
+    """Round scores to the six digits that runs write for each round."""
+    return [round(score, 6) for score in scores]
+
+
+def _record_of_comparison(path: Path, entry: dict[str, Any]) -> RunRecord:
+    """Return the record of a comparison's run: its rounds, if they were kept, and its final scores in the last one."""
+    final_scores = {name: value for name, value in entry.items() if name.startswith(("personal/", "global/", PRIVACY))}
+    rounds: list[dict[str, float]] = []
+    for row in entry.get("history", []):
+        rounds.append(row | {"round": row["round"] - 1})  # a comparison counts rounds from 1
+    if rounds:
+        rounds[-1] |= final_scores
+    else:
+        rounds = [{"round": 0} | final_scores]
     for row in rounds:
-        check_list([*row.values()], None)
-    label = " ".join([str(one["label"]), *(str(word) for word in one.get("variant", []))])
-    test_images = one.get("test_images", [])
+        check_list(list(row.values()), None)
+    test_images = entry.get("test_images", [])
     check_list(test_images, None, kind=int)
-    return Record(str(one["label"]), path, rounds=rounds, test_images=test_images, group=label, seed=int(one["seed"]))
+    label = str(entry["label"])
+    variant = [str(word) for word in entry.get("variant", [])]
+    return RunRecord(
+        name=label,
+        folder=path,
+        rounds=rounds,
+        test_images=test_images,
+        group=" ".join([label, *variant]),
+        seed=int(entry["seed"]),
+    )
 
 
-def _shifts(content: Any) -> Any:  # noqa: ANN401  # whatever a file holds
-    """Scores by shift, kind of corruption and model, each with as many as there are severities."""
-    for curve in (curve for kinds in content.values() for curve in kinds.values()):
-        check_list([*curve.values()], None, len(curve["severity"]))
-    return content
+def _checked_shifts(shifts: Any) -> Any:  # noqa: ANN401  # the content of a file that anyone may have written
+    """Return the scores by shift, kind of corruption and model, after checking that each severity has one."""
+    for curve_of_kind in shifts.values():
+        for curve in curve_of_kind.values():
+            check_list(list(curve.values()), None, len(curve["severity"]))
+    return shifts
 
 
 def run_report(folder: Path) -> str:
-    """The rounds of a run, and its scores on corrupted images.
+    """Return tables of a run's rounds and of its scores on corrupted images.
 
     Raises:
         FileNotFoundError: If there is no run in ``folder``.
-        ValueError: If it holds no rounds.
+        ValueError: If it has no rounds.
     """
     (record,) = read_records(folder)
-    names = {name for values in record.rounds for name in values}
-    beside = scores_beside(record.rounds, record.test_images)
-    shown = [
-        name for name in (SCORES[0], *beside, *SCORES[1:], *MODES, *shift_names(names), *EPSILONS) if name in names
-    ]
-    losses = sorted(name for name in names if name.startswith("train/"))
-    shown += sorted(name for name in names if name.startswith(("theory/", "updates/lora_")))
-    body = [
-        [str(int(row["round"]) + 1), *(cell(name, row[name]) if name in row else "" for name in [*losses, *shown])]
-        for row in record.rounds
-    ]
-    header = ["round", *map(title, [*losses, *shown])]
-    warned = [TEST_MODE] if "privacy/test_mode" in names else []
-    return "\n\n".join([table(header, body), *warned, *shift_tables(record.shifts)])
+    columns = _report_columns(record)
+    rows = []
+    for round_metrics in record.rounds:
+        cells = [str(int(round_metrics["round"]) + 1)]
+        for name in columns:
+            cells.append(cell(name, round_metrics[name]) if name in round_metrics else "")
+        rows.append(cells)
+    header = ["round", *(title(name) for name in columns)]
+    parts = [table(header, rows)]
+    if "privacy/test_mode" in record.metric_names:
+        parts.append(TEST_MODE)
+    return "\n\n".join([*parts, *shift_tables(record.shifts)])
+
+
+def _report_columns(record: RunRecord) -> list[str]:
+    """Return the metrics that the table of a run's rounds has, in its order."""
+    measured = record.metric_names
+    losses = sorted(name for name in measured if name.startswith("train/"))
+    own_score, *other_scores = SCORES
+    scores = [own_score, *scores_beside(record.rounds, record.test_images), *other_scores, *MODES]
+    scores += [*shift_names(measured), *EPSILONS]
+    diagnostics = sorted(name for name in measured if name.startswith(("theory/", "updates/lora_")))
+    return [*losses, *(name for name in scores if name in measured), *diagnostics]

@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page says of one run, section by section: a sentence, figures, and the tables behind them."""
+"""The sections of one run's page: an introduction, figures, and the tables behind them."""
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from perada.results.cards import check_record, privacy_lines
 from perada.results.clients import joined_clients
-from perada.results.report import LAST_ROUND, SCORES, epsilon_text, round_text, shift_names, title
+from perada.results.report import LAST_ROUND, PRIVACY, SCORES, epsilon_text, round_text, shift_names, title
 from perada.studies.report import class_figures, figures
-from perada.studies.report.drawn import Drawn
-from perada.studies.report.facts import accuracies, confusion_tables, expected_calibration_error, sent
-from perada.studies.report.records import Record
+from perada.studies.report.facts import (
+    accuracies,
+    confusion_tables,
+    count_images,
+    expected_calibration_error,
+    megabytes_sent,
+    mistakes,
+)
+from perada.studies.report.figures import GLOBAL_SCORE, OWN_SCORE
+from perada.studies.report.plotting import RenderedFigure
+from perada.studies.report.records import Counts, RunRecord
 
 Cell = str | int | float
-SHOWN = 200
-"""Rows of a table that the page has; its file has all."""
+MAX_ROWS = 200
+"""Largest number of rows of a table in the page; the table's file has all rows."""
+SPREAD = "± "
+"""Beginning of the header of a column with the standard deviations of the column before it."""
+BEFORE = "before: "
+"""Beginning of the header of a column with scores before training."""
 
 
 @dataclass
@@ -25,13 +37,14 @@ class Table:
     """A table of the page, and its CSV file.
 
     Attributes:
-        name: Of its file, without an ending.
-        caption: What it is.
+        name: Name of the file, without an extension.
+        caption: Caption in the page.
         header: Names of the columns.
-        rows: Words, whole numbers, and scores from 0 to 1, which the page shows in %. A column ``± …`` stands in the
-            cells of the one before.
+        rows: Texts, integers, and scores from 0 to 1, which the page shows in %. The page shows a column whose name
+            begins with :data:`SPREAD` in the cells of the column before it.
         plain: Columns whose numbers are not scores.
-        metrics: Whether columns, or the first cells of rows, are metrics. The file has their names, the page words.
+        metrics: Whether the columns, or the first cells of the rows, are metrics. The file has their names, the page
+            their titles.
     """
 
     name: str
@@ -42,58 +55,78 @@ class Table:
     metrics: Literal["", "columns", "rows"] = ""
 
     @property
-    def columns(self) -> list[int]:
-        """Those that the page has, ``± …`` left out."""
-        return [place for place, name in enumerate(self.header) if not name.startswith("± ")]
+    def visible_columns(self) -> list[int]:
+        """The columns that the page has."""
+        return [column for column, name in enumerate(self.header) if not name.startswith(SPREAD)]
 
-    def head(self, column: int) -> str:
-        """What the page calls a column."""
+    def title_of(self, column: int) -> str:
+        """Return the title of a column in the page."""
         name = self.header[column]
         if self.metrics != "columns":
             return name
-        before = "before: " if name.startswith("before: ") else ""
-        return before + title(name.removeprefix(before))
+        if name.startswith(BEFORE):
+            return BEFORE + title(name.removeprefix(BEFORE))
+        return title(name)
 
-    def is_word(self, column: int) -> bool:
-        """Whether a column holds words."""
-        return not column or any(isinstance(row[column], str) for row in self.rows[:1])
+    def is_text(self, column: int) -> bool:
+        """Return whether a column holds texts."""
+        if column == 0:
+            return True
+        return bool(self.rows) and isinstance(self.rows[0][column], str)
 
-    def shown(self, row: Sequence[Cell], column: int) -> str:
-        """A cell as the page has it."""
-        text = self._shown(column, row[column])
-        error = row[column + 1] if column + 1 < len(row) and self.header[column + 1].startswith("± ") else ""
-        return f"{text} ± {self._shown(column, error)}" if error == error and error != "" else text
+    def text_of(self, row: Sequence[Cell], column: int) -> str:
+        """Return the text of a cell in the page, with the standard deviation if there is one."""
+        text = self._format(column, row[column])
+        next_column = column + 1
+        if next_column == len(row) or not self.header[next_column].startswith(SPREAD):
+            return text
+        spread = row[next_column]
+        if isinstance(spread, float) and math.isnan(spread):
+            return text
+        return f"{text} ± {self._format(column, spread)}"
 
-    def _shown(self, column: int, cell: Cell) -> str:
+    def _format(self, column: int, cell: Cell) -> str:
         if isinstance(cell, str):
-            return title(cell) if self.metrics == "rows" and column == 0 else cell
-        if self.header[column] == LAST_ROUND:
+            is_metric = self.metrics == "rows" and column == 0
+            return title(cell) if is_metric else cell
+        name = self.header[column]
+        if name == LAST_ROUND:
             return round_text(cell)
         if isinstance(cell, int):
             return f"{cell:,}"
         if math.isnan(cell):
             return "–"
-        if self.header[column] in self.plain:
-            if "ε" in self.header[column]:
-                return epsilon_text(cell)
-            return f"{cell:,.0f}" if cell >= 1000 and cell == int(cell) else f"{cell:.4g}"
-        return f"{100 * cell:.2f}"
+        if name not in self.plain:
+            return f"{100 * cell:.2f}"
+        if "ε" in name:
+            return epsilon_text(cell)
+        is_large_integer = cell >= 1000 and cell == int(cell)
+        return f"{cell:,.0f}" if is_large_integer else f"{cell:.4g}"
 
 
 @dataclass
 class Section:
-    """A part of the page under a heading; ``text`` is set as it is; tables are ``opened``, or folded."""
+    """A part of the page under a heading.
+
+    Attributes:
+        key: Its id in the page.
+        title: Its heading.
+        intro: A paragraph before the figures.
+        figures: Its figures.
+        tables: Its tables.
+        text: Preformatted text after the tables.
+        opened: Whether the tables are unfolded at first.
+    """
 
     key: str
     title: str
     intro: str
-    drawn: list[Drawn] = field(default_factory=list)
+    figures: list[RenderedFigure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     text: str = ""
     opened: bool = False
 
 
-Draw = Callable[[Record, str], Drawn | None]
 _NOT_COVERED = (
     "This page itself is not covered: its scores and numbers of images follow from the clients' images, "
     "exactly. Show it only to those who may know them."
@@ -104,9 +137,14 @@ _LEFT_OUT = (
 )
 
 
-def sections(record: Record, prefix: str = "") -> list[Section]:
-    """The sections that a run has something for; ``prefix`` begins the names of their files."""
-    found = [
+def sections(record: RunRecord, prefix: str = "") -> list[Section]:
+    """Return the sections that a run has data for.
+
+    Args:
+        record: The run.
+        prefix: Beginning of the names of the sections' files.
+    """
+    all_sections = [
         _rounds(record, prefix),
         _clients(record, prefix),
         _partition(record, prefix),
@@ -117,190 +155,324 @@ def sections(record: Record, prefix: str = "") -> list[Section]:
         _privacy(record, prefix),
         _settings(record, prefix),
     ]
-    return [section for section in found if section.drawn or section.tables or section.text]
+    return [section for section in all_sections if section.figures or section.tables or section.text]
 
 
-def _drawn(record: Record, prefix: str, *draw: Draw) -> list[Drawn]:
-    made = [one(record, f"{prefix}{one.__name__}") for one in draw]
-    return [figure for figure in made if figure is not None]
+def _draw(record: RunRecord, prefix: str, functions: Sequence[figures.DrawFigure]) -> list[RenderedFigure]:
+    """Return the figures that a run has data for; each is named after its function."""
+    rendered = []
+    for function in functions:
+        figure = function(record, f"{prefix}{function.__name__}")
+        if figure is not None:
+            rendered.append(figure)
+    return rendered
 
 
-def _rounds(record: Record, prefix: str) -> Section:
-    names = list(dict.fromkeys(name for row in record.rounds for name in row if name not in ("round", "step")))
-    first = [name for name in SCORES if name in names]
-    names = [*first, *(name for name in names if name not in first)]
-    plain = [name for name in names if not name.startswith(("personal/", "global/")) or name == "global/entropy"]
-    rows: list[list[Cell]] = [
-        [int(row["round"]) + 1, *(row.get(name, math.nan) for name in names)] for row in record.rounds
-    ]
-    header = ["round", *names]
-    tables = [Table(f"{prefix}rounds", "What each round measured", header, rows, plain, "columns")] if rows else []
-    intro = "Scores in % after each round. The band holds the middle 80 % of clients; round 0 is before training."
-    return Section("rounds", "Rounds", intro, _drawn(record, prefix, figures.curves, figures.losses), tables)
+def _tables_with_rows(*tables: Table) -> list[Table]:
+    return [table for table in tables if table.rows]
 
 
-def _clients(record: Record, prefix: str) -> Section:
+def _rounds(record: RunRecord, prefix: str) -> Section:
+    scores = [name for name in SCORES if name in record.metric_names]
+    others = [name for name in record.metric_names if name not in (*scores, "round", "step")]
+    names = [*scores, *others]
+    rows: list[list[Cell]] = []
+    for metrics in record.rounds:
+        rows.append([int(metrics["round"]) + 1, *(metrics.get(name, math.nan) for name in names)])
+    table = Table(
+        name=f"{prefix}rounds",
+        caption="What each round measured",
+        header=["round", *names],
+        rows=rows,
+        plain=[name for name in names if not _is_score(name)],
+        metrics="columns",
+    )
+    return Section(
+        key="rounds",
+        title="Rounds",
+        intro="Scores in % after each round. The band holds the middle 80 % of clients; round 0 is before training.",
+        figures=_draw(record, prefix, [figures.curves, figures.losses]),
+        tables=_tables_with_rows(table),
+    )
+
+
+def _is_score(name: str) -> bool:
+    """Return whether a metric is a share, which is shown in %; the entropy of the modes is in nats."""
+    return name.startswith(("personal/", "global/")) and name != "global/entropy"
+
+
+def _clients(record: RunRecord, prefix: str) -> Section:
     columns: dict[str, Sequence[float]] = {}
-    if SCORES[0] in record.initial:
-        columns["before: personal/local_test"] = record.initial[SCORES[0]]
+    if OWN_SCORE in record.initial:
+        columns[f"{BEFORE}{OWN_SCORE}"] = record.initial[OWN_SCORE]
     columns |= record.clients
     if record.global_local:
         columns["global/local_test"] = record.global_local
-    order = sorted(range(len(record.client_names)), key=lambda client: _last(columns.get(SCORES[0]), client))
-    sizes = record.train_sizes
-    rows: list[list[Cell]] = [
-        [record.client_names[client], *([sizes[client]] if sizes else []), *(own[client] for own in columns.values())]
-        for client in order
-    ]
-    header = ["client", *(["training images"] if sizes else []), *columns]
-    plain = [name for name in columns if name.startswith("privacy/") or name == LAST_ROUND]
-    caption = "Each client, sorted by its score"
-    tables = [Table(f"{prefix}clients", caption, header, rows, plain, "columns")] if columns else []
+
+    header = ["client"]
+    if record.train_sizes:
+        header.append("training images")
+    header += columns
+    rows: list[list[Cell]] = []
+    for client in _clients_by_score(len(record.client_names), columns.get(OWN_SCORE, ())):
+        row: list[Cell] = [record.client_names[client]]
+        if record.train_sizes:
+            row.append(record.train_sizes[client])
+        row += [values[client] for values in columns.values()]
+        rows.append(row)
+    tables = []
+    if columns:
+        table = Table(
+            name=f"{prefix}clients",
+            caption="Each client, sorted by its score",
+            header=header,
+            rows=rows,
+            plain=[name for name in columns if name.startswith(PRIVACY) or name == LAST_ROUND],
+            metrics="columns",
+        )
+        tables.append(table)
     intro = (
         "Each client's own model on its own test images, before the first round and after the last. The second figure "
+        "has the global model on the same images: above the line, the client's own is better."
     )
-    intro += "has the global model on the same images: above the line, the client's own is better."
     if LAST_ROUND in columns:
         intro += " A client's own model is as old as the last round in which the client took part."
-    drawn = _drawn(record, prefix, figures.before_and_after, figures.personal_and_global)
-    return Section("clients", "Clients", intro, drawn, tables)
+    return Section(
+        key="clients",
+        title="Clients",
+        intro=intro,
+        figures=_draw(record, prefix, [figures.before_and_after, figures.personal_and_global]),
+        tables=tables,
+    )
 
 
-def _last(values: Sequence[float] | None, client: int) -> float:
-    """To sort by; clients without a score come last."""
-    value = values[client] if values else math.nan
-    return math.inf if math.isnan(value) else value
+def _clients_by_score(num_clients: int, scores: Sequence[float]) -> list[int]:
+    """Return the clients, lowest score first; clients without a score come last."""
+
+    def sort_key(client: int) -> float:
+        if not scores or math.isnan(scores[client]):
+            return math.inf
+        return scores[client]
+
+    return sorted(range(num_clients), key=sort_key)
 
 
-def _partition(record: Record, prefix: str) -> Section:
+def _partition(record: RunRecord, prefix: str) -> Section:
     tables = []
     for part, counts in record.partition.items():
-        rows: list[list[Cell]] = [[name, *own, sum(own)] for name, own in zip(record.client_names, counts, strict=True)]
-        header = ["client", *record.class_names, "all labels" if record.several_labels else "all"]
-        what = "Training" if part == "train" else "Test"
-        tables.append(
-            Table(f"{prefix}partition_{_plain(part)}", f"{what} images of each client and class", header, rows)
+        rows: list[list[Cell]] = []
+        for name, images_of_class in zip(record.client_names, counts, strict=True):
+            rows.append([name, *images_of_class, sum(images_of_class)])
+        part_title = "Training" if part == "train" else "Test"
+        sum_title = "all labels" if record.several_labels else "all"
+        table = Table(
+            name=f"{prefix}partition_{_file_name_part(part)}",
+            caption=f"{part_title} images of each client and class",
+            header=["client", *record.class_names, sum_title],
+            rows=rows,
         )
+        tables.append(table)
     intro = "Who has how many images of which class."
     if record.several_labels:
         intro = "Who has how many images with which label. An image with several labels is counted for each."
-    return Section("partition", "Partition", intro, _drawn(record, prefix, class_figures.partition), tables)
-
-
-def _confusion(record: Record, prefix: str) -> Section:
-    tables = []
-    for who in record.confusion:
-        own = confusion_tables(record, who)
-        score, rows = accuracies(own), list[list[Cell]]()
-        for client in sorted(own, key=lambda one: score[one]):
-            pairs = [
-                (count, a, b) for a, row in enumerate(own[client]) for b, count in enumerate(row) if a != b and count
-            ]
-            most = max(pairs, default=None)
-            names = record.class_names
-            worst = f"{names[most[1]]} taken for {names[most[2]]}: {most[0]}" if most else "–"
-            rows.append([record.client_names[client], sum(map(sum, own[client])), score[client], worst])
-        header = ["client", "test images", "accuracy", "most frequent mistake"]
-        caption = (
-            f"Mistakes of {'each client’s own' if who == 'personal' else 'the global'} model on the client’s images"
-        )
-        tables.append(Table(f"{prefix}mistakes_{_plain(who)}", caption, header, rows))
-    intro = (
-        "Rows are the classes of the test images, columns what they were taken for. The colour is the share of the row."
+    return Section(
+        key="partition",
+        title="Partition",
+        intro=intro,
+        figures=_draw(record, prefix, [class_figures.partition]),
+        tables=tables,
     )
-    drawn = _drawn(record, prefix, class_figures.confusion, class_figures.confusion_by_client)
-    return Section("confusion", "Confusion", intro, drawn, tables)
 
 
-def _calibration(record: Record, prefix: str) -> Section:
+def _confusion(record: RunRecord, prefix: str) -> Section:
+    return Section(
+        key="confusion",
+        title="Confusion",
+        intro="Rows are the classes of the test images, columns what they were taken for. The colour is the share of "
+        "the row.",
+        figures=_draw(record, prefix, [class_figures.confusion, class_figures.confusion_by_client]),
+        tables=[_mistakes_table(record, model, prefix) for model in record.confusion],
+    )
+
+
+def _mistakes_table(record: RunRecord, model: str, prefix: str) -> Table:
+    """Return the table of the clients' most frequent mistakes, least accurate client first."""
+    tables = confusion_tables(record, model)
+    accuracy = accuracies(tables)
+    rows: list[list[Cell]] = []
+    for client in sorted(tables, key=lambda client: accuracy[client]):
+        table = tables[client]
+        mistake = _most_frequent_mistake(table, record.class_names)
+        rows.append([record.client_names[client], count_images(table), accuracy[client], mistake])
+    model_text = "each client’s own" if model == "personal" else "the global"
+    return Table(
+        name=f"{prefix}mistakes_{_file_name_part(model)}",
+        caption=f"Mistakes of {model_text} model on the client’s images",
+        header=["client", "test images", "accuracy", "most frequent mistake"],
+        rows=rows,
+    )
+
+
+def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
+    candidates = mistakes(table)
+    if not candidates:
+        return "–"
+    worst = max(candidates, key=lambda mistake: (mistake.images, mistake.label, mistake.predicted))
+    return f"{class_names[worst.label]} taken for {class_names[worst.predicted]}: {worst.images}"
+
+
+def _calibration(record: RunRecord, prefix: str) -> Section:
     rows: list[list[Cell]] = []
     errors = []
-    for who, bins in record.calibration.items():
-        errors.append(f"{who} {100 * expected_calibration_error(bins):.2f} %")
-        for count, right, sure in zip(bins["count"], bins["right"], bins["confidence"], strict=True):
+    for model, bins in record.calibration.items():
+        errors.append(f"{model} {100 * expected_calibration_error(bins):.2f} %")
+        for count, right, confidence in zip(bins["count"], bins["right"], bins["confidence"], strict=True):
             if count:
-                rows.append([who, int(count), sure, right / count])
-    header = ["model", "predictions", "mean confidence", "right"]
-    tables = [Table(f"{prefix}calibration", "Bins of confidence", header, rows)] if rows else []
-    intro = "How often predictions of a given confidence are right: below the line, the model is too sure of itself. "
-    intro += f"Expected calibration error (ECE): {', '.join(errors)}."
-    return Section("calibration", "Calibration", intro, _drawn(record, prefix, class_figures.calibration), tables)
+                rows.append([model, int(count), confidence, right / count])
+    table = Table(
+        name=f"{prefix}calibration",
+        caption="Bins of confidence",
+        header=["model", "predictions", "mean confidence", "right"],
+        rows=rows,
+    )
+    return Section(
+        key="calibration",
+        title="Calibration",
+        intro="How often predictions of a given confidence are right: below the line, the model is too sure of itself. "
+        f"Expected calibration error (ECE): {', '.join(errors)}.",
+        figures=_draw(record, prefix, [class_figures.calibration]),
+        tables=_tables_with_rows(table),
+    )
 
 
-def _communication(record: Record, prefix: str) -> Section:
-    total = sent(record)
-    rows: list[list[Cell]] = [
-        [int(row["round"]) + 1, mb, *(row.get(name, math.nan) for name in (SCORES[0], SCORES[2]))]
-        for row, mb in zip(record.rounds, total, strict=True)
-    ]
-    header = ["round", "MB sent so far", SCORES[0], SCORES[2]]
-    caption = "Megabytes sent, up and down, by all clients together"
-    drawn = _drawn(record, prefix, figures.communication)
-    plain = ["MB sent so far"]
-    tables = [Table(f"{prefix}communication", caption, header, rows, plain, "columns")] if drawn else []
-    return Section("communication", "Communication", "What the scores cost in megabytes sent.", drawn, tables)
-
-
-def _shifts(record: Record, prefix: str) -> Section:
+def _communication(record: RunRecord, prefix: str) -> Section:
     rows: list[list[Cell]] = []
-    for shift, own in record.shifts.items():
-        for kind, curve in own.items():
-            for who in ("personal", "global"):
-                pairs = zip(curve["severity"], curve.get(who, []), strict=False)
-                rows += [[shift, kind, int(severity), who, value] for severity, value in pairs]
-    header = ["shift", "kind", "severity", "model", "score"]
-    tables = [Table(f"{prefix}shifts", "By kind of corruption and severity", header, rows)] if rows else []
-    names = shift_names(name for row in record.rounds for name in row if row[name] == row[name])
-    names = [name for name in names if not name.partition("/")[2].startswith(("local_test", "global_test"))]
-    if names:
-        means: list[list[Cell]] = [[name, record.last(name), record.last(f"{name}_std")] for name in names]
-        header = ["score", "mean over clients", "std over clients"]
-        caption = "Scores on each shifted test set"
-        tables.insert(0, Table(f"{prefix}shift_means", caption, header, means, metrics="rows"))
-    intro = "All models on test images that are not as those in training."
-    return Section("shifts", "Shifted test sets", intro, _drawn(record, prefix, figures.shifts), tables)
+    for metrics, megabytes in zip(record.rounds, megabytes_sent(record), strict=True):
+        own_score = metrics.get(OWN_SCORE, math.nan)
+        global_score = metrics.get(GLOBAL_SCORE, math.nan)
+        rows.append([int(metrics["round"]) + 1, megabytes, own_score, global_score])
+    rendered = _draw(record, prefix, [figures.communication])
+    tables = []
+    # Without the figure there is nothing to compare: nothing was sent, or there are no scores.
+    if rendered:
+        table = Table(
+            name=f"{prefix}communication",
+            caption="Megabytes sent, up and down, by all clients together",
+            header=["round", "MB sent so far", OWN_SCORE, GLOBAL_SCORE],
+            rows=rows,
+            plain=["MB sent so far"],
+            metrics="columns",
+        )
+        tables.append(table)
+    return Section(
+        key="communication",
+        title="Communication",
+        intro="What the scores cost in megabytes sent.",
+        figures=rendered,
+        tables=tables,
+    )
 
 
-def _privacy(record: Record, prefix: str) -> Section:
+def _shifts(record: RunRecord, prefix: str) -> Section:
+    means: list[list[Cell]] = []
+    for name in _shifted_scores(record):
+        means.append([name, record.last(name), record.last(f"{name}_std")])
+    table_of_means = Table(
+        name=f"{prefix}shift_means",
+        caption="Scores on each shifted test set",
+        header=["score", "mean over clients", "std over clients"],
+        rows=means,
+        metrics="rows",
+    )
+    scores: list[list[Cell]] = []
+    for shift, curve_of_kind in record.shifts.items():
+        for kind, curve in curve_of_kind.items():
+            for model in ("personal", "global"):
+                if model in curve:
+                    for severity, score in zip(curve["severity"], curve[model], strict=True):
+                        scores.append([shift, kind, int(severity), model, score])
+    table_of_kinds = Table(
+        name=f"{prefix}shifts",
+        caption="By kind of corruption and severity",
+        header=["shift", "kind", "severity", "model", "score"],
+        rows=scores,
+    )
+    return Section(
+        key="shifts",
+        title="Shifted test sets",
+        intro="All models on test images that are not as those in training.",
+        figures=_draw(record, prefix, [figures.shifts]),
+        tables=_tables_with_rows(table_of_means, table_of_kinds),
+    )
+
+
+def _shifted_scores(record: RunRecord) -> list[str]:
+    """Return the names of the scores on shifted test sets that some round has."""
+    measured: set[str] = set()
+    for metrics in record.rounds:
+        measured.update(name for name, value in metrics.items() if not math.isnan(value))
+    names = []
+    for name in shift_names(measured):
+        _, _, test_set = name.partition("/")
+        if not test_set.startswith(("local_test", "global_test")):
+            names.append(name)
+    return names
+
+
+def _privacy(record: RunRecord, prefix: str) -> Section:
     privacy = record.info.get("privacy")
+    rendered = _draw(record, prefix, [figures.epsilon])
     if not privacy:
-        return Section("privacy", "Privacy", "", _drawn(record, prefix, figures.epsilon))
+        return Section(key="privacy", title="Privacy", intro="", figures=rendered)
     try:
         check_record(privacy, len(record.client_names))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(record.folder)!r}: its privacy record is broken ({error}); give another run") from error
-    lines = privacy_lines(privacy, joined_clients(record.info)).splitlines()
-    intro = " ".join([*lines, _LEFT_OUT if record.without_scores else _NOT_COVERED])
+
+    epsilons: dict[str, Sequence[float]] = {}
+    if "sample" in privacy:
+        epsilons["ε server"] = privacy["sample"]["server"]
+        epsilons["ε release"] = privacy["sample"]["release"]
+    if "client" in privacy:
+        epsilons["ε client"] = privacy["client"]["epsilon"]
     rows: list[list[Cell]] = []
-    ledgers = {f"ε {name}": privacy["sample"][name] for name in ("server", "release") if "sample" in privacy}
-    ledgers |= {"ε client": privacy["client"]["epsilon"]} if "client" in privacy else {}
     for client, name in enumerate(record.client_names):
-        rows.append([name, *(float(values[client]) for values in ledgers.values())])
-    tables = [Table(f"{prefix}privacy", "The privacy ledgers of each client", ["client", *ledgers], rows, [*ledgers])]
-    return Section("privacy", "Privacy", intro, _drawn(record, prefix, figures.epsilon), tables)
-
-
-def _settings(record: Record, prefix: str) -> Section:
-    info = {name: value for name, value in record.info.items() if name not in ("classes", "clients", "privacy")}
-    rows: list[list[Cell]] = [[name, str(value)] for name, value in info.items()]
-    tables = [Table(f"{prefix}run", "What the run was", ["setting", "value"], rows)] if rows else []
-    command = shlex.join(record.command)
-    again = f"perada fit --config {shlex.quote(str(record.folder / 'config.yaml'))}" if record.config else ""
-    parts = [f"# the command\n{command}"] if command else []
-    parts += (
-        [f"# the same again\n{again}\n\n# config.yaml\n{record.config}"] if record.command and record.config else []
+        rows.append([name, *(float(values[client]) for values in epsilons.values())])
+    table = Table(
+        name=f"{prefix}privacy",
+        caption="The privacy ledgers of each client",
+        header=["client", *epsilons],
+        rows=rows,
+        plain=list(epsilons),
     )
-    parts += [f"# config.yaml\n{record.config}"] if record.config and not record.command else []
-    intro = "All that it takes to run it again."
-    return Section("settings", "Settings", intro, [], tables, "\n\n".join(parts))
+    lines = privacy_lines(privacy, joined_clients(record.info)).splitlines()
+    lines.append(_LEFT_OUT if record.without_scores else _NOT_COVERED)
+    return Section(key="privacy", title="Privacy", intro=" ".join(lines), figures=rendered, tables=[table])
 
 
-def _plain(name: str) -> str:
-    """A word of a file that goes into a file's name: letters alone."""
+def _settings(record: RunRecord, prefix: str) -> Section:
+    rows: list[list[Cell]] = []
+    for name, value in record.info.items():
+        if name not in ("classes", "clients", "privacy"):  # other sections have them
+            rows.append([name, str(value)])
+    table = Table(name=f"{prefix}run", caption="What the run was", header=["setting", "value"], rows=rows)
+    parts = []
+    if record.command:
+        parts.append(f"# the command\n{shlex.join(record.command)}")
+    if record.config:
+        if record.command:
+            config_file = shlex.quote(str(record.folder / "config.yaml"))
+            parts.append(f"# the same again\nperada fit --config {config_file}")
+        parts.append(f"# config.yaml\n{record.config}")
+    return Section(
+        key="settings",
+        title="Settings",
+        intro="All that it takes to run it again.",
+        tables=_tables_with_rows(table),
+        text="\n\n".join(parts),
+    )
+
+
+def _file_name_part(name: str) -> str:
+    """Return the ASCII letters and digits of a name that comes from a file, as a safe part of a file's name."""
     return "".join(letter for letter in name if letter.isascii() and letter.isalnum())
-
-
-def all_of(found: Iterable[Section]) -> tuple[list[Drawn], list[Table]]:
-    """The figures and the tables of sections."""
-    every = list(found)
-    return [one for section in every for one in section.drawn], [one for section in every for one in section.tables]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs side by side: those that differ in the seed alone are one group, and groups are compared by client."""
+"""Several runs side by side: runs that differ only in their seed are a group, and groups are compared by client."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -10,220 +10,336 @@ from typing import Any
 import yaml
 
 from perada.results.report import SCORES, scores_beside, shift_names
-from perada.studies.report.drawn import (
-    COLOURS,
-    MARKERS,
-    Drawn,
-    drawing,
-    finish,
-    label,
-    legend,
-    line,
+from perada.studies.report.facts import PairedDifference, paired_difference
+from perada.studies.report.figures import OWN_SCORE, TITLES
+from perada.studies.report.plotting import (
+    GREY,
+    RenderedFigure,
+    add_legend,
+    colour_of,
+    draw_line,
+    label_round_axis,
+    marker_of,
     new_axes,
-    whole_rounds,
+    render,
+    report_style,
+    short_label,
 )
-from perada.studies.report.facts import paired
-from perada.studies.report.figures import TITLES
-from perada.studies.report.records import Record
-from perada.studies.report.sections import Cell, Section, Table
+from perada.studies.report.records import RunRecord
+from perada.studies.report.sections import SPREAD, Cell, Section, Table
 
-SEEDS = ("seed_everything", "federated.seed", "trainer.logger", "trainer.default_root_dir", "ckpt_path")
-"""Options in which the runs of a group may differ."""
+IGNORED_OPTIONS = ("seed_everything", "federated.seed", "trainer.logger", "trainer.default_root_dir", "ckpt_path")
+"""Options, or beginnings of their names, in which the runs of a group may differ."""
+MAX_DEPTH = 20
+"""Largest depth of a configuration, so that a broken file cannot exhaust the stack."""
 
 
 @dataclass
 class Group:
-    """Runs that differ in the seed alone."""
+    """Runs that differ only in their seed.
+
+    Attributes:
+        name: Name in tables and figures.
+        runs: The runs.
+        options: Options of the runs by their dotted names; empty if they are not known.
+    """
 
     name: str
-    runs: list[Record]
+    runs: list[RunRecord]
+    options: dict[str, str]
 
-    def values(self, score: str) -> list[float]:
-        """The last score of each run that has it."""
-        return [value for run in self.runs if not math.isnan(value := run.last(score))]
+    def last_scores(self, score: str) -> list[float]:
+        """Return the last value of a score in each run that has it."""
+        values = [run.last(score) for run in self.runs]
+        return [value for value in values if not math.isnan(value)]
 
-    def clients(self, score: str) -> list[float]:
-        """Each client's score (M,), mean over the runs; empty where a run does not tell."""
-        every = [run.clients.get(score, []) for run in self.runs]
-        if not all(every) or len({len(own) for own in every}) > 1:
+    def client_scores(self, score: str) -> list[float]:
+        """Return each client's score (M,), the mean over the runs; empty if a run does not have the scores."""
+        scores_of_run = [run.clients.get(score, []) for run in self.runs]
+        num_clients = len(scores_of_run[0])
+        if any(len(scores) != num_clients for scores in scores_of_run):
             return []
-        return [fmean(own) for own in zip(*every, strict=True)]
+        return [fmean(scores) for scores in zip(*scores_of_run, strict=True)]
 
 
-def groups_of(records: Sequence[Record]) -> list[Group]:
-    """The groups, in the order of their first runs, with names that tell them apart."""
-    found: dict[Any, list[Record]] = {}
-    settings = {id(record): _settings(record) for record in records}
+def groups_of(records: Sequence[RunRecord]) -> list[Group]:
+    """Return the groups in the order of their first runs, with distinct names."""
+    groups: dict[Hashable, Group] = {}
     for record in records:
-        options = settings[id(record)]
-        key = record.group or (tuple(sorted(options.items())) if options else id(record))
-        found.setdefault(key, []).append(record)
-    groups = []
-    for runs in found.values():
-        first = runs[0]
-        groups.append(Group(first.name if first.group else str(first.info.get("algorithm") or first.name), runs))
-    names = [group.name for group in groups]
-    for group, name in zip(groups, names, strict=True):
-        if names.count(name) > 1:
+        options = _options(record)
+        key: Hashable
+        if record.group:
+            key = record.group
+        elif options:
+            key = tuple(sorted(options.items()))
+        else:
+            key = id(record)  # without options nothing says that two runs have the same
+        if key in groups:
+            groups[key].runs.append(record)
+        else:
+            name = record.name if record.group else str(record.info.get("algorithm") or record.name)
+            groups[key] = Group(name, [record], options)
+    return _with_distinct_names(list(groups.values()))
+
+
+def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
+    """Return groups whose names, where they were equal, have the options that differ, or numbers."""
+    distinct: list[Group] = []
+    for number, group in enumerate(groups, start=1):
+        namesakes = [other for other in groups if other.name == group.name]
+        name = group.name
+        if len(namesakes) > 1:
             first = group.runs[0]
-            alike = [settings[id(other.runs[0])] for other, own in zip(groups, names, strict=True) if own == name]
-            group.name = first.group or f"{name}: {_difference(settings[id(first)], alike) or first.name}"
-    for place, group in enumerate(groups):
-        if any(other.name == group.name for other in groups[:place]):
-            group.name = f"{group.name} ({place + 1})"
-    return groups
+            difference = _difference(group.options, [other.options for other in namesakes])
+            name = first.group or f"{name}: {difference or first.name}"
+        if any(other.name == name for other in distinct):
+            name = f"{name} ({number})"
+        distinct.append(Group(name, group.runs, group.options))
+    return distinct
 
 
-def _difference(own: dict[str, str], others: Sequence[dict[str, str]]) -> str:
-    """The first few options that are not the same in all runs of one algorithm."""
-    names = [name for name in own if any(other.get(name) != own[name] for other in others)]
-    return ", ".join(f"{name.split('.')[-1]}={own[name]}" for name in names[:3])
+def _difference(options: dict[str, str], others: Sequence[dict[str, str]]) -> str:
+    """Return the first few options that are not the same in all runs of one algorithm."""
+    differing = []
+    for name, value in options.items():
+        if any(other.get(name) != value for other in others):
+            differing.append(f"{name.split('.')[-1]}={value}")
+    return ", ".join(differing[:3])
 
 
-def _settings(record: Record) -> dict[str, str]:
-    """The options of ``config.yaml`` by their dotted names, without what runs of a group may differ in."""
+def _options(record: RunRecord) -> dict[str, str]:
+    """Return the options of ``config.yaml`` by their dotted names, without :data:`IGNORED_OPTIONS`."""
+    if not record.config:
+        return {}
     try:
-        content = yaml.safe_load(record.config) if record.config else None
+        content = yaml.safe_load(record.config)
     except yaml.YAMLError as error:
         raise ValueError(f"{str(record.folder / 'config.yaml')!r} cannot be read ({type(error).__name__})") from error
-    flat: dict[str, str] = {}
+    options: dict[str, str] = {}
 
-    def walk(value: Any, name: str, depth: int) -> None:  # noqa: ANN401  # any YAML
-        if isinstance(value, dict) and depth < 20:
-            for key, inner in value.items():
-                walk(inner, f"{name}.{key}" if name else str(key), depth + 1)
-        elif not name.startswith(SEEDS):
-            flat[name] = str(value)
+    def collect(value: Any, name: str, depth: int) -> None:  # noqa: ANN401  # any YAML
+        if isinstance(value, dict) and depth < MAX_DEPTH:
+            for key, inner_value in value.items():
+                collect(inner_value, f"{name}.{key}" if name else str(key), depth + 1)
+        elif not name.startswith(IGNORED_OPTIONS):
+            options[name] = str(value)
 
-    walk(content or {}, "", 0)
-    return flat
+    collect(content or {}, "", 0)
+    return options
 
 
-def comparison(records: Sequence[Record]) -> list[Section]:
-    """The sections that show runs side by side."""
+def comparison(records: Sequence[RunRecord]) -> list[Section]:
+    """Return the sections that show runs side by side."""
     groups = groups_of(records)
-    return [_scores(groups), *_paired(groups)]
+    return [_scores(groups), *_paired_differences(groups)]
 
 
 def _scores(groups: Sequence[Group]) -> Section:
-    extra = shift_names(name for group in groups for run in group.runs for row in run.rounds for name in row)
-    last = [run.rounds[-1] for group in groups for run in group.runs if run.rounds]
-    test_images = [count for group in groups for run in group.runs for count in run.test_images]
-    scores = (SCORES[0], *scores_beside(last, test_images), *SCORES[1:], *extra)
-    names = [name for name in scores if any(group.values(name) for group in groups)]
+    figures = []
+    for score in SCORES:
+        figure = _score_figure(groups, score)
+        if figure is not None:
+            figures.append(figure)
+    return Section(
+        key="comparison",
+        title="Scores",
+        intro="Runs that differ in their seed alone are one row and one line: their mean, and a sample standard "
+        "deviation around it.",
+        figures=figures,
+        tables=[_score_table(groups)],
+        opened=True,
+    )
+
+
+def _score_table(groups: Sequence[Group]) -> Table:
+    """Return the table of the last scores, a row for each group."""
+    scores = [score for score in _all_scores(groups) if any(group.last_scores(score) for group in groups)]
+    header = ["run", "runs", "seeds"]
+    for score in scores:
+        header += [score, f"{SPREAD}{score}"]
     rows: list[list[Cell]] = []
     for group in groups:
         seeds = [str(run.info.get("seed", run.seed)) for run in group.runs]
         row: list[Cell] = [group.name, len(group.runs), ", ".join(seeds)]
-        for name in names:
-            values = group.values(name)
-            row += [fmean(values) if values else math.nan, stdev(values) if len(values) > 1 else math.nan]
+        for score in scores:
+            values = group.last_scores(score)
+            row.append(fmean(values) if values else math.nan)
+            row.append(stdev(values) if len(values) > 1 else math.nan)
         rows.append(row)
-    header = ["run", "runs", "seeds", *(text for name in names for text in (name, f"± {name}"))]
-    caption = "The last scores: mean and sample standard deviation over runs"
-    tables = [Table("comparison", caption, header, rows, metrics="columns")]
-    drawn = [one for one in (_curves(groups, name) for name in SCORES) if one is not None]
-    intro = (
-        "Runs that differ in their seed alone are one row and one line: their mean, and a sample standard deviation "
-        "around it."
+    return Table(
+        name="comparison",
+        caption="The last scores: mean and sample standard deviation over runs",
+        header=header,
+        rows=rows,
+        metrics="columns",
     )
-    return Section("comparison", "Scores", intro, drawn, tables, opened=True)
 
 
-def _curves(groups: Sequence[Group], score: str) -> Drawn | None:
-    """A line for each group, by round."""
-    if not any(score in row for group in groups for run in group.runs for row in run.rounds):
+def _all_scores(groups: Sequence[Group]) -> list[str]:
+    """Return the scores that a table may have, in its order."""
+    last_rounds = []
+    test_images: list[int] = []
+    names: list[str] = []
+    for group in groups:
+        for run in group.runs:
+            last_rounds += run.rounds[-1:]
+            test_images += run.test_images
+            names += run.metric_names
+    own_score, *other_scores = SCORES
+    return [own_score, *scores_beside(last_rounds, test_images), *other_scores, *shift_names(names)]
+
+
+def _score_figure(groups: Sequence[Group], score: str) -> RenderedFigure | None:
+    """Draw a score of all groups: by round, or only the last one if there was one evaluation."""
+    scored_rounds: set[float] = set()
+    for group in groups:
+        for run in group.runs:
+            scored_rounds.update(row["round"] for row in run.rounds if score in row)
+    if not scored_rounds:
         return None
-    scored = {row["round"] for group in groups for run in group.runs for row in run.rounds if score in row}
-    if len(scored) == 1:
-        return _points(groups, score)
-    with drawing():
+    if len(scored_rounds) == 1:
+        return _draw_points(groups, score)
+    return _draw_curves(groups, score)
+
+
+def _draw_curves(groups: Sequence[Group], score: str) -> RenderedFigure:
+    """Draw a line for each group, the mean over runs by round, with a band of one standard deviation."""
+    with report_style():
         figure, axes = new_axes()
-        for place, group in enumerate(groups):
-            by_round: dict[float, list[float]] = {}
-            for run in group.runs:
-                for row in run.rounds:
-                    if not math.isnan(row.get(score, math.nan)):
-                        by_round.setdefault(row["round"] + 1, []).append(100 * row[score])
-            if not by_round:
+        for index, group in enumerate(groups):
+            percent_by_round = _percent_by_round(group, score)
+            if not percent_by_round:
                 continue
-            x = sorted(by_round)
-            y = [fmean(by_round[one]) for one in x]
-            line(axes, place, x, y, label(group.name, 34))
-            error = [stdev(by_round[one]) if len(by_round[one]) > 1 else 0.0 for one in x]
-            if any(error):
-                low, high = zip(*((a - e, a + e) for a, e in zip(y, error, strict=True)), strict=True)
-                axes.fill_between(x, low, high, color=COLOURS[place % len(COLOURS)], alpha=0.15, linewidth=0)
+            rounds_done = sorted(percent_by_round)
+            means = [fmean(percent_by_round[number]) for number in rounds_done]
+            errors = []
+            for number in rounds_done:
+                values = percent_by_round[number]
+                errors.append(stdev(values) if len(values) > 1 else 0.0)
+            draw_line(axes, index, rounds_done, means, short_label(group.name, 34))
+            if any(errors):
+                lowest = [mean - error for mean, error in zip(means, errors, strict=True)]
+                highest = [mean + error for mean, error in zip(means, errors, strict=True)]
+                axes.fill_between(rounds_done, lowest, highest, color=colour_of(index), alpha=0.15, linewidth=0)
         axes.set(ylabel=f"{TITLES[score]}, in %")
-        whole_rounds(axes, "rounds done")
-        legend(figure)
-        return finish(
-            figure, f"compared_{score.replace('/', '_')}", f"{TITLES[score]}, by round, of {len(groups)} settings."
-        )
+        label_round_axis(axes, "rounds done")
+        add_legend(figure)
+        return render(figure, _file_name(score), f"{TITLES[score]}, by round, of {len(groups)} settings.")
 
 
-def _points(groups: Sequence[Group], score: str) -> Drawn:
-    """A point for each group, where runs were scored once."""
-    shown = [group for group in groups if group.values(score)]
-    with drawing():
-        figure, axes = new_axes(4.5, min(1.2 + 0.3 * len(shown), 12))
-        for place, group in enumerate(shown):
-            values = [100 * value for value in group.values(score)]
-            colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
+def _percent_by_round(group: Group, score: str) -> dict[float, list[float]]:
+    """Return a score in % by the number of rounds done, a value for each run that has it."""
+    percent_by_round: dict[float, list[float]] = {}
+    for run in group.runs:
+        for row in run.rounds:
+            value = row.get(score, math.nan)
+            if not math.isnan(value):
+                percent_by_round.setdefault(row["round"] + 1, []).append(100 * value)
+    return percent_by_round
+
+
+def _draw_points(groups: Sequence[Group], score: str) -> RenderedFigure:
+    """Draw a point for each group, the mean over runs, with its standard deviation."""
+    scored_groups = [group for group in groups if group.last_scores(score)]
+    with report_style():
+        figure, axes = new_axes(4.5, min(1.2 + 0.3 * len(scored_groups), 12))
+        for index, group in enumerate(scored_groups):
+            values = [100 * value for value in group.last_scores(score)]
             error = stdev(values) if len(values) > 1 else 0
-            axes.errorbar(fmean(values), place, xerr=error, fmt=marker, color=colour, capsize=3)
-        axes.set_yticks(range(len(shown)), [label(group.name, 30) for group in shown])
-        axes.set(xlabel=f"{TITLES[score]}, in %", ylim=(len(shown) - 0.5, -0.5))
-        alt = f"{TITLES[score]}, of {len(shown)} settings, in %, with a standard deviation over runs."
-        return finish(figure, f"compared_{score.replace('/', '_')}", alt)
+            axes.errorbar(fmean(values), index, xerr=error, fmt=marker_of(index), color=colour_of(index), capsize=3)
+        axes.set_yticks(range(len(scored_groups)), [short_label(group.name, 30) for group in scored_groups])
+        axes.set(xlabel=f"{TITLES[score]}, in %", ylim=(len(scored_groups) - 0.5, -0.5))
+        alt = f"{TITLES[score]}, of {len(scored_groups)} settings, in %, with a standard deviation over runs."
+        return render(figure, _file_name(score), alt)
 
 
-def _paired(groups: Sequence[Group]) -> list[Section]:
-    """Each other group against the first one, client by client, where they have the same clients."""
-    first, score = groups[0], SCORES[0]
-    base = first.clients(score)
-    rows: list[list[Cell]] = []
-    each: dict[str, list[float]] = {}
-    for group in groups[1:]:
-        other = group.clients(score)
-        if not base or not other or not _same_clients(first, group):
-            continue
-        differences, mean, error = paired(other, base)
-        each[group.name] = differences
-        better, worse = (sum(sign * one > 1e-9 for one in differences) for sign in (1, -1))
-        rows.append([group.name, first.name, len(differences), mean, error, better, worse])
-    if not rows:
+def _file_name(score: str) -> str:
+    return f"compared_{score.replace('/', '_')}"
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The clients' scores in one group against those in the first group."""
+
+    name: str
+    difference: PairedDifference
+
+
+def _paired_differences(groups: Sequence[Group]) -> list[Section]:
+    """Return the section that compares each other group with the first one; none if no group has the same clients."""
+    baseline, *others = groups
+    base_scores = baseline.client_scores(OWN_SCORE)
+    contrasts = []
+    for group in others:
+        scores = group.client_scores(OWN_SCORE)
+        if base_scores and scores and _have_same_clients(baseline, group):
+            contrasts.append(Contrast(group.name, paired_difference(scores, base_scores)))
+    if not contrasts:
         return []
-    header = ["run", "less", "clients", "mean difference", "standard error", "clients better", "clients worse"]
-    tables = [Table("paired", f"Differences over clients: {TITLES[score]}", header, rows)]
-    intro = "The score of each client's personal model on the client's own images, its mean over seeds, less what the "
-    intro += f"client has in {first.name}. The standard error "
-    intro += "is that of the mean over clients; it does not count how much a run changes with its seed."
-    return [Section("paired", "Paired differences", intro, [_differences(each, first.name)], tables, opened=True)]
 
-
-def _same_clients(one: Group, other: Group) -> bool:
-    """Whether clients have the same names and as many images of each class."""
-    first = one.runs[0]
-    return all(
-        (run.client_names, run.partition, run.train_sizes) == (first.client_names, first.partition, first.train_sizes)
-        for run in (*one.runs, *other.runs)
+    rows: list[list[Cell]] = []
+    for contrast in contrasts:
+        differences = contrast.difference.differences
+        # A difference of rounding is none.
+        num_better = sum(difference > 1e-9 for difference in differences)
+        num_worse = sum(difference < -1e-9 for difference in differences)
+        mean = contrast.difference.mean
+        error = contrast.difference.standard_error
+        rows.append([contrast.name, baseline.name, len(differences), mean, error, num_better, num_worse])
+    table = Table(
+        name="paired",
+        caption=f"Differences over clients: {TITLES[OWN_SCORE]}",
+        header=["run", "less", "clients", "mean difference", "standard error", "clients better", "clients worse"],
+        rows=rows,
     )
+    section = Section(
+        key="paired",
+        title="Paired differences",
+        intro="The score of each client's personal model on the client's own images, its mean over seeds, less what "
+        f"the client has in {baseline.name}. The standard error is that of the mean over clients; it does not count "
+        "how much a run changes with its seed.",
+        figures=[_draw_differences(contrasts, baseline.name)],
+        tables=[table],
+        opened=True,
+    )
+    return [section]
 
 
-def _differences(each: dict[str, list[float]], first: str) -> Drawn:
-    with drawing():
-        figure, axes = new_axes(4.5, min(1.4 + 0.5 * len(each), 8))
-        axes.axvline(0, color="#808080", linewidth=1)
-        for place, (name, values) in enumerate(each.items()):
-            colour = COLOURS[(place + 1) % len(COLOURS)]
-            shown = [100 * value for value in values]
-            axes.plot(shown, [place] * len(shown), "|", color=colour, markersize=9, alpha=0.6)
-            _, mean, error = paired(shown, [0.0] * len(shown))
-            axes.errorbar(mean, place + 0.25, xerr=0 if math.isnan(error) else error, fmt="o", color=colour, capsize=3)
+def _have_same_clients(group: Group, other: Group) -> bool:
+    """Return whether the clients of all runs have the same names and numbers of images."""
+    first = group.runs[0]
+    for run in (*group.runs, *other.runs):
+        has_same_names = run.client_names == first.client_names
+        has_same_images = run.partition == first.partition and run.train_sizes == first.train_sizes
+        if not has_same_names or not has_same_images:
+            return False
+    return True
+
+
+def _draw_differences(contrasts: Sequence[Contrast], baseline: str) -> RenderedFigure:
+    """Draw the clients' differences to the first group as ticks, and above them their mean with its standard error."""
+    with report_style():
+        figure, axes = new_axes(4.5, min(1.4 + 0.5 * len(contrasts), 8))
+        axes.axvline(0, color=GREY, linewidth=1)
+        for index, contrast in enumerate(contrasts):
+            colour = colour_of(index + 1)  # the first colour is that of the first group
+            points = [100 * difference for difference in contrast.difference.differences]
+            axes.plot(points, [index] * len(points), "|", color=colour, markersize=9, alpha=0.6)
+            in_points = paired_difference(points, [0.0] * len(points))
+            error = 0 if math.isnan(in_points.standard_error) else in_points.standard_error
+            axes.errorbar(in_points.mean, index + 0.25, xerr=error, fmt="o", color=colour, capsize=3)
             axes.annotate(
-                label(name, 40), (mean, place + 0.25), (0, 5), textcoords="offset points", ha="center", fontsize=8
+                short_label(contrast.name, 40),
+                (in_points.mean, index + 0.25),
+                (0, 5),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
             )
-        axes.set(ylim=(-0.5, len(each) - 0.2), yticks=[], xlabel=f"difference to {label(first, 40)} in % points")
-        alt = f"Differences to {first} by client, and their mean with its standard error."
-        return finish(figure, "paired", alt)
+        axes.set(
+            ylim=(-0.5, len(contrasts) - 0.2),
+            yticks=[],
+            xlabel=f"difference to {short_label(baseline, 40)} in % points",
+        )
+        alt = f"Differences to {baseline} by client, and their mean with its standard error."
+        return render(figure, "paired", alt)

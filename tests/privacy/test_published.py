@@ -13,7 +13,7 @@ from perada.cli import main
 from perada.lightning.joining import personalize
 from perada.results.run import Run
 from perada.studies.report.page import write_page
-from perada.studies.report.records import Record, read_records
+from perada.studies.report.records import RunRecord, read_records
 from tests.options import sections
 
 SECTIONS = {
@@ -138,7 +138,7 @@ def test_a_page_has_scores_only_where_the_run_is_not_private(tmp_path, capsys, s
 
 def test_a_page_on_private_runs_of_a_comparison_has_no_scores(tmp_path):
     rows = [{"round": 0, "personal/local_test": 0.7531, "privacy/release_epsilon_max": 2.5}]
-    records = [Record(f"run {number}", tmp_path, rounds=rows, group=f"run {number}") for number in (1, 2)]
+    records = [RunRecord(f"run {number}", tmp_path, rounds=rows, group=f"run {number}") for number in (1, 2)]
     assert "75.31" not in write_page(tmp_path / "page", records).read_text(encoding="utf-8")
     assert "75.31" in write_page(tmp_path / "asked", records, scores=True).read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import perada
 from perada.data import FederatedData
 from perada.results.cards import privacy_card, privacy_lines
-from perada.studies.report.records import Record
+from perada.studies.report.records import RunRecord
 from perada.studies.report.sections import sections
 
 from .test_model_card import made
@@ -54,6 +54,6 @@ def test_who_shares_the_global_adapter_is_not_called_unprotected(tmp_path):
 
 
 def test_the_page_of_a_private_run_says_that_it_is_not_covered(by_image, tmp_path):
-    record = Record("it", tmp_path, by_image.info, clients={"personal/local_test": [0.5] * 3})
+    record = RunRecord("it", tmp_path, by_image.info, clients={"personal/local_test": [0.5] * 3})
     told = {section.key: section.intro for section in sections(record)}
     assert "This page itself is not covered" in told["privacy"]

@@ -13,9 +13,9 @@ from scipy.stats import sem, ttest_rel
 
 import perada
 from perada.cli import main
-from perada.studies.report.facts import expected_calibration_error, paired
+from perada.studies.report.facts import expected_calibration_error, paired_difference
 from perada.studies.report.page import as_csv, write_page
-from perada.studies.report.records import Record, read_records
+from perada.studies.report.records import RunRecord, read_records
 from perada.studies.report.several import comparison, groups_of
 from tests.options import sections
 
@@ -143,13 +143,15 @@ def test_the_page_shows_when_each_client_took_part_last(page, runs):
 def test_the_page_shows_what_the_mean_hides(tmp_path):
     scores = {"personal/local_test": 0.5, "personal/local_test_weighted": 0.75, "personal/local_test_recent": 0.625}
     info = {"num_classes": 2, "clients": ["north", "south"]}
-    record = Record("run", tmp_path, info, [{"round": 0} | scores], test_images=[3, 31])
+    record = RunRecord("run", tmp_path, info, [{"round": 0} | scores], test_images=[3, 31])
     record.clients = {"personal/local_test": [0.4, 0.6], "last_round": [1, 0]}
     text = write_page(tmp_path / "page", [record]).read_text(encoding="utf-8")
     for name, value in (("own images", 50), ("weighted by images", 75), ("recent clients", 62.5)):
         assert f"{name}</dt><dd>{value:.2f} %</dd>" in text
     assert ">never</td>" in text
-    even = write_page(tmp_path / "even", [Record("run", tmp_path, info, [{"round": 0} | scores], test_images=[3, 30])])
+    even = write_page(
+        tmp_path / "even", [RunRecord("run", tmp_path, info, [{"round": 0} | scores], test_images=[3, 30])]
+    )
     assert "weighted by images</dt>" not in even.read_text(encoding="utf-8")
 
 
@@ -172,7 +174,7 @@ def test_the_partition_and_the_mistakes_are_those_of_the_run(page, runs, tiny):
 def test_images_with_several_labels_are_counted_once(tmp_path):
     info = {"multilabel": True, "num_classes": 2, "classes": ["edema", "mass"], "clients": ["north", "south"]}
     info |= {"algorithm": "Ditto", "backbone": "test_resnet", "training": {"metric": "auto"}}
-    record = Record("run", tmp_path, info, [{"round": 0, "train/local_loss": 0.5, "params/trained": 59780}])
+    record = RunRecord("run", tmp_path, info, [{"round": 0, "train/local_loss": 0.5, "params/trained": 59780}])
     record.partition, record.train_sizes = {"train": [[3, 2], [1, 4]]}, [4, 5]
     text = write_page(tmp_path / "page", [record]).read_text(encoding="utf-8")
     assert "Ditto on test_resnet, 2 clients, 2 classes, 1 round. Scores are auroc, in %." in text
@@ -184,17 +186,17 @@ def test_images_with_several_labels_are_counted_once(tmp_path):
 @pytest.mark.parametrize("metric", [["f1", "auroc"], [{"f1": {"average": "macro"}}, "ece"], {"f1": {}}])
 def test_the_page_says_what_the_first_metric_is(tmp_path, metric):
     info = {"num_classes": 2, "clients": ["north"], "training": {"metric": metric}}
-    record = Record("run", tmp_path, info, [{"round": 0}])
+    record = RunRecord("run", tmp_path, info, [{"round": 0}])
     assert "Scores are f1, in %." in write_page(tmp_path / "page", [record]).read_text(encoding="utf-8")
 
 
 def test_a_paired_difference_is_that_of_scipy():
     random = np.random.default_rng(0)
     one, other = random.random((2, 30))
-    differences, mean, error = paired([*one, math.nan], [*other, 0.0])
-    assert len(differences) == 30
-    assert error == pytest.approx(sem(one - other))
-    assert mean / error == pytest.approx(ttest_rel(one, other).statistic)
+    difference = paired_difference([*one, math.nan], [*other, 0.0])
+    assert len(difference.differences) == 30
+    assert difference.standard_error == pytest.approx(sem(one - other))
+    assert difference.mean / difference.standard_error == pytest.approx(ttest_rel(one, other).statistic)
 
 
 def test_runs_that_differ_in_the_seed_are_one_row(runs):
@@ -215,9 +217,9 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs):
 def test_groups_are_named_by_what_differs(tmp_path):
     def record(name, rate, seed):
         config = f"seed_everything: {seed}\nmodel: {{lr_local: {rate}}}\n"
-        return Record(name, tmp_path, {"algorithm": "PerAda", "seed": seed}, config=config)
+        return RunRecord(name, tmp_path, {"algorithm": "PerAda", "seed": seed}, config=config)
 
-    found = groups_of([record("a", 0.1, 0), record("b", 0.2, 0), record("c", 0.1, 1), Record("d", tmp_path)])
+    found = groups_of([record("a", 0.1, 0), record("b", 0.2, 0), record("c", 0.1, 1), RunRecord("d", tmp_path)])
     assert [group.name for group in found] == ["PerAda: lr_local=0.1", "PerAda: lr_local=0.2", "d"]
     assert [len(group.runs) for group in found] == [2, 1, 1]
 

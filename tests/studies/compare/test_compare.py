@@ -27,10 +27,12 @@ from perada.core.rounds import sample_cohort
 from perada.data import Digits
 from perada.studies.compare import command, file
 from perada.studies.compare.command import Comparison
+from perada.studies.compare.entries import ENTRIES
 from perada.studies.compare.grid import parse_grid
-from perada.studies.compare.plan import CHOSEN_BY, ENTRIES, Plan
-from perada.studies.compare.results import Results, choose, curve_tables, grid_table, score, summary
-from perada.studies.compare.running import epsilons, runner, same_budget
+from perada.studies.compare.plan import CHOSEN_BY, Plan
+from perada.studies.compare.results import Results, choose, score
+from perada.studies.compare.running import Task, epsilons, runner, same_budget
+from perada.studies.compare.tables import curve_tables, grid_table, summary
 from tests import recipes
 from tests.digests import without
 
@@ -232,11 +234,11 @@ def stub(args):
 
 @pytest.mark.slow
 def test_a_process_that_dies_takes_its_own_run_along_only(capfd):
-    tasks = [(["a"], False), (["die"], False), (["b"], True), (["c"], False), (["die"], False), (["d"], False)]
+    tasks = [Task([word], scores_start=word == "b") for word in ("a", "die", "b", "c", "die", "d")]
     before = dict(os.environ)
     with runner(stub, threads=3, jobs=2) as carry_out:
         events = list(carry_out(tasks))
-        events += [(6 + number, result) for number, result in carry_out([(["e"], False)])]
+        events += [(6 + number, result) for number, result in carry_out([Task(["e"], scores_start=False)])]
     assert sorted(number for number, result in events if result is None) == list(range(7))
     results = {number: result for number, result in events if result is not None}
     for number in (0, 2, 3, 5):
@@ -256,7 +258,7 @@ def slow(args):
 
 def test_a_comparison_that_is_stopped_ends_its_processes(tmp_path):
     with pytest.raises(KeyboardInterrupt), runner(slow, threads=1, jobs=2) as carry_out:
-        for _ in carry_out([([str(tmp_path / name)], False) for name in "abc"]):
+        for _ in carry_out([Task([str(tmp_path / name)], scores_start=False) for name in "abc"]):
             raise KeyboardInterrupt
     for child in active_children():
         child.join(30)
@@ -378,7 +380,7 @@ def algorithm(*words):
 )
 def test_each_name_is_one_row_and_all_stands_for_every_one(recipe, monkeypatch, asked, planned):
     rows = []
-    monkeypatch.setattr(Plan, "_check", lambda plan, row: rows.append(row[1]))  # which parses each
+    monkeypatch.setattr(Plan, "_check_row", lambda plan, row: rows.append(row[1]))  # which parses each
     monkeypatch.setattr(Comparison, "run", lambda comparison: 0)
     main(["compare", recipe, "--algorithms", *asked])
     assert rows == planned

@@ -11,7 +11,7 @@ import yaml
 
 from perada.cli import main
 from perada.cli.runs import PeradaCLI
-from perada.studies.compare.grid import Range, corners, inside, parse_grid, propose, ranged
+from perada.studies.compare.grid import Range, corners, has_range, inside, parse_grid, propose
 from tests import recipes
 
 RATE = "model.lr_local+model.lr_personal"
@@ -50,7 +50,7 @@ def test_what_a_range_is():
         "e": ["../x"],
     }
     assert not parse_grid(["model.lr=0.1..1:linear"])["model.lr"].log
-    assert ranged(parse_grid(["a=1..4"])) and not ranged(parse_grid(["a=1,4"]))
+    assert has_range(parse_grid(["a=1..4"])) and not has_range(parse_grid(["a=1,4"]))
     assert corners(parse_grid(["a=1..4", "b=x,y"])) == [{"a": "1", "b": "x"}, {"a": "4", "b": "y"}]
 
 

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named algorithms as options of ``perada fit``."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from jsonargparse import Namespace
+
+from perada.algorithms import ALGORITHMS, VARIANTS, Algorithm
+from perada.core.checks import check_known
+from perada.server import SERVER_RULES
+
+# Options of `perada fit`.
+ALGORITHM = "federated.algorithm"
+SERVER_RULE = "federated.server_rule"
+ADAPTER = "model.adapter"
+ADAPTER_OPTIONS = "model.adapter_options"
+TRAIN_BACKBONE = "model.train_backbone"
+
+FULL_MODEL = (f"--{ADAPTER}=full", f"--{ADAPTER_OPTIONS}=null")
+"""Words that train the whole model."""
+LORA_ADAPTERS = ("lora", "dual_lora")
+LORA_OPTIONS = {"r", "lora_alpha", "target_modules", "exclude_modules", "last_blocks"}
+"""Options that have the same meaning in all :data:`LORA_ADAPTERS`."""
+COMMON_OPTIONS = {"last_blocks"}
+"""Options that have the same meaning in all adapters."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named algorithm with its options of ``perada fit``.
+
+    Attributes:
+        base: Its name for :func:`perada.algorithms.make_algorithm`, which has its class and its arguments; or the path
+            of a user's class.
+        options: Further words that belong to it.
+        paper: Words with which it trains what its paper trains.
+        adapter: The adapter that it is about; empty for the recipe's adapter.
+        adapter_options: Options of this adapter that belong to it.
+    """
+
+    base: str
+    options: tuple[str, ...] = ()
+    paper: tuple[str, ...] = FULL_MODEL
+    adapter: str = ""
+    adapter_options: dict[str, bool] = field(default_factory=dict)
+
+    def words(self, cli: Any, paper: bool = False) -> list[str]:  # noqa: ANN401 - a LightningCLI
+        """Return the options of ``perada fit`` for this algorithm.
+
+        If the recipe's algorithm has the same class, the arguments in the recipe are kept. Otherwise they are reset, so
+        that no other algorithm's argument of the same name remains.
+
+        Args:
+            cli: The recipe's CLI.
+            paper: Whether to add the options that train what the paper trains.
+        """
+        spec = spec_of(self.base)
+        words = []
+        if spec["class_path"] != _path_of(type(cli.loop.algorithm)):
+            words.append(f"--{ALGORITHM}=null")
+        words += words_of(ALGORITHM, spec)
+        words += self.options
+        if paper:
+            words += self.paper
+        return words
+
+    def adapter_words(self, cli: Any) -> list[str]:  # noqa: ANN401 - a LightningCLI
+        """Return the options of ``perada fit`` for the adapter that the algorithm is about, if there is one.
+
+        They have to follow all other words: what is given for every run is given for every algorithm.
+
+        Args:
+            cli: A CLI of the recipe with the words for every run. Its options of the adapter are kept, or those that
+                this adapter has too.
+        """
+        if not self.adapter:
+            return []
+        model = cli.config.model
+        options = dict(model.adapter_options or {})
+        if model.adapter != self.adapter:
+            shared_options = LORA_OPTIONS if model.adapter in LORA_ADAPTERS else COMMON_OPTIONS
+            options = {name: value for name, value in options.items() if name in shared_options}
+        options |= self.adapter_options
+        options_text = json.dumps(options) if options else "null"
+        return [f"--{ADAPTER}={self.adapter}", f"--{ADAPTER_OPTIONS}={options_text}"]
+
+    def check(self, algorithm: Namespace) -> None:
+        """Raise if a parsed algorithm is not the one of this name.
+
+        Args:
+            algorithm: ``class_path`` and ``init_args`` of the parsed algorithm.
+
+        Raises:
+            ValueError: If its class, or an argument that belongs to this name, is another.
+        """
+        spec = spec_of(self.base)
+        class_path = spec["class_path"]
+        if self.base not in ALGORITHMS:
+            # The parser replaces the path of a user's class by that of the module that defines it.
+            module, _, name = self.base.rpartition(".")
+            class_path = _path_of(getattr(import_module(module), name))
+        other = ""
+        if algorithm.class_path != class_path:
+            other = algorithm.class_path
+        else:
+            for name, value in spec["init_args"].items():
+                if algorithm.init_args.get(name) != value:
+                    other = f"{name}={algorithm.init_args.get(name)}"
+                    break
+        if other:
+            raise ValueError(
+                f"--algorithms {self.base}: an option or a --config for all runs makes it {other}, so that its row "
+                "would show another algorithm; leave that out, or --algorithms (then a recipe has its own algorithm)"
+            )
+
+
+def _path_of(kind: Callable[..., Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _make_entries() -> dict[str, Entry]:
+    """Return the entries of all named algorithms, by name."""
+    entries = {name: Entry(name) for name in ALGORITHMS}
+    for name, variant in VARIANTS.items():
+        words = []
+        for argument, algorithm in variant.options.items():
+            words.append(f"--{ALGORITHM}.{argument}={_path_of(ALGORITHMS[algorithm])}")
+        if variant.server_rule is not None:
+            words.append(f"--{SERVER_RULE}={_path_of(SERVER_RULES[variant.server_rule])}")
+        entries[name] = Entry(variant.base, tuple(words))
+
+    # PerAda is about adapters: the recipe's.
+    for name in ("perada", "perada_no_kd", "fed_ensemble_perada"):
+        entries[name] = replace(entries[name], paper=())
+    # The adapter stays private, so the backbone is trained beside it and shared.
+    for name in ("fedalt_adapter", "fedsim_adapter"):
+        entries[name] = replace(entries[name], options=(f"--{TRAIN_BACKBONE}=true",), paper=())
+    # About LoRA's factors.
+    for name in (
+        "ffa_lora",
+        "fedsa_lora",
+        "rolora",
+        "het_lora",
+        "fedex_lora",
+        "flora",
+        "flexlora",
+        "lora_fair",
+    ):
+        entries[name] = replace(entries[name], paper=(), adapter="lora")
+    # About the two branches of dual LoRA.
+    for name in ("feddpa", "feddpa_f", "fedalt_row"):
+        entries[name] = replace(entries[name], paper=(), adapter="dual_lora")
+    entries["fedalt_row"] = replace(entries["fedalt_row"], adapter_options={"gate": True})
+    return entries
+
+
+ENTRIES = _make_entries()
+
+
+def entry_of(name: str) -> Entry:
+    """Return the entry of a named algorithm, or of a user's class by its path, which trains what the recipe says.
+
+    Raises:
+        ValueError: If the name is neither.
+    """
+    if name in ENTRIES:
+        return ENTRIES[name]
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name):
+        return Entry(name, paper=())
+    check_known("--algorithms", name, ENTRIES, ", or a class of your own by its path, such as mine.MyAlgorithm")
+    raise AssertionError("check_known raises for unknown names")
+
+
+def words_of(option: str, spec: dict[str, Any]) -> list[str]:
+    """Return the options of ``perada fit`` for a class with its arguments.
+
+    >>> words_of("data.partition", {"class_path": "Shards", "init_args": {"num_clients": 3}})
+    ['--data.partition=Shards', '--data.partition.num_clients=3']
+    """
+    words = [f"--{option}={spec['class_path']}"]
+    for name, value in spec.get("init_args", {}).items():
+        value_text = value if isinstance(value, str) else json.dumps(value)
+        words.append(f"--{option}.{name}={value_text}")
+    return words
+
+
+def spec_of(name: str) -> dict[str, Any]:
+    """Return the class of a named algorithm, and the arguments that tell it from other names of that class.
+
+    Returns:
+        ``class_path`` and ``init_args``, as in a recipe.
+    """
+    if name not in ALGORITHMS:
+        return {"class_path": name, "init_args": {}}
+    constructor = _constructor_of(ALGORITHMS[name])
+    defaults = inspect.signature(constructor.kind).parameters
+    # Names of the same class differ in these arguments; the others of them have their defaults.
+    init_args = {}
+    for make in ALGORITHMS.values():
+        other = _constructor_of(make)
+        if other.kind is constructor.kind:
+            for argument in other.arguments:
+                init_args[argument] = constructor.arguments.get(argument, defaults[argument].default)
+    return {"class_path": _path_of(constructor.kind), "init_args": init_args}
+
+
+@dataclass(frozen=True)
+class Constructor:
+    """A class and the arguments that it is called with, by their names."""
+
+    kind: Callable[..., Algorithm]
+    arguments: dict[str, Any]
+
+
+def _constructor_of(make: Callable[..., Algorithm]) -> Constructor:
+    """Return the class and the arguments of a value of :data:`perada.algorithms.ALGORITHMS`."""
+    bound = partial(make)  # of a class a partial without arguments; partials of partials are flattened
+    arguments = inspect.signature(bound.func).bind_partial(*bound.args, **bound.keywords).arguments
+    return Constructor(bound.func, arguments)

@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a comparison, as Markdown: the summary, the grid, and the scores by round."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean, stdev
+
+from perada.core.text import printable
+from perada.results.report import (
+    ENTROPY,
+    MODES,
+    SCORES,
+    epsilon_text,
+    percent,
+    scores_beside,
+    shift_names,
+    table,
+    title,
+)
+from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, named
+from perada.studies.compare.results import (
+    NO_POINT,
+    Record,
+    Trial,
+    choose,
+    lower_is_better,
+    score_text,
+)
+
+
+@dataclass(frozen=True)
+class EpsilonColumn:
+    """A column with an ε: its heading, and the explanation in the note below the table."""
+
+    heading: str
+    explanation: str
+
+
+EPSILONS = {
+    "privacy/server_epsilon_mean": EpsilonColumn("ε server", "mean over clients, of what they sent"),
+    "privacy/release_epsilon_mean": EpsilonColumn("ε release", "of all that they trained"),
+    "privacy/release_epsilon_max": EpsilonColumn("ε max", "its largest"),
+    "privacy/client_epsilon_max": EpsilonColumn("ε client", "largest of a client as a whole"),
+}
+
+
+@dataclass(frozen=True)
+class CostColumn:
+    """A column with a cost.
+
+    Attributes:
+        heading: Heading of the column.
+        metric: Name of the cost in a record.
+        full_metric: Name of the same cost with full fine-tuning; empty if it is not known.
+        form: Format of the number.
+    """
+
+    heading: str
+    metric: str
+    full_metric: str
+    form: str
+
+
+COSTS = (
+    CostColumn("trained", "params/trained", "full/params", "{:,.0f}"),
+    CostColumn("sent", "params/sent", "full/params", "{:,.0f}"),
+    CostColumn("MB sent", "mb_sent", "full/mb", "{:.2f}"),
+    CostColumn("s / round", "seconds_per_round", "", "{:.1f}"),
+)
+
+Columns = dict[str, Callable[[Sequence[Record]], str]]
+"""For each heading the function that returns a cell, given the runs of a row."""
+
+
+def summary(records: Sequence[Record]) -> str:
+    """Return a table with a row for each label, and notes on it.
+
+    Scores are means over seeds, with the sample standard deviation if there are several. Rows of one label that were
+    asked for with different options have these in their names.
+    """
+    final_records = _with_starts([record for record in records if record["stage"] != "tune"])
+    rows_by_name = _rows_by_name(final_records)
+    columns = _summary_columns(final_records)
+    table_rows = []
+    for name, records_of_row in rows_by_name.items():
+        runs = _finished(records_of_row)
+        num_failed = len(records_of_row) - len(runs)
+        if num_failed:
+            name += f" ({num_failed} of {len(records_of_row)} failed)"
+        if any(record.get("diverged") for record in runs):
+            name += " (diverged)"
+        table_rows.append([name, *(text_of(runs) for text_of in columns.values())])
+    labels_without_point = _labels_without_point(records, final_records)
+    for label in labels_without_point:
+        table_rows.append([f"{label} (failed)", *["–"] * len(columns)])
+    table_rows += _full_fine_tuning_rows(final_records, columns)
+
+    parts = [table(["", *columns], table_rows), _score_note(final_records, rows_by_name)]
+    parts += _stale_clients_note(rows_by_name)
+    parts += _epsilon_notes(records, final_records)
+    if labels_without_point:
+        parts.append("\n".join(f"{label}: {NO_POINT}." for label in labels_without_point))
+    return _printable([*parts, *_failures(final_records)])
+
+
+def _finished(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if "failed" not in record]
+
+
+def _summary_columns(records: Sequence[Record]) -> Columns:
+    """Return the columns of the summary that some record has a value for."""
+    columns: Columns = {}
+    for name in _summary_scores(records):
+        columns[title(name)] = partial(_over_seeds, name=name)
+    for name in _epsilons_of(records):
+        columns[EPSILONS[name].heading] = partial(_epsilon_over_seeds, name=name)
+    if any(_lost_in_aggregation(record) is not None for record in records):
+        columns["lost"] = _lost_over_seeds
+    for cost in COSTS:
+        columns[cost.heading] = partial(_cost_over_seeds, cost=cost)
+    if any(record.get("point") for record in records):
+        columns["chosen"] = _chosen_values
+    return columns
+
+
+def _summary_scores(records: Sequence[Record]) -> list[str]:
+    """Return the names of the scores in the summary, in its order."""
+    test_images: list[int] = []
+    names: set[str] = set()
+    for record in records:
+        test_images += record.get("test_images", [])
+        names.update(record)
+    modes = [name for name in MODES if any(record.get(name) is not None for record in records)]
+    own_score, *other_scores = SCORES
+    return [own_score, *scores_beside(records, test_images), *other_scores, *modes, *shift_names(names)]
+
+
+def _epsilons_of(records: Sequence[Record]) -> list[str]:
+    """Return the names of the ε that some record has."""
+    return [name for name in EPSILONS if any(name in record for record in records)]
+
+
+def _labels_without_point(records: Sequence[Record], final_records: Sequence[Record]) -> list[str]:
+    """Return the labels that were tuned but have no run in the table, since no point of the grid has a score."""
+    labels_with_run = {record["label"] for record in final_records}
+    tuned_labels = dict.fromkeys(record["label"] for record in records if record["stage"] == "tune")
+    return [label for label in tuned_labels if label not in labels_with_run]
+
+
+def _full_fine_tuning_rows(records: Sequence[Record], columns: Columns) -> list[list[str]]:
+    """Return a row with the costs of full fine-tuning for each size of model."""
+    record_of_size: dict[tuple[int, float], Record] = {}
+    for record in reversed(records):  # so that the first record with a size remains, whose label the row has
+        if "full/params" in record:
+            record_of_size[record["full/params"], record["full/mb"]] = record
+    rows = []
+    for record in reversed(record_of_size.values()):
+        name = "full fine-tuning, for comparison"
+        if len(record_of_size) > 1:
+            name += f" ({record['label']})"
+        costs = {cost.heading: cost.form.format(record[cost.full_metric]) for cost in COSTS if cost.full_metric}
+        rows.append([name, *(costs.get(heading, "") for heading in columns)])
+    return rows
+
+
+def _score_note(records: Sequence[Record], rows_by_name: dict[str, list[Record]]) -> str:
+    unit = "%"
+    if any(record.get(ENTROPY) is not None for record in records):
+        unit = "%, entropy in nats"
+    note = (
+        f"Scores in {unit}. Each client's personal model is tested on the "
+        "client's own test images and on those of all clients (means over clients), the global model on the latter. "
+        "Parameters trained and sent, and MB sent, are of one client in one round."
+    )
+    if any(len(_finished(records_of_row)) > 1 for records_of_row in rows_by_name.values()):
+        note += " ± is the sample standard deviation over seeds."
+    return note
+
+
+def _stale_clients_note(rows_by_name: dict[str, list[Record]]) -> list[str]:
+    """Return a note on the rows in which clients ended with models that are older than half of the rounds, if any."""
+    lines = []
+    for name, records_of_row in rows_by_name.items():
+        runs = [record for record in records_of_row if record.get("stale_clients")]
+        if not runs:
+            continue
+        worst = max(runs, key=lambda record: record["stale_clients"])
+        seed = f" with seed {worst['seed']}" if len(records_of_row) > 1 else ""
+        lines.append(f"- {name}: {worst['stale_clients']} of {worst['num_clients']} clients{seed}")
+    if not lines:
+        return []
+    head = (
+        "Personal models of clients that have not taken part for more than half of the rounds are that old, and the "
+        "means include them. More rounds, or more clients_per_round, help. There are such clients in:"
+    )
+    return ["\n".join([head, "", *lines])]
+
+
+def _epsilon_notes(records: Sequence[Record], final_records: Sequence[Record]) -> list[str]:
+    """Return the meanings of the columns of ε, and the cost of all runs together; empty without private runs."""
+    names = _epsilons_of(final_records)
+    if not names:
+        return []
+    meanings = [f"{EPSILONS[name].heading}: {EPSILONS[name].explanation}" for name in names]
+    return ["; ".join(meanings) + ".", _composition_note(records)]
+
+
+def _composition_note(records: Sequence[Record]) -> str:
+    """Return a note on what all private runs cost together: the sum of their ε (basic composition)."""
+    sums = []
+    for name in ("privacy/release_epsilon_max", "privacy/client_epsilon_max"):
+        epsilons = [float(record[name]) for record in records if record.get(name) is not None]
+        if epsilons:
+            sums.append(f"{EPSILONS[name].heading} = {epsilon_text(math.fsum(epsilons))} of {len(epsilons)} runs")
+    return (
+        "Each ε is of one run. Those of runs on the same images add up, over all rows and seeds: whoever sees them all "
+        f"sees at most {', '.join(sums)}, at as many times the δ."
+    )
+
+
+IGNORED_WORDS = {"tune": ("--tune=", "--choose_by=", "--trials=", "--sampler=")}
+"""By stage, options that make no new row: a grid may be extended by a later command."""
+
+
+def _rows_by_name(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return records by the name of their row: the label, and the options that other rows of the label do not have."""
+    rows: dict[tuple[str, tuple[str, ...]], list[Record]] = {}
+    for record in records:
+        ignored = IGNORED_WORDS.get(record["stage"], ())
+        variant = tuple(word for word in record["variant"] if not word.startswith(ignored))
+        if record["stage"] == "start":
+            variant = ()  # the initial model is one row, whichever command scored it
+        rows.setdefault((record["label"], variant), []).append(record)
+    common_words: dict[str, set[str]] = {}
+    for label, variant in rows:
+        common_words[label] = common_words.get(label, set(variant)) & set(variant)
+    rows_by_name = {}
+    for (label, variant), records_of_row in rows.items():
+        distinguishing = [word for word in variant if word not in common_words[label]]
+        rows_by_name[" ".join([label, *distinguishing])] = records_of_row
+    return rows_by_name
+
+
+def _with_starts(records: Sequence[Record]) -> list[Record]:
+    """Return the records with each initial model once.
+
+    If values that were varied change its scores, its label names them.
+    """
+    starts = [record for record in records if record["stage"] == "start"]
+    runs = {(record.get("recipe"), record["seed"]) for record in starts}
+    scores = {(record.get("recipe"), record["seed"], *(record.get(name) for name in SCORES)) for record in starts}
+    is_the_same_everywhere = len(scores) == len(runs)
+    remaining = []
+    seen: set[tuple[str, int]] = set()
+    for record in records:
+        if record["stage"] == "start":
+            if not is_the_same_everywhere:
+                record = record | {"label": record["label"] + named(record.get("varied", {}))}
+            if (record["label"], record["seed"]) in seen:
+                continue
+            seen.add((record["label"], record["seed"]))
+        remaining.append(record)
+    return remaining
+
+
+def grid_table(records: Sequence[Record]) -> str:
+    """Return a table of the grid's scores, a row for each run in the order of the runs, and which one was chosen."""
+    trials = [record for record in records if record["stage"] == "tune"]
+    options: dict[str, None] = {}  # in order
+    chosen_by: dict[str, None] = {}
+    for record in trials:
+        options.update(dict.fromkeys(record["point"]))
+        chosen_by.update(dict.fromkeys(record.get("chosen_by", CHOSEN_BY)))
+    rows = []
+    for label, records_of_row in _rows_by_name(trials).items():
+        best = choose(Trial(record["point"], record) for record in records_of_row)
+        for record in records_of_row:
+            is_chosen = best is not None and record["point"] == best.point
+            values = [record["point"].get(name, "") for name in options]
+            rows.append([label, *values, score_text(record), "chosen" if is_chosen else ""])
+    note = _grid_note(list(options), list(chosen_by), lower_chosen=all(lower_is_better(record) for record in trials))
+    return _printable([table(["", *options, "score", ""], rows), note, *_failures(trials)])
+
+
+def _grid_note(options: Sequence[str], chosen_by: Sequence[str], lower_chosen: bool) -> str:
+    """Return the explanation of the grid's scores.
+
+    Args:
+        options: Options that were tuned.
+        chosen_by: Scores that chose, with a minus if lower values are better.
+        lower_chosen: Whether the lowest score is chosen in all rows; then the minus is left out.
+    """
+    scores = []
+    for signed_name in chosen_by:
+        minus = "-" if signed_name.startswith("-") and not lower_chosen else ""
+        scores.append(minus + title(signed_name.removeprefix("-")))
+    scores_text = " and ".join(scores)
+    if len(scores) > 1:
+        scores_text = f"mean of {scores_text}"
+    direction = "; the lowest is chosen" if lower_chosen else ""
+    return f"Scores of {' and '.join(options)} in %: {scores_text}, of held-out validation images{direction}."
+
+
+def curve_tables(records: Sequence[Record]) -> str:
+    """Return a table for each score and diagnostic, with a column for each round; empty without scores by round."""
+    runs = [record for record in records if record["stage"] == "run" and record.get("history")]
+    rounds: set[int] = set()
+    diagnostics: dict[str, None] = {}  # in order
+    for record in runs:
+        for metrics in record["history"]:
+            rounds.add(metrics["round"])
+            diagnostics.update(dict.fromkeys(name for name in metrics if name.startswith(DIAGNOSED)))
+    tables = []
+    for name in (*SCORES, *diagnostics):
+        rows = []
+        for label, records_of_row in _rows_by_name(runs).items():
+            histories = [_history_by_round(record) for record in records_of_row]
+            if not any(name in metrics for history in histories for metrics in history.values()):
+                continue
+            cells = []
+            for number in sorted(rounds):
+                cells.append(_over_seeds([history.get(number, {}) for history in histories], name))
+            rows.append([label, *cells])
+        if rows:
+            tables.append(table([f"{title(name)} after round", *(str(number) for number in sorted(rounds))], rows))
+    return _printable(tables)
+
+
+def _history_by_round(record: Record) -> dict[int, Record]:
+    return {metrics["round"]: metrics for metrics in record["history"]}
+
+
+def _printable(parts: Iterable[str]) -> str:
+    """Join parts with empty lines between them, without control characters: names and reasons come from a file."""
+    lines = "\n\n".join(parts).split("\n")
+    return "\n".join(printable(line) for line in lines)
+
+
+def _failures(records: Sequence[Record]) -> list[str]:
+    """Return the list of the runs that failed, with the reasons, if there are any."""
+    lines = []
+    for record in records:
+        if "failed" in record:
+            run = [record["label"], f"seed {record['seed']}", *record["point"].values()]
+            lines.append(f"- {', '.join(run)}: {record['failed']}")
+    return ["\n".join(["Failed:", "", *lines])] if lines else []
+
+
+def _over_seeds(runs: Sequence[Record], name: str) -> str:
+    """Return the cell of a score or diagnostic."""
+    text_of: Callable[[float], str]
+    if name == ENTROPY:
+        text_of = "{:.2f}".format
+    elif name.startswith(DIAGNOSED):
+        text_of = "{:.4g}".format
+    else:
+        text_of = percent
+    return _mean([run[name] for run in runs if run.get(name) is not None], text_of)
+
+
+def _epsilon_over_seeds(runs: Sequence[Record], name: str) -> str:
+    """Return the cell of an ε: the largest over seeds of a largest over clients, the mean over seeds of a mean."""
+    values = [float(run[name]) for run in runs if name in run]
+    if values and name.endswith("_max"):
+        return epsilon_text(max(values))
+    return _mean(values, epsilon_text)
+
+
+def _lost_over_seeds(runs: Sequence[Record]) -> str:
+    """Return the cell of what aggregation lost."""
+    values = []
+    for run in runs:
+        lost = _lost_in_aggregation(run)
+        if lost is not None:
+            values.append(lost)
+    return _mean(values, percent)
+
+
+def _lost_in_aggregation(run: Record) -> float | None:
+    """Return what the mean of LoRA's factors lost of the mean of the products, over rounds; None if not measured."""
+    values = []
+    for metrics in run.get("history", ()):
+        error = metrics.get("updates/lora_error")
+        if error is None:  # only server rules for LoRA report an error, and then it is what is lost
+            error = metrics.get("updates/lora_residual")
+        if error is not None:
+            values.append(error)
+    return fmean(values) if values else None
+
+
+def _cost_over_seeds(runs: Sequence[Record], cost: CostColumn) -> str:
+    """Return the cell of a cost."""
+    values = [run[cost.metric] for run in runs if cost.metric in run]
+    return cost.form.format(fmean(values)) if values else "–"
+
+
+def _chosen_values(runs: Sequence[Record]) -> str:
+    """Return the cell with the values that were chosen from the grid; they are those of all seeds."""
+    if not runs:
+        return "–"
+    return ", ".join(runs[-1].get("point", {}).values()) or "–"
+
+
+def _mean(values: Sequence[float], text_of: Callable[[float], str]) -> str:
+    """Return the mean, with the standard deviation if there are several values; a dash if there are none."""
+    if not values:
+        return "–"
+    mean = text_of(fmean(values))
+    if len(values) > 1 and all(math.isfinite(value) for value in values):
+        return f"{mean} ± {text_of(stdev(values))}"
+    return mean
