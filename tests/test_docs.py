@@ -57,13 +57,13 @@ def with_blocks(*languages):
     return [page for page in PAGES if any(block.language in languages for block in blocks(page))]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_fence_is_a_block_that_a_test_knows(page):
-    known = blocks(page)
-    assert (ROOT / page).read_text().count("```") == 2 * len(known)
-    for language, code, note in known:
-        assert language in ("python", "shell", "yaml", "text"), code
-        assert note == "" or re.fullmatch(r"test: parse only, since \w+ .+|file: \w+\.py", note), note
+def test_every_fence_is_a_block_that_a_test_knows():
+    for page in PAGES:
+        known = blocks(page)
+        assert (ROOT / page).read_text().count("```") == 2 * len(known), page
+        for language, code, note in known:
+            assert language in ("python", "shell", "yaml", "text"), (page, code)
+            assert note == "" or re.fullmatch(r"test: parse only, since \w+ .+|file: \w+\.py", note), (page, note)
 
 
 class Reader:
@@ -216,14 +216,6 @@ def test_the_blocks_of_a_page_run(reader, page):
     reader.follow(page)
 
 
-def test_each_row_of_choosing_has_a_command():
-    text = (ROOT / "docs" / "choosing.md").read_text()
-    rows = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
-    assert rows == [str(number) for number in range(1, len(rows) + 1)]
-    numbered = [comment for block in blocks("docs/choosing.md") for comment in re.findall(r"# (\d[^:\n]*)", block.code)]
-    assert {number for comment in numbered for number in re.findall(r"\d+", comment)} == set(rows)
-
-
 def metrics_of_the_glossary():
     return set(re.findall(r"`(\w+/\w+)`", (ROOT / "docs" / "glossary.md").read_text()))
 
@@ -340,13 +332,13 @@ def test_the_blocks_on_privacy_run(reader):
     assert measured <= metrics_of_the_glossary()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_in_sentences_exist(page, reader):
-    text = (ROOT / page).read_text()
-    for names in re.findall(r"`python -m benchmarks ([a-z_ ]+)`", text):
-        assert set(names.split()) <= {*BENCHMARKS, "faults"}
-    for target in re.findall(r"`make ([a-z-]+)`", text):
-        reader.make([target], parse_only=True)
+def test_commands_in_sentences_exist(reader):
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for names in re.findall(r"`python -m benchmarks ([a-z_ ]+)`", text):
+            assert set(names.split()) <= {*BENCHMARKS, "faults"}, page
+        for target in re.findall(r"`make ([a-z-]+)`", text):
+            reader.make([target], parse_only=True)
 
 
 def options(made):
