@@ -62,13 +62,13 @@ ALGORITHMS = [
     (FedBABU(tunes="all"), {}, references.fedbabu_whole, ("net-adapter",)),
     ("standalone", {}, personal_references.standalone, ALL),
     ("ditto", {"prox_strength": PROX}, personal_references.ditto, ALL),
-    ("perada_no_kd", {"prox_strength": PROX}, personal_references.ditto, ALL),
     (
         "perada",
         {"prox_strength": PROX, "distill_batch_size": 3, "distill_until_round": 2},
         personal_references.perada_two_rounds,
         ALL,
     ),
+    ("perada_no_kd", {"prox_strength": PROX}, personal_references.ditto, ALL),
     # A batch larger than the public set is the whole set.
     (
         "perada",
@@ -138,7 +138,7 @@ def answer(function, problem):
     return function(reference(problem))
 
 
-# Quick are the first row of each algorithm, on one network and folded, and some that loop over the clients.
+# Quick are the first row of each class of algorithms, on one network and folded, and some that loop over the clients.
 LOOPED = ("fedavg", "scaffold", "fed_ensemble", "perada_two_rounds")
 QUICK_PROBLEMS = {"net-adapter", "net-backbone", "net-branches"}
 
@@ -146,14 +146,14 @@ QUICK_PROBLEMS = {"net-adapter", "net-backbone", "net-branches"}
 def engine_cases():
     algorithms = set()
     for name, options, function, problems in ALGORITHMS:
-        algorithm = name if isinstance(name, str) else type(name).__name__
+        algorithm = type(make_algorithm(name)) if isinstance(name, str) else type(name)
         is_first = algorithm not in algorithms
         algorithms.add(algorithm)
         first_problem = next((problem for problem in problems if problem in QUICK_PROBLEMS), None)
         for problem in problems:
             quick = {
                 "folded": is_first and problem == first_problem,
-                "loop": is_first and problem == "net-full" and function.__name__ in LOOPED,
+                "loop": problem == "net-full" and function.__name__ in LOOPED,
             }
             for engine, is_quick in quick.items():
                 case_id = f"{function.__name__}-{problem}-{engine}"

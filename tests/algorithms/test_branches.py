@@ -125,7 +125,7 @@ def test_the_global_gradient_is_that_of_the_global_branch():
     assert run.metrics["rounds"][0]["theory/global_gradient"] == pytest.approx(squares, rel=1e-6)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_weights_at_their_ends(weight):
     """With 0 a client predicts with the global branch alone, with 1 with its own."""

@@ -119,6 +119,7 @@ class Prototypes(Algorithm):
         return server.mean(rest, server.weights)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_a_loss_made_of_labels_is_the_tasks(engine):
     """Also of clients whose images do not fill a batch: those have padding."""

@@ -13,7 +13,7 @@ from tests.options import sections
 from .problems import CLASSES, CLIENTS, QUIET, assert_same, finetune, network, task
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_without_balance_the_global_model_is_that_of_fedavg(engine):
     run, plain = (finetune(one, engine=engine, dropout=0.4) for one in (FedROD(gamma=0.0), "fedavg"))

@@ -167,7 +167,7 @@ def batches_of(clients):
     return rounds
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("part", [3, None])
 @pytest.mark.parametrize(("base", "prox"), [(FedAvg(), None), (Ditto(PROX), PROX)])
@@ -183,7 +183,7 @@ def test_clients_have_networks_of_their_own_rank(base, prox, part, engine):
         torch.testing.assert_close(found.personal(m)(x), logits(small(own[m], RANKS[m]), x), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "prox"), [(FedAvg(), None), (Ditto(PROX), PROX)])
 @pytest.mark.parametrize("part", [3, None])
 def test_the_servers_rule_may_be_flexloras(base, prox, part):
@@ -333,7 +333,7 @@ def test_an_adapter_of_another_rank_is_not_read(tmp_path):
         perada.Run.load(tmp_path, backbone=Net())
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [FedAvg, Ditto])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_a_run_is_resumed(base, tmp_path):

@@ -79,7 +79,7 @@ def test_perada_without_distillation_is_ditto(engine, problem):
             assert_same(run.state("personal", m), wanted.state("personal", m), f"personal {m}")
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @ENGINES
 def test_without_a_pull_clients_stand_alone(engine):
     alone = train("standalone", engine)
@@ -145,7 +145,7 @@ class FedAvgOfBody(FedAvg):
         return {key: value for key, value in super().server_step(server).items() if not is_head(key)}
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @WAYS
 def test_fedrep_without_head_epochs_is_fedavg_of_the_body(engine, problem):
     """Heads do not move and all start the same: everybody's model is that of FedAvg whose head is frozen."""

@@ -143,7 +143,7 @@ def same(base, options):
 
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.every(9)
+@pytest.mark.every(18)
 def test_ffa_is_the_base_on_features_of_a(base, engine):
     """Also of personal models, which have their A."""
     same(BASES[base], {"engine": engine})
@@ -182,6 +182,7 @@ def test_means_of_products_are_products_of_means(algorithm, monkeypatch):
     assert min(found) > 1e-3 if algorithm == "fedavg" else max(found) < 1e-14
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("base", [PerAda(), FedAvg()])
 def test_each_of_several_global_models_has_its_a(base):
     modes = {"modes": 2, "strata": 2}
@@ -329,6 +330,7 @@ def test_a_base_is_an_algorithm():
         FFALoRA("fedavg")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("algorithm", [FFALoRA(), FFALoRA(Ditto()), FedSALoRA(), RoLoRA()])
 def test_plain_peft_loads_complete_adapters(algorithm, tmp_path):
     found, x = run(algorithm), task().public[:][0]

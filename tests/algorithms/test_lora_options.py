@@ -83,7 +83,7 @@ def products(state, adapter):
     }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name not in ("dropout", "a layer whole")])
 def test_means_are_of_what_peft_adds(adapter):
     """In one round, of what clients train by themselves from the same state."""

@@ -317,7 +317,7 @@ def compare(method, federation, optimizer, engine, groups):
 @pytest.mark.parametrize("federation", FEDERATIONS)
 @pytest.mark.parametrize("method", METHODS | WITHOUT_GROUPS)
 @pytest.mark.filterwarnings("ignore:round .* none of its clients has LoRA of a rank above:UserWarning")
-@pytest.mark.every(34)
+@pytest.mark.every(68)
 def test_three_rounds(method, federation, optimizer, engine):
     compare(method, federation, optimizer, engine, groups=1)
 
@@ -326,6 +326,6 @@ def test_three_rounds(method, federation, optimizer, engine):
 @pytest.mark.parametrize("federation", FEDERATIONS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups:UserWarning")
-@pytest.mark.every(13)
+@pytest.mark.every(34)
 def test_three_rounds_with_groups(method, federation, engine):
     compare(method, federation, "sgd", engine, groups=2)

@@ -98,7 +98,7 @@ def test_with_one_factor_alike_there_is_no_residual(algorithm):
     assert all(record["updates/lora_residual"] < 1e-14 for record in run.metrics["rounds"])
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 @pytest.mark.parametrize("rule", [SVD(), LoRAFair()])
 def test_a_run_is_resumed_to_the_bit(tmp_path, rule):

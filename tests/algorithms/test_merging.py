@@ -122,7 +122,7 @@ def follow(method, state, per_round, by_samples, restarts):
         yield state, dense
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_factors_begin_anew_as_peft_draws_them():
     assert torch.equal(one[base("layer")], two[base("layer")])
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
@@ -258,6 +258,7 @@ def test_plain_peft_loads_what_was_merged(method, tmp_path):
     assert torch.equal(again.global_model()(x), found.global_model()(x))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_is_read_without_the_data(method, tmp_path):
     callback = ModelCheckpoint(tmp_path, "saved")
@@ -267,7 +268,7 @@ def test_a_checkpoint_is_read_without_the_data(method, tmp_path):
     assert_equal(again.state("global"), found.state("global"))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repeat).*:UserWarning")
@@ -284,7 +285,7 @@ def test_noise_of_images_is_that_of_the_frozen_weights(method, engine):
     assert not torch.equal(later[base("layer")], found[base("layer")])
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_each_of_several_global_models_has_its_weights(method):
     """With one mode this is the method; with two, folding is the loop."""

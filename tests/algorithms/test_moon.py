@@ -30,6 +30,7 @@ def test_the_first_round_is_that_of_fedavg():
     assert_same(run.state("global"), plain.state("global"), "global")
 
 
+@pytest.mark.slow
 def test_chunks_of_clients_change_nothing():
     run, plain = (finetune(Moon(mu=2.0), clients_per_chunk=size) for size in (2, None))
     assert_same(run.state("global"), plain.state("global"), "global")

@@ -40,6 +40,7 @@ def trained(tiny, **options):
     return {name: value for name, value in state.items() if value.is_floating_point()}
 
 
+@pytest.mark.slow
 def test_the_momentum_of_both_examples_is_that_of_fedavgm(tiny):
     """With the paper's rate of 1, the server's momentum on the mean change is FedAvgM."""
     steady, rule = written("algorithms", "my_methods")["Steady"], written("extending", "mine")["Momentum"]
@@ -123,6 +124,7 @@ def test_a_last_phase_sums_over_the_trained_model_and_each_client_receives_its_o
         assert not seen[0][client]["mine/last"].any()
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path, monkeypatch):
     parts, section = blocks("python", above=r"<!-- file: my_methods\.py -->\n"), blocks("yaml")[-1]
     code = "".join(parts)

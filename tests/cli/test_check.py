@@ -139,7 +139,7 @@ def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words
     ],
     ids=["privacy", "partition", "client_privacy", "distillation"],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_every_error_of_one_object_is_named(capsys, tmp_path, in_recipe, options, names):
     words = []
     if in_recipe:

@@ -105,6 +105,7 @@ def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
     assert {row["epoch"] for row in rounds} == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_the_saved_config_runs_the_same_again(folder):
     main(["fit", "--config", "tiny.yaml"])
     main(["fit", "--config", "lightning_logs/version_0/config.yaml"])

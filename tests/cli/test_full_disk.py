@@ -23,6 +23,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("capsys")  # else pytest's own file has no room for what is printed
 @pytest.mark.parametrize("name", WRITERS)
 def test_it_names_the_file(tmp_path, name):

@@ -73,6 +73,7 @@ def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved
     assert np.mean([name == path.split("/")[-2] for name, path in zip(found.names, found.paths, strict=True)]) > 0.8
 
 
+@pytest.mark.slow
 def test_images_of_12_bits_are_read_as_the_runs_own_were(saved, pictures, tmp_path):
     run = perada.Run.load(saved)
     run.info["preprocessing"]["full_scale"] = 4095
@@ -90,6 +91,7 @@ def test_images_of_12_bits_are_read_as_the_runs_own_were(saved, pictures, tmp_pa
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
+@pytest.mark.slow
 def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_path):
     def joins(run, name, output):
         words = ["--rounds=1", "--local_steps=1", "--accelerator=cpu", "--output", str(output)]
@@ -103,6 +105,7 @@ def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_p
     assert perada.Run.load(tmp_path / "new").info["clients"][-1] == "first"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("words", [["--images={}"], ["--images", "{}"]])
 def test_the_folder_may_be_named_as_predict_has_it(saved, pictures, tmp_path, words):
     folder = copy(saved, tmp_path)
@@ -111,6 +114,7 @@ def test_the_folder_may_be_named_as_predict_has_it(saved, pictures, tmp_path, wo
     assert perada.Run.load(folder).info["joined"][-1]["images"] == 16
 
 
+@pytest.mark.slow
 def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_path):
     rows = [f"{path},{path.parent.name}" for path in sorted(pictures.rglob("*.png"))]
     table = tmp_path / "late.csv"

@@ -34,6 +34,7 @@ class Recorder(Logger):
         raise AssertionError
 
 
+@pytest.mark.slow
 def test_loggers_get_the_metrics_of_a_simulation_by_their_names(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, "ditto")
     loop, _ = parties.simulated()

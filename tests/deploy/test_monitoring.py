@@ -121,6 +121,7 @@ def test_codes_of_sites_that_do_not_answer_are_counted(tiny, tmp_path):
     assert [found["site_in_last_round", name] for name in parties.names] == [1, 0, 1]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("may_send", [(), ("epsilon",)])
 def test_epsilon_is_there_where_a_site_says_it(may_send, tiny, tmp_path):
     parties = private(tiny, tmp_path)

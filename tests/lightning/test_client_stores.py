@@ -67,7 +67,7 @@ def test_results_do_not_depend_on_where_clients_are(tiny, tmp_path, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg_ft"])
 @pytest.mark.parametrize("after", ["disk", "host", "device"])
-@pytest.mark.every(6)
+@pytest.mark.slow
 def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, after, algorithm):
     whole = fit(tiny, tmp_path / "whole", "device", algorithm=algorithm)
     before = "device" if after == "host" else "disk"

@@ -24,7 +24,7 @@ def equal(one, other):
 @pytest.mark.parametrize(
     "other", [{"algorithm": "fedavg"}, {"seed": 3}, {"lr_local": 0.3}, {"local_steps": 1}, {"batch_size": 2}], ids=str
 )
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_last_is_the_newest_of_the_same_experiment(tiny, tmp_path, other):
     first = fit(tiny, tmp_path, 1)
     fit(tiny, tmp_path, 2, **other)

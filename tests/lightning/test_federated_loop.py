@@ -327,6 +327,7 @@ def test_rounds_between_evaluations_and_one_at_the_end(tiny, tmp_path):
     assert saved["perada"]["metrics"]["rounds"] == run.metrics["rounds"]
 
 
+@pytest.mark.slow
 def test_a_round_stopped_in_the_middle_counts_as_not_begun(tiny, tmp_path):
     class Stop(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

@@ -79,7 +79,7 @@ def test_it_is_refused_before_its_own_set_up(tiny, name):
         trainer.fit(module, datamodule=FederatedDataModule(tiny.data(), batch_size=4))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 @pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`")
 @pytest.mark.filterwarnings(r"ignore:.*\.fit\(ckpt_path=")
 @pytest.mark.parametrize("name", ACCEPTED)

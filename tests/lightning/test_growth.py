@@ -53,6 +53,7 @@ def test_without_names_the_former_clients_are_the_first(tiny, tmp_path):
     assert equal(resumed.state("personal", 3), first.state("global"))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [

@@ -93,6 +93,7 @@ def accuracy(model, part):
     return float((model(x).argmax(1) == y).float().mean())
 
 
+@pytest.mark.slow
 def test_the_scores_are_those_of_the_models(tiny):
     run, data = finished(tiny), newcomer()
     joined = perada.personalize(run, data, "late", rounds=8, accelerator="cpu")

@@ -139,7 +139,7 @@ def test_one_data_module_serves_one_loop_after_the_other():
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("privacy", [{"noise_multiplier": 4.0}, {"target_epsilon": 4.0}])
 def test_an_evaluation_before_the_fit_does_not_fix_its_plan(privacy):
     """Validated by a trainer of one round, or of 1,000 as by default, and fitted for three."""

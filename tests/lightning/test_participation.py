@@ -78,7 +78,7 @@ def test_the_warning_names_clients_their_rounds_and_the_remedy():
 
 
 @pytest.mark.parametrize("algorithm", ["ditto", "perada_no_kd", "fedavg", "fedavg_ft", "standalone"])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_the_last_rounds_are_those_of_the_cohorts_that_were_drawn(tiny, algorithm):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

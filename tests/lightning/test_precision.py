@@ -281,7 +281,7 @@ def test_resume_in_float16_is_exact(tiny, tmp_path):
     assert records(whole, "train/skipped_steps") == records(resumed, "train/skipped_steps")
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("interval", "grown"), [(1, True), (1000, False)])
 def test_a_resumed_run_has_the_scaler_that_it_is_given(tiny, tmp_path, interval, grown):
     options = {"logger": True, "default_root_dir": tmp_path}
@@ -392,7 +392,7 @@ def test_distillation_reads_nothing_from_the_device(scaling, kind):
     assert reads.found == []
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [0.002, 0.0005])
 def test_one_line_says_where_bfloat16_is_the_slower_one(monkeypatch, caplog, half):
     monkeypatch.setattr(setup, "product_seconds", lambda dtype: half if dtype == torch.bfloat16 else 0.001)

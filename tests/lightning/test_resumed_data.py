@@ -95,7 +95,7 @@ CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "
     ],
     ids=["swapped", "renamed", "unnamed", "images swapped", "other images"],
 )
-@pytest.mark.every(7)
+@pytest.mark.every(2)
 def test_other_clients_are_refused(tmp_path, kind, options, change, message):
     given = {"names": NAMES, "kind": kind, "public": 20}
     if options:
@@ -171,7 +171,7 @@ def test_more_clients_are_compared_too(tmp_path):
         fit(tmp_path, mixed, 2, ckpt_path="last", resume_allow=["clients"])
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("draw", ["own generator", "global generator", "counter"])
 def test_datasets_that_draw_at_random_resume(tmp_path, draw):
     """With a generator of its own nobody knows the images of another session; the labels are still compared."""

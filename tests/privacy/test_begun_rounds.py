@@ -134,7 +134,7 @@ def test_a_round_that_crashed_is_counted_with_the_one_in_its_place(tmp_path, mon
     assert (drawn.rows / CLIENTS == 4 * per_round(level)) == (when != "opened")
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.filterwarnings(RESUMED)
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_crash_counts_once_more(tmp_path, level):
@@ -148,6 +148,7 @@ def test_every_crash_counts_once_more(tmp_path, level):
     assert spent(run, level) == pytest.approx([epsilon(6 * per_round(level))] * CLIENTS, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(RESUMED)
 def test_branches_from_one_checkpoint_know_of_each_other(tmp_path):
     """All of their noise was drawn for the same images. An evaluation of the checkpoint is of the checkpoint alone."""

@@ -135,6 +135,7 @@ def test_clients_leave_in_the_round_that_they_cannot_afford(ledger, per_step):
         assert got <= limit
 
 
+@pytest.mark.slow
 def test_what_was_trained_before_the_budget_was_spent_is_kept():
     privacy = {"noise_multiplier": 4.0, "delta": DELTA}
     options = {"batch_size": "full", "local_steps": 1, "local_epochs": 1, "clients_per_round": None}
@@ -181,7 +182,7 @@ OVERWRITES = "ignore:Checkpoint directory .* exists and is not empty:UserWarning
 
 @pytest.mark.parametrize("algorithm", ALIKE, ids=repr)
 @pytest.mark.filterwarnings(OVERWRITES)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_two_rounds_and_two_more_are_four(tmp_path, algorithm):
     privacy = {"noise_multiplier": 8.0, "delta": DELTA, "max_norm": 0.6}
     options = {"dropout": 0.4, "momentum": 0.5, "batch_size": 8, "local_epochs": 1}
@@ -255,6 +256,7 @@ def test_a_calibrated_run_counts_the_fine_tuning_that_is_still_to_come(tmp_path,
     assert again.metrics == whole.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(OVERWRITES)
 def test_fine_tuning_has_noise_that_no_round_has(tmp_path, monkeypatch):
     """A run that is stopped early fine-tunes; then it is resumed, and trains the round that it had not."""
@@ -344,7 +346,7 @@ def test_clients_who_left_do_not_count_in_the_plan_of_the_others():
     assert BATCH < min(sizes)
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.filterwarnings(OVERWRITES)
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 def test_the_card_of_a_run_with_more_noise_than_before_names_the_least(tmp_path, section):

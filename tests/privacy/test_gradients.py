@@ -227,7 +227,7 @@ def test_only_what_is_asked_about_counts(engine, kind):
 
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_the_physical_batch_changes_nothing(engine, size):
     net = model("test_vit/bottleneck")
     answers = [

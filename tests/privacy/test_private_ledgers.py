@@ -110,7 +110,7 @@ TAKEN = [name for name in ALGORITHMS if name not in REFUSED] + [*MORE]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in TAKEN])
-@pytest.mark.every(12)
+@pytest.mark.every(36)
 @pytest.mark.filterwarnings("ignore:.*times as long as the median:UserWarning")  # of A, whose gradient is first zero
 def test_what_is_unsent_never_reaches_the_server(name, monkeypatch):
     """Other images for a stream change the global states of three rounds if, and only if, the stream is not unsent."""
@@ -340,7 +340,7 @@ LEDGERS = {
 
 
 @pytest.mark.parametrize("case", LEDGERS)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_ledgers_hold_what_was_counted_by_hand(case, tmp_path):
     algorithm, options, sent, trained, tuning = LEDGERS[case]
     saving = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True}

@@ -152,6 +152,7 @@ def test_an_honest_site_that_goes_while_it_is_accused_is_not_proven_to_lie(tiny,
     assert {member.name for member in coordinator.progress.roster if member.lie} == {"site0"}
 
 
+@pytest.mark.slow
 def test_random_shares_at_the_end_spoil_nothing_and_are_named(tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
     (first, second), transport, coordinator = run(made, {("site0", "reveal"): random_shares})
@@ -207,6 +208,7 @@ def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, 
         assert record.failed == {"site0": "lied"}
 
 
+@pytest.mark.slow
 def test_keys_that_are_signed_by_nobody_put_out_their_site(tiny, tmp_path, caplog):
     """Every other site refuses a list that has them: one site would void each round."""
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
@@ -228,7 +230,7 @@ def test_a_site_with_an_identity_that_others_do_not_know_puts_out_no_other(tiny,
     assert "the keys of 'site0' are not signed by it" in caplog.text
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("accused", [["site1"], ["site1", "site2", "site3"]], ids=["one", "all"])
 def test_a_site_that_alone_does_not_accept_others_is_left_out(accused, tiny, tmp_path):
     """As one whose list of sites is an old one, or that lies: all sites see the same keys."""
@@ -238,7 +240,7 @@ def test_a_site_that_alone_does_not_accept_others_is_left_out(accused, tiny, tmp
         assert record.summed == made.names[1:] and record.failed == {"site0": "disputed"}
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("lie", [accuses(), accuses("nobody"), accuses("site0"), lambda _: {"objects": 3}])
 @pytest.mark.parametrize("step", ["shares", "hold"])
 def test_objections_to_nobody_stop_nothing(lie, step, tiny, tmp_path):
@@ -272,6 +274,7 @@ def test_a_signature_that_is_another_sites_is_named(tiny, tmp_path):
     assert record.summed == made.names and record.failed == {"site0": "lied"}
 
 
+@pytest.mark.slow
 def test_what_the_server_told_is_what_sites_say_of_it(tiny, tmp_path):
     made = parties(tiny, tmp_path, "perada", rounds=1)
     coordinator, workers = made.deployed()
@@ -280,7 +283,7 @@ def test_what_the_server_told_is_what_sites_say_of_it(tiny, tmp_path):
         assert received == coordinator.progress.sent_digests
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("liar", ["site0", "site5"])
 def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_round(liar, tiny, tmp_path):
     """It says of that round another thing than the other one does, and nobody else was there but the server."""
@@ -298,6 +301,7 @@ def test_a_site_does_not_put_out_the_other_one_with_which_it_was_alone_in_a_roun
     assert record.summed == [name for name in made.names if name != liar]
 
 
+@pytest.mark.slow
 def test_opening_what_was_dealt_ends_the_attempt_for_the_site(tiny, tmp_path, caplog):
     """A server that invents disputes gets both secrets of a site, and no vector under masks made of them."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

@@ -109,7 +109,7 @@ def mean_of(updates, names):
     return found
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("step", STEPS)
 def test_who_goes_at_a_step_is_in_the_sum_or_not_and_the_sum_is_right(step, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -141,7 +141,7 @@ def test_with_too_few_at_a_step_the_round_is_void_and_the_run_continues(step, ti
     assert second.summed == made.names and not second.void
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "attempt"), [("shares", 0), ("keys", 1)])
 def test_a_sum_is_begun_again_where_nothing_was_masked(step, attempt, tiny, tmp_path):
     """Of three sites all are needed; one of them restarts in between, once or twice."""
@@ -199,7 +199,7 @@ def dying(made, workers, step):
     return transport
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["mask", "confirm", "reveal"])
 def test_a_worker_that_died_over_its_masks_is_out_of_the_sum(step, tiny, tmp_path):
     """Its keys are gone with it. Before its part was sent it does not count; after, the others take its mask away."""
@@ -279,7 +279,7 @@ def test_scores_are_those_of_the_simulation_and_no_site_tells_its_own(algorithm,
         assert read_header(reply)["facts"].keys() <= ({"size", "tests", "labels"} if kind == "join" else set()), kind
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("silent", "scored"), [(1, True), (2, False)])
 def test_scores_are_of_the_sites_that_allow_it_if_they_are_enough(silent, scored, tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

@@ -58,7 +58,7 @@ def shifted(state):
     return {key: value + 1.0 if value.is_floating_point() else value for key, value in state.items()}
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     "change",
     [
@@ -237,6 +237,7 @@ def test_a_step_out_of_its_turn_is_refused_before_anything_is_computed(tiny, tmp
     assert progress.records[0].summed == made.names
 
 
+@pytest.mark.slow
 def test_a_site_whose_training_broke_is_in_no_sum(tiny, tmp_path):
     """Where no image could be read its update is what the server sent: beside two such sites the third has no cover."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -267,6 +268,7 @@ def test_an_old_round_and_one_that_was_not_trained_are_refused(tiny, tmp_path, c
     assert read_header(workers["site0"].answer(pack(fresh), "liar"))["code"] == "other"
 
 
+@pytest.mark.slow
 def test_a_message_of_an_old_sum_is_answered_by_nothing_new(tiny, tmp_path):
     """All messages of the first round come again in the second: replies of the first, or none."""
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
@@ -335,7 +337,7 @@ def test_lists_that_the_server_made_up_are_refused_and_logged(lie, reason, tiny,
     [{}, {"adverts": 1}, {"sealed": {"site1": 3}}, {"alive": [1, {}]}, {"signatures": []}],
     ids=lambda sums: "".join(sums),
 )
-@pytest.mark.every(9)
+@pytest.mark.every(15)
 def test_what_makes_no_sense_is_refused_and_the_worker_lives(step, sums, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lie = lambda name, message: changed(message, sums=sums) if name == "site0" and asks(message, step) else message  # noqa: E731

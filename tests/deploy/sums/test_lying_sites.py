@@ -78,7 +78,7 @@ def noise(vector, _):
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
-@pytest.mark.every(5)
+@pytest.mark.every(20)
 @pytest.mark.parametrize(
     "change", [huge, weight(-34), weight(-50), weight(0.5), noise], ids=["huge", "none", "negative", "half", "noise"]
 )
@@ -145,7 +145,7 @@ def test_keys_that_nobody_can_use_put_the_site_alone_out_of_the_round(change, ti
     assert "site site0: malformed in a secure sum: a public key cannot be used" in caplog.text
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"terms": "0" * 64}, {"heard": f"0:{'0' * 64} "}], ids="".join)
 def test_a_site_that_says_it_was_told_other_things_is_alone(change, tiny, tmp_path, caplog):
     """With its keys in the list each site would refuse it, in all rounds."""
@@ -201,7 +201,7 @@ def test_shares_that_are_not_for_all_others_put_the_site_alone_out_of_the_round(
         assert torch.equal(value, expected[key]), key
 
 
-@pytest.mark.every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("signature", ["00" * 10**6, "00" * 64, None, 3, ["00"]])
 def test_a_signature_that_is_none_stops_nobody(signature, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

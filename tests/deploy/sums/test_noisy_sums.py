@@ -292,6 +292,7 @@ def test_a_vector_that_is_made_again_before_it_left_has_other_noise(tiny, tmp_pa
     assert len([vector for name, vector in seen if name == "site1"]) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_sum(tiny, tmp_path, monkeypatch):
     made, seen = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE), masked_vectors(monkeypatch)
     workers = made.workers()

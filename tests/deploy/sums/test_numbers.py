@@ -20,7 +20,7 @@ def test_losses_leave_in_the_sum_alone(tiny, tmp_path):
     assert progress.history[0]["train/local_loss"] == pytest.approx(sum(losses) / 3, abs=1e-6)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("silent", "shown"), [(0, True), (1, True), (2, False), (4, False)])
 def test_losses_leave_in_the_sum_only_if_they_may_and_others_do(silent, shown, tiny, tmp_path):
     """Of five sites one may go: four must say their loss, or the sum could be of two sites, or of one."""

@@ -41,7 +41,7 @@ def one_number(value):
 
 @pytest.mark.parametrize("change", [all_numbers(1e6), one_number(1e6), one_number(-1e6), all_numbers(1e5)])
 @pytest.mark.parametrize("liar_in", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.every(4)
+@pytest.mark.every(24)
 def test_numbers_out_of_proportion_are_not_taken(change, liar_in, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=4, sizes=FOUR, every=4)
     workers = made.workers(may_send=())
@@ -92,7 +92,7 @@ def test_one_site_that_spoils_a_round_does_not_take_the_model_back(tiny, tmp_pat
     assert all(torch.equal(value, first[key]) for key, value in coordinator.server.global_state.items())
 
 
-@pytest.mark.every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["train", "shares", "hold", "mask", "confirm", "reveal"])
 def test_two_runs_over_the_same_sites_do_not_void_each_other(step, tiny, tmp_path):
     """The second trains and sums two rounds as the first is at a step, and the first then goes on."""

@@ -65,7 +65,7 @@ def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsy
     assert row[shown["run"].index("last round")] == "3" and row[shown["run"].index("last under masks")] == "1"
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("sums", [True, False])
 def test_status_shows_a_site_that_is_away(sums, tiny, tmp_path, capsys):
     """It joined and is not connected in the second round, in which nobody asks it anything."""

@@ -334,6 +334,7 @@ def test_choice():
     assert choose([({"lr": "4"}, scored(1.0, 1.0, True)), ({"lr": "5"}, None)]) is None
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("tune", "words"),
     [
