@@ -448,18 +448,18 @@ class DryRunStep:
     """Local steps without images, on made-up gradients; satisfies :class:`perada.algorithms.base.ClientStep`.
 
     Args:
-        algorithm: Says what is trained.
+        algorithm: The algorithm, which chooses what is trained.
         opened: What the round begins with, (C, ...) by role.
         client_state: What the clients kept, (C, ...) by role.
         received: What the server sent, (C, ...).
         round: Number of the round.
-        changed: The stream of batches whose gradients are others than usual.
-        num_classes: Number of classes. None: logits and labels are refused.
+        changed: The stream of batches whose gradients differ from the usual ones.
+        num_classes: Number of classes; None to reject that logits or labels are read.
         width: Width of the representations.
         multilabel: Whether images have several labels.
 
     Attributes:
-        queries: How many gradients were asked for, by stream.
+        queries: Numbers of gradients that were asked for, by stream.
     """
 
     def __init__(
@@ -493,7 +493,7 @@ class DryRunStep:
         return len(next(iter(self.received.values())))
 
     def begin(self, phase: str, tensor_names: TensorNames) -> None:
-        """Turn to a phase, and what it trains."""
+        """Begin a phase: what it trains requires gradients from now on."""
         self.phase = phase
         self.tensor_names = tensor_names
         self.states = self.finished()
@@ -503,29 +503,33 @@ class DryRunStep:
                     state[key].requires_grad_()
 
     def finished(self) -> Stacks:
-        """What has come of the states, which are no longer trained."""
-        return {role: {key: value.detach() for key, value in state.items()} for role, state in self.states.items()}
+        """Return the states as they are now, without gradients."""
+        states: Stacks = {}
+        for role, state in self.states.items():
+            states[role] = {key: value.detach() for key, value in state.items()}
+        return states
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
-        """Made-up logits of two images."""
+        """Return made-up logits (C, 2, K) of two images."""
         if self._num_classes is None:
             raise no_logits(self.algorithm)
         return self.loss(states, stream).view(-1, 1, 1).expand(-1, 2, self._num_classes)
 
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
-        """Made-up logits and representations of two images."""
+        """Return made-up logits (C, 2, K) and representations (C, 2, F) of two images."""
         logits = self.logits(states, stream)
-        return logits, 1 + logits[..., :1].expand(-1, -1, self._width or logits.shape[-1])
+        width = self._width or logits.shape[-1]
+        return logits, 1 + logits[..., :1].expand(-1, -1, width)
 
     def class_counts(self, classes: int) -> Tensor:
-        """An image of each class."""
+        """Return counts of one image of each class."""
         if self._num_classes is None:
             raise no_logits(self.algorithm)
         return torch.ones(self._clients, classes)
 
     @property
     def labels(self) -> Tensor:
-        """Both are of class 0, or have no label."""
+        """Labels of the two images: both are of class 0, or have no label."""
         if self._num_classes is None:
             raise no_logits(self.algorithm)
         device = next(iter(self.received.values())).device
@@ -534,11 +538,11 @@ class DryRunStep:
         return torch.zeros(self._clients, 2, dtype=torch.int64, device=device)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean over both."""
+        """Return the mean over the two images."""
         return values.mean(1)
 
     def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
-        """A loss of 0 with a made-up gradient, which depends on the states; of logits, their mean."""
+        """Return a loss of 0 with a made-up gradient, which depends on the states; of logits, return their mean."""
         if isinstance(states, Tensor):
             return states.flatten(1).mean(1)
         if isinstance(states, str):
@@ -560,7 +564,7 @@ class DryRunStep:
         return total - total.detach()
 
     def restart(self, role: str, start: State) -> None:
-        """Set a role's trained parameters."""
+        """Set a role's trained parameters to those of ``start``."""
         with torch.no_grad():
             for key, value in self.states[role].items():
                 if value.requires_grad:
@@ -574,7 +578,7 @@ class DryRunStep:
         pull: tuple[float, State] | None = None,
         slope: State | None = None,
     ) -> None:
-        """A step of gradient descent at a rate of 0.1."""
+        """Take a step of gradient descent at a rate of 0.1."""
         roles = (role,) if isinstance(role, str) else role
         leaves: list[tuple[str, Tensor]] = []
         for name in roles:
@@ -606,7 +610,7 @@ class DryRunStep:
 
 
 def no_logits(algorithm: Algorithm) -> ValueError:
-    """What is wrong with an algorithm that looks at outputs or labels themselves, where training is private."""
+    """Return the error of an algorithm that reads outputs or labels in private training."""
     return ValueError(
         f"privacy cannot be used with {algorithm.kind}: its local step reads the model's outputs on private "
         "images (step.logits, step.outputs), or their labels (step.labels, step.class_counts), which no noise covers; "
@@ -615,7 +619,7 @@ def no_logits(algorithm: Algorithm) -> ValueError:
 
 
 def no_counts(algorithm: Algorithm) -> ValueError:
-    """What is wrong with an algorithm that needs to know the labels of all of a client's images."""
+    """Return the error of an algorithm that needs class counts which are not known."""
     return ValueError(
         f"algorithm {algorithm.kind} needs each client's number of images of each class, and images have "
         "several labels, or labels are not known before they are read; choose another algorithm"

@@ -10,7 +10,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.lightning.parts import Parts
-from perada.privacy.protection import JOURNAL, Journal
+from perada.privacy.journal import JOURNAL, Journal
 
 
 def find_journals(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:

@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differentially private training: its options, and its parts: sampling, clipping, noise and the account of its cost.
+"""Differentially private training: its options, sampling, clipping, noise and the account of its cost.
+
+Where to read:
+
+- Options of a recipe are in ``options``; what they rule out is checked at set-up in ``dry_run_checks`` (algorithm and
+  server rule) and ``model_checks`` (network).
+- Privacy of single images: ``sampling`` draws batches, ``gradients`` clips and sums, ``clipping`` adds noise.
+- Privacy of whole clients: ``client_level``, with secure sums also ``client_sums``.
+- ``accounting`` turns noisy steps into ε, ``account`` plans and limits them for each client, ``protection`` holds both
+  levels of a run, and ``journal`` is the file of rounds that were begun.
 
 Opacus is imported when it is first needed, because that takes seconds.
 """

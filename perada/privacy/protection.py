@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The privacy of a run: its rounds, its ledgers, and the journal of rounds, written before they are trained.
+"""The privacy of a run: its rounds, and what was spent.
 
 A checkpoint knows the rounds up to its own. What was begun after it, and was lost with the process, has been drawn from
 the generator all the same: whoever resumes draws again, and both are counted. No crash makes a ledger forget a round.
 """
 
-import json
-import os
 import re
 import secrets
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +17,6 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import OptionError
-from perada.core.files import opener
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, RoundPlan, one_of
 from perada.core.seeding import Streams, generator
@@ -28,90 +24,7 @@ from perada.core.states import State
 from perada.privacy.account import Account, Budget
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.gradients import Query, SampleGradients
-
-JOURNAL = "privacy_ledger.jsonl"
-"""Name of the file, beside the checkpoints."""
-FIELDS = frozenset({"id", "run", "round", "images", "clients"})
-"""Keys of an entry: ids of the round and of the run, the round's number, and its costs for images and clients."""
-CUT = b" #cut"
-"""Appended to a line that a crash cut off."""
-
-
-class Journal:
-    """Files with a line of JSON for every round that was begun.
-
-    Args:
-        paths: Files of this run. They must be writable.
-        earlier_paths: Files of the runs that it was resumed from. Whoever resumes from there, too, has to count its
-            rounds, so they are written if possible.
-    """
-
-    def __init__(self, paths: Iterable[Path], earlier_paths: Iterable[Path] = ()) -> None:
-        self.paths = list(dict.fromkeys(path.absolute() for path in paths))
-        earlier = dict.fromkeys(path.absolute() for path in earlier_paths)
-        self.earlier_paths = [path for path in earlier if path not in self.paths]
-
-    def write(self, entry: dict[str, Any]) -> None:
-        """Add an entry to every file, and wait until it is on disk.
-
-        Raises:
-            OSError: If a file of this run cannot be written.
-        """
-        line = json.dumps(entry).encode() + b"\n"
-        for path in (*self.paths, *self.earlier_paths):
-            try:
-                _append_line(path, line)
-            except OSError as error:
-                if path in self.paths:
-                    raise OSError(
-                        f"privacy: the round cannot be written down in {str(path)!r} ({error}), and is not begun; make "
-                        "room or give another folder"
-                    ) from error
-                unaware = "cannot be written: who resumes from there does not know of the round"
-                warnings.warn(f"privacy: {str(path)!r} {unaware}", stacklevel=2)
-
-
-def _append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file, and mark the line before it if a crash cut that off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+", opener=opener()) as file:
-        file.seek(max(0, file.tell() - 1))
-        last_byte = file.read()
-        if last_byte not in (b"", b"\n"):
-            line = CUT + b"\n" + line
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of one run, and of those resumed from it, by their ids.
-
-    A line that was cut off is left out: its round was never begun.
-
-    Raises:
-        ValueError: If a complete line of a file is not an entry.
-    """
-    entries: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        if not path.is_file() or path.is_symlink():
-            continue
-        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-            if not line.endswith(b"\n") or line.endswith(CUT + b"\n"):
-                continue
-            try:
-                entry = json.loads(line)
-                if not FIELDS <= set(entry):
-                    raise TypeError(entry)
-            except (ValueError, TypeError) as error:
-                raise OptionError(
-                    f"privacy: line {number} of {str(path)!r} is damaged, so that it cannot be known what was spent; "
-                    "restore the file from a copy, or start anew",
-                    name="privacy",
-                ) from error
-            if entry["run"] == run:
-                entries[entry["id"]] = entry
-    return entries
+from perada.privacy.journal import JOURNAL, Journal, read_journals
 
 
 class PrivateRound:

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.privacy import clipping, history_epsilon
-from perada.privacy.protection import JOURNAL, Journal, read_journals
+from perada.privacy.journal import JOURNAL, Journal, read_journals
 from tests.options import sections
 
 from .private_loop import once
