@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Federated algorithms, each a small class that says one client's math and the server's rule."""
+"""Federated algorithms, each a small class with one client's math and the server's step."""
 
 import inspect
 from collections.abc import Callable
@@ -109,11 +109,17 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A named algorithm that is another one with a server rule, or with arguments that are algorithms, of its own."""
+    """A named algorithm that is another one with a certain server rule, or with algorithms as arguments.
 
-    base: str  # name in ALGORITHMS
-    server_rule: str | None = None  # name in SERVER_RULES; None where the algorithm brings none
-    options: dict[str, str] = field(default_factory=dict)  # arguments of the base, by names in ALGORITHMS
+    Attributes:
+        base: Name of the other algorithm in :data:`ALGORITHMS`.
+        server_rule: Name of the rule in ``SERVER_RULES``; None if it brings none.
+        options: Arguments of the other algorithm that are algorithms, by their names in :data:`ALGORITHMS`.
+    """
+
+    base: str
+    server_rule: str | None = None
+    options: dict[str, str] = field(default_factory=dict)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -127,14 +133,17 @@ ALGORITHM_NAMES = (*ALGORITHMS, *VARIANTS)
 
 
 def with_server_rule(name: str | Algorithm, server_rule: Any) -> tuple[str | Algorithm, Any]:  # noqa: ANN401  # or a rule
-    """Replace a name that stands for a server rule too by the algorithm, and the rule if none was chosen.
+    """Resolve a name that stands for an algorithm with a server rule.
 
     Args:
         name: Of an algorithm, or an algorithm, which is returned as it is.
         server_rule: What was chosen: a rule or its name; ``"mean"``, the default, or None where none was.
 
+    Returns:
+        The algorithm or its name, and the rule: that of the name, if it has one.
+
     Raises:
-        ValueError: If another rule was chosen.
+        ValueError: If the name has a rule, and another one was chosen.
 
     >>> with_server_rule("flexlora", "mean"), with_server_rule("ditto", "mean")
     (('fedavg', 'svd'), ('ditto', 'mean'))
@@ -175,7 +184,9 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
             value=name,
         )
     if variant is not None:
-        arguments = {argument: make_algorithm(own) for argument, own in variant.options.items()}
+        arguments: dict[str, Any] = {}
+        for argument, inner_name in variant.options.items():
+            arguments[argument] = make_algorithm(inner_name)
         return make_algorithm(variant.base, **arguments | options)
     check_known("algorithm", name, ALGORITHM_NAMES)
     try:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -25,7 +24,7 @@ Average = Literal["logits", "probabilities"]
 Stacks = dict[str, State]
 """Stacked states by role."""
 RULE = "rule/"
-"""FrozenTrunk of the server rule's tensors among the server's."""
+"""Prefix of the server rule's tensors among the server's."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class TensorNames:
 
     @property
     def parameter_range(self) -> str:
-        """How many parameters are trained, with the first and the last name, for messages."""
+        """The number of trained parameters, with the first and the last name, for messages."""
         return f"{len(self.parameters)} tensors from {self.parameters[0]!r} to {self.parameters[-1]!r}"
 
     @property
@@ -68,53 +67,71 @@ class TensorNames:
         >>> TensorNames((), (), head=frozenset({"fc.lora_A.default.weight", "fc.lora_B.default.weight"})).head_module
         'fc'
         """
-        levels = zip(*(name.split(".")[:-1] for name in self.head), strict=False)
-        return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
+        paths = [name.split(".")[:-1] for name in self.head]
+        module: list[str] = []
+        # The parameters of an adapter in the head are deeper inside, so only the common beginning counts.
+        for components in zip(*paths, strict=False):
+            if len(set(components)) > 1:
+                break
+            module.append(components[0])
+        return ".".join(module)
 
 
 class ClientStep(Protocol):
-    """One local step of C clients, as an algorithm sees it; :class:`perada.federation.cohort.Cohort` makes it.
+    """One local step of C clients, as an algorithm sees it.
 
-    C counts the clients that are still training. Those with fewer steps have finished; in small memory, or one by one,
-    the others take the step in several parts.
+    C counts the clients that are still training; those with fewer steps have finished. Where memory is small, or
+    clients train one after another, the algorithm is called several times a step, each time for a part of them.
+    :class:`perada.federation.cohort.Cohort` makes the steps.
 
     Attributes:
         states: What is being trained, by role, (C, ...): the roles of :meth:`Algorithm.begin_round`. Parameters that
             the phase trains are leaves that require gradients. Other tensors may be changed in place.
-        received: What the server sent, (C, ...). Read only.
-        client_state: What the clients kept before the round, by role, (C, ...). Read only.
         round: The round, counted from 0.
         phase: Name of the phase, as :meth:`Algorithm.phases` gives it.
         tensor_names: The names of the model's tensors.
     """
 
     states: Stacks
-    received: State
-    client_state: Stacks
     round: int
     phase: str
     tensor_names: TensorNames
 
-    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
-        """Training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
+    @property
+    def received(self) -> State:
+        """What the server sent, (C, ...)."""
 
-        ``stream`` is the role whose random stream dropout draws from. Default: the role, or the first for a stack.
+    @property
+    def client_state(self) -> Stacks:
+        """What the clients kept before the round, by role, (C, ...)."""
+
+    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
+        """Compute the training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.
+
+        Args:
+            states: A role, or a stack (C, ...).
+            stream: The role whose random stream dropout draws from. Default: the role, or the first for a stack.
         """
 
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
-        """Logits, as of :meth:`logits`, and the representations (C, B, F) that the head made them of.
+        """Compute logits, as :meth:`logits` does, and the representations (C, B, F) that the head made them of.
 
-        Without ``training``, in evaluation mode: nothing is dropped, and running statistics are used and stay.
+        Args:
+            states: A role, or a stack (C, ...).
+            stream: As of :meth:`logits`.
+            training: False runs the model in evaluation mode: no dropout, and running statistics are used as they are.
         """
 
     def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
-        """Each client's task loss (C,), the mean over its images.
+        """Compute each client's task loss (C,), the mean over its images.
 
-        Takes the arguments of :meth:`logits`, or logits (C, B, K).
+        Args:
+            states: A role, a stack (C, ...), or logits (C, B, K).
+            stream: As of :meth:`logits`.
         """
 
     def class_counts(self, classes: int) -> Tensor:
-        """How many training images of each of K ``classes`` a client has, (C, K).
+        """Return the clients' numbers of training images of each of K ``classes``, (C, K).
 
         Only for algorithms that set :attr:`Algorithm.needs_class_counts`.
         """
@@ -127,7 +144,7 @@ class ClientStep(Protocol):
         """
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean (C, ...) of values (C, B, ...), one for each row of the logits, over a client's images."""
+        """Return the mean (C, ...) of values (C, B, ...) over each client's images, without the rows of padding."""
 
     def restart(self, role: str, start: State) -> None:
         """Set a role's trained parameters to those of ``start`` (C, ...), and clear the state of its optimiser."""
@@ -144,7 +161,7 @@ class ClientStep(Protocol):
 
         Args:
             role: One or several.
-            loss: (C,), differentiated for each client alone. ``None``: only the terms below.
+            loss: Losses (C,), each differentiated by its own client's parameters. ``None``: only the terms below.
             pull: ``(strength, anchor)`` adds the gradient of strength/2 · ||parameters − anchor||².
             slope: Adds this gradient, which is that of <slope, parameters>.
 
@@ -157,10 +174,16 @@ class ClientStep(Protocol):
 class Broadcast:
     """What the server knows when it sends a round's C clients their states.
 
-    The round is counted from 0, ``clients`` are ids, ``num_clients`` is M of the federation, ``seed`` that of the run.
-    ``losses`` (C, K) are those of K global models on each client's training images, where clients compare them.
-    ``state`` has the server's own tensors, as of :class:`ServerStep`, to be read only. ``lora_ranks`` are what
-    :meth:`Algorithm.lora_rank` says of the clients; empty where that is nothing.
+    Attributes:
+        global_state: The global state, without a client axis, or a stack of several.
+        tensor_names: The names of its tensors.
+        round: The round, counted from 0.
+        clients: Ids of the round's clients.
+        num_clients: M, the number of all clients of the federation.
+        seed: That of the run.
+        losses: Losses (C, K) of K global models on each client's training images, where clients compare them.
+        state: The server's own tensors, as of :class:`ServerStep`. Read only.
+        lora_ranks: The clients' ranks, as :meth:`Algorithm.lora_rank` gives them; empty where it gives None.
     """
 
     global_state: State
@@ -212,21 +235,28 @@ class ServerStep:
         """Aggregate by the server rule, by default the weighted mean."""
         try:
             self.rule.check(len(self.clients))
-        except ValueError as error:  # fewer than planned, since some broke or were given other models
+        except ValueError as error:
+            # Set-up has checked the planned number. Fewer are left if some broke, or were given other models.
             warnings.warn(f"round {self.round + 1}: the server rule cannot do what it is for: {error}", stacklevel=2)
+        if not isinstance(updates, Updates):
+            updates = Updates(updates)
+        predict = None
+        if self.predict is not None:
+            predict = partial(self.predict, self.previous)
         aggregation = Aggregation(
-            updates=updates if isinstance(updates, Updates) else Updates(updates),
+            updates=updates,
             weights=weights,
             previous=self.previous,
             parameters=frozenset(self.tensor_names.parameters),
             round=self.round,
             state={name.removeprefix(RULE): state for name, state in self.state.items() if name.startswith(RULE)},
-            predict=None if self.predict is None else partial(self.predict, self.previous),
+            predict=predict,
             factors=self.tensor_names.factors,
             metrics=self.metrics,
         )
         result = self.rule(aggregation)
-        self.state.update({RULE + name: state for name, state in aggregation.state.items()})
+        for name, state in aggregation.state.items():
+            self.state[RULE + name] = state
         return result
 
     def distill(self, student: State, teachers: Updates | State, average_from: float | None = None) -> State:
@@ -240,7 +270,7 @@ class ServerStep:
 class Algorithm(Options):
     """A federated algorithm. A subclass overrides only what differs from FedAvg.
 
-    Whoever makes one with an option that cannot be used, such as a negative strength, gets a ValueError.
+    The constructor raises a ValueError for an option that cannot be used, such as a negative strength.
 
     Attributes:
         inference: Which state a client predicts with: its ``personal`` one, or the ``global`` one.
@@ -248,7 +278,7 @@ class Algorithm(Options):
         sends_updates: Whether clients send anything.
         global_model: Whether the server holds a whole model, which can be evaluated.
         uses_distillation: Whether the server distils, which takes a public set.
-        own_teachers: Whether it distils from models of its own making, and not from those of the clients.
+        own_teachers: Whether the server makes the teachers itself, instead of distilling from the clients' models.
         unsent: Streams of batches that nothing a client sends depends on, in this round or later. Default: none, so
             all of a client's training counts as sent.
         modes: Models that a round's clients are divided among.
@@ -283,104 +313,261 @@ class Algorithm(Options):
         return type(self).members is not Algorithm.members
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse, by a ValueError at set-up, trained tensors or a number of clients that it cannot work with."""
+        """Raise at set-up if the algorithm cannot work with the trained tensors or the number of clients.
+
+        Args:
+            tensor_names: Names of the model's tensors.
+            num_clients: M, the number of all clients.
+
+        Raises:
+            ValueError: With the reason and the remedy.
+        """
 
     def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int | None:
-        """LoRA's rank of a client, where it need not be the adapter's, which is ``most``; None if it is.
+        """Return a client's rank of LoRA, or None if clients have the adapter's rank.
 
-        A ValueError if it cannot be told. The ``size`` are its training images, None where nobody may know them.
+        Args:
+            number: The client's id.
+            name: The client's name.
+            size: Its number of training images; None where nobody may know it.
+            most: The adapter's rank.
+
+        Raises:
+            ValueError: If the rank cannot be determined.
         """
         return None
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
-        """The phases of a round of local training. Every client finishes one before any starts the next."""
+        """Return the phases of a round of local training. Every client finishes one before any starts the next.
+
+        Args:
+            epochs: The option ``local_epochs``.
+            steps: The option ``local_steps``.
+        """
         return (Phase("train", epochs, steps),)
 
     def initial(self, make: Callable[[int], State]) -> State:
-        """The first global state; ``make(k)`` gives the k-th random initialisation, ``make(0)`` the model's own."""
+        """Return the first global state.
+
+        Args:
+            make: Gives the k-th random initialisation; that of 0 is the model's own.
+        """
         return make(0)
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """What one client stores before the first round, by role and without a client axis."""
-        return {"personal": initial} if self.inference == "personal" else {}
+        """Return what one client stores before the first round, by role and without a client axis."""
+        if self.inference == "personal":
+            return {"personal": initial}
+        return {}
 
     def broadcast(self, sending: Broadcast) -> State:
-        """What the server sends to each of C clients, (C, ...)."""
+        """Return what the server sends to each of C clients, (C, ...)."""
         return expand(sending.global_state, len(sending.clients))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """The stacks (C, ...) to train in this round, made from what the clients kept and received, (C, ...)."""
-        return {role: client_state["personal"] if role == "personal" else received for role in self.roles}
+        """Return the stacks (C, ...) to train in this round, by role.
+
+        Args:
+            client_state: What the clients kept, (C, ...) by role.
+            received: What the server sent them, (C, ...).
+            tensor_names: Names of the model's tensors.
+        """
+        stacks: Stacks = {}
+        for role in self.roles:
+            if role == "personal":
+                stacks[role] = client_state["personal"]
+            else:
+                stacks[role] = received
+        return stacks
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Parameters that ``phase`` trains in ``role`` in a round; those that the role lacks are ignored."""
+        """Return the parameters that ``phase`` trains in ``role`` in a round; those that the role lacks are ignored."""
         return tensor_names.parameters
 
     def client_step(self, step: ClientStep) -> None:
-        """One local step of every client."""
+        """Take one local step of every client. The step's states are changed in place, nothing is returned."""
         step.descend("local", step.loss("local"))
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """What the clients keep, and what they send, (C, ...) each.
+        """Return what the clients keep, and what they send.
 
-        What is kept has the roles and names of :meth:`initial_client_state`.
+        Args:
+            trained: What became of the stacks of :meth:`begin_round`, (C, ...) by role.
+            client_state: What the clients kept before the round, (C, ...) by role.
+            received: What the server sent them, (C, ...).
+            tensor_names: Names of the model's tensors.
+
+        Returns:
+            The stacks (C, ...) to keep, with the roles and names of :meth:`initial_client_state`, and the stack
+            (C, ...) to send.
         """
-        new_client_state = {"personal": trained["personal"]} if self.inference == "personal" else {}
-        return new_client_state, trained["local"] if self.sends_updates else {}
+        new_client_state: Stacks = {}
+        update: State = {}
+        if self.inference == "personal":
+            new_client_state = {"personal": trained["personal"]}
+        if self.sends_updates:
+            update = trained["local"]
+        return new_client_state, update
 
     def server_step(self, server: ServerStep) -> State:
-        """The new global state, without a client axis: the mean, distilled if the algorithm ``uses_distillation``.
+        """Return the new global state, without a client axis. Names that are left out stay as they were.
 
-        Names that are left out stay as they were: all, where clients send nothing.
+        The default is the mean of the updates, distilled if the algorithm ``uses_distillation``.
         """
         if not self.sends_updates:
             return {}
         average = server.mean(server.updates, server.weights)
-        return server.distill(server.previous | average, server.updates) if self.uses_distillation else average
+        if self.uses_distillation:
+            return server.distill(server.previous | average, server.updates)
+        return average
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """The global models (K, ...) whose averaged outputs predict; usually one."""
+        """Return the global models (K, ...) whose averaged outputs predict; usually one."""
         return expand(global_state, 1)
 
     def personal(self, client_state: Stacks, global_state: State) -> State:
-        """The states (C, ...) that clients predict with, where ``inference`` is ``"personal"``."""
+        """Return the states (C, ...) that clients predict with, where ``inference`` is ``"personal"``."""
         return client_state["personal"]
 
     def personalization(self) -> "tuple[Algorithm, Phase] | None":
-        """What every client trains alone from the final global state after the last round, and for how long."""
+        """Return what every client trains alone from the final global state after the last round, and for how long.
+
+        The default is None: nothing.
+        """
         return None
 
 
+def moved_towards(previous: State, target: State, share: float) -> State:
+    """Return previous + share · (target − previous) for each tensor of ``target``; integer counters are the target's.
+
+    >>> moved_towards({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, 0.5)
+    {'w': tensor([2.])}
+    """
+    moved = {}
+    for key, value in target.items():
+        if value.is_floating_point():
+            moved[key] = previous[key] + share * (value - previous[key])
+        else:
+            moved[key] = value
+    return moved
+
+
 class AlgorithmWrapper(Algorithm):
-    """An algorithm that changes what another one keeps or sends, and trains as that one does.
+    """An algorithm around another one, its base, that changes some of what the base does.
+
+    Whatever a subclass does not override comes from the base: attributes are copied when the wrapper is made, methods
+    are called.
 
     Attributes:
-        base: The other one.
+        base: The algorithm inside.
+
+    Raises:
+        ValueError: If ``base`` is not an algorithm.
     """
 
-    base: Algorithm
+    def __init__(self, base: Algorithm) -> None:
+        if not isinstance(base, Algorithm):
+            raise OptionError(f"base={base!r} is not an algorithm; give one, such as PerAda()", name="base", value=base)
+        self.base = base
+        self.inference = base.inference
+        self.roles = base.roles
+        self.sends_updates = base.sends_updates
+        self.global_model = base.global_model
+        self.uses_distillation = base.uses_distillation
+        self.own_teachers = base.own_teachers
+        self.unsent = base.unsent
+        self.modes = base.modes
+        self.compares_models = base.compares_models
+        self.needs_class_counts = base.needs_class_counts
+        self.merges_into_backbone = base.merges_into_backbone
+        self.average = base.average
+
+    @property
+    def kind(self) -> str:
+        """The class and the base."""
+        return f"{type(self).__name__} of {self.base.kind}"
+
+    @property
+    def is_ensemble(self) -> bool:
+        """Whether several global models of the base predict together."""
+        return self.base.is_ensemble
+
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
+        """Raise if the base cannot work with the trained tensors or the number of clients."""
+        self.base.check(tensor_names, num_clients)
+
+    def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
+        """Return the base's phases."""
+        return self.base.phases(epochs, steps)
+
+    def initial(self, make: Callable[[int], State]) -> State:
+        """Return the base's first global state."""
+        return self.base.initial(make)
+
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
+        """Return what a client of the base stores before the first round."""
+        return self.base.initial_client_state(initial, tensor_names)
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """Return what the base sends to each client."""
+        return self.base.broadcast(sending)
+
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+        """Return the stacks that the base trains."""
+        return self.base.begin_round(client_state, received, tensor_names)
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """The names that the other one trains."""
+        """Return the parameters that the base trains."""
         return self.base.trainable_keys(role, phase, tensor_names, round)
 
     def client_step(self, step: ClientStep) -> None:
-        """The other one's step."""
+        """Take the base's local step."""
         self.base.client_step(step)
 
+    def end_round(
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+    ) -> tuple[Stacks, State]:
+        """Return what clients of the base keep and send."""
+        return self.base.end_round(trained, client_state, received, tensor_names)
 
-def check_base(outer: Algorithm, base: object) -> None:
-    """Refuse, by a ValueError, what is no algorithm, or one that has to be around ``outer``, since it gives ranks."""
-    if not isinstance(base, Algorithm):
-        raise OptionError(f"base={base!r} is not an algorithm; give one, such as PerAda()", name="base", value=base)
-    own = type(base).__name__
-    name = type(outer).__name__
-    if type(base).lora_rank is not Algorithm.lora_rank:
-        around = not outer.is_ensemble and type(outer).lora_rank is Algorithm.lora_rank
-        remedy = f"give {own}(base={name}(...))" if around else f"choose one of {own} and {name} alone"
-        remedy = f"give one {own} alone" if type(base) is type(outer) else remedy
-        raise OptionError(
-            f"base={own} gives clients ranks, and has to be around all else; {remedy}", name="base", value=own
-        )
+    def server_step(self, server: ServerStep) -> State:
+        """Take the base's server step."""
+        return self.base.server_step(server)
+
+    def members(self, global_state: State, server_state: dict[str, State]) -> State:
+        """Return the base's global models."""
+        return self.base.members(global_state, server_state)
+
+    def personal(self, client_state: Stacks, global_state: State) -> State:
+        """Return what clients of the base predict with."""
+        return self.base.personal(client_state, global_state)
+
+    def personalization(self) -> "tuple[Algorithm, Phase] | None":
+        """Return what clients of the base train after the last round."""
+        return self.base.personalization()
+
+
+def check_outermost(wrapper: AlgorithmWrapper) -> None:
+    """Raise if the base of ``wrapper`` gives clients LoRA ranks of their own.
+
+    Ranks are cut from everything that a client receives, keeps and sends, so HetLoRA has to be the outermost wrapper.
+
+    Raises:
+        ValueError: With the order that works.
+    """
+    if type(wrapper.base).lora_rank is Algorithm.lora_rank:
+        return
+    base_name = type(wrapper.base).__name__
+    wrapper_name = type(wrapper).__name__
+    wrapper_has_ranks = type(wrapper).lora_rank is not Algorithm.lora_rank
+    if type(wrapper.base) is type(wrapper):
+        remedy = f"give one {base_name} alone"
+    elif wrapper.is_ensemble or wrapper_has_ranks:
+        remedy = f"choose one of {base_name} and {wrapper_name} alone"
+    else:
+        remedy = f"give {base_name}(base={wrapper_name}(...))"
+    raise OptionError(
+        f"base={base_name} gives clients ranks, and has to be around all else; {remedy}", name="base", value=base_name
+    )

@@ -16,16 +16,15 @@ from perada.algorithms.base import (
     ServerStep,
     Stacks,
     TensorNames,
-    check_base,
+    check_outermost,
 )
 from perada.algorithms.fedavg import FedAvg, FedDyn
 from perada.algorithms.moon import Moon
 from perada.algorithms.perada import APFL, MTL
 from perada.algorithms.scaffold import Scaffold
 from perada.core.checks import OptionError, check_choice, check_integer, check_number
-from perada.core.rounds import Phase
 from perada.core.seeding import generator
-from perada.core.states import State, clone, expand, gather, partition, stack, unstack
+from perada.core.states import State, clone, device_of, expand, gather, partition, stack, unstack
 from perada.server import mean
 
 Sampler = Literal["gaussian", "dirichlet"]
@@ -34,10 +33,10 @@ Sampler = Literal["gaussian", "dirichlet"]
 class FedBE(Algorithm):
     """FedAvg with a Bayesian ensemble at the server: extra models are drawn from a fit to the clients' models.
 
-    The ensemble of the drawn models, the clients' models and their mean is distilled into the mean on public images
-    (their Algorithm 1; as everywhere in perada, the teachers' logits are averaged). The result is the average of the
-    student's states along the way (stochastic weight averaging). All drawn models are in memory at once. Without
-    distillation, every checkpoint holds the whole ensemble.
+    Clients train and send their models, and keep nothing. The ensemble of the drawn models, the clients' models and
+    their mean is distilled into the mean on public images (their Algorithm 1; as everywhere in perada, the teachers'
+    logits are averaged). The result is the average of the student's states along the way (stochastic weight averaging).
+    All drawn models are in memory at once. Without distillation, every checkpoint holds the whole ensemble.
 
     Args:
         sampler: ``gaussian`` draws from N(mean, diagonal of the variances) of the clients' models, ``dirichlet`` draws
@@ -46,7 +45,8 @@ class FedBE(Algorithm):
         distill: ``False`` lets the ensemble itself predict, by the mean of its probabilities.
         average_from: Share of the distillation steps after which the student's states are averaged. 1 takes the last.
         moments: The server fits the Gaussian to means of the clients' states and of the squares of their changes, which
-            they send too, and the drawn models and the mean alone are the ensemble. So it needs sums alone.
+            they send too. The ensemble then has only the drawn models and the mean, so that sums over clients are all
+            that the server needs.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class FedBE(Algorithm):
                 name="moments",
                 value=True,
             )
-        self.moments = self.own_teachers = moments
+        self.moments = moments
+        self.own_teachers = moments
         self.sampler = sampler
         self.samples = samples
         self.distill = distill
@@ -79,67 +80,83 @@ class FedBE(Algorithm):
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Send the trained state, and with ``moments`` the scaled squares of its changes."""
-        new_client_state, sent = super().end_round(trained, client_state, received, tensor_names)
+        """Keep nothing; send the trained state, and with ``moments`` the scaled squares of its changes."""
+        new_client_state, update = super().end_round(trained, client_state, received, tensor_names)
+        squares = {}
         if self.moments:
-            drawn = [key for key in tensor_names.keys if sent[key].is_floating_point() and not key.endswith(UNDRAWN)]
-            sent = sent | {SQUARE + key: (sent[key] - received[key]).square() * SCALE for key in drawn}
-        return new_client_state, sent
+            for key in tensor_names.keys:
+                if update[key].is_floating_point() and not key.endswith(UNDRAWN):
+                    squares[SQUARE + key] = (update[key] - received[key]).square() * SCALE
+        return new_client_state, update | squares
 
     def server_step(self, server: ServerStep) -> State:
-        """Average, draw, and distil or remember the ensemble."""
+        """Average and draw models; distil the ensemble into the average, or remember it."""
         random = generator(server.seed, "fedbe", server.round)
         if self.moments:
             squares = [name for name in server.updates.names if name.startswith(SQUARE)]
             models = server.updates.part(range(len(server.clients)), without=squares)
             drawn = self._draw_by_moments(server, squares, random)
             average = server.mean(models, server.weights)
-            members = [drawn, expand(average, 1)]
+            stacks = [drawn, expand(average, 1)]
         else:
             models = server.updates
-            clients = models.gathered_all()
-            drawn = sample_models(clients, server.weights, self.sampler, self.samples, random)
+            client_models = models.gathered_all()
+            drawn = sample_models(client_models, server.weights, self.sampler, self.samples, random)
             average = server.mean(models, server.weights)
-            members = [drawn, clients, expand(average, 1)]
-        teachers = {name: torch.cat([member[name] for member in members]) for name in models.names}
+            stacks = [drawn, client_models, expand(average, 1)]
+        teachers = {name: torch.cat([stacked[name] for stacked in stacks]) for name in models.names}
         if self.uses_distillation:
             return server.distill(server.previous | average, teachers, self.average_from)
         server.state["members"] = teachers
         return average
 
     def _draw_by_moments(self, server: ServerStep, squares: list[str], random: torch.Generator) -> State:
-        """Draw models (S, ...) from the mean and the variances of the clients' models: sums are all that is seen."""
-        scaled_squares, mean = partition(server.updates.mean(server.weights), squares)
+        """Draw models (S, ...) from the mean and the variances of the clients' models, which come from sums only.
+
+        With the changes d_m of the clients from the previous state, the variance is mean(d_m²) − mean(d_m)².
+        """
+        mean_squares, mean_model = partition(server.updates.mean(server.weights), squares)
         spread = {}
-        for name, value in mean.items():
-            if SQUARE + name in scaled_squares:
-                variance = scaled_squares[SQUARE + name] / SCALE - (value - server.previous[name]).square()
+        for name, value in mean_model.items():
+            if SQUARE + name in mean_squares:
+                variance = mean_squares[SQUARE + name] / SCALE - (value - server.previous[name]).square()
                 spread[name] = variance.clamp(min=0).sqrt()  # rounding may leave less than 0
-        return draw_gaussian(mean, spread, self.samples, random)
+        return draw_gaussian(mean_model, spread, self.samples, random)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """The ensemble of the last round where it is not distilled, else the global model."""
-        return server_state.get("members", super().members(global_state, server_state))
+        """Return the ensemble of the last round where it is not distilled, else the global model."""
+        if "members" in server_state:
+            return server_state["members"]
+        return super().members(global_state, server_state)
 
     @property
     def kind(self) -> str:
         """The class, whether the ensemble is distilled, and whether it is drawn by moments."""
+        distillation = "with distillation" if self.distill else "without distillation"
         moments = ", by moments" if self.moments else ""
-        return f"{type(self).__name__} {'with' if self.distill else 'without'} distillation{moments}"
+        return f"{type(self).__name__} {distillation}{moments}"
 
 
 SQUARE = "square/"
+"""Prefix of the names of what clients send beside their models: squares of their changes, times :data:`SCALE`."""
 SCALE = 2.0**12
-"""Begins the names of what clients send beside their models: squares of their changes, times ``SCALE``.
+"""Factor of these squares.
 
 Secure sums round to multiples of 2^−``fraction_bits``, by default 6·10⁻⁸, and the square of 10⁻⁴ is less than that.
 """
 UNDRAWN = "running_var"
-"""Ends the names of what must not be negative, and is not drawn."""
+"""Ending of the names of what must not be negative, and is not drawn."""
 
 
 def draw_gaussian(center: State, spread: State, samples: int, random: torch.Generator) -> State:
-    """S models (S, ...) from N(center, spread²), without a client axis; what has no spread is the center."""
+    """Draw S models (S, ...) from N(center, spread²); what has no spread is the center.
+
+    Args:
+        center: Means, without a client axis.
+        spread: Standard deviations of what is drawn.
+        samples: S.
+        random: The generator, on the CPU, so that all devices have the same models.
+    """
     drawn = {}
     for key, value in center.items():
         drawn[key] = value.unsqueeze(0).expand(samples, *value.shape)
@@ -154,32 +171,40 @@ def sample_models(
 ) -> State:
     """Draw S models (S, ...) from a distribution fitted to those of C clients, a stack (C, ...).
 
-    The weights (C,) are those of the Gaussian's mean and variances. The Dirichlet distribution is Dir(1, ..., 1).
     Counters are the clients' maximum. The Gaussian's running variances, which must not be negative, are the clients'
     mean.
+
+    Args:
+        updates: The clients' models (C, ...).
+        weights: Weights (C,) of the Gaussian's mean and variances.
+        sampler: ``gaussian``, or ``dirichlet``, which has the distribution Dir(1, ..., 1).
+        samples: S.
+        random: The generator.
     """
     center = mean(updates, weights)
     floating = {key: value for key, value in updates.items() if value.is_floating_point()}
-    # Normalised exponential variables are distributed as Dir(1, ..., 1).
+    # Normalised exponential variables are distributed as Dir(1, ..., 1). They are drawn for the Gaussian too, whose own
+    # numbers come after them in the generator's stream.
     shares = torch.empty(samples, len(weights), dtype=torch.float64).exponential_(generator=random)
     shares /= shares.sum(1, keepdim=True)
     if sampler == "gaussian":
-        spread = {
-            key: mean({key: (value - center[key]).square()}, weights)[key].sqrt()
-            for key, value in floating.items()
-            if not key.endswith(UNDRAWN)
-        }
+        spread = {}
+        for key, value in floating.items():
+            if not key.endswith(UNDRAWN):
+                variance = mean({key: (value - center[key]).square()}, weights)[key]
+                spread[key] = variance.sqrt()
         return draw_gaussian(center, spread, samples, random)
-    mixed = {
-        key: (shares.to(value).view(samples, len(weights), *[1] * (value.dim() - 1)) * value).sum(1)
-        for key, value in floating.items()
-    }
+    mixed = {}
+    for key, value in floating.items():
+        shares_of_clients = shares.to(value).view(samples, len(weights), *[1] * (value.dim() - 1))
+        mixed[key] = (shares_of_clients * value).sum(1)
     return draw_gaussian(center, {}, samples, random) | mixed
 
 
 MODE = "mode"
+"""Name of the number of the mode that a client trains, which travels with what it receives and sends."""
 BEST = "best mode"
-"""Integers that travel with what a client receives: the mode it trains, and the one with the least loss on its data."""
+"""Name of the number of the mode with the least loss on a client's data, which travels with what it receives."""
 UNREPEATABLE = (APFL, FedDyn, MTL, Moon, Scaffold)
 """Algorithms whose clients keep what belongs to the only global model."""
 
@@ -214,25 +239,18 @@ class FedEnsemble(AlgorithmWrapper):
         average: Average = "logits",
         keeps: Literal["ensemble", "best"] = "ensemble",
     ) -> None:
-        self.base = base or FedAvg()
-        check_base(self, self.base)
+        super().__init__(base or FedAvg())
+        check_outermost(self)
         check_integer("modes", modes)
         check_integer("strata", strata, optional=True)
         check_choice("assignment", assignment, ("permutation", "loss"))
         check_choice("average", average, ("logits", "probabilities"))
         check_choice("keeps", keeps, ("ensemble", "best"))
-        kind = type(self.base).__name__
-        one_model = self.base.sends_updates and self.base.global_model and not self.base.is_ensemble
-        if not one_model or isinstance(self.base, UNREPEATABLE) or self.base.personalization():
-            raise OptionError(
-                f"base={kind} cannot be repeated in modes: its server does not hold exactly one whole model, or its "
-                "clients keep what belongs to that one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda",
-                name="base",
-                value=kind,
-            )
+        self._check_repeatable()
+        base_name = type(self.base).__name__
         if keeps == "best" and self.base.inference == "personal":
             raise OptionError(
-                f"keeps='best' cannot be used with base={kind}, whose clients predict with models of their own; "
+                f"keeps='best' cannot be used with base={base_name}, whose clients predict with models of their own; "
                 "choose keeps='ensemble'",
                 name="keeps",
                 value="best",
@@ -242,11 +260,22 @@ class FedEnsemble(AlgorithmWrapper):
         self.assignment = assignment
         self.average = average
         self.keeps = keeps
-        self.inference = "personal" if keeps == "best" else self.base.inference
-        self.uses_distillation = self.base.uses_distillation
-        self.unsent = self.base.unsent
-        self.merges_into_backbone = self.base.merges_into_backbone
+        if keeps == "best":
+            self.inference = "personal"
         self.compares_models = modes > 1 and (assignment == "loss" or keeps == "best")
+
+    def _check_repeatable(self) -> None:
+        """Raise if the base cannot have several global models, each with its own clients in a round."""
+        base = self.base
+        has_one_model = base.sends_updates and base.global_model and not base.is_ensemble
+        if not has_one_model or isinstance(base, UNREPEATABLE) or base.personalization():
+            base_name = type(base).__name__
+            raise OptionError(
+                f"base={base_name} cannot be repeated in modes: its server does not hold exactly one whole model, or "
+                "its clients keep what belongs to that one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda",
+                name="base",
+                value=base_name,
+            )
 
     @property
     def kind(self) -> str:
@@ -257,9 +286,14 @@ class FedEnsemble(AlgorithmWrapper):
             f"{self.assignment}, keeping the {self.keeps}"
         )
 
+    @property
+    def is_ensemble(self) -> bool:
+        """The modes predict together."""
+        return True
+
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse more strata than clients, and what the base cannot work with."""
-        if (self.strata or 0) > num_clients:
+        """Raise if there are more strata than clients, or the base cannot work with the trained tensors."""
+        if self.strata is not None and self.strata > num_clients:
             raise OptionError(
                 f"strata={self.strata} cannot be filled by {num_clients} clients; give at most as many",
                 name="strata",
@@ -268,103 +302,120 @@ class FedEnsemble(AlgorithmWrapper):
         self.base.check(tensor_names, num_clients)
 
     def initial(self, make: Callable[[int], State]) -> State:
-        """The modes (K, ...)."""
+        """Return the modes (K, ...), each from its own random initialisation."""
         return _stacked([make(mode) for mode in range(self.modes)])
 
-    def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
-        """Those of the base."""
-        return self.base.phases(epochs, steps)
-
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """What the base keeps of the first mode, and the number of the best mode where clients predict with it."""
-        first = unstack(initial)[0]
-        if self.keeps == "ensemble":
-            return self.base.initial_client_state(first, tensor_names)
-        best = next(iter(first.values())).new_zeros((), dtype=torch.long)
-        return self.base.initial_client_state(first, tensor_names) | {BEST: {BEST: best}}
+        """Keep what the base keeps of the first mode, and the number of the best mode where clients predict with it."""
+        first_mode = unstack(initial)[0]
+        client_state = self.base.initial_client_state(first_mode, tensor_names)
+        if self.keeps == "best":
+            best = torch.zeros((), dtype=torch.long, device=device_of(first_mode))
+            client_state = client_state | {BEST: {BEST: best}}
+        return client_state
 
     def broadcast(self, sending: Broadcast) -> State:
-        """To each client its mode."""
-        losses = sending.losses
-        device = next(iter(sending.global_state.values())).device
-        best = torch.zeros(len(sending.clients), dtype=torch.long) if losses is None else losses.argmin(1)
+        """Send each client its mode, as the base sends a global state, and the numbers of its mode and its best one."""
+        best = torch.zeros(len(sending.clients), dtype=torch.long)
+        if sending.losses is not None:
+            best = sending.losses.argmin(1)
         if self.assignment == "loss":
             modes = best
         else:
             strata = self.strata or min(self.modes, sending.num_clients)
             schedule = mode_schedule(sending.seed, sending.round, sending.num_clients, self.modes, strata)
             modes = schedule[list(sending.clients)]
-        sent = [self.base.broadcast(replace(sending, global_state=mode)) for mode in unstack(sending.global_state)]
-        received = sent[0]
+        # What clients would receive of each mode, of which they get one row each.
+        of_modes = [self.base.broadcast(replace(sending, global_state=mode)) for mode in unstack(sending.global_state)]
+        received = of_modes[0]
         if self.modes > 1:
-            rows = list(enumerate(modes.tolist()))
-            received = {key: torch.stack([sent[mode][key][row] for row, mode in rows]) for key in sent[0]}
-        return received | {MODE: modes.to(device)} | ({BEST: best.to(device)} if self.keeps == "best" else {})
+            mode_numbers = modes.tolist()
+            received = {}
+            for key in of_modes[0]:
+                rows = [of_modes[mode][key][client] for client, mode in enumerate(mode_numbers)]
+                received[key] = torch.stack(rows)
+        device = device_of(sending.global_state)
+        numbers = {MODE: modes.to(device)}
+        if self.keeps == "best":
+            numbers[BEST] = best.to(device)
+        return received | numbers
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """As the base."""
-        states = {key: value for key, value in received.items() if key not in (MODE, BEST)}
-        return self.base.begin_round(client_state, states, tensor_names)
+        """Train the stacks of the base."""
+        _, sent_by_base = partition(received, (MODE, BEST))
+        return self.base.begin_round(client_state, sent_by_base, tensor_names)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """As the base. The number of the mode goes back too."""
+        """Keep and send what clients of the base do, and the numbers of the best mode and of the trained one."""
         new_client_state, update = self.base.end_round(trained, client_state, received, tensor_names)
-        best = {BEST: {BEST: received[BEST]}} if self.keeps == "best" else {}
-        return new_client_state | best, update | {MODE: received[MODE]}
+        if self.keeps == "best":
+            new_client_state = new_client_state | {BEST: {BEST: received[BEST]}}
+        return new_client_state, update | {MODE: received[MODE]}
 
     def server_step(self, server: ServerStep) -> State:
-        """The base's server step for each mode that some client had. The others stay as they are."""
-        mode_of_client = server.updates.gathered(MODE)
+        """Take the base's server step for each mode that some client had. The others stay as they are."""
+        # The host waits for the device here, once for all modes.
+        mode_of_client = server.updates.gathered(MODE).tolist()
         modes = unstack(clone(server.previous))
-        for mode in sorted(set(mode_of_client.tolist())):
-            rows = (mode_of_client == mode).nonzero().flatten()
+        for mode in sorted(set(mode_of_client)):
+            rows = [row for row, trained_mode in enumerate(mode_of_client) if trained_mode == mode]
             weights = server.weights
             clients = server.clients
             if len(rows) < len(clients):
-                weights = weights[rows.cpu()] / weights[rows.cpu()].sum()
-                clients = tuple(clients[row] for row in rows.tolist())
+                weights = weights[rows] / weights[rows].sum()
+                clients = tuple(clients[row] for row in rows)
+            # A mode has the server's tensors under names of its own.
             prefix = f"mode_{mode}/"
-            mode_state = {k.removeprefix(prefix): state for k, state in server.state.items() if k.startswith(prefix)}
-            mine = replace(
+            mode_state: dict[str, State] = {}
+            for name, state in server.state.items():
+                if name.startswith(prefix):
+                    mode_state[name.removeprefix(prefix)] = state
+            step_of_mode = replace(
                 server,
                 clients=clients,
                 previous=modes[mode],
-                updates=server.updates.part(rows.tolist(), without=(MODE,)),
+                updates=server.updates.part(rows, without=(MODE,)),
                 weights=weights,
                 state=mode_state,
             )
-            modes[mode] = modes[mode] | self.base.server_step(mine)
-            server.state.update({prefix + name: state for name, state in mode_state.items()})
+            modes[mode] = modes[mode] | self.base.server_step(step_of_mode)
+            for name, state in step_of_mode.state.items():
+                server.state[prefix + name] = state
         return _stacked(modes)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """All modes."""
+        """Return all modes."""
         return global_state
 
     def personal(self, client_state: Stacks, global_state: State) -> State:
-        """The best mode, or what the base says."""
+        """Predict with the best mode, or with what the base predicts with."""
         if self.keeps == "best":
             return gather(global_state, client_state[BEST][BEST].tolist())
         return self.base.personal(client_state, global_state)
 
 
 def _stacked(states: list[State]) -> State:
-    """A stack. A single state keeps its memory layout, on which the last bits of a convolution depend."""
-    return expand(states[0], 1) if len(states) == 1 else stack(states)
+    """Stack states. A single one keeps its memory layout, on which the last bits of a convolution depend."""
+    if len(states) == 1:
+        return expand(states[0], 1)
+    return stack(states)
 
 
 def mode_schedule(seed: int, round: int, num_clients: int, modes: int, strata: int) -> Tensor:
-    """The mode (M,), one of K, that each of M clients would train in a round, counted from 0. An age is K rounds.
+    """Return the mode (M,), one of K, that each of M clients would train in a round, counted from 0.
 
-    The Q ``strata`` are random sets of clients, whose sizes differ by at most one.
+    The Q ``strata`` are random sets of clients, whose sizes differ by at most one. An age is K rounds.
 
     >>> torch.stack([mode_schedule(0, round, 4, 3, 2) for round in range(3)]).sort(0).values.tolist()
     [[0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]]
     """
-    stratum = torch.empty(num_clients, dtype=torch.long)
-    stratum[torch.randperm(num_clients, generator=generator(seed, "strata"))] = torch.arange(num_clients) % strata
-    age, place = divmod(round, modes)
-    orders = [torch.randperm(modes, generator=generator(seed, "modes", age, q)) for q in range(strata)]
-    return torch.stack(orders)[stratum, place]
+    stratum_of_client = torch.empty(num_clients, dtype=torch.long)
+    order_of_clients = torch.randperm(num_clients, generator=generator(seed, "strata"))
+    stratum_of_client[order_of_clients] = torch.arange(num_clients) % strata
+    age, round_in_age = divmod(round, modes)
+    orders = []
+    for stratum in range(strata):
+        orders.append(torch.randperm(modes, generator=generator(seed, "modes", age, stratum)))
+    return torch.stack(orders)[stratum_of_client, round_in_age]

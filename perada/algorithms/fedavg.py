@@ -16,7 +16,7 @@ class FedAvg(Algorithm):
 
 
 class Standalone(Algorithm):
-    """Clients train and keep their personal state. They send nothing, and the global state stays as it began."""
+    """Training alone: clients train and keep their personal state. They send nothing, and the global state stays."""
 
     inference = "personal"
     roles = ("personal",)
@@ -25,7 +25,7 @@ class Standalone(Algorithm):
     unsent = frozenset({"personal"})
 
     def client_step(self, step: ClientStep) -> None:
-        """A step on the client's own loss."""
+        """Take a step on the client's own loss."""
         step.descend("personal", step.loss("personal"))
 
 
@@ -41,15 +41,15 @@ class FedAvgFT(Algorithm):
         self.finetune_epochs = finetune_epochs
 
     def personalization(self) -> tuple[Algorithm, Phase]:
-        """Standalone training that starts from the global state."""
+        """Train alone, from the global state."""
         return Standalone(), Phase("personalize", self.finetune_epochs)
 
 
-class HeadAlone(Standalone):
+class StandaloneHead(Standalone):
     """Standalone training of the head; the rest stays, but for running statistics, which follow the passes."""
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """The head."""
+        """Train the head."""
         return tuple(key for key in tensor_names.parameters if key in tensor_names.head)
 
 
@@ -70,27 +70,33 @@ class FedBABU(FedAvgFT):
         self.tunes = tunes
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse a model of which no head, or nothing but the head, is trained."""
-        if not tensor_names.head or tensor_names.head == set(tensor_names.parameters):
-            lacking = "nothing but the head is" if tensor_names.head else "no head is"
-            raise ValueError(
-                f"algorithm FedBABU trains the body in its rounds and the head after them, and {lacking} trained; "
-                "choose an adapter that trains both, such as adapter='full', or another algorithm"
-            )
+        """Raise if no head, or nothing but the head, is trained."""
+        if not tensor_names.head:
+            lacking = "no head is"
+        elif tensor_names.head == set(tensor_names.parameters):
+            lacking = "nothing but the head is"
+        else:
+            return
+        raise ValueError(
+            f"algorithm FedBABU trains the body in its rounds and the head after them, and {lacking} trained; "
+            "choose an adapter that trains both, such as adapter='full', or another algorithm"
+        )
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """All but the head."""
+        """Train all but the head."""
         return tuple(key for key in tensor_names.parameters if key not in tensor_names.head)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Send all but the head."""
-        return {}, partition(trained["local"], tensor_names.head)[1]
+        """Keep nothing, send all but the head."""
+        _, body = partition(trained["local"], tensor_names.head)
+        return {}, body
 
     def personalization(self) -> tuple[Algorithm, Phase]:
-        """Training alone, of the head or of all, that starts from the global state."""
-        return HeadAlone() if self.tunes == "head" else Standalone(), Phase("personalize", self.finetune_epochs)
+        """Train the head, or all, alone from the global state."""
+        algorithm = StandaloneHead() if self.tunes == "head" else Standalone()
+        return algorithm, Phase("personalize", self.finetune_epochs)
 
 
 class FedProx(Algorithm):
@@ -105,7 +111,7 @@ class FedProx(Algorithm):
         self.prox_strength = prox_strength
 
     def client_step(self, step: ClientStep) -> None:
-        """A step on the loss and the pull towards the received state."""
+        """Take a step on the loss and the pull towards the received state (Equation 2)."""
         step.descend("local", step.loss("local"), pull=(self.prox_strength, step.received))
 
 
@@ -122,9 +128,15 @@ class FedDF(Algorithm):
 class FedDyn(Algorithm):
     """FedAvg with a dynamic regulariser that makes the clients' optima agree with the server's (their Algorithm 1).
 
-    A client minimises loss − <h_m, w_m> + α/2 ||w_m − w||², then takes h_m ← h_m − α (w_m − w). The server takes
-    h ← h − α/M Σ (w_m − w) over the round's clients, then w ← mean(w_m) − h/α. Running statistics of norms are
-    averaged.
+    Of Acar et al. (ICLR 2021). w is the global model as received, w_m the client's, h_m and h what client and server
+    remember, zero at first:
+
+    1. A client minimises loss − <h_m, w_m> + α/2 ||w_m − w||² and sends w_m.
+    2. It keeps h_m ← h_m − α (w_m − w).
+    3. The server takes h ← h − α/M Σ (w_m − w) over the round's clients, M being the number of all.
+    4. The new global model is mean(w_m) − h/α.
+
+    Running statistics of norms are averaged.
 
     Args:
         alpha: α, above 0.
@@ -135,30 +147,34 @@ class FedDyn(Algorithm):
         self.alpha = alpha
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """h_m, zero at first."""
+        """Keep h_m, zero at first."""
         return {"gradient": {key: torch.zeros_like(initial[key]) for key in tensor_names.parameters}}
 
     def client_step(self, step: ClientStep) -> None:
-        """A step on the regularised loss."""
-        slope = {key: -value for key, value in step.client_state["gradient"].items()}
-        step.descend("local", step.loss("local"), pull=(self.alpha, step.received), slope=slope)
+        """Take a step on the regularised loss."""
+        minus_h = {key: -h for key, h in step.client_state["gradient"].items()}
+        step.descend("local", step.loss("local"), pull=(self.alpha, step.received), slope=minus_h)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Update h_m, send w_m."""
-        local = trained["local"]
-        gradient = {key: h - self.alpha * (local[key] - received[key]) for key, h in client_state["gradient"].items()}
-        return {"gradient": gradient}, local
+        """Keep h_m − α (w_m − w), send w_m."""
+        w_m = trained["local"]
+        new_h = {}
+        for key, h in client_state["gradient"].items():
+            new_h[key] = h - self.alpha * (w_m[key] - received[key])
+        return {"gradient": new_h}, w_m
 
     def server_step(self, server: ServerStep) -> State:
-        """Update h, and correct the mean by it."""
+        """Update h, and return mean(w_m) − h/α."""
         average = server.mean(server.updates, server.weights)
-        before = server.state.get("gradient", {})
-        gradient = {}
-        for name in server.tensor_names.parameters:
-            change = (server.updates.gathered(name) - server.previous[name]).sum(0)
-            h = before.get(name, torch.zeros_like(change))
-            gradient[name] = h - self.alpha / server.num_clients * change
-        server.state["gradient"] = gradient
-        return average | {name: average[name] - h / self.alpha for name, h in gradient.items()}
+        h_before = server.state.get("gradient", {})
+        new_h = {}
+        corrected = {}
+        for key in server.tensor_names.parameters:
+            change = (server.updates.gathered(key) - server.previous[key]).sum(0)
+            h = h_before.get(key, torch.zeros_like(change))
+            new_h[key] = h - self.alpha / server.num_clients * change
+            corrected[key] = average[key] - new_h[key] / self.alpha
+        server.state["gradient"] = new_h
+        return average | corrected

@@ -5,7 +5,7 @@ import torch
 
 from perada.algorithms.base import Algorithm, ClientStep, Stacks, TensorNames
 from perada.core.checks import check_number
-from perada.core.states import State, expand
+from perada.core.states import State, expand, stack_size
 from perada.server.aggregate import double
 
 
@@ -35,8 +35,9 @@ class FedROD(Algorithm):
         self.gamma = gamma
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse a head that is not trained as a linear layer."""
-        if f"{tensor_names.head_module}.weight" not in tensor_names.head or len(tensor_names.head) > 2:
+        """Raise if the head is not trained as a linear layer, with a weight and at most a bias."""
+        trains_weight = f"{tensor_names.head_module}.weight" in tensor_names.head
+        if not trains_weight or len(tensor_names.head) > 2:
             raise ValueError(
                 "algorithm FedROD has a second linear head beside the trained one, and of the head are trained "
                 f"{sorted(tensor_names.head) or 'no tensors'}; choose an adapter that trains its weight, such as "
@@ -44,23 +45,28 @@ class FedROD(Algorithm):
             )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """φ_m, zero at first."""
+        """Keep φ_m, zero at first."""
         return {"personal": {key: torch.zeros_like(initial[key]) for key in sorted(tensor_names.head)}}
 
     def client_step(self, step: ClientStep) -> None:
-        """A step of θ_m, and one of φ_m."""
+        """Take a step on θ_m from the balanced softmax, and one on φ_m from the plain loss."""
         logits, features = step.outputs("local")
         personal_logits = logits.detach()
-        for value in step.states["personal"].values():  # weight (C, K, F), bias (C, K)
-            personal_logits = personal_logits + (
-                features.detach() @ value.mT if value.dim() == 3 else value.unsqueeze(1)
-            )
-        balance = double(step.class_counts(logits.shape[-1])) ** self.gamma  # rounded alike for any number of clients
-        step.descend("local", step.loss(logits + balance.log().to(logits).unsqueeze(1)))
+        for value in step.states["personal"].values():
+            if value.dim() == 3:  # the weight (C, K, F)
+                personal_logits = personal_logits + features.detach() @ value.mT
+            else:  # the bias (C, K)
+                personal_logits = personal_logits + value.unsqueeze(1)
+        # n_c^γ exp g_c is exp(g_c + log n_c^γ). In double precision, so that it is rounded alike for any number of
+        # clients.
+        balance = double(step.class_counts(logits.shape[-1])) ** self.gamma
+        balanced_logits = logits + balance.log().to(logits).unsqueeze(1)
+        step.descend("local", step.loss(balanced_logits))
         step.descend("personal", step.loss(personal_logits))
 
     def personal(self, client_state: Stacks, global_state: State) -> State:
-        """The global model, whose head has φ_m added."""
-        own_head = client_state["personal"]
-        models = expand(global_state, len(next(iter(own_head.values()))))
-        return models | {key: models[key] + value for key, value in own_head.items()}
+        """Predict with the global model, with φ_m added to its head."""
+        personal_head = client_state["personal"]
+        models = expand(global_state, stack_size(personal_head))
+        heads = {key: models[key] + value for key, value in personal_head.items()}
+        return models | heads

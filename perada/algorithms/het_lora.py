@@ -3,9 +3,9 @@
 
 import warnings
 from bisect import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from perada.algorithms.base import (
     ServerStep,
     Stacks,
     TensorNames,
-    check_base,
+    check_outermost,
 )
 from perada.algorithms.branches import RestOfWorld
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
 from perada.core.checks import OptionError, check_integer, invalid_option
 from perada.core.rounds import Phase
-from perada.core.states import Factors, State, cut_ranks, expand, partition, per_client
+from perada.core.states import Factors, State, cut_ranks, device_of, expand, partition, per_client, to_device_async
 from perada.server.aggregate import Aggregation, ServerRule
 from perada.server.low_rank import client_pairs, product_norm
 
@@ -36,21 +36,26 @@ RANK = "lora/rank"
 class HetLoRA(AlgorithmWrapper):
     """Any algorithm, whose clients m have LoRA of rank r_m (HetLoRA: Cho et al., EMNLP 2024).
 
-    The server's B and A have the adapter's rank r. A client receives the first r_m columns of B and rows of A
-    (truncation), and the server takes what it sends as zero beyond them (zero-padding). Each layer's B and A are
-    averaged with weights in proportion to ‖B_m·A_m‖, Frobenius's norm of what the client sent (sparsity-weighted
-    aggregation); all else that is trained is averaged as in the base. A factor that a client does not send counts as
-    the server has it. Where all products are zero, or the server's rule is not a function of the mean, the base's
-    weights count: with ``svd`` the server is FlexLoRA's (Bai et al., NeurIPS 2024), and the columns that are cut off
-    are those of the smallest singular values. A round whose clients all have less than rank r leaves the rest of B and
-    A zero, which has no gradient any more (but with ``svd``): a warning says so.
+    The server's B and A have the adapter's rank r.
+
+    1. A client receives the first r_m columns of B and rows of A (the paper's truncation).
+    2. It trains and keeps what clients of the base do, at its rank.
+    3. The server takes what it sends as zero beyond its rank (zero-padding).
+    4. Each layer's B and A are averaged with weights in proportion to ‖B_m·A_m‖, the Frobenius norm of the product of
+       what the client sent (sparsity-weighted aggregation); all else that is trained is averaged as in the base.
+
+    A factor that a client does not send counts as the server has it. Where all products are zero, or the server's rule
+    is not a function of the mean, the base's weights count: with ``svd`` the server is FlexLoRA's (Bai et al., NeurIPS
+    2024), and the columns that are cut off are those of the smallest singular values. A round whose clients all have
+    less than rank r leaves the rest of B and A zero, which has no gradient any more (but with ``svd``): a warning says
+    so.
 
     A client has the adapter's scale s = α/r, whatever its r_m: with α/r_m, the same columns would mean another matrix
     to each client, and their average none. A client predicts with its rank too, in a base without personal models
     with the global one, cut. All clients have tensors of rank r, of which nothing beyond r_m is ever other than zero,
-    under noise of differential privacy as well. With privacy of whole clients, of whom the server sees the noisy mean
-    alone, the weights are equal. The paper's self-pruning, a loss on the last columns of B and rows of A that lowers
-    r_m as they shrink, is left out.
+    under noise of differential privacy as well. With privacy of whole clients, of whom the server sees only the noisy
+    mean, the weights are equal. The paper's self-pruning, a loss on the last columns of B and rows of A that lowers r_m
+    as they shrink, is left out.
 
     Args:
         base: What clients do. Default: FedAvg, as in the paper.
@@ -66,47 +71,24 @@ class HetLoRA(AlgorithmWrapper):
         ranks: list[int] | dict[str, int] | None = None,
         sizes: list[int] | None = None,
     ) -> None:
-        self.base = base or FedAvg()
+        super().__init__(base or FedAvg())
         self.ranks = ranks
         self.sizes = sizes
-        check_base(self, self.base)
+        check_outermost(self)
         if self.base.is_ensemble:
+            base_name = type(self.base).__name__
             raise OptionError(
-                f"base={type(self.base).__name__} has several global models; choose another, such as FedAvg",
+                f"base={base_name} has several global models; choose another, such as FedAvg",
                 name="base",
-                value=type(self.base).__name__,
+                value=base_name,
             )
         if isinstance(self.base, RestOfWorld):
             raise ValueError("base=RestOfWorld needs the mean of whole branches; choose another, such as FedDPA")
         _check_ranks(ranks, sizes)
-        vars(self).update({name: getattr(self.base, name) for name in (*Algorithm.__annotations__, *_OF_BASE)})
-
-    @property
-    def kind(self) -> str:
-        """The class and the base."""
-        return f"{type(self).__name__} of {self.base.kind}"
 
     def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int:
-        """What the options say of a client."""
-        if isinstance(self.ranks, Mapping):
-            rank_of = {str(key): value for key, value in self.ranks.items()}
-            rank = rank_of.get(name, rank_of.get(str(number)))
-            if rank is None:
-                raise OptionError(
-                    f"ranks={self.ranks!r} has no rank of client {name!r}; add it, or give a list",
-                    name="ranks",
-                    value=self.ranks,
-                )
-        else:
-            turns = self.ranks or [max(1, most // part) for part in (1, 2, 4)]
-            if self.sizes is not None and size is None:
-                raise OptionError(
-                    f"sizes={self.sizes!r} needs the number of images of client {name!r}, which it does not say, or "
-                    "which is private; give ranks by name",
-                    name="sizes",
-                    value=self.sizes,
-                )
-            rank = turns[number % len(turns) if self.sizes is None or size is None else bisect(self.sizes, size)]
+        """Return a client's rank, as the options give it."""
+        rank = self._chosen_rank(number, name, size, most)
         if rank > most:
             raise OptionError(
                 f"ranks: client {name!r} has {rank}, and the adapter has r={most}; give the adapter the largest rank "
@@ -115,59 +97,90 @@ class HetLoRA(AlgorithmWrapper):
             )
         return rank
 
+    def _chosen_rank(self, number: int, name: str, size: int | None, most: int) -> int:
+        if isinstance(self.ranks, Mapping):
+            rank_of = {str(key): rank for key, rank in self.ranks.items()}
+            rank = rank_of.get(name, rank_of.get(str(number)))
+            if rank is None:
+                raise OptionError(
+                    f"ranks={self.ranks!r} has no rank of client {name!r}; add it, or give a list",
+                    name="ranks",
+                    value=self.ranks,
+                )
+            return rank
+        ranks = self.ranks or [max(1, most // divisor) for divisor in (1, 2, 4)]
+        if self.sizes is None:
+            return ranks[number % len(ranks)]
+        if size is None:
+            raise OptionError(
+                f"sizes={self.sizes!r} needs the number of images of client {name!r}, which it does not say, or "
+                "which is private; give ranks by name",
+                name="sizes",
+                value=self.sizes,
+            )
+        return ranks[bisect(self.sizes, size)]
+
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse an adapter without factors, and what the base cannot work with."""
+        """Raise if the adapter has no factors, or the base cannot work with it."""
         check_factors(type(self).__name__, tensor_names)
         self.base.check(tensor_names, num_clients)
 
     def broadcast(self, sending: Broadcast) -> State:
-        """As the base, cut to each client's rank, and the rank."""
-        example = sending.global_state[sending.tensor_names.factors[0].down]
-        ranks = sending.lora_ranks or (example.shape[0],) * len(sending.clients)
-        rank_tensor = torch.tensor(ranks, device=example.device)
-        return cut_ranks(self.base.broadcast(sending), sending.tensor_names.factors, rank_tensor) | {RANK: rank_tensor}
+        """Send what the base sends, cut to each client's rank, and the ranks (C,)."""
+        factors = sending.tensor_names.factors
+        example = sending.global_state[factors[0].down]
+        lora_ranks = sending.lora_ranks or (example.shape[0],) * len(sending.clients)
+        ranks = torch.tensor(lora_ranks, device=example.device)
+        return cut_ranks(self.base.broadcast(sending), factors, ranks) | {RANK: ranks}
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """As the base, with what a client keeps cut, too: at first it keeps factors of rank r."""
-        ranks = received[RANK]
-        received = partition(received, {RANK})[1]
+        """Train the stacks of the base, made from what a client keeps at its rank: at first it keeps rank r."""
+        ranks, received = _split_ranks(received)
         return self.base.begin_round(_cut(client_state, tensor_names, ranks), received, tensor_names)
 
     def client_step(self, step: ClientStep) -> None:
-        """The base's step, which noise and pulls do not leave with more than the rank."""
-        self.base.client_step(cast(ClientStep, _CutStep(step)))
+        """Take the base's step, after which noise and pulls have left nothing beyond the ranks."""
+        self.base.client_step(_RankCutStep(step))
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """As the base."""
-        ranks = received[RANK]
-        received = partition(received, {RANK})[1]
-        new_client_state, update = self.base.end_round(
-            trained, _cut(client_state, tensor_names, ranks), received, tensor_names
-        )
+        """Keep and send what clients of the base do, cut to each client's rank."""
+        ranks, received = _split_ranks(received)
+        client_state = _cut(client_state, tensor_names, ranks)
+        new_client_state, update = self.base.end_round(trained, client_state, received, tensor_names)
         return _cut(new_client_state, tensor_names, ranks), cut_ranks(update, tensor_names.factors, ranks)
 
     def server_step(self, server: ServerStep) -> State:
-        """As the base, with means of factors weighted by the norms of their products."""
+        """Take the base's server step, in which means of factors are weighted by the norms of their products."""
         if server.rule.function_of_mean:
-            given = self.ranks.values() if isinstance(self.ranks, Mapping) else self.ranks
-            server = replace(
-                server, rule=_ByNorm(server.rule, server.tensor_names.factors, max(given) if given else None)
-            )
+            rule = _NormWeightedRule(server.rule, server.tensor_names.factors, self._largest_rank())
+            server = replace(server, rule=rule)
         return self.base.server_step(server)
 
+    def _largest_rank(self) -> int | None:
+        """Return the largest rank of a client; None if it is the adapter's."""
+        if not self.ranks:
+            return None
+        if isinstance(self.ranks, Mapping):
+            return max(self.ranks.values())
+        return max(self.ranks)
+
     def personalization(self) -> tuple[Algorithm, Phase] | None:
-        """As the base, at each client's rank."""
+        """Return what clients of the base train after the last round, at their ranks."""
         tuning = self.base.personalization()
-        return None if tuning is None else (HetLoRA(tuning[0], self.ranks, self.sizes), tuning[1])
+        if tuning is None:
+            return None
+        algorithm, phase = tuning
+        return HetLoRA(algorithm, self.ranks, self.sizes), phase
 
 
 def _check_ranks(ranks: object, sizes: object) -> None:
-    """Refuse, by a ValueError, what are no ranks of clients, or no numbers of images that tell who has which."""
+    """Raise if ``ranks`` are no ranks of clients, or ``sizes`` no numbers of images that divide clients among them."""
     if ranks is not None and (not isinstance(ranks, list | tuple | Mapping) or not ranks):
         raise invalid_option("ranks", ranks, "a list such as [2, 4, 8] or a dictionary {client: rank}")
-    for rank in (ranks.values() if isinstance(ranks, Mapping) else ranks) or ():
+    values = ranks.values() if isinstance(ranks, Mapping) else ranks
+    for rank in values or ():
         check_integer("ranks", rank, hint="it is the rank of a client's LoRA")
     if sizes is None:
         return
@@ -175,87 +188,143 @@ def _check_ranks(ranks: object, sizes: object) -> None:
         raise invalid_option("sizes", sizes, "a list of numbers of images such as [100, 1000]")
     for size in sizes:
         check_integer("sizes", size, hint="it is a number of images")
-    if sorted(set(sizes)) != [*sizes] or not isinstance(ranks, list | tuple) or len(ranks) != len(sizes) + 1:
+    increasing = sorted(set(sizes)) == [*sizes]
+    if not increasing or not isinstance(ranks, list | tuple) or len(ranks) != len(sizes) + 1:
         requirement = "increasing numbers of images, one fewer than there are ranks in a list"
         raise invalid_option("sizes", sizes, requirement, f"ranks are {ranks!r}")
 
 
-_OF_BASE = ("phases", "initial", "initial_client_state", "members", "personal")
-"""Methods that are the base's."""
+def _split_ranks(received: State) -> tuple[Tensor, State]:
+    """Split what clients received into their ranks (C,) and what the base sent."""
+    _, sent_by_base = partition(received, {RANK})
+    return received[RANK], sent_by_base
 
 
 def _cut(stacks: Stacks, tensor_names: TensorNames, ranks: Tensor) -> Stacks:
-    return {role: cut_ranks(state, tensor_names.factors, ranks) for role, state in stacks.items()}
+    return {role: cut_ranks(stack, tensor_names.factors, ranks) for role, stack in stacks.items()}
 
 
-class _CutStep:
-    """A local step in which all states stay cut to the clients' ranks."""
+class _RankCutStep:
+    """A local step whose states never have anything beyond the clients' ranks. Satisfies :class:`ClientStep`.
+
+    The base sees what clients kept cut to their ranks, and every step of the optimiser is followed by a cut. All else
+    is passed on to the step inside.
+    """
 
     def __init__(self, step: ClientStep) -> None:
         self._step = step
+        self._ranks = step.received[RANK]
+        self.states = step.states
+        self.received = step.received
+        self.round = step.round
+        self.phase = step.phase
+        self.tensor_names = step.tensor_names
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever a step has
-        return getattr(self._step, name)
+    @cached_property
+    def client_state(self) -> Stacks:
+        return _cut(self._step.client_state, self.tensor_names, self._ranks)
+
+    def logits(self, states: str | State, stream: str | None = None) -> Tensor:
+        return self._step.logits(states, stream)
+
+    def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
+        return self._step.outputs(states, stream, training)
+
+    def loss(self, states: str | State | Tensor, stream: str | None = None) -> Tensor:
+        return self._step.loss(states, stream)
+
+    def class_counts(self, classes: int) -> Tensor:
+        return self._step.class_counts(classes)
 
     @property
-    def client_state(self) -> Stacks:
-        """What the clients kept, cut."""
-        return _cut(self._step.client_state, self._step.tensor_names, self._step.received[RANK])
+    def labels(self) -> Tensor:
+        return self._step.labels
 
-    def descend(self, role: str | tuple[str, ...], *given: Any, **named: Any) -> None:
-        """A step of the optimiser, after which what is beyond the ranks is zero again."""
-        step = self._step
-        step.descend(role, *given, **named)
+    def mean(self, values: Tensor) -> Tensor:
+        return self._step.mean(values)
+
+    def restart(self, role: str, start: State) -> None:
+        self._step.restart(role, start)
+
+    def descend(
+        self,
+        role: str | tuple[str, ...],
+        loss: Tensor | None = None,
+        *,
+        pull: tuple[float, State] | None = None,
+        slope: State | None = None,
+    ) -> None:
+        """Take a step of the optimiser, after which what is beyond the ranks is zero again."""
+        self._step.descend(role, loss, pull=pull, slope=slope)
+        roles = (role,) if isinstance(role, str) else role
         with torch.no_grad():
-            for one in (role,) if isinstance(role, str) else role:
-                state = step.states[one]
-                for key, value in cut_ranks(state, step.tensor_names.factors, step.received[RANK]).items():
+            for name in roles:
+                state = self.states[name]
+                for key, value in cut_ranks(state, self.tensor_names.factors, self._ranks).items():
+                    # What has no rank comes back as the same tensor, and needs no copy.
                     if value is not state[key]:
                         state[key].copy_(value)
 
 
-class _ByNorm(ServerRule):
-    """A rule on the mean, in which factors have weights as ‖B_m·A_m‖: each is scaled by that over the given weight."""
+class _NormWeightedRule(ServerRule):
+    """A rule on the mean, for which factors are averaged with weights in proportion to ‖B_m·A_m‖.
+
+    The rule inside averages with the clients' aggregation weights p_m. So what client m sent is scaled by
+    ‖B_m·A_m‖ / Σ_k ‖B_k·A_k‖ / p_m before.
+
+    Args:
+        rule: The rule inside.
+        factors: The pairs of factors.
+        largest_rank: The largest rank of a client; None if it is the adapter's.
+    """
 
     function_of_mean = True
 
-    def __init__(self, rule: ServerRule, factors: tuple[Factors, ...], most: int | None) -> None:
-        # The largest rank of a client; None for all.
+    def __init__(self, rule: ServerRule, factors: tuple[Factors, ...], largest_rank: int | None) -> None:
         self.rule = rule
         self._factors = factors
-        self._most = most
+        self._largest_rank = largest_rank
 
     def check(self, clients: int) -> None:
-        """Refuse what the rule refuses."""
+        """Raise if the rule cannot work with so many clients."""
         self.rule.check(clients)
 
     def __call__(self, aggregation: Aggregation) -> State:
         updates = aggregation.updates
         scaled = dict(updates.own)
-        for pair in self._factors:
-            # A factor that clients do not send is the server's.
-            previous = {name: aggregation.previous[name] for name in (pair.down, pair.up)}
-            factors = expand(previous, len(updates.places)) | scaled
-            norms = torch.zeros(updates.clients, dtype=torch.float64)
-            for place, product in zip(updates.places, client_pairs(factors[pair.up], factors[pair.down]), strict=True):
-                norms[place] = product_norm(product)
-            updates.ranks.sum_([norms])
+        for pair, norms in zip(self._factors, self._product_norms(aggregation), strict=True):
             if norms.sum() <= 0:
-                continue
-            factor = (norms / norms.sum() / aggregation.weights.to(norms))[updates.places]
+                continue  # the weights p_m count
+            scale = (norms / norms.sum() / aggregation.weights.to(norms))[updates.places]
             for name in (pair.down, pair.up):
                 if name in updates:
                     value = scaled[name]
-                    scaled[name] = value * per_client(factor.to(value), value)
+                    scaled[name] = value * per_client(to_device_async(scale.to(value.dtype), value.device), value)
         result = self.rule(replace(aggregation, updates=updates.replace(scaled)))
-        self._warn_of_lost(aggregation, result)
+        self._warn_of_lost_ranks(aggregation, result)
         return result
 
-    def _warn_of_lost(self, aggregation: Aggregation, result: State) -> None:
-        """Say where rows of A and columns of B became zero alike: neither ever has a gradient again."""
-        for pair in self._factors:
-            rank_before = _used(aggregation.previous, pair, self._most)
-            rank_after = _used(aggregation.previous | result, pair, self._most)
+    def _product_norms(self, aggregation: Aggregation) -> Tensor:
+        """Compute ‖B_m·A_m‖ of each layer and client, (layers, C) on the CPU. A collective."""
+        updates = aggregation.updates
+        names = [name for pair in self._factors for name in (pair.down, pair.up)]
+        # A factor that clients do not send is the server's.
+        previous = {name: aggregation.previous[name] for name in names}
+        factors = expand(previous, len(updates.places)) | updates.own
+        factors = _to_cpu({name: factors[name].detach() for name in names})
+        norms = torch.zeros(len(self._factors), updates.clients, dtype=torch.float64)
+        for layer, pair in enumerate(self._factors):
+            products = client_pairs(factors[pair.up], factors[pair.down])
+            for place, product in zip(updates.places, products, strict=True):
+                norms[layer, place] = product_norm(product)
+        updates.ranks.sum_([norms])
+        return norms
+
+    def _warn_of_lost_ranks(self, aggregation: Aggregation, result: State) -> None:
+        """Warn where rows of A and columns of B became zero alike: neither ever has a gradient again."""
+        before = _used_ranks(aggregation.previous, self._factors, self._largest_rank)
+        after = _used_ranks(aggregation.previous | result, self._factors, self._largest_rank)
+        for rank_before, rank_after in zip(before, after, strict=True):
             if rank_after < rank_before:
                 warnings.warn(
                     f"round {aggregation.round + 1}: none of its clients has LoRA of a rank above {rank_after}: "
@@ -266,8 +335,28 @@ class _ByNorm(ServerRule):
                 return
 
 
-def _used(state: State, pair: Factors, most: int | None) -> int:
-    """How many of the first columns of B, or rows of A, are not zero."""
-    down = state[pair.down][:most].flatten(1)
-    up = state[pair.up].transpose(0, 1)[:most].flatten(1)
-    return int((down.any(1) | up.any(1)).sum())
+def _to_cpu(state: State) -> State:
+    """Copy tensors to the CPU, those of one dtype together: the host waits for each copy."""
+    if device_of(state).type == "cpu":
+        return state
+    names_by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, value in state.items():
+        names_by_dtype.setdefault(value.dtype, []).append(name)
+    on_cpu = {}
+    for names in names_by_dtype.values():
+        buffer = torch.cat([state[name].reshape(-1) for name in names]).cpu()
+        parts = torch.split(buffer, [state[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            on_cpu[name] = part.view(state[name].shape)
+    return on_cpu
+
+
+def _used_ranks(state: State, factors: Sequence[Factors], largest_rank: int | None) -> list[int]:
+    """Count how many of a layer's first rows of A and columns of B are not both zero, for each layer."""
+    used = []
+    for pair in factors:
+        rows = state[pair.down][:largest_rank].flatten(1)
+        columns = state[pair.up].transpose(0, 1)[:largest_rank].flatten(1)
+        used.append((rows.any(1) | columns.any(1)).sum())
+    # One copy from the device for all layers: the host waits for it.
+    return torch.stack(used).tolist()

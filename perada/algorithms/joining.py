@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-import perada.algorithms as known
-from perada.algorithms.base import Algorithm, AlgorithmWrapper, Broadcast, ClientStep, Stacks, TensorNames
-from perada.algorithms.branches import RestOfWorld, pairs
+import perada.algorithms as algorithms
+from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Stacks, TensorNames
+from perada.algorithms.branches import RestOfWorld, branch_pairs
 from perada.algorithms.fedavg import Standalone
 from perada.algorithms.het_lora import HetLoRA
 from perada.algorithms.lora import FFALoRA
@@ -20,82 +20,126 @@ from perada.core.rounds import Phase
 from perada.core.states import State
 
 
-class Joining(AlgorithmWrapper):
-    """One client's side of an algorithm: it sends nothing, and the server's state stays as it is.
+class Joining(Algorithm):
+    """A client's side of another algorithm: it sends nothing, and the server's state stays as it is.
+
+    What the client receives, trains, keeps and predicts with is the base's. All else is that of an algorithm whose
+    clients send nothing.
 
     Args:
-        base: What the client trains and keeps.
+        base: The other algorithm.
     """
 
     inference = "personal"
     sends_updates = False
     global_model = False
     unsent = frozenset({"personal", "local", "own"})
-    theirs: tuple[str, ...] = ("check", "initial_client_state", "broadcast", "begin_round", "personal")
-    """Methods that are the base's."""
 
     def __init__(self, base: Algorithm) -> None:
         self.base = base
-        vars(self).update({name: getattr(base, name) for name in self.theirs})
+
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
+        """Raise if the base cannot work with the trained tensors."""
+        self.base.check(tensor_names, num_clients)
+
+    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
+        """Return what a client of the base stores before its first round."""
+        return self.base.initial_client_state(initial, tensor_names)
+
+    def broadcast(self, sending: Broadcast) -> State:
+        """Return what the base sends."""
+        return self.base.broadcast(sending)
+
+    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
+        """Return the stacks that the base trains."""
+        return self.base.begin_round(client_state, received, tensor_names)
+
+    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
+        """Return the parameters that the base trains."""
+        return self.base.trainable_keys(role, phase, tensor_names, round)
+
+    def client_step(self, step: ClientStep) -> None:
+        """Take the base's local step."""
+        self.base.client_step(step)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Keep what the algorithm keeps, send nothing."""
-        return self.base.end_round(trained, client_state, received, tensor_names)[0], {}
+        """Keep what clients of the base keep, send nothing."""
+        new_client_state, _ = self.base.end_round(trained, client_state, received, tensor_names)
+        return new_client_state, {}
+
+    def personal(self, client_state: Stacks, global_state: State) -> State:
+        """Return what clients of the base predict with."""
+        return self.base.personal(client_state, global_state)
 
 
-class OwnPart(Joining):
-    """Of an algorithm whose clients share a part: the private part, at its rate, on the shared part as it is."""
+class JoiningPrivatePart(Joining):
+    """Of an algorithm whose clients share a part: training of the private part on the shared one as it is.
 
-    theirs = ("check", "initial_client_state", "broadcast", "personal")
+    Args:
+        base: The algorithm.
+    """
 
     def __init__(self, base: PartialSharing) -> None:
         super().__init__(base)
-        self._role = "personal" if isinstance(base, FedSim) else "own"  # a role without a rate has the local one
+        # FedSim and its subclasses train the private part at the rate of the personal role, others at that of the
+        # local one, which a role without a rate has.
+        self._role = "personal" if isinstance(base, FedSim) else "own"
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """The private part; the shared one beside it, since running statistics change as images pass."""
+        """Train the private part; the shared one goes along, since running statistics change as images pass."""
         return {self._role: client_state["personal"], "local": received}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """The private part alone."""
-        return tensor_names.parameters if role == self._role else ()
+        """Train only the private part."""
+        if role == self._role:
+            return tensor_names.parameters
+        return ()
 
     def client_step(self, step: ClientStep) -> None:
-        """A step on the private part."""
-        step.descend(self._role, step.loss(step.states[self._role] | step.states["local"], stream=self._role))
+        """Take a step on the private part."""
+        model = step.states[self._role] | step.states["local"]
+        step.descend(self._role, step.loss(model, stream=self._role))
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Keep the private part."""
+        """Keep the private part, send nothing."""
         return {"personal": trained[self._role]}, {}
 
 
-class Newcomer(Joining):
-    """Of FedALT: an individual branch with B = 0, beside the mean of all clients' of the run."""
+class JoiningRestOfWorld(Joining):
+    """Of FedALT: an individual branch that starts with B = 0, beside the mean of those of all clients of the run.
 
-    theirs = ("begin_round", "personal")
+    Args:
+        base: FedALT.
+    """
+
+    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
+        """Accept a single client, which the base rejects: the others are those of the run."""
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """As the base, from the others' mean A."""
-        return self.base.initial_client_state(
-            initial | {own.up: torch.zeros_like(initial[own.up]) for _, own in pairs(tensor_names)}, tensor_names
-        )
+        """Start from the others' mean A, and B = 0."""
+        zeros = {private.up: torch.zeros_like(initial[private.up]) for _, private in branch_pairs(tensor_names)}
+        return self.base.initial_client_state(initial | zeros, tensor_names)
 
     def broadcast(self, sending: Broadcast) -> State:
-        """As the base, to one who has no part in the mean."""
+        """Send what the base sends to a client that has no part in the mean."""
         return self.base.broadcast(replace(sending, num_clients=0))
 
 
 def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, tuple[Phase, ...]]:
-    """What a client trains that joins a finished run of ``algorithm``, and the phases of its rounds.
+    """Choose what a client trains that joins a finished run of ``algorithm``, and the phases of its rounds.
 
     PerAda's personal adapter, Ditto's and pFedMe's are trained on loss + λ/2 ||v − w||², without what would be sent.
     Where clients share a part, the other one is trained. Where clients have no model of their own, the global one is
     fine-tuned, as FedAvg+FT does. FFA-LoRA's A is frozen. With HetLoRA the client has the
     adapter's rank. All else trains as its clients did, and sends nothing.
+
+    Args:
+        algorithm: That of the run.
+        phases: Those of the run's rounds.
 
     Raises:
         ValueError: If there are several global models, so that there is no one state to begin with.
@@ -108,55 +152,70 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
     if isinstance(algorithm, HetLoRA):
         return joining(algorithm.base, phases)
     if isinstance(algorithm, FFALoRA):
-        inner, phases = joining(algorithm.base, phases)
-        return Joining(FFALoRA(inner)), phases
+        base, phases = joining(algorithm.base, phases)
+        return Joining(FFALoRA(base)), phases
     tuning = algorithm.personalization()
     if tuning is not None:
-        return Joining(tuning[0]), (tuning[1],)
+        tuned, phase = tuning
+        return Joining(tuned), (phase,)
     if isinstance(algorithm, PartialSharing):
-        own = [phase for phase in phases if phase.name == "personal"]
-        return OwnPart(algorithm), tuple(own or phases[:1])
+        # FedAlt and FedRep have a phase for the private part. Others have one phase for both.
+        of_private_part = tuple(phase for phase in phases if phase.name == "personal")
+        return JoiningPrivatePart(algorithm), of_private_part or phases[:1]
     if isinstance(algorithm, RestOfWorld):
-        return Newcomer(algorithm), phases
-    step = type(algorithm).client_step
-    if isinstance(algorithm, PerAda | PFedMe) and step in (PerAda.client_step, PFedMe.client_step):
+        return JoiningRestOfWorld(algorithm), phases
+    client_step = type(algorithm).client_step
+    # A subclass with a step of its own trains something else, and goes on with that.
+    if isinstance(algorithm, PerAda | PFedMe) and client_step in (PerAda.client_step, PFedMe.client_step):
         return Joining(MTL(algorithm.prox_strength)), phases
-    return Joining(Standalone() if algorithm.inference == "global" else algorithm), phases
+    if algorithm.inference == "global":
+        return Joining(Standalone()), phases
+    return Joining(algorithm), phases
 
 
 def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
-    """An algorithm in plain types: its class, and the constructor's options that are plain or algorithms.
+    """Describe an algorithm in plain types: its class, and the constructor's options that are plain or algorithms.
 
     >>> algorithm_record(MTL(0.5))
     {'class': 'MTL', 'options': {'prox_strength': 0.5}}
     """
-    kind = type(algorithm)
-    ours = getattr(known, kind.__name__, None) is kind
-    held = {name: getattr(algorithm, name, None) for name in inspect.signature(kind).parameters}
-    plain: dict[str, Any] = {name: own for name, own in held.items() if isinstance(own, bool | int | float | str)}
-    plain |= {name: algorithm_record(value) for name, value in held.items() if isinstance(value, Algorithm)}
-    return {"class": kind.__name__ if ours else f"{kind.__module__}.{kind.__qualname__}", "options": plain}
+    algorithm_class = type(algorithm)
+    class_name = algorithm_class.__name__
+    if getattr(algorithms, class_name, None) is not algorithm_class:
+        # Not one of perada's own: anyone's class is named with its module.
+        class_name = f"{algorithm_class.__module__}.{algorithm_class.__qualname__}"
+    options: dict[str, Any] = {}
+    wrapped: dict[str, Any] = {}
+    for name in inspect.signature(algorithm_class).parameters:
+        value = getattr(algorithm, name, None)
+        if isinstance(value, bool | int | float | str):
+            options[name] = value
+        elif isinstance(value, Algorithm):
+            wrapped[name] = algorithm_record(value)
+    return {"class": class_name, "options": options | wrapped}
 
 
 def algorithm_of(record: Mapping[str, Any]) -> Algorithm:
-    """The algorithm that :func:`algorithm_record` describes.
+    """Make the algorithm that :func:`algorithm_record` described.
 
     Only perada's own are made: a record comes from a file that anyone may have written, and names no code to be run.
 
     Raises:
         ValueError: If it is another one, or has other options.
     """
-    kind = getattr(known, str(record["class"]), None)
-    if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+    algorithm_class = getattr(algorithms, str(record["class"]), None)
+    if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, Algorithm)):
         raise ValueError(
             f"the run was trained with the algorithm {record['class']!r}, which is not perada's own; give it as "
             "algorithm="
         )
+    options = {}
     try:
-        own = {name: algorithm_of(one) if isinstance(one, Mapping) else one for name, one in record["options"].items()}
-        made: Algorithm = kind(**own)
+        for name, value in record["options"].items():
+            options[name] = algorithm_of(value) if isinstance(value, Mapping) else value
+        algorithm: Algorithm = algorithm_class(**options)
     except TypeError as error:
         raise ValueError(
             f"the run's algorithm {record['class']} cannot be made again ({error}); give algorithm="
         ) from None
-    return made
+    return algorithm

@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA's factors, federated: of s·B·A one is averaged while the other is the same for all, so that the mean is exact.
 
-B (``up``) and A (``down``) are named in :class:`perada.core.states.Factors`; s is the scale.
+LoRA adds s·B·A to a frozen weight. B (``up``), A (``down``) and the scale s of a layer are those of
+:class:`perada.core.states.Factors`. The product of two means is not the mean of the products,
+mean(B_m)·mean(A_m) ≠ mean(B_m·A_m), unless all clients m have the same A, or the same B.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from perada.algorithms.base import Algorithm, AlgorithmWrapper, Broadcast, ServerStep, Stacks, TensorNames, check_base
+from perada.algorithms.base import (
+    Algorithm,
+    AlgorithmWrapper,
+    Broadcast,
+    ServerStep,
+    Stacks,
+    TensorNames,
+    check_outermost,
+)
 from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.sharing import PartialSharing
 from perada.core.checks import OptionError
 from perada.core.rounds import Phase
-from perada.core.states import State, expand, partition
+from perada.core.states import State, device_of, expand, partition, stack_size
 
 
 def check_factors(name: str, tensor_names: TensorNames) -> None:
-    """Refuse, by a ValueError with the algorithm's ``name``, a model without LoRA's factors."""
+    """Raise, for the algorithm called ``name``, if the model has none of LoRA's factors."""
     if not tensor_names.factors:
         raise ValueError(
             f"algorithm {name} is about LoRA's factors A and B, and there are none in what is trained, "
@@ -27,138 +36,132 @@ def check_factors(name: str, tensor_names: TensorNames) -> None:
 
 
 def downs(tensor_names: TensorNames) -> frozenset[str]:
-    """Names of all A."""
+    """Return the names of all A."""
     return frozenset(pair.down for pair in tensor_names.factors)
 
 
 def ups(tensor_names: TensorNames) -> frozenset[str]:
-    """Names of all B, and of biases beside them."""
-    modules = {pair.up.rpartition(".")[0] for pair in tensor_names.factors}
-    return frozenset(key for key in tensor_names.keys if key.rpartition(".")[0] in modules)
+    """Return the names of all B, and of biases beside them."""
+    modules = {_module_of(pair.up) for pair in tensor_names.factors}
+    return frozenset(key for key in tensor_names.keys if _module_of(key) in modules)
+
+
+def _module_of(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 class FFALoRA(AlgorithmWrapper):
     """Any algorithm, with every A of LoRA frozen as it was drawn (FFA-LoRA: Sun et al., ICLR 2024, arXiv 2403.12313).
 
-    A is the same for all, so that mean(B_m)·A is the mean of the B_m·A, and half of LoRA's numbers are sent. Noise of
-    differential privacy is added to B alone: with σ its standard deviation, s·B·A gets s·σ·ξ_B·A, which is linear in
-    the noise, where LoRA gets s·σ (ξ_B·A + B·ξ_A) + s·σ²·ξ_B·ξ_A. The base works as if A were a part of the frozen
-    backbone: its clients neither train, pull nor send A, and a distillation does not train it. Clients receive A with
-    everything else, since one may take part for the first time in any round. Several global models have an A each.
+    Clients train and send B (and the head, and all else that is trained); A is the same for all of them, so that
+    mean(B_m)·A is the mean of the B_m·A, and half of LoRA's numbers are sent. Noise of differential privacy is added to
+    B only: with σ its standard deviation, s·B·A gets s·σ·ξ_B·A, which is linear in the noise, where LoRA gets
+    s·σ (ξ_B·A + B·ξ_A) + s·σ²·ξ_B·ξ_A.
+
+    The base works as if A were a part of the frozen backbone: its clients neither train, pull nor send A, and a
+    distillation does not train it. Clients receive A with everything else, since one may take part for the first time
+    in any round. Several global models have an A each.
 
     Args:
         base: What clients do with B, the head and all else that is trained. Default: FedAvg, as in the paper.
     """
 
     def __init__(self, base: Algorithm | None = None) -> None:
-        self.base = base or FedAvg()
-        check_base(self, self.base)
+        super().__init__(base or FedAvg())
+        check_outermost(self)
         if isinstance(self.base, FFALoRA | FedSALoRA | RoLoRA) or self.base.merges_into_backbone:
+            base_name = type(self.base).__name__
             raise OptionError(
-                f"base={type(self.base).__name__} says itself what becomes of A; choose another one, such as FedAvg",
+                f"base={base_name} says itself what becomes of A; choose another one, such as FedAvg",
                 name="base",
-                value=type(self.base).__name__,
+                value=base_name,
             )
-        vars(self).update({name: getattr(self.base, name) for name in Algorithm.__annotations__})
-
-    @property
-    def kind(self) -> str:
-        """The class and the base."""
-        return f"{type(self).__name__} of {self.base.kind}"
-
-    @property
-    def is_ensemble(self) -> bool:
-        """As the base."""
-        return self.base.is_ensemble
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse an adapter without factors, and what the base cannot work with."""
+        """Raise if the adapter has no factors, or the base cannot work without A."""
         check_factors(type(self).__name__, tensor_names)
         self.base.check(_without_a(tensor_names), num_clients)
 
-    def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
-        """Those of the base."""
-        return self.base.phases(epochs, steps)
-
-    def initial(self, make: Callable[[int], State]) -> State:
-        """That of the base."""
-        return self.base.initial(make)
-
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """As the base. A whole personal model has its A."""
+        """Keep what clients of the base keep. A complete personal model has its A."""
         return self.base.initial_client_state(initial, _without_a(tensor_names))
 
     def broadcast(self, sending: Broadcast) -> State:
-        """As the base, with A."""
+        """Send what the base sends; A is in the global state."""
         return self.base.broadcast(replace(sending, tensor_names=_without_a(sending.tensor_names)))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """As the base."""
+        """Train the stacks of the base."""
         return self.base.begin_round(client_state, received, _without_a(tensor_names))
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """As the base, but for A."""
+        """Train what the base trains, without A."""
         return self.base.trainable_keys(role, phase, _without_a(tensor_names), round)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """As the base. A is not sent."""
+        """Keep what clients of the base keep, and send what they send without A."""
         new_client_state, update = self.base.end_round(trained, client_state, received, _without_a(tensor_names))
-        return new_client_state, partition(update, downs(tensor_names))[1]
+        _, update_without_a = partition(update, downs(tensor_names))
+        return new_client_state, update_without_a
 
     def server_step(self, server: ServerStep) -> State:
-        """As the base. A stays as it is."""
+        """Take the base's server step, which leaves A as it is."""
         return self.base.server_step(replace(server, tensor_names=_without_a(server.tensor_names)))
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """Those of the base, with A."""
+        """Return the base's global models (K, ...), completed by A."""
         members = self.base.members(global_state, server_state)
-        whole = expand(partition(global_state, members)[1], len(next(iter(members.values()))))
-        return whole | members
-
-    def personal(self, client_state: Stacks, global_state: State) -> State:
-        """As the base."""
-        return self.base.personal(client_state, global_state)
+        _, not_in_members = partition(global_state, members)
+        return expand(not_in_members, stack_size(members)) | members
 
     def personalization(self) -> tuple[Algorithm, Phase] | None:
-        """As the base, with A frozen."""
+        """Return what clients of the base train after the last round, with A frozen."""
         tuning = self.base.personalization()
-        return None if tuning is None else (FFALoRA(tuning[0]), tuning[1])
+        if tuning is None:
+            return None
+        algorithm, phase = tuning
+        return FFALoRA(algorithm), phase
 
 
 def _without_a(tensor_names: TensorNames) -> TensorNames:
-    """The tensor names without A among those that are trained."""
+    """Return the names without those of A, and without pairs of factors, as if A were not trained."""
     frozen = downs(tensor_names)
-    keys, parameters = (
-        tuple(key for key in names if key not in frozen) for names in (tensor_names.keys, tensor_names.parameters)
+    return replace(
+        tensor_names,
+        keys=tuple(key for key in tensor_names.keys if key not in frozen),
+        parameters=tuple(key for key in tensor_names.parameters if key not in frozen),
+        input=tensor_names.input - frozen,
+        adapter=tensor_names.adapter - frozen,
+        shared=tensor_names.shared - frozen,
+        private=tensor_names.private - frozen,
+        factors=(),
     )
-    sets = {name: getattr(tensor_names, name) - frozen for name in ("input", "adapter", "shared", "private")}
-    return replace(tensor_names, keys=keys, parameters=parameters, factors=(), **sets)
 
 
 class FedSALoRA(PartialSharing):
     """Every A of LoRA is shared, every B stays at its client (FedSA-LoRA: Guo et al., ICLR 2025, arXiv 2410.01463).
 
-    Both are trained at once. The mean of A is of a single matrix, and so is exact. The classification head stays at the
-    client too, as in the settings that the authors publish; the paper's text speaks of A and B alone. Whatever else is
-    trained, such as norms, is shared.
+    A client keeps B, sends A, and trains both at once. The mean of A is of a single matrix, and so is exact. The
+    classification head stays at the client too, as in the settings that the authors publish; the paper's text is only
+    about A and B. Whatever else is trained, such as norms, is shared.
     """
 
     what = "LoRA's B and the classification head"
 
     def private(self, tensor_names: TensorNames) -> frozenset[str]:
-        """All B, and the head."""
+        """Return all B, and the head."""
         return ups(tensor_names) | tensor_names.head
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse an adapter without factors."""
+        """Raise if the adapter has no factors."""
         check_factors(type(self).__name__, tensor_names)
         super().check(tensor_names, num_clients)
 
 
-TURN = "lora/turn"
-"""Whether it is A's turn, which travels with what a client receives."""
+A_IS_TRAINED = "lora/turn"
+"""Name of a flag that travels with what a client receives: whether A is trained in the round, and B is not."""
 
 
 class RoLoRA(Algorithm):
@@ -167,36 +170,45 @@ class RoLoRA(Algorithm):
     In odd rounds, of which the first is one, clients train B and send it, with A as it is at the server; in even rounds
     A, with B as it is. So one factor is the same for all clients, and the mean of the other one is exact. B comes
     first, which is zero at first: A would have no gradient. The head and all else is trained and sent in each round.
-    Clients receive both factors, since one may not have been there when the other factor was trained.
+    Clients keep nothing. They receive both factors, since one may not have been there when the other factor was
+    trained.
     """
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse an adapter without factors."""
+        """Raise if the adapter has no factors."""
         check_factors(type(self).__name__, tensor_names)
 
     def broadcast(self, sending: Broadcast) -> State:
-        """The global state, and whose turn it is."""
-        device = next(iter(sending.global_state.values())).device
-        turn = torch.tensor(_is_turn_of_a(sending.round), device=device)
-        return expand(sending.global_state | {TURN: turn}, len(sending.clients))
+        """Send the global state, and which factor is trained."""
+        flag = torch.tensor(_trains_a(sending.round), device=device_of(sending.global_state))
+        return expand(sending.global_state | {A_IS_TRAINED: flag}, len(sending.clients))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """The global state."""
-        return {"local": partition(received, {TURN})[1]}
+        """Train the global state."""
+        _, global_state = partition(received, {A_IS_TRAINED})
+        return {"local": global_state}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """All but the factor whose turn it is not."""
-        idle = ups(tensor_names) if _is_turn_of_a(round) else downs(tensor_names)
-        return tuple(key for key in tensor_names.parameters if key not in idle)
+        """Train all but the factor that is frozen in this round."""
+        frozen = _frozen(tensor_names, _trains_a(round))
+        return tuple(key for key in tensor_names.parameters if key not in frozen)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Send what was trained."""
-        idle = ups(tensor_names) if bool(received[TURN][0]) else downs(tensor_names)
-        return {}, partition(trained["local"], idle)[1]
+        """Keep nothing, send what was trained."""
+        frozen = _frozen(tensor_names, bool(received[A_IS_TRAINED][0]))
+        _, update = partition(trained["local"], frozen)
+        return {}, update
 
 
-def _is_turn_of_a(round: int) -> bool:
-    """Whether A is trained in a round, counted from 0."""
+def _trains_a(round: int) -> bool:
+    """Whether A, and not B, is trained in a round, counted from 0."""
     return round % 2 == 1
+
+
+def _frozen(tensor_names: TensorNames, a_is_trained: bool) -> frozenset[str]:
+    """Return the names of the factor that is not trained."""
+    if a_is_trained:
+        return ups(tensor_names)
+    return downs(tensor_names)

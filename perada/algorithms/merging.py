@@ -20,12 +20,12 @@ from perada.server.aggregate import double
 
 
 class _Merging(Algorithm):
-    """FedAvg, but for the server's step."""
+    """FedAvg whose state has the weights W under LoRA, which no client trains. Clients keep nothing."""
 
     merges_into_backbone = True
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse an adapter without factors, and weights into which a product cannot be merged."""
+        """Raise if the adapter has no factors, or a product cannot be merged into the weight under it."""
         name = type(self).__name__
         check_factors(name, tensor_names)
         for pair in tensor_names.factors:
@@ -39,8 +39,9 @@ class _Merging(Algorithm):
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Send all but W."""
-        return {}, partition(trained["local"], tensor_names.merged)[1]
+        """Keep nothing, send all but W."""
+        _, update = partition(trained["local"], tensor_names.merged)
+        return {}, update
 
 
 class FedExLoRA(_Merging):
@@ -51,11 +52,12 @@ class FedExLoRA(_Merging):
     """
 
     def server_step(self, server: ServerStep) -> State:
-        """Average, and merge the residual."""
+        """Average A and B, and add the residual s (mean(B·A) − mean(B)·mean(A)) to W."""
         state = server.mean(server.updates, server.weights)
         for pair in server.tensor_names.factors:
-            up, down = (double(state[key]).flatten(1) for key in (pair.up, pair.down))
-            residual = _mean_product(server, pair) - pair.scale * up @ down
+            mean_up = double(state[pair.up]).flatten(1)
+            mean_down = double(state[pair.down]).flatten(1)
+            residual = _mean_product(server, pair) - pair.scale * mean_up @ mean_down
             state[pair.base] = _plus(server.previous[pair.base], residual)
         return state
 
@@ -69,29 +71,40 @@ class FLoRA(_Merging):
     """
 
     def server_step(self, server: ServerStep) -> State:
-        """Merge, begin anew, and average the rest."""
-        names = {key for pair in server.tensor_names.factors for key in (pair.up, pair.down)}
-        others = server.updates.part(range(len(server.clients)), without=names)
-        state = server.mean(others, server.weights) if others.names else {}
-        for place, pair in enumerate(server.tensor_names.factors):
+        """Add s Σ p_m B_m·A_m to W, begin with new factors, and average all else."""
+        factor_names = set[str]()
+        for pair in server.tensor_names.factors:
+            factor_names |= {pair.up, pair.down}
+        others = server.updates.part(range(len(server.clients)), without=factor_names)
+        state: State = {}
+        if others.names:
+            state = server.mean(others, server.weights)
+        for layer, pair in enumerate(server.tensor_names.factors):
             state[pair.base] = _plus(server.previous[pair.base], _mean_product(server, pair))
             state[pair.up] = torch.zeros_like(server.previous[pair.up])
             down = server.previous[pair.down]
-            random = generator(server.seed, "flora", server.round, place)
-            drawn = 2 * torch.rand(down.shape, generator=random, dtype=torch.float64) - 1
-            state[pair.down] = torch.empty_like(down).copy_(drawn / down[0].numel() ** 0.5)
+            # Drawn on the CPU and in double precision, so that all devices have the same numbers.
+            random = generator(server.seed, "flora", server.round, layer)
+            from_minus_one_to_one = 2 * torch.rand(down.shape, generator=random, dtype=torch.float64) - 1
+            state[pair.down] = torch.empty_like(down).copy_(from_minus_one_to_one / down[0].numel() ** 0.5)
         return state
 
 
 def _mean_product(server: ServerStep, pair: Factors) -> Tensor:
-    """The weighted mean of the clients' s·B·A, (out, in), in double precision: one product of stacked factors."""
-    up, down = (double(server.updates.own[key]).flatten(2) for key in (pair.up, pair.down))
-    weights = server.weights[server.updates.places].to(up).view(-1, 1, 1)
+    """Compute the weighted mean of the clients' s·B·A, (out, in), in double precision. A collective.
+
+    It is one product of stacked factors: the p_m B_m side by side, (out, C·r), times the A_m one below the other,
+    (C·r, in).
+    """
+    updates = server.updates
+    up = double(updates.own[pair.up]).flatten(2)
+    down = double(updates.own[pair.down]).flatten(2)
+    weights = server.weights[updates.places].to(up).view(-1, 1, 1)
     product = pair.scale * (weights * up).transpose(0, 1).flatten(1) @ down.flatten(0, 1)
-    server.updates.ranks.sum_([product])
+    updates.ranks.sum_([product])
     return product
 
 
 def _plus(weight: Tensor, change: Tensor) -> Tensor:
-    """A weight (out, in, ...), changed by a matrix (out, in·...)."""
+    """Add a matrix (out, in·...) to a weight (out, in, ...), in double precision."""
     return (double(weight) + change.view(weight.shape)).to(weight.dtype)

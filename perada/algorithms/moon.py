@@ -32,7 +32,7 @@ class Moon(Algorithm):
         self.tau = tau
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse a model whose head is not trained, so that it is not known where."""
+        """Raise if no head is trained: it is then not known where representations end."""
         if not tensor_names.head:
             raise ValueError(
                 "algorithm Moon contrasts what the classification head is given, and no head is trained; choose an "
@@ -40,21 +40,22 @@ class Moon(Algorithm):
             )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """The previous model."""
+        """Keep the previous model, at first the initial one."""
         return {"previous": initial}
 
     def client_step(self, step: ClientStep) -> None:
-        """A step on both losses."""
+        """Take a step on loss + μ · ℓ_con."""
         logits, z = step.outputs("local")
         with torch.no_grad():
-            z_glob, z_prev = (
-                step.outputs(states, training=False)[1] for states in (step.received, step.client_state["previous"])
-            )
-        apart = F.cosine_similarity(z, z_prev, dim=-1) - F.cosine_similarity(z, z_glob, dim=-1)
-        step.descend("local", step.loss(logits) + self.mu * step.mean(F.softplus(apart / self.tau)))
+            _, z_glob = step.outputs(step.received, training=False)
+            _, z_prev = step.outputs(step.client_state["previous"], training=False)
+        # −log(exp a / (exp a + exp b)) is softplus(b − a), which does not overflow.
+        difference = F.cosine_similarity(z, z_prev, dim=-1) - F.cosine_similarity(z, z_glob, dim=-1)
+        contrast = step.mean(F.softplus(difference / self.tau))
+        step.descend("local", step.loss(logits) + self.mu * contrast)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Keep the model, and send it."""
+        """Keep the trained model, which is the next previous one, and send it."""
         return {"previous": trained["local"]}, trained["local"]

@@ -4,14 +4,16 @@
 import torch
 from torch import Tensor
 
-from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Stacks, TensorNames
+from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Stacks, TensorNames, moved_towards
 from perada.core.checks import check_choice, check_integer, check_number
-from perada.core.states import State
+from perada.core.states import State, device_of, per_client
 from perada.server.aggregate import double_dtype
 
 
 class PerAda(Algorithm):
     """Personal adapters pulled towards a global one, which is refined by distilling the clients' ensemble.
+
+    The algorithm of Xie et al. (CVPR 2024), with the lines of their Algorithm 1:
 
     ============ ================================================================================================
     personal v_m is trained on loss + λ/2 ||v_m − w||² (line 10) and kept; the client predicts with it
@@ -34,11 +36,13 @@ class PerAda(Algorithm):
         check_number("prox_strength", prox_strength, ge=0, hint="0 does not pull")
         self.prox_strength = prox_strength
         check_choice("distill", distill, (True, False))
-        self.distill = self.uses_distillation = distill
+        self.distill = distill
+        self.uses_distillation = distill
 
     def client_step(self, step: ClientStep) -> None:
-        """Lines 10 and 15, on one minibatch."""
-        step.descend("personal", step.loss("personal"), pull=(self.prox_strength, step.received))
+        """Take a step on v_m (line 10) and one on θ_m (line 15), on the same minibatch."""
+        global_state = step.received
+        step.descend("personal", step.loss("personal"), pull=(self.prox_strength, global_state))
         step.descend("local", step.loss("local"))
 
 
@@ -56,9 +60,10 @@ class Ditto(PerAda):
 class MTL(Algorithm):
     """Personal models pulled towards their mean: v_m minimises loss + λ/2 ||v_m − v̄||².
 
-    v̄, the global model, is the mean of the v_m of all M clients. The server updates it by the changes that the clients
-    of a round send. This is the mean-regularised form of Evgeniou and Pontil (KDD 2004), with which Ditto's authors
-    replace MOCHA where models are not convex (Li et al., ICML 2021).
+    A client keeps v_m and trains it. v̄, the global model, is the mean of the v_m of all M clients: a client sends it
+    back moved by the change of its v_m, and the server moves it by the mean of these changes. This is the
+    mean-regularised form of Evgeniou and Pontil (KDD 2004), with which Ditto's authors replace MOCHA where models are
+    not convex (Li et al., ICML 2021).
 
     Args:
         prox_strength: λ. With 0 the personal models are Standalone's.
@@ -72,40 +77,41 @@ class MTL(Algorithm):
         self.prox_strength = prox_strength
 
     def client_step(self, step: ClientStep) -> None:
-        """A step on the client's own loss and the pull towards the mean."""
+        """Take a step on the client's own loss and the pull towards v̄."""
         step.descend("personal", step.loss("personal"), pull=(self.prox_strength, step.received))
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Keep v_m, send v̄ moved by its change."""
+        """Keep v_m; send v̄ moved by the change of v_m. Integer counters are those of v_m."""
         before = client_state["personal"]
         after = trained["personal"]
-        moved = {
-            key: received[key] + (value - before[key]) if value.is_floating_point() else value
-            for key, value in after.items()
-        }
+        moved = {}
+        for key, value in after.items():
+            if value.is_floating_point():
+                moved[key] = received[key] + (value - before[key])
+            else:
+                moved[key] = value
         return {"personal": after}, moved
 
     def server_step(self, server: ServerStep) -> State:
-        """Move v̄ by the mean change, times the clients' share of the federation. Weights do not count."""
-        clients = len(server.clients)
-        uniform = torch.full_like(server.weights, 1 / clients)
-        share = clients / server.num_clients
+        """Move v̄ by the mean change of the round's clients, times their share of all M. Weights do not count."""
+        num_clients = len(server.clients)
+        uniform = torch.full_like(server.weights, 1 / num_clients)
         average = server.mean(server.updates, uniform)
-        return {
-            key: server.previous[key] + share * (value - server.previous[key]) if value.is_floating_point() else value
-            for key, value in average.items()
-        }
+        return moved_towards(server.previous, average, num_clients / server.num_clients)
 
 
 class PFedMe(Algorithm):
-    """Federated learning of Moreau envelopes (their Algorithm 1).
+    """Federated learning of Moreau envelopes (T. Dinh et al., NeurIPS 2020, their Algorithm 1).
 
-    For each minibatch a client looks for θ ≈ argmin loss(θ) + λ/2 ||θ − w_m||², by ``inner_steps`` steps at the rate of
-    the personal role; then w_m ← w_m − η λ (w_m − θ), with η the rate of the local role. The server takes
-    w ← (1 − β) w + β mean(w_m). The last θ is the personal model. There is one copy of the running statistics of norms:
-    those of the passes of θ, which also travel with w_m. With η λ of 2 or more, steps of w_m overshoot.
+    1. For each minibatch a client looks for θ ≈ argmin loss(θ) + λ/2 ||θ − w_m||², by ``inner_steps`` steps at the rate
+       of the personal role.
+    2. Then w_m ← w_m − η λ (w_m − θ), with η the rate of the local role. w_m starts from the received w, and is sent.
+    3. The server takes w ← (1 − β) w + β mean(w_m).
+
+    The last θ is the personal model, which is kept. There is one copy of the running statistics of norms: those of the
+    passes of θ, which also travel with w_m. With η λ of 2 or more, steps of w_m overshoot.
 
     Algorithm 1 does not say where θ starts on a minibatch. Here, as in the authors' code, it stays where the last
     minibatch left it. Restarted from w_m, K steps at rate η_p leave (1 − η_p λ)^K of the inner problem's gradient: 61 %
@@ -133,43 +139,48 @@ class PFedMe(Algorithm):
         self.restart = restart
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Both start from what was received."""
+        """Start θ and w_m from what was received."""
         return {"personal": received, "local": received}
 
     def client_step(self, step: ClientStep) -> None:
-        """Solve the inner problem, then move towards its solution."""
+        """Take K steps on θ towards the minimum of loss(θ) + λ/2 ||θ − w_m||², then one on w_m towards θ."""
         theta = step.states["personal"]
-        local = step.states["local"]
+        w = step.states["local"]
         if self.restart:
-            step.restart("personal", local)
+            step.restart("personal", w)
         for _ in range(self.inner_steps):
-            step.descend("personal", step.loss("personal"), pull=(self.prox_strength, local))
+            step.descend("personal", step.loss("personal"), pull=(self.prox_strength, w))
         step.descend("local", pull=(self.prox_strength, theta))
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Keep θ, send w_m."""
+        """Keep θ; send w_m, with the running statistics of norms of θ, which only θ's passes have."""
+        theta = trained["personal"]
         parameters = {key: trained["local"][key] for key in tensor_names.parameters}
-        return {"personal": trained["personal"]}, trained["personal"] | parameters
+        return {"personal": theta}, theta | parameters
 
     def server_step(self, server: ServerStep) -> State:
-        """Move towards the mean."""
+        """Return (1 − β) w + β mean(w_m). Integer counters are the mean's."""
         average = server.mean(server.updates, server.weights)
         if self.beta == 1:
             return average
-        return {
-            key: (1 - self.beta) * server.previous[key] + self.beta * value if value.is_floating_point() else value
-            for key, value in average.items()
-        }
+        mixed = {}
+        for key, value in average.items():
+            if value.is_floating_point():
+                mixed[key] = (1 - self.beta) * server.previous[key] + self.beta * value
+            else:
+                mixed[key] = value
+        return mixed
 
 
 class APFL(Algorithm):
     """Adaptive personalised federated learning: a client mixes a model of its own with the global one.
 
-    w_m is trained by FedAvg. The client's own v_m is trained on the loss of the mixture α v_m + (1 − α) w_m, with both
-    as they were before the step (their Algorithm 1). The personal model is the mixture with the client's last w_m.
-    Running statistics are not mixed: those of the mixture's passes stay with v_m.
+    Of Deng, Kamani and Mahdavi (2020, arXiv 2003.13461), their Algorithm 1. w_m is received, trained as in FedAvg, and
+    sent. The client's own v_m is kept, and trained on the loss of the mixture α v_m + (1 − α) w_m, with both as they
+    were before the step. The personal model is the mixture with the client's last w_m. Running statistics are not
+    mixed: those of the mixture's passes stay with v_m.
 
     Args:
         alpha: α of every client at first. With 1 the personal models are Standalone's.
@@ -187,25 +198,27 @@ class APFL(Algorithm):
         self.lr_alpha = lr_alpha
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """v_m, the mixture, and α."""
-        example = next(iter(initial.values()))
-        alpha = torch.full((), self.alpha, dtype=double_dtype(example.device), device=example.device)
+        """Keep v_m, the mixture, and α."""
+        device = device_of(initial)
+        alpha = torch.full((), self.alpha, dtype=double_dtype(device), device=device)
         return {"personal": initial, "mixed": initial, "share": {"alpha": alpha}}
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train v_m and w_m. α goes with them."""
+        """Train v_m and w_m. α goes along: it is adapted after every step."""
         return {"personal": client_state["personal"], "local": received, "share": client_state["share"]}
 
     def client_step(self, step: ClientStep) -> None:
-        """One pass of the mixture and one of w_m."""
-        personal = step.states["personal"]
-        local = step.states["local"]
+        """Take a step on v_m and α from the loss of the mixture, and one on w_m from its own."""
+        v = step.states["personal"]
+        w = step.states["local"]
         alpha = step.states["share"]["alpha"]
-        leaf = alpha.detach().clone().requires_grad_(self.lr_alpha > 0)
-        trained = tuple(key for key, value in personal.items() if value.requires_grad)
-        step.descend("personal", step.loss(_mixture(personal, local, leaf, trained), stream="personal"))
-        if leaf.grad is not None:
-            gradient = leaf.grad.nan_to_num(0, 0, 0)  # not finite where the step is skipped for overflow
+        alpha_leaf = alpha.detach().clone().requires_grad_(self.lr_alpha > 0)
+        trained = tuple(key for key, value in v.items() if value.requires_grad)
+        mixture = _mixture(v, w, alpha_leaf, trained)
+        step.descend("personal", step.loss(mixture, stream="personal"))
+        if alpha_leaf.grad is not None:
+            # In float16 it is not finite where the step is skipped for overflow.
+            gradient = alpha_leaf.grad.nan_to_num(0, 0, 0)
             alpha.sub_(self.lr_alpha * gradient).clamp_(0, 1)
         step.descend("local", step.loss("local"))
 
@@ -213,18 +226,20 @@ class APFL(Algorithm):
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep v_m, α and the mixture; send w_m."""
-        mixed = _mixture(trained["personal"], trained["local"], trained["share"]["alpha"], tensor_names.parameters)
-        return {"personal": trained["personal"], "mixed": mixed, "share": trained["share"]}, trained["local"]
+        v = trained["personal"]
+        w = trained["local"]
+        mixture = _mixture(v, w, trained["share"]["alpha"], tensor_names.parameters)
+        return {"personal": v, "mixed": mixture, "share": trained["share"]}, w
 
     def personal(self, client_state: Stacks, global_state: State) -> State:
-        """The mixture."""
+        """Predict with the mixture."""
         return client_state["mixed"]
 
 
-def _mixture(personal: State, local: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:
-    """α own + (1 − α) local for ``parameters``, with α (C,) of each client. The other tensors are the client's own."""
-    mixed = dict(personal)
+def _mixture(v: State, w: State, alpha: Tensor, parameters: tuple[str, ...]) -> State:
+    """Return α v_m + (1 − α) w_m for ``parameters``, with each client's α (C,), and v_m for all other tensors."""
+    mixed = dict(v)
     for key in parameters:
-        share = alpha.to(personal[key]).view(-1, *[1] * (personal[key].dim() - 1))
-        mixed[key] = share * personal[key] + (1 - share) * local[key].detach()
+        share = per_client(alpha.to(v[key]), v[key])
+        mixed[key] = share * v[key] + (1 - share) * w[key].detach()
     return mixed

@@ -9,7 +9,7 @@ from torch import Tensor
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Stacks, TensorNames
 from perada.core.checks import check_choice, check_number
 from perada.core.rounds import Phase
-from perada.core.states import State, expand, partition
+from perada.core.states import State, expand, partition, stack_size
 
 Split = Literal["input", "output", "adapter", "branch"]
 
@@ -17,7 +17,7 @@ Split = Literal["input", "output", "adapter", "branch"]
 class PartialSharing(Algorithm, ABC):
     """Clients keep some tensors and share the others; both are trained together, as in FedAvg.
 
-    A subclass says which tensors are private.
+    A subclass chooses the private tensors, which are kept. The others are received, sent, and averaged.
 
     Attributes:
         what: What is private, in words.
@@ -31,41 +31,48 @@ class PartialSharing(Algorithm, ABC):
 
     @abstractmethod
     def private(self, tensor_names: TensorNames) -> frozenset[str]:
-        """Names of what stays on the client."""
+        """Return the names of the tensors that stay on the client."""
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse a split that leaves nothing to keep or nothing to share."""
+        """Raise if the split leaves nothing to keep or nothing to share."""
         private = self.private(tensor_names)
-        for verb, part in (("keep", private), ("send", set(tensor_names.parameters) - private)):
-            if not part:
-                raise ValueError(
-                    f"algorithm {type(self).__name__} has nothing to {verb}: clients keep {self.what} and share all "
-                    f"else, but what is trained are {tensor_names.parameter_range}; {self.remedy}"
-                )
+        shared_parameters = set(tensor_names.parameters) - private
+        if not private:
+            verb = "keep"
+        elif not shared_parameters:
+            verb = "send"
+        else:
+            return
+        raise ValueError(
+            f"algorithm {type(self).__name__} has nothing to {verb}: clients keep {self.what} and share all "
+            f"else, but what is trained are {tensor_names.parameter_range}; {self.remedy}"
+        )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """The private part of the initial state."""
-        return {"personal": partition(initial, self.private(tensor_names))[0]}
+        """Keep the private part of the initial state."""
+        private, _ = partition(initial, self.private(tensor_names))
+        return {"personal": private}
 
     def broadcast(self, sending: Broadcast) -> State:
-        """The shared part."""
-        return expand(partition(sending.global_state, self.private(sending.tensor_names))[1], len(sending.clients))
+        """Send the shared part."""
+        _, shared = partition(sending.global_state, self.private(sending.tensor_names))
+        return expand(shared, len(sending.clients))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """The whole model, made of both parts."""
+        """Train the complete model, made of both parts."""
         return {"local": received | client_state["personal"]}
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Keep one part, send the other."""
+        """Keep the private part, send the shared one."""
         private, shared = partition(trained["local"], self.private(tensor_names))
         return {"personal": private}, shared
 
     def personal(self, client_state: Stacks, global_state: State) -> State:
-        """The newest shared part with the client's own."""
-        own_part = client_state["personal"]
-        return expand(global_state, len(next(iter(own_part.values())))) | own_part
+        """Predict with the newest shared part and the client's private one."""
+        private = client_state["personal"]
+        return expand(global_state, stack_size(private)) | private
 
 
 class FedBN(PartialSharing):
@@ -75,7 +82,7 @@ class FedBN(PartialSharing):
     remedy = "train layers with normalisation (adapter='full' or 'bias_norm', on a backbone that has any)"
 
     def private(self, tensor_names: TensorNames) -> frozenset[str]:
-        """The norms."""
+        """Return the names of the norms."""
         return tensor_names.norms
 
 
@@ -85,7 +92,7 @@ class LGFedAvg(PartialSharing):
     what = "all layers but the classification head"
 
     def private(self, tensor_names: TensorNames) -> frozenset[str]:
-        """All but the head."""
+        """Return all names but those of the head."""
         return frozenset(tensor_names.keys) - tensor_names.head
 
 
@@ -120,7 +127,7 @@ class FedSim(PartialSharing):
         return f"{type(self).__name__} with the {self.split} split"
 
     def private(self, tensor_names: TensorNames) -> frozenset[str]:
-        """The chosen part."""
+        """Return the names of the chosen part."""
         return {
             "input": tensor_names.input,
             "output": tensor_names.head,
@@ -129,7 +136,7 @@ class FedSim(PartialSharing):
         }[self.split]
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Refuse to share a backbone that is frozen."""
+        """Raise if the backbone, which is to be shared, is frozen."""
         backbone = set(tensor_names.parameters) - tensor_names.adapter - tensor_names.head - tensor_names.norms
         if self.split == "adapter" and tensor_names.adapter and not backbone:
             raise ValueError(
@@ -139,12 +146,12 @@ class FedSim(PartialSharing):
         super().check(tensor_names, num_clients)
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Both parts, apart."""
+        """Train v and u as two roles, so that each has its own rate."""
         return {"personal": client_state["personal"], "local": received}
 
     def client_step(self, step: ClientStep) -> None:
-        """One gradient, one step on each part."""
-        step.descend(("personal", "local"), whole_loss(step))
+        """Take one step on both parts, from one gradient."""
+        step.descend(("personal", "local"), loss_of_both_parts(step))
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
@@ -153,8 +160,8 @@ class FedSim(PartialSharing):
         return {"personal": trained["personal"]}, trained["local"]
 
 
-def whole_loss(step: ClientStep) -> Tensor:
-    """Task loss (C,) of the models made of both parts."""
+def loss_of_both_parts(step: ClientStep) -> Tensor:
+    """Compute the task loss (C,) of the models made of v and u."""
     return step.loss(step.states["personal"] | step.states["local"], stream="local")
 
 
@@ -185,20 +192,25 @@ class FedAlt(FedSim):
         self.personal_epochs = personal_epochs
 
     def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
-        """First v, then u."""
-        own = self.personal_epochs
-        second = Phase("local", epochs, steps)
-        if own == 0:
-            return (second,)
-        return (Phase("personal", epochs, steps) if own is None else Phase("personal", own), second)
+        """Return first a phase for v, then one for u."""
+        phase_of_u = Phase("local", epochs, steps)
+        if self.personal_epochs == 0:
+            return (phase_of_u,)
+        if self.personal_epochs is None:
+            phase_of_v = Phase("personal", epochs, steps)
+        else:
+            phase_of_v = Phase("personal", self.personal_epochs)
+        return (phase_of_v, phase_of_u)
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Each phase trains the role it is named after."""
-        return tensor_names.parameters if role == phase else ()
+        """Train in each phase the role that it is named after."""
+        if role == phase:
+            return tensor_names.parameters
+        return ()
 
     def client_step(self, step: ClientStep) -> None:
-        """A step on the part whose turn it is."""
-        step.descend(step.phase, whole_loss(step))
+        """Take a step on the part that the phase is named after."""
+        step.descend(step.phase, loss_of_both_parts(step))
 
 
 class FedRep(FedAlt):

@@ -327,6 +327,20 @@ def per_client(values: Tensor, stack: Tensor) -> Tensor:
     return values.view(-1, *[1] * (stack.dim() - 1))
 
 
+def stack_size(stacked: State) -> int:
+    """Return C, the number of clients in a stack that has at least one tensor.
+
+    >>> stack_size({"w": torch.zeros(3, 2)})
+    3
+    """
+    return len(next(iter(stacked.values())))
+
+
+def device_of(state: State) -> torch.device:
+    """Return the device of a state that has at least one tensor, and all of them there."""
+    return next(iter(state.values())).device
+
+
 def numel(state: State) -> int:
     """Number of scalars in a state."""
     return sum(value.numel() for value in state.values())

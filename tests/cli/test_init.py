@@ -138,7 +138,7 @@ def test_shipped_recipes_fit_the_schema(validator):
         (["federated", "distillation", "stesp"], 3),
         (["privacy"], {"epsilon": 3}),
         (["distill_steps"], "many"),
-        (["federated", "algorithm"], "Newcomer"),  # of the library's own
+        (["federated", "algorithm"], "JoiningRestOfWorld"),  # of the library's own
     ],
 )
 def test_the_schema_refuses_what_is_wrong(validator, keys, value):
