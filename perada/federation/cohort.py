@@ -9,7 +9,6 @@ import secrets
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -53,16 +52,22 @@ class LocalTrainer:
 
     @cached_property
     def gradients(self) -> SampleGradients:
-        """What private training asks; made for the first round, as by then features may stand for images."""
+        """Computes the gradients of private training; made for the first round, when features may stand for images."""
         assert self.protection.images is not None
         return SampleGradients(self.protection.images.options, self.engine, self.settings.training.multilabel)
 
 
 class _Chunk:
-    """Clients ``start … stop`` of a cohort and their local steps, as :class:`perada.algorithms.base.ClientStep`.
+    """Clients ``start … stop`` of a cohort, and their local steps as :class:`perada.algorithms.base.ClientStep`.
 
-    It has the full stacks, the leaves of the ``active`` clients, those still training, and their optimisers. A cohort
-    that is closed lets go of its chunks, which hold it.
+    A chunk holds the complete stacks of its clients, and the leaves and optimisers of the ``active`` ones, which are
+    still training: a prefix, whose tensors are views of the stacks, so that steps change the stacks in place.
+
+    Args:
+        cohort: The cohort, which lets go of its chunks at the end: they refer to it.
+        opened: The stacks (C, ...) by role that the cohort's round began with.
+        start: Place of the first client in the cohort.
+        stop: Place behind the last.
     """
 
     def __init__(self, cohort: "Cohort", opened: Stacks, start: int, stop: int) -> None:
@@ -72,8 +77,9 @@ class _Chunk:
         self.round = cohort.plan.round
         self.tensor_names = cohort.tensor_names
         self.full: Stacks = {}
-        for role, state in opened.items():
-            merged, unmerged = partition(_rows(state, start, stop), cohort.tensor_names.merged)
+        for role, stacked in opened.items():
+            # Weights that the server merges into stay as they are, and may be views of one tensor: no copies of them.
+            merged, unmerged = partition(_rows(stacked, start, stop), cohort.tensor_names.merged)
             self.full[role] = merged | clone(unmerged)
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -84,25 +90,29 @@ class _Chunk:
         self.phase = phase
         self.active = self.stop - self.start
         self._optimizers = {}
-        for role, state in self.full.items():
-            trained = cohort.algorithm.trainable_keys(role, phase, cohort.tensor_names, self.round)
-            leaves = {key: state[key].detach().requires_grad_() for key in trained if key in state}
-            self.states[role] = {**state, **leaves}
+        for role, stacked in self.full.items():
+            leaves = {}
+            for key in cohort.algorithm.trainable_keys(role, phase, cohort.tensor_names, self.round):
+                if key in stacked:
+                    # detach() gives a leaf with the same memory.
+                    leaves[key] = stacked[key].detach().requires_grad_()
+            self.states[role] = stacked | leaves
             if leaves:
                 self._optimizers[role] = cohort.training.make(
-                    role, list(leaves.values()), cohort.factor, cohort.scales is not None
+                    role, list(leaves.values()), cohort.factor, masked=cohort.scales is not None
                 )
 
     def narrow(self, active: int) -> None:
         """Continue with the first ``active`` clients only; tensors and optimiser states become views."""
         before = self.active
         self.active = active
-        for role, state in self.states.items():
+        for role, stacked in self.states.items():
             views = {}
-            for key, value in state.items():
+            for key, value in stacked.items():
                 views[key] = value.detach()[:active].requires_grad_(value.requires_grad)
             if role in self._optimizers:
-                _replace_parameters(self._optimizers[role], {id(state[key]): views[key] for key in state}, before)
+                view_of = {id(value): views[key] for key, value in stacked.items()}
+                _replace_parameters(self._optimizers[role], view_of, before)
             self.states[role] = views
 
     def step(self, batches: AnyBatch) -> None:
@@ -110,15 +120,16 @@ class _Chunk:
         cohort = self._cohort
         batch = one_of(batches)
         stop = self.start + self.active
-        self._rows = slice(self.start, stop)
+        self._rows = slice(self.start, stop)  # of the cohort's C clients
         self._batches = batches
-        self._passes = Counter[str]()
+        self._passes = Counter[str]()  # by stream, how many passes have drawn from it
         self._counts = batch.counts[self._rows]
+        # A chunk of clients with few images needs no rows of padding for clients elsewhere.
         width = max(self._counts)
         self._x = batch.x[self._rows, :width]
         self._y = batch.y[self._rows, :width]
         self.received = _rows(cohort.received, self.start, stop)
-        self.client_state = {role: _rows(state, self.start, stop) for role, state in cohort.client_state.items()}
+        self.client_state = {role: _rows(stacked, self.start, stop) for role, stacked in cohort.client_state.items()}
         self._finite = torch.ones_like(cohort.broken[self._rows])
         cohort.algorithm.client_step(self)
 
@@ -126,7 +137,9 @@ class _Chunk:
         cohort = self._cohort
         state, streams = self._forward_inputs(states, stream)
         logits = cohort.engine.logits(state, self._x, training=True, counts=self._counts, streams=streams)
-        return logits if cohort.scales is None else cohort.scales.leave(logits, self._rows)
+        if cohort.scales is not None:
+            logits = cohort.scales.leave(logits, self._rows)
+        return logits
 
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
         cohort = self._cohort
@@ -153,7 +166,9 @@ class _Chunk:
         counts = one_of(self._batches).classes
         if counts is None:
             raise no_counts(self._cohort.algorithm)
-        return F.pad(counts[self._rows], (0, classes - counts.shape[1]))
+        # The last classes are missing where no client has them.
+        missing = classes - counts.shape[1]
+        return F.pad(counts[self._rows], (0, missing))
 
     @property
     def labels(self) -> Tensor:
@@ -179,6 +194,7 @@ class _Chunk:
         self._passes[stream] += 1
         batch = one_of(self._batches)
         streams = self._cohort.streams[stream][self._rows]
+        # Steps are counted anew in each phase. The first phase has no name of its own in the streams.
         if batch.phase:
             streams = streams.fork("phase", batch.phase)
         return streams.fork("step", batch.step).fork("pass", self._passes[stream])
@@ -187,13 +203,13 @@ class _Chunk:
         """Look up the stack of a role, and the random stream that it draws from."""
         if isinstance(states, str):
             return self.states[states], stream or states
-        return states, stream or next(iter(self._cohort.streams))
+        first_role = next(iter(self._cohort.streams))
+        return states, stream or first_role
 
     def restart(self, role: str, start: State) -> None:
         with torch.no_grad():
-            for key, value in self.states[role].items():
-                if value.requires_grad:
-                    value.copy_(start[key])
+            for key, leaf in self._leaves(role).items():
+                leaf.copy_(start[key])
         if role in self._optimizers:
             self._optimizers[role].state.clear()
 
@@ -211,14 +227,13 @@ class _Chunk:
             optimizer.zero_grad()
         if loss is not None:
             self._observe(roles, loss.detach())
+            # Clients share no parameters, so the gradient of the sum is that of each client's own loss.
             loss.sum().backward()
-        leaves_of_roles = [
-            {key: value for key, value in self.states[name].items() if value.requires_grad} for name in roles
-        ]
+        leaves_of_roles = [self._leaves(name) for name in roles]
         scales = self._cohort.scales
         if scales is not None and loss is not None:
             # Clients whose last gradient was not finite take no step.
-            gradients = [leaf.grad for leaves in leaves_of_roles for leaf in leaves.values() if leaf.grad is not None]
+            gradients = [gradient for leaves in leaves_of_roles for gradient in _gradients(leaves)]
             self._finite = scales.update(gradients, self._rows)
         clip_norm = self._cohort.training.clip_norm
         for leaves in leaves_of_roles:
@@ -228,7 +243,7 @@ class _Chunk:
                     _add_gradient(leaf, leaf.detach() - anchor[key].detach(), strength)
                 if slope is not None:
                     _add_gradient(leaf, slope[key])
-            gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+            gradients = _gradients(leaves)
             if gradients and clip_norm is not None:
                 _clip(gradients, clip_norm)
         for optimizer in optimizers:
@@ -237,8 +252,12 @@ class _Chunk:
             else:
                 optimizer.step()
 
+    def _leaves(self, role: str) -> State:
+        """Return what the phase trains in a role, (c, ...)."""
+        return {key: value for key, value in self.states[role].items() if value.requires_grad}
+
     def _observe(self, roles: tuple[str, ...], losses: Tensor) -> None:
-        """Note the losses of the step for the round's report."""
+        """Add the losses (c,) of the step to those of the round, and mark clients whose loss is not finite."""
         cohort = self._cohort
         cohort.broken[self._rows] |= ~losses.isfinite()
         if cohort.private is not None:  # no ledger counts a loss on private images
@@ -248,10 +267,20 @@ class _Chunk:
             cohort.descents[role][self._rows] += 1
 
 
-def _replace_parameters(optimizer: torch.optim.Optimizer, views: dict[int, Tensor], before: int) -> None:
-    """Put shorter views in the place of an optimiser's parameters of ``before`` clients, and cut its state alike."""
+def _gradients(leaves: State) -> list[Tensor]:
+    return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+
+
+def _replace_parameters(optimizer: torch.optim.Optimizer, view_of: dict[int, Tensor], before: int) -> None:
+    """Put shorter views in the place of an optimiser's parameters, and cut its state alike.
+
+    Args:
+        optimizer: The optimiser.
+        view_of: The view by the id of the parameter.
+        before: Number of clients that the parameters have.
+    """
     for group in optimizer.param_groups:
-        shorter = [views[id(parameter)] for parameter in group["params"]]
+        shorter = [view_of[id(parameter)] for parameter in group["params"]]
         for old, new in zip(group["params"], shorter, strict=True):
             state = optimizer.state.pop(old, {})
             for name, value in state.items():
@@ -262,28 +291,28 @@ def _replace_parameters(optimizer: torch.optim.Optimizer, views: dict[int, Tenso
         group["params"] = shorter
 
 
-def _rows(state: State, start: int, stop: int) -> State:
-    return {key: value[start:stop] for key, value in state.items()}
+def _rows(stacked: State, start: int, stop: int) -> State:
+    return {key: value[start:stop] for key, value in stacked.items()}
 
 
 @dataclass(frozen=True)
 class ClientResults:
-    """What came of the local training of a round's C clients, in the plan's order.
+    """Results of the local training of a round's C clients, in the plan's order.
 
-    A process knows the stacks (c, ...) of the clients that it trained, or of a stand-in. All else is known to all
-    processes; tensors (C,) are on the CPU.
+    A process has the stacks (c, ...) of only the clients that it trained, or of a stand-in. All processes have all
+    else, with tensors (C,) on the CPU.
 
     Attributes:
         client_state: What this process' clients keep, (c, ...) by role.
         sent: What they send, (c, ...).
         finite_here: Whether their training stayed finite, (c,), on the device.
         finite: Whether each client's training stayed finite, (C,).
-        accepted: Whether the update counts, (C,): if the client stayed finite or, where training is private, the update
-            did, for the server may learn nothing of what is not sent.
+        accepted: Whether the update counts, (C,): whether the client stayed finite. Where training is private, whether
+            the update is, since the server may learn nothing of what is not sent.
         broken: Clients whose training became NaN or infinite.
         losses: Mean loss over a client's steps, (C,) by role; only roles that have a loss.
-        skipped: Steps that were skipped in float16, (C,); None in other precisions.
-        failed: Clients of whom a sample could not be read, and why.
+        skipped: Number of steps that were skipped in float16, (C,); None in other precisions.
+        failed: Clients of whom a sample could not be read, with the reason.
     """
 
     client_state: Stacks
@@ -307,6 +336,13 @@ class Cohort:
         received: What the server sent them, (C, ...).
         factor: Factor of their learning rates.
         tuning: Whether this is the fine-tuning that follows the last round.
+
+    Attributes:
+        chunks: The clients, divided into those that share a forward and backward pass.
+        broken: Whether a client's loss became NaN or infinite, (C,), on the device.
+        failed: Clients of whom a sample could not be read, with the reason.
+        losses: Sums of losses over steps, (C,) by role, on the device.
+        descents: Numbers of these steps, (C,) by role.
     """
 
     def __init__(
@@ -323,10 +359,11 @@ class Cohort:
         device = next(iter(received.values())).device
         self.algorithm: Algorithm = settings.algorithm
         self.phases: tuple[Phase, ...] = settings.phases
-        tuned = settings.algorithm.personalization() if tuning else None
-        if tuned is not None:
-            self.algorithm, phase = tuned
-            self.phases = (phase,)
+        if tuning:
+            personalization = settings.algorithm.personalization()
+            if personalization is not None:
+                self.algorithm, phase = personalization
+                self.phases = (phase,)
         self.engine = trainer.engine
         self.tensor_names = trainer.tensor_names
         self.training = settings.training
@@ -340,25 +377,34 @@ class Cohort:
         self.scales = trainer.scales.open("clients", clients, device)
         opened = self.algorithm.begin_round(client_state, received, self.tensor_names)
         # Weights that the server merges into are not trained: they need no copies, and come back as they were.
-        self._merged = {role: partition(state, self.tensor_names.merged)[0] for role, state in opened.items()}
-        size = 1 if self.engine.kind == "loop" else settings.clients_per_chunk or clients
-        self.chunks = [_Chunk(self, opened, start, min(start + size, clients)) for start in range(0, clients, size)]
+        self._merged: Stacks = {}
+        for role, stacked in opened.items():
+            self._merged[role], _ = partition(stacked, self.tensor_names.merged)
+        clients_per_chunk = settings.clients_per_chunk or clients
+        if self.engine.kind == "loop":
+            clients_per_chunk = 1
+        self.chunks: list[_Chunk] = []
+        for start in range(0, clients, clients_per_chunk):
+            self.chunks.append(_Chunk(self, opened, start, min(start + clients_per_chunk, clients)))
         # In a private run nobody may know which units dropout leaves out.
         secret = self.private is not None and self.private.secure
         seed = secrets.randbits(256) if secret else settings.seed
-        self.streams = {
-            role: Streams.derived(seed, f"dropout-{role}", plan.round, clients=plan.clients, device=device)
-            for role in opened
-        }
+        self.streams: dict[str, Streams] = {}
+        self.losses: dict[str, Tensor] = {}
+        self.descents: dict[str, Tensor] = {}
+        for role in opened:
+            self.streams[role] = Streams.derived(
+                seed, f"dropout-{role}", plan.round, clients=plan.clients, device=device
+            )
+            self.losses[role] = torch.zeros(clients, device=device, dtype=torch.float32)
+            self.descents[role] = torch.zeros(clients)
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
         self.failed: dict[int, str] = {}
-        self.losses = {role: torch.zeros(clients, device=device, dtype=torch.float32) for role in opened}
-        self.descents = {role: torch.zeros(clients) for role in opened}
-        self._phase = -1
+        self._phase = -1  # none has begun
 
     @property
     def example_states(self) -> Stacks:
-        """States (c, ...) by role of some clients, for names and shapes; not after :meth:`finish`."""
+        """Stacks (c, ...) by role of some clients, for names and shapes. There are none after :meth:`finish`."""
         return self.chunks[0].full
 
     def step(self, batches: AnyBatch) -> None:
@@ -366,11 +412,12 @@ class Cohort:
         batch = one_of(batches)
         if not batch.clients:
             return
-        streams = list(batches.values()) if isinstance(batches, dict) else [batches]
-        for stream in streams:
-            for client, reason in stream.failed:
+        # Where training is private, each stream of batches has its own.
+        batches_of_streams = list(batches.values()) if isinstance(batches, dict) else [batches]
+        for batch_of_stream in batches_of_streams:
+            for client, reason in batch_of_stream.failed:
                 # In a private run the sample is in no batch, and the client trains on.
-                self.broken[stream.clients.index(client)] |= self.private is None
+                self.broken[batch_of_stream.clients.index(client)] |= self.private is None
                 self.failed.setdefault(client, reason)
         if batch.phase != self._phase:
             self._phase = batch.phase
@@ -384,7 +431,7 @@ class Cohort:
                 chunk.step(batches)
 
     def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
-        """End the round, and merge what the ranks know of their clients. A collective: all ranks call it alike.
+        """End the round, and merge the results of the ranks. A collective: all ranks call it alike.
 
         Args:
             shares: The round's clients and who trains them; by default this process trains all.
@@ -394,7 +441,7 @@ class Cohort:
         ranks = ranks or Ranks()
         trained = self._trained()
         finite_here = _all_finite(~self.broken, *trained.values())
-        trained = {role: state | self._merged[role] for role, state in trained.items()}
+        trained = {role: stacked | self._merged[role] for role, stacked in trained.items()}
         client_state, sent = self.algorithm.end_round(trained, self.client_state, self.received, self.tensor_names)
         # An algorithm may make what is not finite of what is.
         sent_is_finite = _all_finite(torch.ones_like(finite_here), sent)
@@ -404,54 +451,94 @@ class Cohort:
             finite_here = _all_finite(finite_here & sent_is_finite, *client_state.values())
             accepted = finite_here
 
-        roles = len(self.losses)
         skipped = torch.zeros_like(finite_here) if self.scales is None else self.scales.skipped
-        on_device = torch.stack([double(row) for row in (finite_here, accepted, skipped, *self.losses.values())])
-        rows = [on_device.cpu().double(), *(row.double()[None] for row in self.descents.values())]
-        table = torch.zeros(3 + 2 * roles, len(shares.plan.clients), dtype=torch.float64)
-        # A rank without clients trained a stand-in, whose row is left out: it adds zeros.
-        places = shares.places
-        if places:
-            table[:, places] = torch.cat(rows)[:, : len(places)]
-        ranks.sum_([table])  # one collective for all of it
-
-        finite = table[0].bool()
+        totals = self._totals_of_all(shares, ranks, finite_here, accepted, skipped)
+        finite = totals.finite.bool()
         losses = {}
-        totals = zip(self.losses, table[3 : 3 + roles].float(), table[3 + roles :].float(), strict=True)
-        for role, total, steps in totals:
+        for role, loss in totals.losses.items():
+            steps = totals.steps[role]
             if steps.any():
-                losses[role] = total / steps
+                losses[role] = loss / steps
+        failed: dict[int, str] = {}
+        for failed_of_rank in ranks.gather(self.failed):
+            failed |= failed_of_rank
         return ClientResults(
             client_state=client_state,
             sent=sent,
             finite_here=finite_here,
             finite=finite,
-            accepted=table[1].bool(),
-            broken=[client for client, fine in zip(shares.plan.clients, finite.tolist(), strict=True) if not fine],
+            accepted=totals.accepted.bool(),
+            broken=[
+                client for client, is_finite in zip(shares.plan.clients, finite.tolist(), strict=True) if not is_finite
+            ],
             losses=losses,
-            skipped=None if self.scales is None else table[2],
-            failed={client: reason for failed in ranks.gather(self.failed) for client, reason in failed.items()},
+            skipped=None if self.scales is None else totals.skipped,
+            failed=failed,
+        )
+
+    def _totals_of_all(
+        self, shares: Shares, ranks: Ranks, finite: Tensor, accepted: Tensor, skipped: Tensor
+    ) -> "_Totals":
+        """Merge per-rank numbers (c,) into those of the round's C clients, on the CPU. A collective.
+
+        Ranks without a client contribute zeros: what they trained was a stand-in.
+        """
+        # One copy from the device, for which the host waits, and one collective, whatever the number of roles.
+        on_device = torch.stack([double(row) for row in (finite, accepted, skipped, *self.losses.values())])
+        rows = [on_device.cpu().double(), *(steps.double()[None] for steps in self.descents.values())]
+        roles = list(self.losses)
+        table = torch.zeros(3 + 2 * len(roles), len(shares.plan.clients), dtype=torch.float64)
+        places = shares.places
+        if places:
+            table[:, places] = torch.cat(rows)[:, : len(places)]
+        ranks.sum_([table])
+        losses = table[3 : 3 + len(roles)].float()
+        steps = table[3 + len(roles) :].float()
+        return _Totals(
+            finite=table[0],
+            accepted=table[1],
+            skipped=table[2],
+            losses=dict(zip(roles, losses, strict=True)),
+            steps=dict(zip(roles, steps, strict=True)),
         )
 
     def _trained(self) -> Stacks:
-        """Put the chunks' states together, without the merged weights, and let go of the chunks."""
-        trained = {}
-        for role, state in self.chunks[0].full.items():
-            names = [name for name in state if name not in self.tensor_names.merged]
-            trained[role] = {name: torch.cat([chunk.full[role][name] for chunk in self.chunks]) for name in names}
+        """Put the chunks' stacks together, without the merged weights, and let go of the chunks."""
+        trained: Stacks = {}
+        for role, stacked in self.chunks[0].full.items():
+            trained[role] = {}
+            for name in stacked:
+                if name not in self.tensor_names.merged:
+                    trained[role][name] = torch.cat([chunk.full[role][name] for chunk in self.chunks])
         self.chunks = []
         return trained
 
 
+@dataclass(frozen=True)
+class _Totals:
+    """Numbers of a round's C clients, each (C,) on the CPU: whether, in 0 and 1, or how much and how many, by role."""
+
+    finite: Tensor
+    accepted: Tensor
+    skipped: Tensor
+    losses: dict[str, Tensor]
+    steps: dict[str, Tensor]
+
+
 def _all_finite(clients: Tensor, *stacks: State) -> Tensor:
-    """Those of ``clients`` (C,) of whom the stacks (C, ...) hold neither a NaN nor an infinity."""
-    for value in chain.from_iterable(stack.values() for stack in stacks):
-        clients = clients & value.reshape(len(value), -1).isfinite().all(1)
+    """Return which of ``clients`` (C,) have neither a NaN nor an infinity in the stacks (C, ...)."""
+    for stacked in stacks:
+        for value in stacked.values():
+            clients = clients & value.reshape(len(value), -1).isfinite().all(1)
     return clients
 
 
 def _add_gradient(leaf: Tensor, gradient: Tensor, factor: float = 1.0) -> None:
-    leaf.grad = gradient * factor if leaf.grad is None else leaf.grad.add_(gradient, alpha=factor)
+    """Add ``factor`` times a gradient to that of a leaf, which may have none."""
+    if leaf.grad is None:
+        leaf.grad = gradient * factor
+    else:
+        leaf.grad.add_(gradient, alpha=factor)
 
 
 def _clip(gradients: list[Tensor], norm: float) -> None:

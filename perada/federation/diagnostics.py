@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PerAda's theorems are about (Xie et al., CVPR 2024), measured once a round where that is asked for.
+"""Quantities that PerAda's theorems are about (Xie et al., CVPR 2024), measured once a round where asked for.
 
 Shape suffixes: C clients of a round, G global models, B images, K classes. A prediction is a vector of probabilities
 (K,), as in section 5: of the softmax or, for several labels an image, of K sigmoids, which the theorems do not treat.
@@ -16,7 +16,7 @@ from perada.algorithms import PerAda
 from perada.core.checks import OptionError, check_choice, invalid_option
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Shares
-from perada.core.states import State, per_client
+from perada.core.states import State, per_client, stack_size
 from perada.engine.engine import Engine, client_losses
 from perada.federation.cohort import Cohort
 from perada.federation.scores import probabilities
@@ -30,8 +30,8 @@ Diagnostic = Literal[
 ALL: tuple[Diagnostic, ...] = get_args(Diagnostic)
 ON_PUBLIC: frozenset[Diagnostic] = frozenset({"distillation_distance", "personal_distance"})
 """Those that read the public set."""
-ROWS = 256
-"""Public images that run at once."""
+IMAGES_AT_ONCE = 256
+"""Largest number of public images in one forward pass."""
 
 
 def check_diagnostics(choice: bool | Sequence[Diagnostic]) -> None:
@@ -52,20 +52,24 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
         public: Whether there are public images.
         test: Whether there are test images.
         factors: What clients lack to send factors of LoRA; empty if nothing.
+
+    Returns:
+        The obstacle of each diagnostic that has one.
     """
     algorithm = settings.algorithm
     name = type(settings.algorithm).__name__
-    reasons: dict[Diagnostic, str] = {"lora_residual": factors} if factors else {}
-    if not (algorithm.sends_updates and algorithm.global_model) or algorithm.is_ensemble:
+    reasons: dict[Diagnostic, str] = {}
+    if factors:
+        reasons["lora_residual"] = factors
+    averages_models = algorithm.sends_updates and algorithm.global_model and not algorithm.is_ensemble
+    if not averages_models:
         reason = f"{name} does not average what clients send into exactly one whole model; choose PerAda, FedAvg, Ditto"
-        of_mean: dict[Diagnostic, str] = dict.fromkeys(ALL, reason)
-        if (
-            algorithm.sends_updates
-            and not algorithm.is_ensemble
-            and not (settings.client_privacy or settings.secure_sums)
-        ):
-            del of_mean["lora_residual"]  # needs no complete model
-        return of_mean | reasons
+        of_all: dict[Diagnostic, str] = dict.fromkeys(ALL, reason)
+        server_sees_updates = not (settings.client_privacy or settings.secure_sums)
+        if algorithm.sends_updates and not algorithm.is_ensemble and server_sees_updates:
+            # The factors of single layers are enough for it, without a complete model.
+            del of_all["lora_residual"]
+        return of_all | reasons
     if settings.secure_sums is not None:
         return dict.fromkeys(ALL, "with secure_sums nobody may see a client's models; leave diagnostics out")
     if settings.client_privacy is not None:
@@ -117,7 +121,7 @@ def choose_diagnostics(
 class DiagnosticsPass:
     """Measures the models of a round on public and on test images.
 
-    Every local and personal model runs on the process that holds it; sums over them are all that travels.
+    Every local and personal model runs on the process that holds it. Only sums over them are sent between processes.
 
     Attributes:
         engine: Runs the models.
@@ -162,9 +166,9 @@ class DiagnosticsPass:
         """
         size = self.data.public_size
         places = list(self.places)
-        ensemble_distances = torch.zeros(_rows(self.globals), dtype=torch.float64)
+        ensemble_distances = torch.zeros(stack_size(self.globals), dtype=torch.float64)
         personal_distances = torch.zeros(self.clients, dtype=torch.float64)
-        for rows in torch.split(torch.arange(size), ROWS):
+        for rows in torch.split(torch.arange(size), IMAGES_AT_ONCE):
             x = self.data.public_images(rows, self._device)
             g_GBK = probabilities(self.engine.shared_logits(self.globals, x), self.multilabel)
             if "distillation_distance" in names:
@@ -177,9 +181,9 @@ class DiagnosticsPass:
         self.updates.ranks.sum_([personal_distances])
         metrics: dict[str, float] = {}
         if "distillation_distance" in names:
-            models = ["theory/averaged_distance", "theory/distilled_distance"]
-            # Without distillation there is only the first.
-            metrics = dict(zip(models, (ensemble_distances / size).tolist(), strict=False))
+            # The global models are the averaged one and, where there was distillation, the distilled one.
+            metric_names = ["theory/averaged_distance", "theory/distilled_distance"]
+            metrics = dict(zip(metric_names, (ensemble_distances / size).tolist(), strict=False))
         if "personal_distance" in names:
             metrics |= mean_and_spread("theory/personal_distance", personal_distances / size)
         return metrics
@@ -194,8 +198,9 @@ class DiagnosticsPass:
         total_errors = 0.0
         total = 0.0
         for x, y in self.data.test_batches(self._device):
-            one_model = {name: value[:1] for name, value in self.globals.items()}
-            classes = self.engine.shared_logits(one_model, x[:1]).shape[-1]
+            # A process without local models knows the number of classes from a global one.
+            averaged_model = {name: value[:1] for name, value in self.globals.items()}
+            classes = self.engine.shared_logits(averaged_model, x[:1]).shape[-1]
             logits, h_BK = self._means(x, classes)
             if self.multilabel:
                 hits = (logits > 0) == y.bool()
@@ -209,34 +214,30 @@ class DiagnosticsPass:
         return {"theory/ensemble_accuracy": total_hits / total, "theory/ensemble_error": total_errors / total}
 
     def _means(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Average the logits and the predictions of the local models of all processes, (B, K) each."""
+        """Average the logits and the predictions of the local models of all processes, (B, K) each. A collective."""
         sums = torch.zeros(2, len(x), classes, device=x.device)
         local = {name: value for name, value in self.updates.own.items() if name in self.globals}
-        if _rows(local):
+        if local and stack_size(local):
             logits = self.engine.shared_logits(local, x)
             sums = torch.stack([double(logits).sum(0), probabilities(logits, self.multilabel).sum(0)])
         sums = double(sums)
         self.updates.ranks.sum_([sums])
-        means = sums / self.updates.clients
-        return means[0], means[1]
-
-
-def _rows(stack: State) -> int:
-    return len(next(iter(stack.values()))) if stack else 0
+        mean_logits, mean_predictions = sums / self.updates.clients
+        return mean_logits, mean_predictions
 
 
 def mean_and_spread(name: str, values: Tensor) -> dict[str, float]:
-    """Mean and standard deviation over clients (C,), as metrics."""
+    """Compute the mean and the standard deviation over clients (C,), as metrics."""
     return {name: float(values.mean()), f"{name}_std": float(values.std(correction=0))}
 
 
 def _per_client(values: Tensor, like: Tensor) -> Tensor:
-    """Numbers (C,) in double precision, so that they multiply (C, ...)."""
+    """View numbers (C,) in double precision, on the device of ``like`` (C, ...), so that they multiply it."""
     return per_client(double(values.to(like.device)), like)
 
 
 def full_gradients(
-    cohort: Cohort, settings: Settings, roles: Sequence[State], batches: Iterable[CohortBatch]
+    cohort: Cohort, settings: Settings, points: Sequence[State], batches: Iterable[CohortBatch]
 ) -> tuple[list[State], Tensor]:
     """Compute the gradient of every client's mean loss L_m over all of its training images.
 
@@ -245,37 +246,43 @@ def full_gradients(
     Args:
         cohort: The clients, and what they train.
         settings: Options of the run.
-        roles: For each role the states (C, ...) at which the gradient is taken.
+        points: Stacks (C, ...) at which the gradients are taken, such as the global state and the personal states.
         batches: All training images, each once. The active clients of a batch are a prefix of the C; rows beyond a
             client's count are padding.
 
     Returns:
-        The gradients (C, ...) of each role, and the clients' numbers of images (C,).
+        The gradients (C, ...) at each point, and the clients' numbers of images (C,).
     """
     engine = cohort.engine
     tensor_names = cohort.tensor_names
-    clients = len(next(iter(roles[0].values())))
+    clients = stack_size(points[0])
     trained: set[str] = set()
     for role in cohort.example_states:
         for phase in cohort.phases:
             trained.update(cohort.algorithm.trainable_keys(role, phase.name, tensor_names, cohort.plan.round))
     stacks = []
-    for state in roles:
-        leaves = {name: state[name].detach().clone().requires_grad_(name in trained) for name in tensor_names.keys}
+    for point in points:
+        leaves = {}
+        for name in tensor_names.keys:
+            leaves[name] = point[name].detach().clone().requires_grad_(name in trained)
         stacks.append(leaves)
-    together = 1 if engine.kind == "loop" else settings.clients_per_chunk or clients
+    clients_at_once = settings.clients_per_chunk or clients
+    if engine.kind == "loop":
+        clients_at_once = 1
     images = torch.zeros(clients, dtype=torch.float64)
     for batch in batches:
         images[: len(batch.clients)] += torch.tensor(batch.counts)
-        for start in range(0, len(batch.clients), together):
-            counts = batch.counts[start : start + together]
+        for start in range(0, len(batch.clients), clients_at_once):
+            counts = batch.counts[start : start + clients_at_once]
             part = slice(start, start + len(counts))
             x = batch.x[part, : max(counts)]
             y = batch.y[part, : max(counts)]
             for stack in stacks:
                 with torch.enable_grad():
-                    logits = engine.logits({name: value[part] for name, value in stack.items()}, x, counts=counts)
+                    models = {name: value[part] for name, value in stack.items()}
+                    logits = engine.logits(models, x, counts=counts)
                     losses = client_losses(logits, y, counts, settings.training.multilabel)
+                    # Sums over images, which add up over batches of unequal sizes.
                     (losses * torch.tensor(counts, device=losses.device)).sum().backward()
     gradients = []
     for stack in stacks:
@@ -305,7 +312,7 @@ def gradient_norms(
     collective: all ranks call it.
 
     Args:
-        cohort: The clients of this rank, or a stand-in.
+        cohort: The clients of this rank, or a stand-in, whose gradients are left out.
         received: The complete states (C, ...) that they received.
         settings: Options of the run.
         batches: Their training images, each once.
@@ -314,29 +321,29 @@ def gradient_norms(
     """
     algorithm = settings.algorithm
     places = shares.places
-    own = len(places)
+    own_clients = len(places)
     clients = len(shares.plan.clients)
-    roles = [received]
+    points = [received]
     if isinstance(algorithm, PerAda):
-        roles.append(cohort.client_state["personal"])
-    gradients, own_images = full_gradients(cohort, settings, roles, batches if places else ())
+        points.append(cohort.client_state["personal"])
+    gradients, own_images = full_gradients(cohort, settings, points, batches if places else ())
     images = torch.zeros(clients, dtype=torch.float64)
-    images[places] = own_images[:own]
+    images[places] = own_images[:own_clients]
     ranks.sum_([images])
     weights = client_weights(settings.weighting, images.int().tolist())[places]
     mean_gradient = {}
     for name, value in gradients[0].items():
         if name in cohort.received:
-            mean_gradient[name] = (value[:own] * _per_client(weights, value)).sum(0)
+            mean_gradient[name] = (value[:own_clients] * _per_client(weights, value)).sum(0)
     ranks.sum_(mean_gradient.values())
     square = sum(value.square().sum() for value in mean_gradient.values())
     metrics = {"theory/global_gradient": float(square)}
     if isinstance(algorithm, PerAda):
-        norms = torch.zeros(clients, dtype=torch.float64)
+        squares = torch.zeros(clients, dtype=torch.float64)
         for name, value in gradients[1].items():
             pull = double(cohort.client_state["personal"][name]) - double(received[name])
-            gradient = (value + algorithm.prox_strength * pull)[:own]
-            norms[places] += gradient.flatten(1).square().sum(1).to(norms)
-        ranks.sum_([norms])
-        metrics |= mean_and_spread("theory/personal_gradient", norms)
+            gradient = (value + algorithm.prox_strength * pull)[:own_clients]
+            squares[places] += gradient.flatten(1).square().sum(1).to(squares)
+        ranks.sum_([squares])
+        metrics |= mean_and_spread("theory/personal_gradient", squares)
     return metrics

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perada.core.ranks import Ranks
 from perada.core.rounds import EvalBatch
 from perada.core.seeding import generator
-from perada.core.states import to_device_async
+from perada.core.states import State, stack_size, to_device_async
 from perada.engine.engine import ensemble
 from perada.federation.federation import Federation
 from perada.federation.metrics import Metric, spread
@@ -34,52 +35,80 @@ def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
 class Evaluation:
     """Scores of the personal models, on the images of their clients and on everyone's, and of the global model.
 
-    On several processes each runs the personal models of the clients it owns, and the global model on every so many-th
-    batch. The models of the clients ``everywhere`` run on everyone's images.
+    With R processes each runs the personal models of the clients that it owns, and the global model on every R-th
+    batch.
+
+    Args:
+        federation: Whose models are scored.
+        metrics: The metrics; the first one has the plain names.
+        everywhere: Clients whose models run on everyone's images.
+
+    Attributes:
+        per_class: Scores of classes by name, (M, K) or (K,); filled by :meth:`result`.
     """
 
     def __init__(self, federation: Federation, metrics: Sequence[Metric], everywhere: Sequence[int]) -> None:
         self.federation = federation
         self.metrics = metrics
-        self.clients = federation.num_clients
+        self.num_clients = federation.num_clients
         self.multilabel = federation.settings.training.multilabel
         self.everywhere = list(everywhere)
-        self._owned = torch.zeros(self.clients, dtype=torch.bool)
+        self._owned = torch.zeros(self.num_clients, dtype=torch.bool)
         self._owned[federation.owned()] = True
-        self._local = Scores(metrics, self.multilabel, groups=self.clients)
+        self._members: State | None = None
+        num_members = 1
+        if federation.settings.algorithm.global_model:
+            self._members = federation.server.members()
+            num_members = stack_size(self._members)
+
+        # Of the models with which clients predict, each on its client's images.
+        self._local = Scores(metrics, self.multilabel, groups=self.num_clients)
+        # Of the personal models on everyone's images, and of the global model on these.
         self._everyone = Scores(metrics, self.multilabel, models=len(self.everywhere))
         self._global = Scores(metrics, self.multilabel)
-        self._states = federation.server.members() if federation.settings.algorithm.global_model else None
-        members = 1 if self._states is None else len(next(iter(self._states.values())))
-        self._members = Scores(metrics[:1], self.multilabel, models=members)
-        self._shared_local = Scores(metrics[:1], self.multilabel, groups=self.clients)
-        self._sizes = torch.zeros(self.clients, dtype=torch.int64)
+        # Of the global model on each client's images, beside the personal ones.
+        self._global_local = Scores(metrics[:1], self.multilabel, groups=self.num_clients)
+        # Of single members of an ensemble.
+        self._of_members = Scores(metrics[:1], self.multilabel, models=num_members)
+        self._entropies: list[Tensor] = []
+
+        self._sizes = torch.zeros(self.num_clients, dtype=torch.int64)
         # Before the first round nobody took part, and there is no such mean.
         self._recent = federation.participation.recent if federation.rounds_done else None
-        self._entropies: list[Tensor] = []
         self._tallies = {name: Tally(self.multilabel) for name in ("personal", "global")}
         self.per_class: dict[str, Tensor] = {}
 
     def step(self, batch: EvalBatch, index: int) -> None:
-        """Run the models on a batch of the test set, the ``index``-th of the evaluation."""
-        federation = self.federation
+        """Run the models on a batch of the test set.
+
+        Args:
+            batch: The batch.
+            index: Its place in the evaluation, by which processes share the runs of the global model.
+        """
+        ranks = self.federation.ranks
         owner = to_device_async(batch.owner, batch.x.device)
-        self._sizes += batch.owner.cpu().bincount(minlength=self.clients)
-        if self._states is not None and index % federation.ranks.size == federation.ranks.rank:
-            members = federation.engine.shared_logits(self._states, batch.x)
-            shared = ensemble(members, federation.settings.algorithm.average, self.multilabel)
-            self._global.update(shared.unsqueeze(0), batch.y)
-            self._tallies["global"].update(shared, batch.y, owner)
-            if len(members) > 1:
-                self._members.update(members, batch.y)
-                self._entropies.append(predictive_entropy(shared, self.multilabel))
-            of_clients = self._shared_local if federation.personalized else self._local
-            of_clients.update(shared.unsqueeze(0), batch.y, owner)
-        if federation.personalized:
+        self._sizes += batch.owner.cpu().bincount(minlength=self.num_clients)
+        if self._members is not None and index % ranks.size == ranks.rank:
+            self._score_global_model(self._members, batch, owner)
+        if self.federation.personalized:
             self._score_personal_models(batch, owner)
 
+    def _score_global_model(self, members: State, batch: EvalBatch, owner: Tensor) -> None:
+        """Score the global model, or the ensemble of ``members`` (K, ...), on a batch."""
+        federation = self.federation
+        logits_of_members = federation.engine.shared_logits(members, batch.x)
+        logits = ensemble(logits_of_members, federation.settings.algorithm.average, self.multilabel)
+        self._global.update(logits.unsqueeze(0), batch.y)
+        self._tallies["global"].update(logits, batch.y, owner)
+        if len(logits_of_members) > 1:
+            self._of_members.update(logits_of_members, batch.y)
+            self._entropies.append(predictive_entropy(logits, self.multilabel))
+        # Without personal models, clients predict with the global one.
+        of_clients = self._global_local if federation.personalized else self._local
+        of_clients.update(logits.unsqueeze(0), batch.y, owner)
+
     def _score_personal_models(self, batch: EvalBatch, owner: Tensor) -> None:
-        """Score personal models on everyone's images, and each image's owner (B,) by its own model."""
+        """Score personal models on everyone's images, and on each image the model of its owner (B,)."""
         federation = self.federation
         rows = torch.arange(len(owner), device=owner.device)
         by_owner: Tensor | None = None
@@ -92,12 +121,14 @@ class Evaluation:
                 by_owner = of_owners
             else:
                 by_owner = torch.where(is_owner.any(1, keepdim=True), of_owners, by_owner)
-        if len(self.everywhere) < self.clients:
+        if len(self.everywhere) < self.num_clients:
             by_owner = own_logits(federation, batch)
         if by_owner is None:
             return
-        # On several processes each counts the images whose owner's model it has.
-        counted = None if federation.ranks.size == 1 else to_device_async(self._owned, owner.device)[owner]
+        counted: Tensor | None = None
+        if federation.ranks.size > 1:
+            # Each process counts the images whose owner's model it has.
+            counted = to_device_async(self._owned, owner.device)[owner]
         self._local.update(by_owner.unsqueeze(0), batch.y, owner, counted=counted)
         self._tallies["personal"].update(by_owner, batch.y, owner, counted)
 
@@ -106,58 +137,70 @@ class Evaluation:
 
         Returns:
             Scores by name, and those of each client (M,), NaN where it has none. The first metric has the plain names.
-            What scores each class is in ``per_class`` too, (M, K) or (K,).
+            Scores of classes are in ``per_class`` too, (M, K) or (K,).
         """
         ranks = self.federation.ranks
-        for scores in (self._local, self._everyone, self._global, self._members):
+        for scores in (self._local, self._everyone, self._global, self._of_members):
             scores.merge(ranks)
         results: dict[str, float] = {}
         per_client: dict[str, Tensor] = {}
         local = self._local.all()
-        shared = self._global.all()
+        of_global_model = self._global.all()
         everyone = self._everyone.all()
         for place, metric in enumerate(self.metrics):
             ending = f"_{metric.name}" if place else ""
             on_local = f"personal/local_test{ending}"
             on_global = f"personal/global_test{ending}"
+            global_score = of_global_model[metric.name][0, 0]
             per_client[on_local] = self._mean_of_classes(on_local, local[metric.name][0], 1)
             results |= spread(on_local, per_client[on_local], metric.lower_is_better, self._sizes, self._recent)
             if not self.federation.personalized:
-                global_score = self._mean_of_classes(on_global, shared[metric.name][0, 0], 0)
-                per_client[on_global] = global_score.expand(self.clients)
+                per_client[on_global] = self._mean_of_classes(on_global, global_score, 0).expand(self.num_clients)
             elif self.everywhere:
                 of_sampled = everyone[metric.name][:, 0]
-                of_all = of_sampled.new_full((self.clients, *of_sampled.shape[1:]), torch.nan)
+                of_all = of_sampled.new_full((self.num_clients, *of_sampled.shape[1:]), torch.nan)
                 of_all[self.everywhere] = of_sampled
                 per_client[on_global] = self._mean_of_classes(on_global, of_all, 1)
             if on_global in per_client:
                 results |= spread(on_global, per_client[on_global], metric.lower_is_better)
             if self._global:
                 name = f"global/global_test{ending}"
-                results[name] = float(self._mean_of_classes(name, shared[metric.name][0, 0], 0))
-        if self._members:
-            (members,) = self._members.means().values()
-            results["global/best_mode"] = float(members.max())
-            results["global/worst_mode"] = float(members.min())
-            entropies: list[Tensor] = []
-            for of_rank in ranks.gather([entropy.cpu() for entropy in self._entropies]):
-                entropies += of_rank
-            results["global/entropy"] = float(torch.cat(entropies).mean())
+                results[name] = float(self._mean_of_classes(name, global_score, 0))
+        if self._of_members:
+            results |= self._member_results(ranks)
         return results, per_client
 
-    def details(self) -> dict[str, Any]:
-        """Return what all processes have counted besides the scores, in plain types; all of them call it, once.
+    def _member_results(self, ranks: Ranks) -> dict[str, float]:
+        """Score the best and the worst member of an ensemble, and the mean entropy of its predictions. A collective."""
+        (scores,) = self._of_members.means().values()
+        entropies: list[Tensor] = []
+        for of_rank in ranks.gather([entropy.cpu() for entropy in self._entropies]):
+            entropies += of_rank
+        return {
+            "global/best_mode": float(scores.max()),
+            "global/worst_mode": float(scores.min()),
+            "global/entropy": float(torch.cat(entropies).mean()),
+        }
 
-        That are ``test_images``, the numbers of images that each client is scored on (M,); ``predictions``, by
-        ``personal`` and ``global`` a :meth:`.Tally.record`; ``global/local_test``, the global model's score on the
-        test images of each client (M,), where clients have models of their own; and ``per_class``, scores of each
-        class. A private run has neither confusions nor scores of classes.
+    def details(self) -> dict[str, Any]:
+        """Return what all processes have counted besides the scores. A collective: all of them call it, once.
+
+        Returns:
+            Entries in plain types:
+
+            - ``test_images``: the number of images that each client is scored on (M,);
+            - ``predictions``: by ``personal`` and ``global``, a :meth:`.Tally.record`;
+            - ``global/local_test``: the global model's score on the test images of each client (M,), where clients have
+              models of their own;
+            - ``per_class``: scores of each class.
+
+            A private run has neither confusions nor scores of classes.
         """
         ranks = self.federation.ranks
         names = []
         if self.federation.personalized:
             names.append("personal")
-        if self._states is not None:
+        if self._members is not None:
             names.append("global")
         details: dict[str, Any] = {
             "test_images": self._sizes.tolist(),
@@ -169,13 +212,19 @@ class Evaluation:
         else:  # scores of one class show how few images of it a client has
             details["per_class"] = {name: scores.tolist() for name, scores in self.per_class.items()}
         if len(names) == 2:
-            self._shared_local.merge(ranks)
-            (scores,) = self._shared_local.means().values()
+            self._global_local.merge(ranks)
+            (scores,) = self._global_local.means().values()
             details["global/local_test"] = scores[0].tolist()
         return details
 
     def _mean_of_classes(self, name: str, scores: Tensor, axes: int) -> Tensor:
-        """Return scores with so many axes: of those for each class, which are kept, the mean of classes that occur."""
+        """Average scores of classes over the classes that occur, and remember them in ``per_class``.
+
+        Args:
+            name: Name of the scores.
+            scores: Scores with ``axes`` axes, which are returned as they are, or with one more for classes.
+            axes: 0 for a number, 1 for scores (M,) of clients.
+        """
         if scores.dim() == axes:
             return scores
         self.per_class[name] = scores
@@ -185,8 +234,14 @@ class Evaluation:
 class ShiftedEvaluation:
     """Scores of the personal models, and of the global one, on the same images, each of which is read once.
 
-    Several processes share the work as in :class:`Evaluation`. With ``others`` a client's model is scored on the images
-    of the other clients alone, and the global model as if it were each client's, mean over clients.
+    Several processes share the work as in :class:`Evaluation`.
+
+    Args:
+        federation: Whose models are scored.
+        metrics: The metrics.
+        everywhere: Clients whose models are scored.
+        others: Whether a client's model is scored only on the images of the other clients, and the global model as if
+            it were each client's, mean over clients.
     """
 
     def __init__(
@@ -196,8 +251,10 @@ class ShiftedEvaluation:
         self.everywhere = everywhere
         self.others = others
         multilabel = federation.settings.training.multilabel
+        # How often the global model is scored: once, or as the model of each client.
+        self._global_places = range(federation.num_clients if others else 1)
         self._personal = Scores(metrics, multilabel, models=len(everywhere))
-        self._shared = Scores(metrics, multilabel, models=federation.num_clients if others else 1)
+        self._global = Scores(metrics, multilabel, models=len(self._global_places))
 
     def step(self, batch: EvalBatch, index: int) -> None:
         """Run the models on a batch, the ``index``-th of the evaluation."""
@@ -207,8 +264,8 @@ class ShiftedEvaluation:
         if engine.trunk is not None and tuple(x.shape[1:]) == tuple(engine.trunk.image):
             x = engine.features(x)  # once, not for each model
         if federation.settings.algorithm.global_model and index % federation.ranks.size == federation.ranks.rank:
-            each = range(federation.num_clients if self.others else 1)
-            self._update(self._shared, shared_logits(federation, x).expand(len(each), -1, -1), batch, each, each)
+            logits = shared_logits(federation, x).expand(len(self._global_places), -1, -1)
+            self._update(self._global, logits, batch, self._global_places, self._global_places)
         if federation.personalized:
             for places, clients, logits in everywhere_logits(federation, self.everywhere, x):
                 self._update(self._personal, logits, batch, places, clients)
@@ -216,6 +273,7 @@ class ShiftedEvaluation:
     def _update(
         self, scores: Scores, logits: Tensor, batch: EvalBatch, places: Sequence[int], clients: Sequence[int]
     ) -> None:
+        """Add the logits (p, B, K) of the models of ``clients``, which stand at ``places`` in ``scores``."""
         if not self.others:
             scores.update(logits, batch.y, models=places)
             return
@@ -231,11 +289,11 @@ class ShiftedEvaluation:
             is none. Scores of classes are their mean.
         """
         clients = self.federation.num_clients
-        for scores in (self._personal, self._shared):
+        for scores in (self._personal, self._global):
             scores.merge(self.federation.ranks)
         results = {}
         personal = self._personal.means()
-        for name, values in self._shared.means().items():
+        for name, values in self._global.means().items():
             per_client = values[:, 0].expand(clients)
             if self.federation.personalized:
                 per_client = values.new_full((clients,), torch.nan)
@@ -245,7 +303,12 @@ class ShiftedEvaluation:
 
 
 def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
-    """Clients whose models run on everyone's images, in order: all, or so many drawn from the run's seed.
+    """Choose the clients whose models run on everyone's images, in order.
+
+    Args:
+        clients: Number of all clients.
+        count: How many are drawn; None for all.
+        seed: The run's.
 
     >>> sample_clients(3, None, 0), len(sample_clients(9, 4, 0)), sample_clients(9, 0, 0)
     ([0, 1, 2], 4, [])
@@ -255,30 +318,32 @@ def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
     return sorted(torch.randperm(clients, generator=generator(seed, "global test"))[:count].tolist())
 
 
-GROUP = 32
-"""Clients whose states are gathered at once."""
+CLIENTS_AT_ONCE = 32
+"""Largest number of clients whose states are gathered at once."""
 
 
 def everywhere_logits(
     federation: Federation, everywhere: Sequence[int], x: Tensor
 ) -> Iterator[tuple[Sequence[int], Sequence[int], Tensor]]:
-    """Run personal models of this process on the same images, some at a time.
+    """Run the personal models of this process on the same images, so many at a time that their states fit in memory.
 
     Yields:
         Places in ``everywhere``, the clients there, and the logits (p, B, K) of their models.
     """
     owned = set(federation.owned())
-    running = [(place, client) for place, client in enumerate(everywhere) if client in owned]
-    for start in range(0, len(running), GROUP):
-        places, clients = zip(*running[start : start + GROUP], strict=True)
-        yield places, clients, federation.engine.shared_logits(federation.personal_states(clients), x)
+    owned_places = [place for place, client in enumerate(everywhere) if client in owned]
+    for start in range(0, len(owned_places), CLIENTS_AT_ONCE):
+        places = owned_places[start : start + CLIENTS_AT_ONCE]
+        clients = [everywhere[place] for place in places]
+        states = federation.personal_states(clients)
+        yield places, clients, federation.engine.shared_logits(states, x)
 
 
 def shared_logits(federation: Federation, x: Tensor) -> Tensor:
-    """Logits (B, K) of the global model."""
-    average = federation.settings.algorithm.average
-    multilabel = federation.settings.training.multilabel
-    return ensemble(federation.engine.shared_logits(federation.server.members(), x), average, multilabel)
+    """Compute the logits (B, K) of the global model."""
+    settings = federation.settings
+    logits_of_members = federation.engine.shared_logits(federation.server.members(), x)
+    return ensemble(logits_of_members, settings.algorithm.average, settings.training.multilabel)
 
 
 def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
@@ -290,23 +355,28 @@ def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
     Returns:
         Logits (B, K), zero for images whose owner another process has; None where that holds for all.
     """
-    stretches = [(owner, len(list(rows))) for owner, rows in groupby(batch.owner.tolist())]
-    counts = torch.tensor([count for _, count in stretches])
+    owners: list[int] = []
+    lengths: list[int] = []
+    for owner, rows_of_stretch in groupby(batch.owner.tolist()):
+        owners.append(owner)
+        lengths.append(len(list(rows_of_stretch)))
+    counts = torch.tensor(lengths)
     starts = counts.cumsum(0) - counts
     owned = set(federation.owned())
-    by_length: dict[int, list[int]] = {}
-    for place, (owner, count) in enumerate(stretches):
+    # Lengths of one number of binary digits: the longest is less than twice the shortest.
+    stretches_by_digits: dict[int, list[int]] = {}
+    for stretch, (owner, count) in enumerate(zip(owners, lengths, strict=True)):
         if owner in owned:
-            by_length.setdefault(count.bit_length(), []).append(place)
+            stretches_by_digits.setdefault(count.bit_length(), []).append(stretch)
     logits: Tensor | None = None
-    for places in by_length.values():
-        for begin in range(0, len(places), GROUP):
-            part = places[begin : begin + GROUP]
+    for stretches in stretches_by_digits.values():
+        for begin in range(0, len(stretches), CLIENTS_AT_ONCE):
+            part = stretches[begin : begin + CLIENTS_AT_ONCE]
             step = torch.arange(int(counts[part].max()))
             # The last image of a stretch fills it up to the length of the longest; what it gives twice is left out.
             rows = starts[part, None] + step.minimum(counts[part, None] - 1)
             real = (step < counts[part, None]).flatten().nonzero().flatten()
-            states = federation.personal_states([stretches[place][0] for place in part])
+            states = federation.personal_states([owners[stretch] for stretch in part])
             with torch.no_grad():
                 x = batch.x[to_device_async(rows, batch.x.device)]
                 outputs = federation.engine.logits(states, x).flatten(0, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of the server and of all clients, and what one communication round does to them."""
+"""The states of the server and of all clients, and the communication rounds that change them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ from perada.server import Updates
 
 
 class Federation:
-    """One server and M clients: a :class:`Server`, what this rank's clients train with, and what all clients keep.
+    """One server and M clients.
 
     Args:
         engine: Runs the states of several clients through the network.
@@ -38,14 +38,14 @@ class Federation:
         initial: Gives the k-th random initial state. Everyone starts from that of 0 unless there are several models.
         settings: Options of the run.
         num_clients: M.
-        ranks: The processes among which clients are divided; by default one.
+        ranks: The processes among which the clients are divided; by default one.
         protection: Privacy of the clients' images; by default none.
 
     Attributes:
         trainer: What this rank's clients train with.
         server: The server.
         store: What clients keep between rounds.
-        tuned: What clients fine-tuned after the last round; None before.
+        tuned: What clients keep of the fine-tuning after the last round; None before.
         rounds_done: Number of rounds that are done.
         last_rounds: The last round of each client, counted from 1; 0 for a client that never took part.
         cohort: This rank's clients in the round that is under way; None between rounds.
@@ -74,8 +74,9 @@ class Federation:
         self.rounds_done = 0
         self.last_rounds = [0] * num_clients
         self.cohort: Cohort | None = None
+        # Of the round that is under way.
         self._shares = Shares.of(RoundPlan(0, (), ()))
-        self._gradients: dict[str, float] = {}
+        self._gradient_norms: dict[str, float] = {}
 
     @property
     def global_state(self) -> State:
@@ -83,12 +84,15 @@ class Federation:
         return self.server.global_state
 
     def _store(self, algorithm: Algorithm, tuned: bool = False) -> SharedStore:
-        """Room for what an algorithm's clients keep: those drawn, or all where they are tuned."""
-        storage = replace(self.settings.storage, clients=self.num_clients) if tuned else self.settings.storage
-        name = "tuned" if tuned else ""
-        return SharedStore(
-            storage.open(algorithm.initial_client_state(self.global_state, self.tensor_names), name), self.ranks
-        )
+        """Make a store of what an algorithm's clients keep."""
+        storage = self.settings.storage
+        name = ""
+        if tuned:
+            # All clients are tuned, where fewer may take part in rounds.
+            storage = replace(storage, clients=self.num_clients)
+            name = "tuned"
+        initial = algorithm.initial_client_state(self.global_state, self.tensor_names)
+        return SharedStore(storage.open(initial, name), self.ranks)
 
     def begin_round(self, shares: Shares, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
         """Start a round: gather what its clients kept, and send them the global state. A collective.
@@ -109,21 +113,24 @@ class Federation:
         own_plan = shares.trained
         losses = None
         if loader and settings.algorithm.compares_models:
+            batches = map(one_of, loader(own_plan))
             losses = compare(
                 self.engine,
                 self.server.members(),
-                map(one_of, loader(own_plan)),
+                batches,
                 len(own_plan.clients),
                 settings.training.multilabel,
             )
         # Before any training: a round that is interrupted has been counted.
         self.protection.spend(shares.plan, self.ranks)
         received = self.server.broadcast(own_plan, self.num_clients, losses)
-        self.cohort = Cohort(self.trainer, own_plan, self.store.local.gather(own_plan.clients), received, factor)
+        client_state = self.store.local.gather(own_plan.clients)
+        self.cohort = Cohort(self.trainer, own_plan, client_state, received, factor)
         if loader and "gradient_norms" in settings.diagnostics:
-            models = expand(self.global_state, len(own_plan.clients)) | received  # with the names that are not sent
+            # With the names that are not sent.
+            models = expand(self.global_state, len(own_plan.clients)) | received
             batches = map(one_of, loader(own_plan))
-            self._gradients = gradient_norms(self.cohort, models, settings, batches, shares, self.ranks)
+            self._gradient_norms = gradient_norms(self.cohort, models, settings, batches, shares, self.ranks)
         return self.cohort
 
     def end_round(self, data: FederationData, progress: Progress = iter) -> RoundReport:
@@ -141,17 +148,18 @@ class Federation:
         shares = self._shares
         plan = shares.plan
         places = shares.places
-        opened = cohort.example_states
+        opened = cohort.example_states  # there are none after the cohort has finished
         results = cohort.finish(shares, self.ranks)
+        # A rank without clients trained a stand-in, whose loss scale does not count.
         is_client = torch.arange(len(results.finite_here), device=results.finite_here.device) < len(places)
         self.trainer.scales.close("clients", cohort.scales, results.finite_here & is_client, self.ranks)
         metrics = self._round_metrics(opened, cohort.received, results)
         self.store.scatter(shares.parts, results.broken, results.client_state)
         self.rounds_done = plan.round + 1
-        # Who failed depends on the images, and no ledger of a private run counts it: there all that were drawn count.
-        absent = set[int]() if self.settings.private else set(results.broken)
         for client in plan.clients:
-            if client not in absent:
+            # Who failed depends on the images, and no ledger of a private run counts it: there all that were drawn
+            # count.
+            if self.settings.private or client not in results.broken:
                 self.last_rounds[client] = self.rounds_done
 
         # Without the rows of a stand-in.
@@ -164,11 +172,12 @@ class Federation:
             level=self.protection.clients,
             progress=progress,
         )
-        server = self.server.aggregate(context, updates, valid=results.accepted.nonzero().flatten().tolist())
+        valid = results.accepted.nonzero().flatten().tolist()
+        server = self.server.aggregate(context, updates, valid)
         metrics |= server.metrics
         if server.updates is not None and self.settings.diagnostics:
             metrics |= self._diagnostics(server.updates, data, server.student)
-        metrics |= self._gradients | self.protection.metrics()
+        metrics |= self._gradient_norms | self.protection.metrics()
         if results.broken and not self.settings.private:  # who fails depends on the images
             metrics |= {"clients/drawn": len(plan.clients), "clients/failed": len(results.broken)}
         return RoundReport(server=server, broken=results.broken, failed=results.failed, metrics=metrics)
@@ -237,7 +246,8 @@ class Federation:
             factor: Factor of their learning rates.
 
         Returns:
-            The clients whose training failed, who keep the global state, and why samples could not be read.
+            The clients whose training failed, which keep the global state, and the clients of whom a sample could not
+            be read, with the reason.
         """
         tuning = self.settings.algorithm.personalization()
         assert tuning is not None
@@ -250,9 +260,8 @@ class Federation:
             self.protection.spend(plan, self.ranks, tuning=True)
             own_plan = shares.trained
             received = self.server.broadcast(own_plan, self.num_clients, algorithm=algorithm)
-            cohort = Cohort(
-                self.trainer, own_plan, self.tuned.local.gather(own_plan.clients), received, factor, tuning=True
-            )
+            client_state = self.tuned.local.gather(own_plan.clients)
+            cohort = Cohort(self.trainer, own_plan, client_state, received, factor, tuning=True)
             for batch in loader(shares.own):
                 cohort.step(batch)
             results = cohort.finish(shares, self.ranks)
@@ -262,26 +271,31 @@ class Federation:
         return broken, failed
 
     def personal_states(self, clients: Sequence[int]) -> State:
-        """The states (C, ...) that ``clients`` predict with."""
-        tuning = self.settings.algorithm.personalization()
-        ranks = self.server.ranks_of(clients)
+        """Return the states (C, ...) that ``clients`` predict with."""
+        algorithm = self.settings.algorithm
+        tuning = algorithm.personalization()
         if tuning and self.tuned is not None:
-            states = tuning[0].personal(self.tuned.gather(clients), self.global_state)
-        elif self.settings.algorithm.inference == "global":
+            tuned_algorithm, _ = tuning
+            states = tuned_algorithm.personal(self.tuned.gather(clients), self.global_state)
+        elif algorithm.inference == "global":
             states = expand(self.global_state, len(clients))
         else:
-            states = self.settings.algorithm.personal(self.store.gather(clients), self.global_state)
-        return cut_ranks(states, self.tensor_names.factors, torch.tensor(ranks)) if ranks else states
+            states = algorithm.personal(self.store.gather(clients), self.global_state)
+        ranks = self.server.ranks_of(clients)
+        if ranks:
+            states = cut_ranks(states, self.tensor_names.factors, torch.tensor(ranks))
+        return states
 
     def owned(self) -> list[int]:
-        """The clients whose personal states this process holds, in order; each client has one owner."""
+        """Return the clients whose personal states this process holds, in order; each client has one owner."""
         store = self.store if self.tuned is None else self.tuned
         return [client for client in range(self.num_clients) if store.holder(client) == self.ranks.rank]
 
     def collect(self) -> None:
-        """Bring all clients' states to rank 0; all ranks call it."""
-        for store in filter(None, (self.store, self.tuned)):
-            store.collect()
+        """Bring all clients' states to rank 0. A collective."""
+        self.store.collect()
+        if self.tuned is not None:
+            self.tuned.collect()
 
     @property
     def personalized(self) -> bool:
@@ -290,7 +304,7 @@ class Federation:
 
     @property
     def participation(self) -> Participation:
-        """When clients took part last."""
+        """The last round of each client, and what follows from it."""
         return Participation(self.last_rounds, self.rounds_done, self.settings.clients_per_round)
 
     @property
@@ -299,7 +313,7 @@ class Federation:
         return self.settings.algorithm.inference == "personal" and self.tuned is None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later session needs to resume, in types that ``torch.load(weights_only=True)`` takes."""
+        """Return all that a later session needs to resume, in types that ``torch.load(weights_only=True)`` takes."""
         return {
             **self.server.state_dict(),
             "clients": self.store.state_dict(),
@@ -317,14 +331,15 @@ class Federation:
         self.server.load_state_dict(saved)
         numbers = saved.get("numbers")  # of the former clients, where a run resumes with more
         self.last_rounds = [0] * self.num_clients
-        for client, last in enumerate(saved["last_rounds"]):
-            self.last_rounds[client if numbers is None else numbers[client]] = last
+        for former_client, last_round in enumerate(saved["last_rounds"]):
+            client = former_client if numbers is None else numbers[former_client]
+            self.last_rounds[client] = last_round
         if numbers is None:
             self.store.load_state_dict(saved["clients"])
         else:
-            others = sorted({*range(self.num_clients)} - {*numbers})
-            kept = self.settings.algorithm.initial_client_state(self.global_state, self.tensor_names)
-            self.store.grow(saved["clients"], numbers, others, kept)
+            new_clients = sorted(set(range(self.num_clients)) - set(numbers))
+            client_state = self.settings.algorithm.initial_client_state(self.global_state, self.tensor_names)
+            self.store.grow(saved["clients"], numbers, new_clients, client_state)
         self.tuned = None
         if saved["tuned"] is not None:
             tuning = self.settings.algorithm.personalization()
@@ -333,6 +348,7 @@ class Federation:
                     "the checkpoint holds what was fine-tuned after the last round, which "
                     f"{self.settings.algorithm.kind} does not do; resume with the configuration that wrote it"
                 )
-            self.tuned = self._store(tuning[0], tuned=True)
+            algorithm, _ = tuning
+            self.tuned = self._store(algorithm, tuned=True)
             self.tuned.load_state_dict(saved["tuned"])
         self.trainer.scales.load_state_dict(saved.get("loss_scales", {}))

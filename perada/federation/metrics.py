@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics by which models are scored, and what is said of clients' scores."""
+"""Metrics by which models are scored, and statistics of the clients' scores."""
 
 import inspect
 import math
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torchmetrics
@@ -20,36 +20,47 @@ from perada.core.checks import OptionError, invalid_option
 from perada.core.text import near_names
 
 MetricChoice = str | Sequence[str | Mapping[str, Any]]
-"""What can be asked for: ``auto``, a name, or a list of names and of ``{torchmetrics class: options}``."""
-NAMED: dict[str, tuple[str, dict[str, Any]]] = {
-    "f1_macro": ("F1Score", {"average": "macro"}),
-    "f1_weighted": ("F1Score", {"average": "weighted"}),
-    "f1_per_class": ("F1Score", {"average": "none"}),
-    "precision_macro": ("Precision", {"average": "macro"}),
-    "precision_per_class": ("Precision", {"average": "none"}),
-    "recall_macro": ("Recall", {"average": "macro"}),
-    "recall_per_class": ("Recall", {"average": "none"}),
-    "ece": ("CalibrationError", {"n_bins": 15, "norm": "l1"}),
-    "mcc": ("MatthewsCorrCoef", {}),
-    "kappa": ("CohenKappa", {}),
+"""The option ``metric``: ``auto``, a name, or a list of names and of ``{torchmetrics class: options}``."""
+
+
+class TorchMetric(NamedTuple):
+    """A metric of torchmetrics that has a short name: its class, without the task, and options of the class."""
+
+    class_name: str
+    options: dict[str, Any]
+
+
+SHORT_NAMES = {
+    "f1_macro": TorchMetric("F1Score", {"average": "macro"}),
+    "f1_weighted": TorchMetric("F1Score", {"average": "weighted"}),
+    "f1_per_class": TorchMetric("F1Score", {"average": "none"}),
+    "precision_macro": TorchMetric("Precision", {"average": "macro"}),
+    "precision_per_class": TorchMetric("Precision", {"average": "none"}),
+    "recall_macro": TorchMetric("Recall", {"average": "macro"}),
+    "recall_per_class": TorchMetric("Recall", {"average": "none"}),
+    "ece": TorchMetric("CalibrationError", {"n_bins": 15, "norm": "l1"}),
+    "mcc": TorchMetric("MatthewsCorrCoef", {}),
+    "kappa": TorchMetric("CohenKappa", {}),
 }
-"""Metrics of torchmetrics by short names: the class without ``Multiclass`` or ``Multilabel``, and its options."""
-TAKEN = ("std", "worst", "p10", "weighted", "recent")
+"""Metrics of torchmetrics by short names."""
+RESERVED_NAMES = ("std", "worst", "p10", "weighted", "recent")
 """Endings of the names of scores, which no metric may be called."""
 
-
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Score of predictions (B, K), which are probabilities, and classes (B,) or labels (B, K).
+"""Computes a score from predictions (B, K), which are probabilities, and classes (B,) or labels (B, K).
 
-A number, or one for each class (K,), NaN for a class that does not occur.
+The score is a number, or one for each class (K,), NaN for a class that does not occur.
 """
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of a run: its name in logs, how it is computed, and whether a lower score is the better one.
+    """One metric of a run.
 
-    Accuracy is not computed but counted.
+    Attributes:
+        name: Its name in logs.
+        compute: Computes it; None for accuracy, which is counted.
+        lower_is_better: Whether a lower score is the better one.
     """
 
     name: str
@@ -57,16 +68,31 @@ class Metric:
     lower_is_better: bool = False
 
 
-def _over_classes(score: Compute, needs_both: bool, predictions: Tensor, labels: Tensor) -> Tensor:
-    """Mean score of the classes that occur, or that occur ``both`` ways; NaN where there is none."""
-    truth = labels.long() if labels.dim() == 2 else torch.nn.functional.one_hot(labels, predictions.shape[-1])
-    occur = (truth.sum(0) > 0) & ((truth.sum(0) < len(truth)) | (not needs_both))
-    scores = [score(predictions[:, k], truth[:, k]) for k in occur.nonzero().flatten().tolist()]
-    return torch.stack(scores).mean() if scores else torch.tensor(math.nan)
+def _mean_over_classes(score: Compute, needs_both: bool, predictions: Tensor, labels: Tensor) -> Tensor:
+    """Compute the mean score of the classes that occur; NaN where there is none.
+
+    Args:
+        score: Score of one class against all others.
+        needs_both: Whether a class only counts if there are images of other classes, too.
+        predictions: Predictions (B, K).
+        labels: Classes (B,) or labels (B, K).
+    """
+    if labels.dim() == 2:
+        truth = labels.long()
+    else:
+        truth = torch.nn.functional.one_hot(labels, predictions.shape[-1])
+    counts = truth.sum(0)
+    occurs = counts > 0
+    if needs_both:
+        occurs = occurs & (counts < len(truth))
+    scores = [score(predictions[:, k], truth[:, k]) for k in occurs.nonzero().flatten().tolist()]
+    if not scores:
+        return torch.tensor(math.nan)
+    return torch.stack(scores).mean()
 
 
 def balanced_accuracy(predictions: Tensor, labels: Tensor) -> Tensor:
-    """Mean share of right predictions over the classes that occur, of predictions (B, K) and classes (B,).
+    """Compute the share of right predictions of each class that occurs, and their mean, from (B, K) and classes (B,).
 
     >>> float(balanced_accuracy(torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 0, 1])))
     0.5
@@ -75,16 +101,16 @@ def balanced_accuracy(predictions: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([right[labels == k].mean() for k in labels.unique()]).mean()
 
 
-OWN: dict[str, Compute | None] = {
+BUILT_IN: dict[str, Compute | None] = {
     "accuracy": None,
-    "auroc": partial(_over_classes, binary_auroc, True),
-    "average_precision": partial(_over_classes, binary_average_precision, False),
+    "auroc": partial(_mean_over_classes, binary_auroc, True),
+    "average_precision": partial(_mean_over_classes, binary_average_precision, False),
     "balanced_accuracy": balanced_accuracy,
 }
 
 
 def metric_names(choice: MetricChoice) -> list[str]:
-    """Names of the metrics in a choice, in order; those of ``auto`` depend on the data.
+    """Return the names of the metrics in a choice, in order; those of ``auto`` depend on the data.
 
     Raises:
         ValueError: If one is unknown, or given twice.
@@ -96,44 +122,63 @@ def metric_names(choice: MetricChoice) -> list[str]:
 
 
 def score_names(choice: MetricChoice) -> dict[str, bool]:
-    """Names of the scores of personal and global models, and whether the lower score is the better one.
+    """Return the names of the scores of personal and global models, and whether the lower score is the better one.
 
     >>> score_names(["accuracy", "ece"])["global/global_test_ece"]
     True
     """
     scores: dict[str, bool] = {}
-    for place, (metric, kind, _) in enumerate(_entries(choice)):
-        metric_class = _torchmetrics(f"Multiclass{NAMED[kind][0]}" if kind in NAMED else kind)
+    for place, entry in enumerate(_entries(choice)):
+        class_name = f"Multiclass{SHORT_NAMES[entry.kind].class_name}" if entry.kind in SHORT_NAMES else entry.kind
+        metric_class = _torchmetrics_class(class_name)
         lower_is_better = metric_class is not None and metric_class.higher_is_better is False
         for name in ("personal/local_test", "personal/global_test", "global/global_test"):
-            full = f"{name}_{metric}" if place else name
-            scores[full] = lower_is_better
+            full_name = f"{name}_{entry.name}" if place else name
+            scores[full_name] = lower_is_better
             if name != "global/global_test":
-                scores |= {f"{full}_std": True, f"{full}_worst": lower_is_better, f"{full}_p10": lower_is_better}
+                scores[f"{full_name}_std"] = True
+                scores[f"{full_name}_worst"] = lower_is_better
+                scores[f"{full_name}_p10"] = lower_is_better
             if name == "personal/local_test":
-                scores |= {f"{full}_weighted": lower_is_better, f"{full}_recent": lower_is_better}
+                scores[f"{full_name}_weighted"] = lower_is_better
+                scores[f"{full_name}_recent"] = lower_is_better
     return scores
 
 
 def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[Metric]:
-    """The metrics of a choice, for data with so many classes, or labels an image.
+    """Make the metrics of a choice.
+
+    Args:
+        choice: The choice.
+        multilabel: Whether images have several labels.
+        classes: Number of classes, or of labels an image.
 
     Raises:
         ValueError: If one is unknown, is not for such data, or its options are not torchmetrics'.
     """
-    return [_make(*entry, multilabel, classes) for entry in _entries(choice)]
+    return [_make_metric(entry, multilabel, classes) for entry in _entries(choice)]
 
 
-def _entries(choice: object) -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, metric and options of each entry of a choice."""
+class _Entry(NamedTuple):
+    """One metric of a choice: its name in logs, what it is (a short name or a class of torchmetrics), and options."""
+
+    name: str
+    kind: str
+    options: dict[str, Any]
+
+
+def _entries(choice: object) -> list[_Entry]:
+    """Parse a choice, and raise a ValueError where it is wrong."""
     if not choice or not isinstance(choice, str | Sequence | Mapping):
         raise invalid_option("metric", choice, "a name such as 'accuracy' or a list of names")
-    entries = [_entry(entry) for entry in ([choice] if isinstance(choice, str | Mapping) else choice)]
-    names = [name for name, _, _ in entries]
+    choices = [choice] if isinstance(choice, str | Mapping) else choice
+    entries = [_entry(entry) for entry in choices]
+    names = [entry.name for entry in entries]
     for name in names:
-        if name in TAKEN or not re.fullmatch(r"[\w.-]+", name):
+        if name in RESERVED_NAMES or not re.fullmatch(r"[\w.-]+", name):
+            reserved = ", ".join(RESERVED_NAMES)
             raise OptionError(
-                f"metric: the name {name!r} cannot be used; give one of letters, digits and _, but {', '.join(TAKEN)}",
+                f"metric: the name {name!r} cannot be used; give one of letters, digits and _, but {reserved}",
                 name="metric",
             )
         if names.count(name) > 1:
@@ -147,77 +192,90 @@ def _entries(choice: object) -> list[tuple[str, str, dict[str, Any]]]:
     return entries
 
 
-def _entry(entry: object) -> tuple[str, str, dict[str, Any]]:
-    kind, given = next(iter(entry.items())) if isinstance(entry, Mapping) and len(entry) == 1 else (entry, {})
-    known_names = [*OWN, *NAMED, "auto"]
-    if not isinstance(kind, str) or not (kind in known_names or _torchmetrics(kind)):
-        classes = [name for name in dir(torchmetrics.classification) if _torchmetrics(name)]
-        # A class of torchmetrics without the task that its name begins with, such as F1Score.
-        for_tasks = [name for name in classes if name in (f"Multiclass{kind}", f"Multilabel{kind}")]
-        close = [*near_names(str(kind), known_names, limit=2), *for_tasks] or near_names(str(kind), classes, limit=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"choose from {', '.join(known_names)}"
+def _entry(entry: object) -> _Entry:
+    """Parse a name, or ``{class of torchmetrics: options}``."""
+    kind = entry
+    options: object = {}
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((kind, options),) = entry.items()
+    short_names = [*BUILT_IN, *SHORT_NAMES, "auto"]
+    if not isinstance(kind, str) or not (kind in short_names or _torchmetrics_class(kind)):
         raise OptionError(
-            f"metric={kind!r} is unknown: {hint} (or a classification class of torchmetrics)", name="metric", value=kind
-        )
-    if not isinstance(given or {}, Mapping):
-        raise OptionError(
-            f"metric {kind!r} has the options {given!r}; give a mapping, {{{kind}: {{OPTION: VALUE}}}}",
+            f"metric={kind!r} is unknown: {_hint(kind, short_names)} (or a classification class of torchmetrics)",
             name="metric",
             value=kind,
         )
-    options = dict(given or {})
-    if options and kind in known_names:
+    if not isinstance(options or {}, Mapping):
+        raise OptionError(
+            f"metric {kind!r} has the options {options!r}; give a mapping, {{{kind}: {{OPTION: VALUE}}}}",
+            name="metric",
+            value=kind,
+        )
+    class_options: dict[str, Any] = {}
+    if isinstance(options, Mapping):
+        class_options = dict(options)
+    if class_options and kind in short_names:
         raise OptionError(
             f"metric {kind!r} takes no options; name the class of torchmetrics that has them", name="metric", value=kind
         )
-    return str(options.pop("name", kind)), kind, options
+    name = str(class_options.pop("name", kind))
+    return _Entry(name, kind, class_options)
 
 
-def _torchmetrics(name: str) -> type[torchmetrics.Metric] | None:
-    metric_class = (
-        getattr(torchmetrics.classification, name, None) if name.startswith(("Multiclass", "Multilabel")) else None
-    )
-    return metric_class if inspect.isclass(metric_class) and issubclass(metric_class, torchmetrics.Metric) else None
+def _hint(kind: object, short_names: Sequence[str]) -> str:
+    """Suggest metrics for one that is unknown."""
+    classes = [name for name in dir(torchmetrics.classification) if _torchmetrics_class(name)]
+    # A class of torchmetrics without the task that its name begins with, such as F1Score.
+    for_tasks = [name for name in classes if name in (f"Multiclass{kind}", f"Multilabel{kind}")]
+    close = [*near_names(str(kind), short_names, limit=2), *for_tasks]
+    if not close:
+        close = near_names(str(kind), classes, limit=3)
+    if close:
+        return f"did you mean {', '.join(close)}?"
+    return f"choose from {', '.join(short_names)}"
 
 
-def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, classes: int) -> Metric:
+def _torchmetrics_class(name: str) -> type[torchmetrics.Metric] | None:
+    """Return the class of torchmetrics for data with one class, or several labels, an image; None if there is none."""
+    if not name.startswith(("Multiclass", "Multilabel")):
+        return None
+    metric_class = getattr(torchmetrics.classification, name, None)
+    if inspect.isclass(metric_class) and issubclass(metric_class, torchmetrics.Metric):
+        return metric_class
+    return None
+
+
+def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
+    name = entry.name
+    kind = entry.kind
     if kind == "auto":
-        name = kind = "auroc" if multilabel else "accuracy"
+        kind = "auroc" if multilabel else "accuracy"
+        name = kind
     if kind == "balanced_accuracy" and multilabel:
         raise OptionError(
             "metric='balanced_accuracy' is for one class an image; choose 'recall_macro' or 'auroc'",
             name="metric",
             value="balanced_accuracy",
         )
-    if kind in OWN:
-        return Metric(name, OWN[kind])
-    prefix, count = ("Multilabel", "num_labels") if multilabel else ("Multiclass", "num_classes")
-    base, defaults = NAMED.get(kind, (kind, {}))
-    metric_type = _torchmetrics(prefix + base if kind in NAMED else kind)
-    if metric_type is None or not metric_type.__name__.startswith(prefix):
+    if kind in BUILT_IN:
+        return Metric(name, BUILT_IN[kind])
+    task = "Multilabel" if multilabel else "Multiclass"
+    class_name = kind
+    defaults: dict[str, Any] = {}
+    if kind in SHORT_NAMES:
+        class_name = task + SHORT_NAMES[kind].class_name
+        defaults = SHORT_NAMES[kind].options
+    metric_class = _torchmetrics_class(class_name)
+    if metric_class is None or not metric_class.__name__.startswith(task):
         data = "several labels" if multilabel else "one class"
         raise OptionError(
             f"metric={kind!r} is not for data with {data} an image; choose another", name="metric", value=kind
         )
-    metric_class = metric_type
-    options = defaults | options | {count: classes}
-
-    def compute(predictions: Tensor, labels: Tensor) -> Tensor:
-        metric = metric_class(**options)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)  # of a class
-            metric.update(predictions, labels.long())
-            value: Tensor = metric.compute()
-        if not value.dim():
-            return value
-        occurs = labels.sum(0) if multilabel else labels.bincount(minlength=classes)
-        return value.where(occurs > 0, math.nan)
-
+    size_option = "num_labels" if multilabel else "num_classes"
+    options = defaults | entry.options | {size_option: classes}
+    compute = partial(_compute, metric_class, options, multilabel, classes)
     try:
-        example = torch.eye(classes).repeat(2, 1)
-        score = compute(example, example if multilabel else example.argmax(1))
-        if not isinstance(score, Tensor) or score.shape not in (torch.Size([]), torch.Size([classes])):
-            raise TypeError("it gives neither a number nor one for each class")
+        _try_metric(compute, multilabel, classes)
     except Exception as error:  # every metric refuses in its own way
         reason = " ".join(str(error).split())
         raise OptionError(
@@ -228,6 +286,35 @@ def _make(name: str, kind: str, options: dict[str, Any], multilabel: bool, class
     return Metric(name, compute, metric_class.higher_is_better is False)
 
 
+def _compute(
+    metric_class: Callable[..., torchmetrics.Metric],
+    options: dict[str, Any],
+    multilabel: bool,
+    classes: int,
+    predictions: Tensor,
+    labels: Tensor,
+) -> Tensor:
+    """Compute a metric of torchmetrics, with NaN for classes that do not occur."""
+    metric = metric_class(**options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No (positive|negative) samples", UserWarning)  # of a class
+        metric.update(predictions, labels.long())
+        value: Tensor = metric.compute()
+    if not value.dim():
+        return value
+    counts = labels.sum(0) if multilabel else labels.bincount(minlength=classes)
+    return value.where(counts > 0, math.nan)
+
+
+def _try_metric(compute: Compute, multilabel: bool, classes: int) -> None:
+    """Compute a metric on perfect predictions, and raise if it fails or gives something else than scores."""
+    predictions = torch.eye(classes).repeat(2, 1)
+    labels = predictions if multilabel else predictions.argmax(1)
+    score = compute(predictions, labels)
+    if not isinstance(score, Tensor) or score.shape not in (torch.Size([]), torch.Size([classes])):
+        raise TypeError("it gives neither a number nor one for each class")
+
+
 def spread(
     name: str,
     values: Tensor,
@@ -235,25 +322,41 @@ def spread(
     sizes: Tensor | None = None,
     recent: Sequence[bool] | None = None,
 ) -> dict[str, float]:
-    """What is said of the clients' scores (M,), NaN where a client has none: mean, deviation, and the badly off.
+    """Compute statistics of the clients' scores: the mean, the deviation, and clients for whom the model is bad.
 
-    That is the mean ``name``, ``_std``, ``_worst``, ``_p10`` (the score that a tenth of the clients do not reach) and,
-    with the ``sizes`` (M,) of what each was scored on, ``_weighted``. With ``recent``, whether each client took part
-    lately, ``_recent`` is the mean over those that did. All are NaN where no such client has a score.
+    Args:
+        name: Name of the score.
+        values: The scores (M,), NaN where a client has none.
+        lower_is_better: Whether a lower score is the better one.
+        sizes: How many images each client is scored on, (M,).
+        recent: Whether each client took part lately.
+
+    Returns:
+        The mean called ``name``, ``_std``, ``_worst``, and ``_p10``, the score that a tenth of the clients do not
+        reach. With ``sizes`` also ``_weighted``, the mean over images; with ``recent`` also ``_recent``, the mean over
+        clients that took part lately. All are NaN where no such client has a score.
     """
     scored = ~values.isnan()
     scores = values[scored]
+    any_scored = len(scores) > 0
+    worst = 1.0 if lower_is_better else 0.0
+    tenth = 0.9 if lower_is_better else 0.1
     statistics = {
         name: float(scores.mean()),
-        f"{name}_std": float(scores.std(correction=0)) if len(scores) else math.nan,
+        f"{name}_std": float(scores.std(correction=0)) if any_scored else math.nan,
+        f"{name}_worst": _quantile(scores, worst),
+        f"{name}_p10": _quantile(scores, tenth),
     }
-    worst, tenth = (1.0, 0.9) if lower_is_better else (0.0, 0.1)
-    for ending, share in (("_worst", worst), ("_p10", tenth)):
-        statistics[name + ending] = float(scores.double().quantile(share)) if len(scores) else math.nan
     if sizes is not None:
         weights = sizes[scored].double()
-        statistics[f"{name}_weighted"] = float((scores * weights).sum() / weights.sum()) if len(scores) else math.nan
+        statistics[f"{name}_weighted"] = float((scores * weights).sum() / weights.sum()) if any_scored else math.nan
     if recent is not None:
         took_part = torch.tensor(recent, dtype=torch.bool, device=values.device)
         statistics[f"{name}_recent"] = float(values[scored & took_part].mean())
     return statistics
+
+
+def _quantile(scores: Tensor, share: float) -> float:
+    if not len(scores):
+        return math.nan
+    return float(scores.double().quantile(share))

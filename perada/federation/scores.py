@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted of predictions while models are scored, and added up over processes at the end."""
+"""Counts of predictions while models are scored, which processes add up at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,29 +10,57 @@ from torch import Tensor
 
 from perada.core.ranks import Ranks
 from perada.core.states import to_device_async
-from perada.federation.metrics import Metric
+from perada.federation.metrics import Compute, Metric
 from perada.server.aggregate import double
 
 
 def probabilities(logits: Tensor, multilabel: bool) -> Tensor:
-    """Predictions (..., K) of logits (..., K), in double precision where the device has it."""
-    return double(logits).sigmoid() if multilabel else double(logits).softmax(-1)
+    """Compute predictions (..., K) from logits (..., K), in double precision where the device has it."""
+    if multilabel:
+        return double(logits).sigmoid()
+    return double(logits).softmax(-1)
+
+
+@dataclass(frozen=True)
+class _Predictions:
+    """Predictions of some models on a batch, on the CPU.
+
+    Attributes:
+        models: Which p models.
+        probabilities: (p, B, K).
+        labels: Classes (B,) or labels (B, K).
+        groups: Groups (B,) of the images.
+    """
+
+    models: tuple[int, ...]
+    probabilities: Tensor
+    labels: Tensor
+    groups: Tensor
 
 
 class Scores:
-    """Scores P ``models`` on G ``groups`` of images each by some metrics; labels are 0/1 per class if ``multilabel``.
+    """Scores P models on G groups of images by some metrics.
 
-    Accuracy is counted on the device, and nothing is copied from it before the end; the others have to keep all
-    predictions.
+    Accuracy is counted on the device, and nothing is copied from it before the end. The other metrics are no sums over
+    batches, so all predictions are kept for them, on the CPU.
+
+    Args:
+        metrics: The metrics.
+        multilabel: Whether images have several labels, 0 or 1 for each class.
+        models: P.
+        groups: G.
     """
 
     def __init__(self, metrics: Sequence[Metric], multilabel: bool, models: int = 1, groups: int = 1) -> None:
         self.metrics = metrics
         self.multilabel = multilabel
-        self._counted = any(metric.compute is None for metric in metrics)
-        self._kept = any(metric.compute is not None for metric in metrics)
+        self._counts_accuracy = any(metric.compute is None for metric in metrics)
+        self._functions: dict[str, Compute] = {}
+        for metric in metrics:
+            if metric.compute is not None:
+                self._functions[metric.name] = metric.compute
         self._counts = torch.zeros(2, models, groups, dtype=torch.int64)  # right predictions, and all
-        self._pieces: list[tuple[tuple[int, ...], Tensor, Tensor, Tensor]] = []  # models, predictions, labels, groups
+        self._pieces: list[_Predictions] = []
 
     def __bool__(self) -> bool:
         """Whether anything was added."""
@@ -59,25 +88,37 @@ class Scores:
             models = range(self._counts.shape[1])
         if groups is None:
             groups = y.new_zeros(len(y), dtype=torch.int64)
-        if self._counted:
-            if self.multilabel:
-                right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
-                predictions_made = torch.full_like(right, logits.shape[-1])
-            else:
-                right = (logits.argmax(-1) == y).long()
-                predictions_made = torch.ones_like(right)
-            counts = torch.stack([right, predictions_made])
-            if counted is not None:
-                counts = counts * counted
-            self._counts = to_device_async(self._counts, counts.device)
-            sums = counts.new_zeros(*counts.shape[:2], self._counts.shape[2]).index_add_(2, groups, counts)
-            self._counts.index_add_(1, to_device_async(torch.tensor(models), counts.device), sums)
-        if not self._kept:
+        if self._counts_accuracy:
+            self._count(logits, y, groups, models, counted)
+        if not self._functions:
             return
         # In double precision, which the device may not have: in single, confident predictions would be ranked alike.
         predictions = probabilities(logits.cpu(), self.multilabel)
         rows = slice(None) if counted is None else counted.cpu()
-        self._pieces.append((tuple(models), predictions[:, rows], y.cpu()[rows], groups.cpu()[rows]))
+        self._pieces.append(
+            _Predictions(
+                models=tuple(models),
+                probabilities=predictions[:, rows],
+                labels=y.cpu()[rows],
+                groups=groups.cpu()[rows],
+            )
+        )
+
+    def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
+        """Count the right predictions of a batch, and all, on the device."""
+        if self.multilabel:
+            right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
+            predictions_made = torch.full_like(right, logits.shape[-1])
+        else:
+            right = (logits.argmax(-1) == y).long()
+            predictions_made = torch.ones_like(right)
+        counts = torch.stack([right, predictions_made])
+        if counted is not None:
+            counts = counts * counted
+        self._counts = to_device_async(self._counts, counts.device)
+        # First over the images of a group, (2, p, G), then into the rows of the p models.
+        sums = counts.new_zeros(*counts.shape[:2], self._counts.shape[2]).index_add_(2, groups, counts)
+        self._counts.index_add_(1, to_device_async(torch.tensor(models), counts.device), sums)
 
     @property
     def counts(self) -> Tensor:
@@ -85,9 +126,9 @@ class Scores:
         return self._counts.cpu()
 
     def merge(self, ranks: Ranks) -> None:
-        """Add what the other processes counted; all of them call it, once, at the end."""
+        """Add what the other processes counted. A collective: all of them call it, once, at the end."""
         ranks.sum_([self._counts])
-        if self._kept:
+        if self._functions:
             self._pieces = [piece for pieces in ranks.gather(self._pieces) for piece in pieces]
 
     def means(self) -> dict[str, Tensor]:
@@ -98,35 +139,48 @@ class Scores:
         return means
 
     def all(self) -> dict[str, Tensor]:
-        """Scores (P, G) by each metric, or (P, G, K) by one that scores each class, on the CPU.
+        """Compute scores (P, G) by each metric, or (P, G, K) by one that scores each class, on the CPU.
 
         NaN where a model has no image of a group.
         """
-        shape = self._counts.shape[1:]
         counts = self._counts.cpu().float()
         results = {metric.name: counts[0] / counts[1] for metric in self.metrics if metric.compute is None}
-        functions = {metric.name: metric.compute for metric in self.metrics if metric.compute is not None}
-        values: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in functions}
+        scores: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
         # Batches of the same models are scored together: a metric such as AUROC is not a mean over batches.
-        for models in dict.fromkeys(piece[0] for piece in self._pieces):
-            pieces = [piece for piece in self._pieces if piece[0] == models]
-            predictions = torch.cat([piece[1] for piece in pieces], 1)
-            labels = torch.cat([piece[2] for piece in pieces])
-            groups = torch.cat([piece[3] for piece in pieces])
-            sizes = groups.bincount(minlength=shape[1]).tolist()
-            for group, rows in enumerate(torch.split(groups.argsort(stable=True), sizes)):
-                if not len(rows):
-                    continue
-                for place, model in enumerate(models):
-                    for name, compute in functions.items():
-                        score = compute(predictions[place, rows], labels[rows])
-                        values[name][model, group] = score.to(torch.get_default_dtype())
-        for name, scores in values.items():
-            classes = next(iter(scores.values())).shape if scores else ()
-            results[name] = torch.full((*shape, *classes), torch.nan)
-            for (model, group), score in scores.items():
-                results[name][model, group] = score
+        for models in dict.fromkeys(piece.models for piece in self._pieces):
+            pieces = [piece for piece in self._pieces if piece.models == models]
+            for name, scores_of_models in self._score(pieces).items():
+                scores[name] |= scores_of_models
+        for name, score_of in scores.items():
+            results[name] = self._table(score_of)
         return results
+
+    def _score(self, pieces: Sequence[_Predictions]) -> Mapping[str, dict[tuple[int, int], Tensor]]:
+        """Compute the scores of the models that made ``pieces``, by metric and by (model, group)."""
+        predictions = torch.cat([piece.probabilities for piece in pieces], 1)
+        labels = torch.cat([piece.labels for piece in pieces])
+        groups = torch.cat([piece.groups for piece in pieces])
+        sizes = groups.bincount(minlength=self._counts.shape[2]).tolist()
+        rows_of_groups = torch.split(groups.argsort(stable=True), sizes)
+        scores: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
+        for group, rows in enumerate(rows_of_groups):
+            if not len(rows):
+                continue
+            for place, model in enumerate(pieces[0].models):
+                for name, compute in self._functions.items():
+                    score = compute(predictions[place, rows], labels[rows])
+                    scores[name][model, group] = score.to(torch.get_default_dtype())
+        return scores
+
+    def _table(self, score_of: Mapping[tuple[int, int], Tensor]) -> Tensor:
+        """Put scores by (model, group), numbers or one for each of K classes, into a table (P, G) or (P, G, K)."""
+        shape_of_score: tuple[int, ...] = ()
+        if score_of:
+            shape_of_score = tuple(next(iter(score_of.values())).shape)
+        table = torch.full((*self._counts.shape[1:], *shape_of_score), torch.nan)
+        for (model, group), score in score_of.items():
+            table[model, group] = score
+        return table
 
 
 BINS = 15
@@ -134,22 +188,27 @@ BINS = 15
 
 
 class Tally:
-    """Counts predictions of one model for each client; nothing is copied from the device before the end.
+    """Counts the predictions of one model for each client: its calibration, and its confusions of classes.
 
-    Of each image the tally keeps one number at most: client, class and predicted class. With several labels an image,
-    each label is a prediction of its own, and only calibration is counted.
+    Nothing is copied from the device before the end. Of each image the tally keeps one number at most, its *code*, for
+    client, class and predicted class. With several labels an image, each label is a prediction of its own, and only
+    calibration is counted.
     """
 
     def __init__(self, multilabel: bool) -> None:
         self.multilabel = multilabel
-        self._classes = 0
+        self._classes = 0  # unknown before the first batch
         self._codes: list[Tensor] = []
         self._bins = torch.zeros(3, BINS, dtype=torch.float64)  # predictions, right ones, sum of confidences
 
     def update(self, logits: Tensor, y: Tensor, owner: Tensor, counted: Tensor | None = None) -> None:
-        """Add logits (B, K) of images of the clients ``owner`` (B,), with classes (B,) or labels (B, K).
+        """Add a batch.
 
-        ``counted`` (B,) tells which images count, by default all.
+        Args:
+            logits: Logits (B, K).
+            y: Classes (B,) or labels (B, K).
+            owner: The clients (B,) whose images they are.
+            counted: Whether each image (B,) counts, by default all do.
         """
         if counted is not None:
             logits = logits[counted]
@@ -168,11 +227,11 @@ class Tally:
         confidence = double(confidence)  # float32 stops counting at 16 million
         self._bins = self._bins.to(confidence)
         bins = (confidence * BINS).long().clamp(0, BINS - 1)  # NaN, of a model that broke, has no bin of its own
-        each = torch.stack([torch.ones_like(confidence), right.to(confidence), confidence.nan_to_num()])
-        self._bins.index_add_(1, bins, each)
+        of_predictions = torch.stack([torch.ones_like(confidence), right.to(confidence), confidence.nan_to_num()])
+        self._bins.index_add_(1, bins, of_predictions)
 
     def record(self, ranks: Ranks) -> dict[str, Any]:
-        """What all processes have counted, in plain types; all of them call it, once, at the end.
+        """Return what all processes have counted, in plain types. A collective: all of them call it, once, at the end.
 
         Returns:
             ``calibration`` with ``count``, ``right`` and the mean ``confidence`` of each of the :data:`BINS`; with one
@@ -180,20 +239,25 @@ class Tally:
         """
         bins = self._bins.double().cpu()
         ranks.sum_([bins])
-        own_codes = torch.cat(self._codes).cpu() if self._codes else torch.empty(0, dtype=torch.int64)
+        own_codes = torch.empty(0, dtype=torch.int64)
+        if self._codes:
+            own_codes = torch.cat(self._codes).cpu()
         codes, counts = torch.cat(ranks.gather(own_codes)).unique(return_counts=True)
         classes = max(ranks.gather(self._classes))
+        mean_confidence = bins[2] / bins[0].clamp(min=1)
         record: dict[str, Any] = {
             "calibration": {
                 "count": bins[0].long().tolist(),
                 "right": bins[1].long().tolist(),
-                "confidence": [round(value, 6) for value in (bins[2] / bins[0].clamp(min=1)).tolist()],
+                "confidence": [round(value, 6) for value in mean_confidence.tolist()],
             }
         }
         if not self.multilabel:
-            # A code is client · K² + class · K + predicted class.
-            record["confusion"] = [
-                [code // classes**2, code // classes % classes, code % classes, count]
-                for code, count in zip(codes.tolist(), counts.tolist(), strict=True)
-            ]
+            confusion = []
+            for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
+                # A code is client · K² + class · K + predicted class.
+                client_and_class, predicted_class = divmod(code, classes)
+                client, true_class = divmod(client_and_class, classes)
+                confusion.append([client, true_class, predicted_class, count])
+            record["confusion"] = confusion
         return record

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's half of a round: what it sends, and what it makes of what came back."""
+"""The server's half of a round: it sends the clients their states, and computes the next global state."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,29 +15,40 @@ from torch import Tensor
 from perada.algorithms import Algorithm, Broadcast, ServerStep, Stacks, TensorNames
 from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
-from perada.core.states import State, clone, expand, is_finite, partition, rank_axes, to_device, to_device_async
+from perada.core.states import (
+    State,
+    clone,
+    device_of,
+    expand,
+    is_finite,
+    partition,
+    rank_axes,
+    to_device,
+    to_device_async,
+)
 from perada.federation.cohort import LocalTrainer
+from perada.federation.scores import probabilities
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
 from perada.server import SecureSums, Updates, client_weights
-from perada.server.aggregate import double, double_dtype
+from perada.server.aggregate import Weighting, double, double_dtype
 from perada.server.distill import Distiller, ServerData
 from perada.server.low_rank import lora_residual
 
 Progress = Callable[[Tensor], Iterable[Tensor]]
 """Wraps the steps of a distillation in a progress bar."""
 OUTLIER_FACTOR = 50.0
-"""A change that is so many times as long as the median of the round's, step for step, is an outlier.
+"""A change that is more than this many times as long as the median of the round's, step for step, is an outlier.
 
-Of honest clients with two images, changes were 20 times as long.
+Changes of honest clients with two images were up to 20 times as long.
 """
 PREDICTION_BATCH = 256
-"""Images of the server that models predict at once, for rules that look at predictions."""
+"""Number of the server's images in one forward pass, for rules that look at predictions."""
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What the server knows of a round beside the updates.
+    """Everything that the server knows of a round beside the updates.
 
     Attributes:
         plan: The round's clients and their steps.
@@ -66,12 +77,12 @@ class RoundContext:
 
 @dataclass(frozen=True)
 class ServerResult:
-    """What the server made of a round.
+    """The server's results of a round.
 
     Attributes:
         updates: The updates that counted; None if too few clients were left, and the global state stayed as it was.
-        student: What was distilled into, as it was before; None if nothing was.
-        outliers: Clients whose change was so many times as long as the median of the round's.
+        student: The state before the distillation; None if nothing was distilled.
+        outliers: By client, how many times as long as the median its change was; only of outliers.
         diverged: Whether the distillation became NaN or infinite, and kept its starting point.
         discarded: Whether the new state was NaN or infinite, and the global state stayed as it was.
         metrics: What was measured.
@@ -87,12 +98,12 @@ class ServerResult:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What a round did, for logs and warnings.
+    """The results of a round, for logs and warnings.
 
     Attributes:
-        server: What the server made of the updates.
+        server: Those of the server.
         broken: Clients that were left out, as their training became NaN or infinite.
-        failed: Clients of whom a sample could not be read, and why; in a private run they train without it.
+        failed: Clients of whom a sample could not be read, with the reason; in a private run they train without it.
         metrics: Training losses, numbers of parameters, megabytes sent, and what the server measured.
     """
 
@@ -107,7 +118,7 @@ class Server:
 
     Attributes:
         global_state: The state w, or a stack of several.
-        server_state: What algorithm and server rule remember.
+        server_state: Tensors that the algorithm and the server rule keep between rounds, ``{name: state}``.
         lora_ranks: LoRA's ranks of all clients; empty where they have the adapter's.
 
     Args:
@@ -130,13 +141,13 @@ class Server:
 
     @property
     def device(self) -> torch.device:
-        """Where the states are."""
-        return next(iter(self.global_state.values())).device
+        """The device of the states."""
+        return device_of(self.global_state)
 
     def broadcast(
         self, plan: RoundPlan, num_clients: int, losses: Tensor | None = None, algorithm: Algorithm | None = None
     ) -> State:
-        """Make the states (C, ...) that a plan's C clients receive.
+        """Return the states (C, ...) that a plan's C clients receive.
 
         Args:
             plan: The round's clients.
@@ -160,17 +171,17 @@ class Server:
         )
 
     def ranks_of(self, clients: Sequence[int]) -> tuple[int, ...]:
-        """LoRA's ranks of some clients; empty where they have the adapter's."""
+        """Return LoRA's ranks of some clients; empty where they have the adapter's."""
         if not self.lora_ranks:
             return ()
         return tuple(self.lora_ranks[client] for client in clients)
 
     def members(self) -> State:
-        """The global models (K, ...) whose outputs are averaged; usually one."""
+        """Return the global models (K, ...) whose outputs are averaged; usually one."""
         return self.settings.algorithm.members(self.global_state, self.server_state)
 
     def aggregate(self, context: RoundContext, updates: Updates, valid: Sequence[int]) -> ServerResult:
-        """Make the next global state of what a round's clients sent. A collective: all ranks call it alike.
+        """Compute the next global state from the updates of a round. A collective: all ranks call it alike.
 
         Args:
             context: What the server knows of the round.
@@ -178,28 +189,33 @@ class Server:
             valid: Places in the plan of the clients whose update is finite. With privacy of whole clients all count.
 
         Returns:
-            What counted and was measured. The states of the server are replaced, unless too few clients were left.
+            The updates that counted, and metrics. The states of the server are replaced, unless too few clients were
+            left.
         """
         secure = self.settings.secure_sums
         algorithm = self.settings.algorithm
         clients = context.plan.clients
-        accepted, outliers, metrics = self._accepted(context, updates, valid)
-        if len(accepted) < self._quorum(context):
+        accepted = self._accepted(context, updates, valid)
+        outliers = accepted.outliers
+        metrics = accepted.metrics
+        if len(accepted.places) < self._quorum(context):
             return ServerResult(outliers=outliers, metrics=metrics)
 
-        shares = self._shares(context)
         if context.level is not None:
             updates = self.privatized(context.level, updates, context)
-        updates = updates.part(accepted)
+        updates = updates.part(accepted.places)
         # The distiller runs clients' models one by one only where it adds up their logits in a secure sum.
         teachers = updates
         if secure is not None and context.level is None and not context.summed_by_sites:
-            updates = secure.rows(updates, [shares[place] for place in accepted])
+            shares = self._shares(context)
+            updates = secure.rows(updates, [shares[place] for place in accepted.places])
 
         # Below this line `updates` is what the server may see: with secure sums or privacy of whole clients no row is
         # a single client's.
         distiller = self._distiller(context, teachers)
-        step = self._server_step(context, updates, tuple(clients[place] for place in accepted), distiller)
+        accepted_clients = tuple(clients[place] for place in accepted.places)
+        step = self._server_step(context, updates, accepted_clients, distiller)
+        # The algorithm may return the tensors that it was given, such as those of an update.
         state = clone(algorithm.server_step(step))
         if context.level is not None:
             state = floor_variances(state)
@@ -213,8 +229,16 @@ class Server:
             self.server_state = step.state
         if self.tensor_names.merged:
             # Whoever looks at the clients' models takes the merged weights that these were trained with.
-            updates = updates.completed(partition(step.previous, self.tensor_names.merged)[0])
-        return ServerResult(updates, distiller.student, outliers, distiller.diverged, not finite, metrics)
+            merged_weights, _ = partition(step.previous, self.tensor_names.merged)
+            updates = updates.completed(merged_weights)
+        return ServerResult(
+            updates=updates,
+            student=distiller.student,
+            outliers=outliers,
+            diverged=distiller.diverged,
+            discarded=not finite,
+            metrics=metrics,
+        )
 
     def privatized(self, level: ClientLevel, updates: Updates, context: RoundContext) -> Updates:
         """Replace every client's update by their noisy mean, which is all that the server gets to see."""
@@ -232,21 +256,19 @@ class Server:
         base = {name: received[name] for name in updates.names if name != VOTE}
         return updates.repeat(level.apply_mean_change(updates.replace(base).mean(weights), change, updates.clients))
 
-    def _accepted(
-        self, context: RoundContext, updates: Updates, valid: Sequence[int]
-    ) -> tuple[Sequence[int], dict[int, float], dict[str, float]]:
-        """Choose whose updates count: their places in the plan, with the outliers, and metrics of the updates."""
+    def _accepted(self, context: RoundContext, updates: Updates, valid: Sequence[int]) -> "_Accepted":
+        """Choose whose updates count. A collective."""
         secure = self.settings.secure_sums
         plan = context.plan
         if context.level is not None:
             # All count, since who broke depends on their images.
-            return range(len(plan.clients)), {}, {}
+            return _Accepted(places=range(len(plan.clients)))
         if secure is not None:
             if not context.summed_by_sites:
                 valid = secure.summable(updates, self._shares(context), valid)
-            return valid, {}, {}
+            return _Accepted(places=valid)
         if not valid:
-            return valid, {}, {}
+            return _Accepted(places=valid)
         outliers, metrics = find_outliers(
             self.tensor_names.parameters,
             updates.part(valid),
@@ -257,17 +279,18 @@ class Server:
         )
         if self.settings.drop_outliers:
             valid = [place for place in valid if plan.clients[place] not in outliers]
-        return valid, outliers, metrics
+        return _Accepted(places=valid, outliers=outliers, metrics=metrics)
 
     def _quorum(self, context: RoundContext) -> int:
-        """How many clients must be left, or the round is void."""
+        """Return how many clients must be left; with fewer the round is void."""
         secure = self.settings.secure_sums
-        if secure is None or context.summed_by_sites:  # sites that summed have seen to it themselves
+        # Sites that made the sum have seen to it themselves.
+        if secure is None or context.summed_by_sites:
             return 1
         return secure.least(len(context.plan.clients))
 
     def _shares(self, context: RoundContext) -> list[float]:
-        """What each of the plan's clients weighs, not yet divided by their sum."""
+        """Return the weights of the plan's clients, not yet divided by their sum."""
         if self.settings.weighting == "uniform":
             return [1.0] * len(context.plan.clients)
         return [float(context.train_sizes[client]) for client in context.plan.clients]
@@ -299,7 +322,12 @@ class Server:
         self, context: RoundContext, updates: Updates, clients: tuple[int, ...], distiller: Distiller
     ) -> ServerStep:
         settings = self.settings
-        weighting = "uniform" if settings.secure_sums else settings.weighting  # their sum is weighted already
+        weighting: Weighting = settings.weighting
+        if settings.secure_sums:
+            weighting = "uniform"  # the sum is weighted already
+        predict = None
+        if settings.rule.needs:
+            predict = partial(self._predict, context)
         return ServerStep(
             round=context.plan.round,
             clients=clients,
@@ -312,7 +340,7 @@ class Server:
             state=dict(self.server_state),
             rule=settings.rule,
             distiller=distiller,
-            predict=partial(self._predict, context) if settings.rule.needs else None,
+            predict=predict,
         )
 
     def _predict(
@@ -337,17 +365,17 @@ class Server:
         states = expand(previous, max(1, clients))
         if clients:
             states = states | own_models
-        batches = []
+        predictions = []
         labels = []
         for x, y in self._images(context, images, labelled):
-            logits = double(self.engine.shared_logits(states, x)[:clients])
-            batches.append(logits.sigmoid() if multilabel else logits.softmax(-1))
+            logits = self.engine.shared_logits(states, x)[:clients]
+            predictions.append(probabilities(logits, multilabel))
             if y is not None:
                 labels.append(y if multilabel else F.one_hot(y, logits.shape[-1]))
-        probabilities = torch.cat(batches, 1)
+        all_predictions = torch.cat(predictions, 1)
         if isinstance(models, Updates):
-            probabilities = models.replace({"probabilities": probabilities}).gathered("probabilities")
-        return probabilities, torch.cat(labels) if labels else None
+            all_predictions = models.replace({"probabilities": all_predictions}).gathered("probabilities")
+        return all_predictions, torch.cat(labels) if labels else None
 
     def _images(self, context: RoundContext, limit: int, labelled: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield batches of at most ``limit`` of the server's images in all, with labels or None."""
@@ -363,23 +391,38 @@ class Server:
                 return
 
     def state_dict(self) -> dict[str, Any]:
-        """The states, for a checkpoint."""
+        """Return the states, for a checkpoint."""
         return {"global": self.global_state, "server": self.server_state}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the place of the server whose states were saved; other entries are not looked at."""
+        """Take the place of the server whose states were saved; other entries are ignored."""
         device = self.device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
 
 
+@dataclass(frozen=True)
+class _Accepted:
+    """Whose updates count.
+
+    Attributes:
+        places: Their places in the plan.
+        outliers: By client, how many times as long as the median its change was; only of outliers.
+        metrics: Metrics of the updates.
+    """
+
+    places: Sequence[int]
+    outliers: dict[int, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 def mean_numel(state: State, tensor_names: TensorNames, ranks: Sequence[int]) -> dict[str, float]:
-    """Count the numbers that a client has of each tensor of a state (no client axis).
+    """Count the numbers in each tensor of a state (no client axis), the mean over clients of unequal ranks.
 
     Args:
-        state: The tensors. One that is named after a factor, behind a prefix that ends in "/", has as many as that.
-        tensor_names: Their names.
-        ranks: LoRA's ranks of the clients, over which it is the mean; empty where they have the adapter's.
+        state: The tensors. One that is named after a factor, behind a prefix that ends in "/", is cut like that.
+        tensor_names: Names of the model's tensors.
+        ranks: LoRA's ranks of the clients; empty where they have the adapter's.
     """
     axes = rank_axes(tensor_names.factors) if ranks else {}
     sizes = {}
@@ -387,15 +430,16 @@ def mean_numel(state: State, tensor_names: TensorNames, ranks: Sequence[int]) ->
         sizes[name] = float(value.numel())
         axis = axes.get(name.rpartition("/")[2])
         if axis is not None:
-            rank = value.shape[axis]
-            sizes[name] *= sum(min(own_rank, rank) for own_rank in ranks) / (rank * len(ranks))
+            full_rank = value.shape[axis]
+            sizes[name] *= sum(min(rank, full_rank) for rank in ranks) / (full_rank * len(ranks))
     return sizes
 
 
 def megabytes_of_clients(state: State, tensor_names: TensorNames, ranks: Sequence[int], clients: int) -> float:
     """Compute the megabytes (10**6 bytes) of a state (no client axis) at so many clients, as of :func:`mean_numel`."""
     sizes = mean_numel(state, tensor_names, ranks)
-    return clients * fsum(size * state[name].element_size() for name, size in sizes.items()) / 1e6
+    bytes_of_client = fsum(size * state[name].element_size() for name, size in sizes.items())
+    return clients * bytes_of_client / 1e6
 
 
 def parameter_counts(
@@ -410,7 +454,7 @@ def parameter_counts(
     """Count the parameters that a client trains in a round and sends, as metrics.
 
     Args:
-        algorithm: Says what is trained.
+        algorithm: The algorithm, for the names that it trains.
         phases: The phases of the round.
         tensor_names: Names of the model's tensors.
         round: The round, counted from 0.
@@ -419,9 +463,8 @@ def parameter_counts(
         ranks: LoRA's ranks of the round's clients, over which it is the mean; empty where they have the adapter's.
     """
     statistics = set(tensor_names.keys) - set(tensor_names.parameters)
-    sent_sizes = mean_numel(
-        {name: value for name, value in sent.items() if value.is_floating_point()}, tensor_names, ranks
-    )
+    sent_numbers = {name: value for name, value in sent.items() if value.is_floating_point()}
+    sent_sizes = mean_numel(sent_numbers, tensor_names, ranks)
     sizes: dict[tuple[str, str], float] = {}
     for role, stacked in opened.items():
         one_client = {name: value[0] for name, value in stacked.items()}
@@ -463,7 +506,46 @@ def find_outliers(
     Returns:
         By how many times the median the changes of outliers are as long, by client, and the metrics.
     """
-    device = next((value.device for value in received.values()), torch.device("cpu"))
+    norms, cosines = _norms_and_cosines(names, updates, received, with_metrics)
+    median = float(norms.nanmedian())
+    steps = [sum(steps_of_phases) for steps_of_phases in zip(*plan.steps, strict=True)]
+    usual = max(1, median_low(steps))
+    clients = [plan.clients[place] for place in places]
+    outliers = {}
+    for client, place, norm in zip(clients, places, norms.tolist(), strict=True):
+        if median > 0 and norm > OUTLIER_FACTOR * median * max(1, steps[place] / usual):
+            outliers[client] = norm / median
+    if cosines is None:
+        return outliers, {}
+    # NaN, of a client that did not move, is never the largest or the smallest.
+    longest = int(norms.nan_to_num(-1).argmax())
+    most_opposed = int(cosines.nan_to_num(2).argmin())
+    return outliers, {
+        "updates/norm_median": median,
+        "updates/norm_max": float(norms[longest]),
+        "updates/norm_max_client": float(clients[longest]),
+        "updates/cosine_min": float(cosines[most_opposed]),
+        "updates/cosine_min_client": float(clients[most_opposed]),
+    }
+
+
+def _norms_and_cosines(
+    names: Iterable[str], updates: Updates, received: State, with_cosines: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Measure the clients' changes. A collective: all ranks call it alike.
+
+    Args:
+        names: Trained parameters.
+        updates: What the C clients sent.
+        received: What this rank's clients among them had received (c, ...).
+        with_cosines: Whether to compare each change with the mean of all, too.
+
+    Returns:
+        The norms (C,) of the changes, and their cosines (C,) with the mean change or None; on the CPU.
+    """
+    device = torch.device("cpu")
+    if received:
+        device = device_of(received)
     dtype = double_dtype(device)
     squares = torch.zeros(updates.clients, dtype=dtype, device=device)
     products = torch.zeros(updates.clients, dtype=dtype, device=device)  # with the mean change
@@ -474,7 +556,7 @@ def find_outliers(
             continue
         change = (double(updates.own[name]) - double(received[name])).flatten(1)
         squares[rows] += change.square().sum(1)
-        if with_metrics:
+        if with_cosines:
             mean_change = change.sum(0) / updates.clients
             updates.ranks.sum_([mean_change])
             products[rows] += (change * mean_change).sum(1)
@@ -484,23 +566,6 @@ def find_outliers(
     squares, products = table.cpu().double()
     mean_square = mean_square.cpu().double()
     norms = squares.sqrt()
-    median = float(norms.nanmedian())
-    steps = [sum(client_steps) for client_steps in zip(*plan.steps, strict=True)]
-    usual = max(1, median_low(steps))
-    clients = [plan.clients[place] for place in places]
-    outliers = {}
-    for client, place, norm in zip(clients, places, norms.tolist(), strict=True):
-        if median > 0 and norm > OUTLIER_FACTOR * median * max(1, steps[place] / usual):
-            outliers[client] = norm / median
-    if not with_metrics:
-        return outliers, {}
-    cosines = products / (norms * mean_square.sqrt())
-    longest = int(norms.nan_to_num(-1).argmax())
-    most_opposed = int(cosines.nan_to_num(2).argmin())
-    return outliers, {
-        "updates/norm_median": median,
-        "updates/norm_max": float(norms[longest]),
-        "updates/norm_max_client": float(clients[longest]),
-        "updates/cosine_min": float(cosines[most_opposed]),
-        "updates/cosine_min_client": float(clients[most_opposed]),
-    }
+    if not with_cosines:
+        return norms, None
+    return norms, products / (norms * mean_square.sqrt())

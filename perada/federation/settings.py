@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rounds of a federation go, and what they need of the data."""
+"""The options of a federation's rounds, their checks, and what rounds need of the data."""
 
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -26,66 +26,100 @@ from perada.server.sums import SecureSums
 
 ClientOptimizer = Literal["sgd", "adam", "adamw"]
 StoreKind = Literal["auto", "device", "host", "disk"]
-SHARE = 0.25
+MEMORY_SHARE = 0.25
 """Share of the device's free memory, then of the host's memory, that ``auto`` lets client states take."""
 Loader = Callable[[RoundPlan], Iterable[AnyBatch]]
-"""Gives the prepared local steps of a plan."""
+"""Gives the prepared batches of a plan's local steps."""
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How clients train. The optimiser is started afresh each round and phase."""
+    """Options of local training. The optimiser is started afresh each round and phase.
+
+    Attributes:
+        optimizer: ``sgd``, ``adam`` or ``adamw``.
+        lr: Learning rates by role. A role without one has that of ``local``.
+        momentum: Of SGD.
+        weight_decay: Of all optimisers.
+        clip_norm: Each client's gradient of each role is scaled down to at most this norm.
+        multilabel: Whether the loss is the binary cross-entropy of each label, instead of the cross-entropy.
+    """
 
     optimizer: ClientOptimizer
-    lr: dict[str, float]  # by role; a role without one has that of ``local``
+    lr: dict[str, float]
     momentum: float = 0.0
     weight_decay: float = 0.0
-    clip_norm: float | None = None  # each client's gradient of each role is scaled down to at most this norm
-    multilabel: bool = False  # binary cross-entropy per label instead of cross-entropy
+    clip_norm: float | None = None
+    multilabel: bool = False
 
     def make(self, role: str, leaves: list[Tensor], factor: float, masked: bool = False) -> torch.optim.Optimizer:
-        """Optimiser of a role's leaves (C, ...), with ``factor`` of its rate; ``masked`` lets clients skip steps."""
-        rate = self.lr.get(role, self.lr["local"]) * factor
+        """Make the optimiser of a role.
+
+        Args:
+            role: The role.
+            leaves: What it trains, (C, ...).
+            factor: Factor of the role's learning rate.
+            masked: Whether single clients may skip steps, as in float16.
+        """
+        lr = self.lr.get(role, self.lr["local"]) * factor
         if self.optimizer == "sgd":
-            kind = MaskedSGD if masked else torch.optim.SGD
-            return kind(leaves, lr=rate, momentum=self.momentum, weight_decay=self.weight_decay)
+            sgd = MaskedSGD if masked else torch.optim.SGD
+            return sgd(leaves, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay)
         if masked:
-            return MaskedAdam(leaves, rate, self.weight_decay, decoupled=self.optimizer == "adamw")
-        plain = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
-        return plain(leaves, lr=rate, weight_decay=self.weight_decay)
+            return MaskedAdam(leaves, lr, self.weight_decay, decoupled=self.optimizer == "adamw")
+        adam = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+        return adam(leaves, lr=lr, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Where the clients' states are held: ``auto`` takes the first of device, host and disk in which all fit."""
+    """Options of where the clients' states are held.
+
+    Attributes:
+        kind: ``device``, ``host`` or ``disk``; ``auto`` takes the first of these in which the states fit.
+        folder: Folder of the files; by default a temporary one.
+        prune: Whether to delete files that no checkpoint needs any more.
+        clients: Largest number of clients that are ever written.
+    """
 
     kind: StoreKind = "auto"
-    folder: Path | None = None  # of the files; by default a temporary one
-    prune: bool = True  # delete files that no checkpoint needs any more
-    clients: int = 0  # at most so many are ever written
+    folder: Path | None = None
+    prune: bool = True
+    clients: int = 0
 
     def __post_init__(self) -> None:
         check_choice("client_store", self.kind, get_args(StoreKind))
 
     def open(self, initial: Stacks, name: str = "") -> ClientStore:
-        """Make a store; ``name`` tells the folders of several apart."""
+        """Make a store.
+
+        Args:
+            initial: What a client keeps at first, by role (no client axis).
+            name: Name of its folder in :attr:`folder`, where there are several stores.
+        """
         kind = self.kind
-        values = [value for state in initial.values() for value in state.values()]
         if kind == "auto":
-            needed = self.clients * sum(value.numel() * value.element_size() for value in values)
-            device = values[0].device if values else torch.device("cpu")
-            kind = "host" if device.type == "cuda" else "device"
-            if device.type == "cuda" and needed <= SHARE * torch.cuda.mem_get_info(device)[0]:
-                kind = "device"
-            elif needed > SHARE * host_memory():
-                kind = "disk"
+            kind = self._first_that_fits(initial)
         if kind == "disk":
-            return DiskStore(initial, self.folder and self.folder / name, self.prune)
+            folder = None if self.folder is None else self.folder / name
+            return DiskStore(initial, folder, self.prune)
         return ClientStore(initial, host=kind == "host")
+
+    def _first_that_fits(self, initial: Stacks) -> StoreKind:
+        values = [value for state in initial.values() for value in state.values()]
+        needed = self.clients * sum(value.numel() * value.element_size() for value in values)
+        device = values[0].device if values else torch.device("cpu")
+        on_gpu = device.type == "cuda"
+        if on_gpu and needed <= MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]:
+            return "device"
+        if needed > MEMORY_SHARE * host_memory():
+            return "disk"
+        # Without a GPU the memory of the device is that of the host.
+        return "host" if on_gpu else "device"
 
 
 def host_memory() -> int:
-    """Bytes of memory that this machine has, or lets this process have."""
+    """Return the bytes of memory that this machine has, or lets this process have."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -94,7 +128,11 @@ def host_memory() -> int:
 
 
 class FederationData(ServerData, Protocol):
-    """What a round needs of the data (:class:`perada.data.FederatedDataModule` has it)."""
+    """The part of :class:`perada.data.FederatedDataModule` that a round needs.
+
+    Attributes:
+        train_sizes: Numbers of training images of all clients.
+    """
 
     train_sizes: tuple[int, ...]
 
@@ -103,12 +141,32 @@ class FederationData(ServerData, Protocol):
         """Number of public images."""
 
     def test_batches(self, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
-        """Prepared images and labels that clients are evaluated on, each once."""
+        """Yield prepared images and labels that clients are evaluated on, each once."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the rounds go, as was asked for."""
+    """Options of a run's rounds.
+
+    Attributes:
+        algorithm: The algorithm.
+        training: Options of local training.
+        distillation: Options of the server's distillation.
+        weighting: Weights of the clients: ``uniform``, or ``samples``.
+        phases: Phases of a round of local training.
+        seed: Of everything random that is not secret.
+        clients_per_round: Number of clients drawn for each round; by default all.
+        clients_per_chunk: Number of clients in one forward and backward pass; by default all of the round's.
+        rule: The server rule.
+        privacy: Privacy of the clients' images, if any.
+        client_privacy: Privacy of whole clients, if any.
+        secure_sums: Secure sums of what clients send, if any.
+        storage: Where the clients' states are held.
+        loss_scaling: Options of the loss scales in float16; None in other precisions.
+        drop_outliers: Whether updates that are much longer than the others are left out.
+        diagnostics: Those of :mod:`perada.federation.diagnostics` that are measured each round.
+        lora_ranks: LoRA's ranks of all clients; empty where they have the adapter's.
+    """
 
     algorithm: Algorithm
     training: LocalTraining
@@ -116,17 +174,17 @@ class Settings:
     weighting: Weighting
     phases: tuple[Phase, ...]
     seed: int
-    clients_per_round: int | None = None  # drawn in each round; by default all
-    clients_per_chunk: int | None = None  # in one forward and backward pass; by default all of the round's
+    clients_per_round: int | None = None
+    clients_per_chunk: int | None = None
     rule: ServerRule = field(default_factory=Mean)
     privacy: Privacy | None = None
     client_privacy: ClientPrivacy | None = None
     secure_sums: SecureSums | None = None
     storage: Storage = field(default_factory=Storage)
-    loss_scaling: torch.amp.GradScaler | None = None  # in float16, its options
-    drop_outliers: bool = False  # leave out updates much longer than the others
-    diagnostics: tuple[str, ...] = ()  # of perada.federation.diagnostics, to be measured each round
-    lora_ranks: tuple[int, ...] = ()  # of each client; empty where all have the adapter's
+    loss_scaling: torch.amp.GradScaler | None = None
+    drop_outliers: bool = False
+    diagnostics: tuple[str, ...] = ()
+    lora_ranks: tuple[int, ...] = ()
 
     @property
     def private(self) -> bool:
@@ -140,42 +198,63 @@ class Settings:
 
 
 def check_factors(settings: Settings, tensor_names: TensorNames, sent: Collection[str]) -> None:
-    """Refuse, by a ValueError, a rule on LoRA's factors where clients do not send both of a layer.
+    """Raise if the server rule works on LoRA's factors, and clients do not send both of a layer.
 
-    ``sent`` are the names that a client sends in the first round.
+    Args:
+        settings: The options of the run.
+        tensor_names: Names of the model's tensors.
+        sent: The names that a client sends in the first round.
+
+    Raises:
+        ValueError: With the reason and the remedy.
     """
-    if settings.rule.needs_factors and (lack := without_factors(settings.algorithm, tensor_names, sent)):
-        raise OptionError(
-            f"server_rule={settings.rule.kind}: {lack}, or another rule", name="server_rule", value=settings.rule.kind
-        )
+    rule = settings.rule
+    if not rule.needs_factors:
+        return
+    reason = without_factors(settings.algorithm, tensor_names, sent)
+    if reason:
+        raise OptionError(f"server_rule={rule.kind}: {reason}, or another rule", name="server_rule", value=rule.kind)
 
 
 def without_factors(algorithm: Algorithm, tensor_names: TensorNames, sent: Collection[str]) -> str:
-    """Why there are no two factors of LoRA that clients send, and what to do; empty if there are."""
+    """Return why clients do not send both of LoRA's factors of a layer, and what to do; empty if they do."""
     if not tensor_names.factors:
         return (
             f"the adapter has none of LoRA's factors A and B: what is trained are {tensor_names.parameter_range}; "
             "choose adapter='lora', without DoRA, on linear layers and convolutions"
         )
-    sends_both = any(pair.down in sent and pair.up in sent for pair in tensor_names.factors)
     name = algorithm.kind
     base = getattr(algorithm, "base", algorithm)
     if isinstance(base, RestOfWorld):
         return f"clients of {name} send means of factors that they moved, not factors; choose another algorithm"
-    return "" if sends_both else f"clients of {name} do not send both A and B of a layer; choose another algorithm"
+    if any(pair.down in sent and pair.up in sent for pair in tensor_names.factors):
+        return ""
+    return f"clients of {name} do not send both A and B of a layer; choose another algorithm"
 
 
 def lora_ranks(
     algorithm: Algorithm, tensor_names: TensorNames, initial: State, names: Iterable[str], sizes: Iterable[int | None]
 ) -> tuple[int, ...]:
-    """What the algorithm says of clients' ranks of LoRA, by their numbers; nothing where all have the adapter's.
+    """Return the clients' ranks of LoRA, in the order of their numbers; empty where all have the adapter's.
 
-    The ``initial`` state is a model's. A ValueError if the algorithm cannot tell one, or what it says does not fit.
+    Args:
+        algorithm: The algorithm, which chooses them.
+        tensor_names: Names of the model's tensors.
+        initial: The state of a model, for the adapter's rank.
+        names: The clients' names.
+        sizes: Their numbers of training images; None where nobody may know it.
+
+    Raises:
+        ValueError: If the algorithm cannot determine a rank, or its ranks do not fit the adapter.
     """
-    most = max((initial[pair.down].shape[0] for pair in tensor_names.factors), default=0)
-    clients = enumerate(zip(names, sizes, strict=True))
-    of_clients = [algorithm.lora_rank(number, name, size, most) for number, (name, size) in clients if most]
-    ranks = tuple(rank for rank in of_clients if rank is not None)
+    adapter_rank = max((initial[pair.down].shape[0] for pair in tensor_names.factors), default=0)
+    if not adapter_rank:
+        return ()
+    ranks: tuple[int, ...] = ()
+    for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
+        rank = algorithm.lora_rank(number, name, size, adapter_rank)
+        if rank is not None:
+            ranks += (rank,)
     grouped = [pair.down for pair in tensor_names.factors if initial[pair.down].shape[0] != initial[pair.up].shape[1]]
     if ranks and grouped:
         raise ValueError(
@@ -186,26 +265,45 @@ def lora_ranks(
 
 
 def check_rule(settings: Settings) -> None:
-    """Refuse, by a ValueError, a server rule beside an algorithm that works on the plain mean alone."""
+    """Raise if a server rule is used with an algorithm that works only with the plain mean.
+
+    Raises:
+        ValueError: With the reason and the remedy.
+    """
     algorithm = settings.algorithm
-    rule = type(settings.rule)
-    reasons = {
-        "merges the exact mean of the clients' products B·A and would undo the rule; leave server_rule out, or choose "
-        "algorithm='fedavg'": algorithm.merges_into_backbone,
-        "takes a client's own part out of the mean of all branches, and the rule leaves no mean; leave server_rule "
-        "out, or choose algorithm='feddpa'": isinstance(algorithm, RestOfWorld),
-    }
-    for reason, holds in reasons.items():
-        if holds and rule is not Mean:
-            raise OptionError(
-                f"server_rule={rule.__name__} cannot be used with {type(algorithm).__name__}, which {reason}",
-                name="server_rule",
-                value=rule.__name__,
-            )
+    rule_name = type(settings.rule).__name__
+    if type(settings.rule) is Mean:
+        return
+    if algorithm.merges_into_backbone:
+        reason = (
+            "merges the exact mean of the clients' products B·A and would undo the rule; leave server_rule out, or "
+            "choose algorithm='fedavg'"
+        )
+    elif isinstance(algorithm, RestOfWorld):
+        reason = (
+            "takes a client's own part out of the mean of all branches, and the rule leaves no mean; leave server_rule "
+            "out, or choose algorithm='feddpa'"
+        )
+    else:
+        return
+    raise OptionError(
+        f"server_rule={rule_name} cannot be used with {type(algorithm).__name__}, which {reason}",
+        name="server_rule",
+        value=rule_name,
+    )
 
 
 def check_server_images(settings: Settings, public: int, labelled: int) -> None:
-    """Refuse, by a ValueError, what needs images that the server has not; the numbers that it has are given."""
+    """Raise if an option needs images that the server lacks.
+
+    Args:
+        settings: The options of the run.
+        public: Number of public images.
+        labelled: Number of labelled images of the server.
+
+    Raises:
+        ValueError: With the reason and the remedy.
+    """
     rule = settings.rule
     algorithm = settings.algorithm
     distillation = settings.distillation
@@ -244,9 +342,15 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
 
 
 def check_distilled_batch_norm(settings: Settings, tensor_names: TensorNames, public: int) -> None:
-    """Refuse, by a ValueError, steps of distillation on one image where a BatchNorm takes its statistics.
+    """Raise if the distillation takes steps on one image, of which a BatchNorm would take its statistics.
 
-    ``public`` is the number of public images.
+    Args:
+        settings: The options of the run.
+        tensor_names: Names of the model's tensors.
+        public: Number of public images.
+
+    Raises:
+        ValueError: With the cause and the remedy.
     """
     distillation = settings.distillation
     modes = (distillation.student_mode, distillation.teacher_mode)

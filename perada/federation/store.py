@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the clients keep between rounds: on the device, in host memory, or in files.
+"""Storage of what the clients keep between rounds: on the device, in host memory, or in files.
 
-Whatever the place, a client's tensors are one flat row of bytes, so that moving a client is one copy. Only the clients
-of a round, or of a group in evaluation, are ever stacked.
+Wherever it is, a client's tensors are one flat row of bytes, so that moving a client is one copy. Only the clients of a
+round, or of a group in evaluation, are ever stacked.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,17 +23,36 @@ from torch import Tensor
 from perada.algorithms.base import Stacks
 from perada.core.digests import digest_of
 from perada.core.files import Scratch, open_atomic, sync
+from perada.core.states import device_of
 
 _NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+-([0-9a-f]{32})\.safetensors")
 _REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint beside its folder 'checkpoints'"
 
 
-class ClientStore:
-    """States that M clients keep, on the device or in the memory of the ``host``.
+class _Field(NamedTuple):
+    """Where a tensor lies in a client's row: the bytes from ``start`` to before ``stop``."""
 
-    A client's tensors lie in its row of ``size`` bytes as in a safetensors file, which the ``header`` begins. One that
-    was not ``written`` has the ``initial`` ones, by role (no client axis), which are held once. Host memory is
-    page-locked where the device is a GPU: copies then do not wait, and are made in the order of their asking.
+    role: str
+    key: str
+    start: int
+    stop: int
+
+
+class ClientStore:
+    """States that M clients keep, on the device or in the memory of the host.
+
+    A client's tensors lie in its row of bytes as in a safetensors file. A client that was never written has the initial
+    ones, which are held once. Host memory is page-locked where the device is a GPU: copies then do not wait, and are
+    made in the order of their asking.
+
+    Args:
+        initial: What a client keeps at first, by role (no client axis).
+        host: Whether the states are held in host memory.
+
+    Attributes:
+        header: What a safetensors file of a client's row begins with.
+        size: Bytes of a row.
+        written: Rows of the clients that were written; in :class:`DiskStore` their files.
     """
 
     def __init__(self, initial: Stacks, host: bool = False) -> None:
@@ -50,10 +69,15 @@ class ClientStore:
         begin = 8 + int.from_bytes(content[:8], "little")
         self.header = content[:begin]
         self.size = len(content) - begin
-        fields = json.loads(content[8:begin])
-        self._fields = [(*names[name], *fields[name]["data_offsets"]) for name in fields if name in names]
+        # In the order of the file.
+        self._fields: list[_Field] = []
+        for name, entry in json.loads(content[8:begin]).items():
+            if name in names:  # not the metadata
+                role, key = names[name]
+                start, stop = entry["data_offsets"]
+                self._fields.append(_Field(role, key, start, stop))
         self._like = {role: {key: value.to("meta") for key, value in state.items()} for role, state in initial.items()}
-        device = next((value.device for value in copies.values()), None)
+        device = device_of(copies) if copies else None
         self._initial = torch.from_numpy(np.frombuffer(content, np.uint8)[begin:].copy()).to(device)
         self.written: dict[int, Any] = {}
 
@@ -61,26 +85,29 @@ class ClientStore:
         """Copy out what ``clients`` keep, stacked in that order, on the device; each tensor in memory of its own."""
         rows = self.rows(clients)
         stacks: Stacks = {role: dict.fromkeys(state, rows) for role, state in self._like.items()}
-        for role, key, start, stop in self._fields:
-            like = self._like[role][key]
-            values = rows[:, start:stop].clone(memory_format=torch.contiguous_format).view(like.dtype)
-            stacks[role][key] = values.view(len(rows), *like.shape)
+        for field in self._fields:
+            like = self._like[field.role][field.key]
+            # A copy also aligns the bytes to the dtype, as view() needs.
+            column = rows[:, field.start : field.stop].clone(memory_format=torch.contiguous_format)
+            stacks[field.role][field.key] = column.view(like.dtype).view(len(rows), *like.shape)
         return stacks
 
     def scatter(self, clients: Sequence[int], stacks: Stacks) -> None:
         """Store what ``clients`` keep from now on, (C, ...) by role; the tensors are copied."""
-        if len(clients) and self.size:
-            parts = [
-                stacks[role][key].detach().reshape(len(clients), -1).contiguous().view(torch.uint8)
-                for role, key, *_ in self._fields
-            ]
-            self.put(clients, torch.cat(parts, 1))
+        if not len(clients) or not self.size:
+            return
+        columns = []
+        for field in self._fields:
+            values = stacks[field.role][field.key].detach()
+            columns.append(values.reshape(len(clients), -1).contiguous().view(torch.uint8))
+        self.put(clients, torch.cat(columns, 1))
 
     def rows(self, clients: Sequence[int]) -> Tensor:
-        """Copies of the clients' rows of bytes, (C, size), on the device."""
+        """Copy the clients' rows of bytes, (C, size), to the device."""
         rows = self._initial.new_empty(len(clients), self.size)
         for row, client in zip(rows, clients, strict=True):
-            row.copy_(self._read(client) if client in self.written else self._initial, non_blocking=True)
+            stored = self._read(client) if client in self.written else self._initial
+            row.copy_(stored, non_blocking=True)
         return rows
 
     def put(self, clients: Sequence[int], rows: Tensor) -> None:
@@ -94,21 +121,21 @@ class ClientStore:
             self.written.pop(client, None)
 
     def _write(self, client: int, row: Tensor) -> None:
-        if self.host:
-            place = self.written.get(client)
-            if place is None:
-                pinned = self._initial.device.type == "cuda"
-                place = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned)
-            self.written[client] = place.copy_(row, non_blocking=True)
-        else:
+        if not self.host:
             self.written[client] = row.to(self._initial.device, copy=True)
+            return
+        stored = self.written.get(client)
+        if stored is None:
+            pinned = self._initial.device.type == "cuda"
+            stored = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned)
+        self.written[client] = stored.copy_(row, non_blocking=True)
 
     def _read(self, client: int) -> Tensor:
-        """The row of a client that was written; not a copy."""
+        """Return the row of a client that was written; not a copy."""
         return cast(Tensor, self.written[client])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a client keeps that was never written, and the clients written so far, for a checkpoint."""
+        """Return the initial row, and those of the clients written so far, for a checkpoint."""
         if self._initial.device.type == "cuda":
             torch.cuda.synchronize(self._initial.device)  # until all copies have arrived
         rows = {client: self._read(client) for client in self.written}
@@ -117,7 +144,9 @@ class ClientStore:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take the place of a store of any kind, saved by :meth:`state_dict`.
 
-        A ValueError if it held other tensors, and as of :meth:`files_of`.
+        Raises:
+            ValueError: If it held other tensors, or as of :meth:`files_of`.
+            FileNotFoundError: As of :meth:`files_of`.
         """
         self.written = {}
         if saved["header"] != self.header:
@@ -127,17 +156,22 @@ class ClientStore:
         self._initial.copy_(saved["initial"])
         for client, row in saved.get("rows", {}).items():
             self._write(client, row)
-        self._take(self.files_of(saved))
+        self._adopt(self.files_of(saved))
 
-    def _take(self, files: dict[int, Path]) -> None:
+    def _adopt(self, files: dict[int, Path]) -> None:
         """Take over the files of another store."""
         for client, path in files.items():
             self._write(client, self.read(client, path))
 
     def files_of(self, saved: dict[str, Any]) -> dict[int, Path]:
-        """The files that a checkpoint names: in one folder, called as a store calls them, with the tensors of the run.
+        """Check and return the files of the clients that a checkpoint names.
 
-        If one is missing, that is a FileNotFoundError; a ValueError if it names something else, or a byte has changed.
+        They are in one folder, are called as a store calls them, and hold the tensors of the run. Whoever wrote the
+        checkpoint may be anyone, so nothing else is opened.
+
+        Raises:
+            FileNotFoundError: If one is missing.
+            ValueError: If the checkpoint names something else, or a byte has changed.
         """
         files = {}
         for client, name in saved.get("files", {}).items():
@@ -154,7 +188,9 @@ class ClientStore:
     def read(self, client: int, path: Path) -> Tensor:
         """Map a client's file into memory.
 
-        One that is missing is a FileNotFoundError, one that was cut off or holds other tensors a ValueError.
+        Raises:
+            FileNotFoundError: If it is missing.
+            ValueError: If it was cut off, or holds other tensors.
         """
         if not path.is_file():
             raise FileNotFoundError(f"{str(path)!r} is missing, the states of client {client}; {_REMEDY}")
@@ -173,9 +209,14 @@ def _damaged(client: int, path: Path) -> ValueError:
 class DiskStore(ClientStore):
     """States in files: a safetensors file for each client and version, never changed once it has its name.
 
-    A checkpoint names the files, which are in the same run folder and on the disk before it. It holds the states itself
-    where there is no ``folder`` and so a temporary one. With ``prune`` a file that is outdated is deleted once two
-    newer checkpoints do without it, since one of these is complete; otherwise a checkpoint of any age finds its own.
+    A checkpoint names the files, which are in the same run folder, and on the disk before the checkpoint is. With a
+    temporary folder it holds the states itself.
+
+    Args:
+        initial: What a client keeps at first, by role (no client axis).
+        folder: Folder of the files; by default a temporary one.
+        prune: Whether to delete an outdated file once two newer checkpoints do without it, since one of these is
+            complete. Otherwise a checkpoint of any age finds its own.
     """
 
     def __init__(self, initial: Stacks, folder: Path | None = None, prune: bool = True) -> None:
@@ -187,20 +228,23 @@ class DiskStore(ClientStore):
             folder = self._scratch.path
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.absolute()
+        # With the session and the count in it, no name is ever used twice.
         self._session = secrets.token_hex(4)
         self._count = 0
-        self._files: set[Path] = set()  # in the folder, that were not deleted
-        self._unsynced: list[Path] = []  # since the last checkpoint
-        self._named: list[set[Path]] = [set(), set()]  # the files of the last two checkpoints
+        self._files: set[Path] = set()  # in the folder, and not deleted
+        self._unsynced: list[Path] = []  # written since the last checkpoint
+        self._of_last_checkpoint: set[Path] = set()
+        self._of_checkpoint_before: set[Path] = set()
 
     def drop(self, clients: Sequence[int]) -> None:
         """Forget what ``clients`` keep; their files go when no checkpoint needs them."""
-        for path in [self.written.pop(client) for client in clients if client in self.written]:
-            if self.temporary and path in self._files:
+        for client in clients:
+            path = self.written.pop(client, None)
+            if path is not None and self.temporary and path in self._files:
                 path.unlink()
 
     def _write(self, client: int, row: Tensor) -> None:
-        self._count += 1  # with the session, no name is ever used twice
+        self._count += 1
         content = row.contiguous().cpu().numpy().data
         digest = hashlib.sha256(self.header)
         digest.update(content)
@@ -218,28 +262,19 @@ class DiskStore(ClientStore):
         return self.read(client, self.written[client])
 
     def state_dict(self) -> dict[str, Any]:
-        """The names of the clients' files, for a checkpoint; files of another run are linked into this one's folder.
+        """Return the names of the clients' files, for a checkpoint.
 
-        Those of a temporary folder would not be found again: their contents are given instead.
+        Files of a temporary folder would not be found again: their contents are returned instead.
         """
         if self.temporary:
             return super().state_dict()
-        for client, path in self.written.items():
-            if path.parent != self.folder:
-                copy = self.folder / path.name
-                self.written[client] = copy
-                if not copy.exists():
-                    try:
-                        os.link(path, copy)
-                    except OSError:  # on another file system
-                        with path.open("rb") as content, open_atomic(copy, durable=False) as file:
-                            shutil.copyfileobj(content, file)
-                self._unsynced.append(copy)
+        self._link_files_of_other_runs()
         sync([*(path for path in self._unsynced if path.exists()), self.folder])
         self._unsynced = []
-        self._named = [self._named[1], set(self.written.values())]
+        self._of_checkpoint_before = self._of_last_checkpoint
+        self._of_last_checkpoint = set(self.written.values())
         if self.prune:
-            for path in self._files - (self._named[0] | self._named[1]):
+            for path in self._files - (self._of_checkpoint_before | self._of_last_checkpoint):
                 path.unlink(missing_ok=True)
                 self._files.remove(path)
         return {
@@ -249,25 +284,49 @@ class DiskStore(ClientStore):
             "files": {client: path.name for client, path in self.written.items()},
         }
 
-    def _take(self, files: dict[int, Path]) -> None:
+    def _link_files_of_other_runs(self) -> None:
+        """Link files that were adopted from another run's folder into this one's, or copy them."""
+        for client, path in self.written.items():
+            if path.parent == self.folder:
+                continue
+            copy = self.folder / path.name
+            self.written[client] = copy
+            if not copy.exists():
+                try:
+                    os.link(path, copy)
+                except OSError:  # on another file system
+                    with path.open("rb") as content, open_atomic(copy, durable=False) as file:
+                        shutil.copyfileobj(content, file)
+            self._unsynced.append(copy)
+
+    def _adopt(self, files: dict[int, Path]) -> None:
         self.written |= files  # they are read where they are
-        self._named = [set(), set(self.written.values())]
+        self._of_checkpoint_before = set()
+        self._of_last_checkpoint = set(self.written.values())
         self._files |= {path for path in files.values() if path.parent == self.folder}
 
 
 def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """A store that was saved in a checkpoint, with the folder of its files: near the checkpoint, if it was moved.
+    """Find the folder of a saved store's files: near the checkpoint, if the run was moved.
 
-    A ValueError if they are not there, and are said to be in no folder of a run's clients.
+    Args:
+        saved: A store as it is saved in a checkpoint.
+        checkpoint: Path of the checkpoint.
+
+    Returns:
+        The store, with the folder in which its files are.
+
+    Raises:
+        ValueError: If they are not near the checkpoint, and the folder that it names is not of a run's clients.
     """
     if not saved.get("files"):
         return saved
     name = next(iter(saved["files"].values()))
     folder = Path(saved["folder"])
     for parent in checkpoint.absolute().parents:
-        for place in (parent / "clients", parent / "clients" / folder.name):
-            if (place / name).is_file():
-                return saved | {"folder": str(place)}
+        for candidate in (parent / "clients", parent / "clients" / folder.name):
+            if (candidate / name).is_file():
+                return saved | {"folder": str(candidate)}
     if "clients" not in folder.parts[-2:]:
         raise ValueError(f"the checkpoint names files in {str(folder)!r}, which is not a run's; {_REMEDY}")
     return saved | {"folder": str(folder)}
