@@ -69,7 +69,7 @@ def test_every_full_name_is_an_option():
 @pytest.mark.parametrize(
     "words", [["={}.noise_multiplier=2"], ["={}.noise_multiplier", "2"], ["={}={{noise_multiplier: 2}}"]]
 )
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_privacy_may_be_named_as_what_takes_it(section, words):
     """No recipe below has the section."""
     words = [word.format(section).replace("=", "--federated.", 1) if word[0] == "=" else word for word in words]

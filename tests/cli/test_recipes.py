@@ -157,7 +157,7 @@ def refusal(data, method, privacy=None):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in COMBINED])
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
     data, method, privacy = [*name.split("/"), None][:3]
     cli = PeradaCLI(small_words(name, written), run=False)
@@ -185,7 +185,7 @@ def table_of_clients(capsys, names="0123"):
 
 
 @pytest.mark.parametrize("name", [*COMPLETE, "cifar10/perada", "fashion_mnist_vit/ditto/sample"])
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_recipe_runs(name, capsys):
     main(["fit", *small_words(name)])
     table_of_clients(capsys, ["negative", "noisy", "plain", "turned"] if name in SCANNED else "0123")
@@ -229,7 +229,7 @@ def parsed(parser, *configs):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (place % 3 > 0)) for place, name in enumerate(SPELT_OUT)]
 )
-@pytest.mark.every(2)
+@pytest.mark.every(12)
 def test_combined_recipes_are_what_they_were(parser, name):
     whole = {}
     for key, value in SPELT_OUT[name].items():
@@ -351,6 +351,7 @@ def plan_of(monkeypatch, comparison_name):
     return plan
 
 
+@pytest.mark.slow
 def test_the_comparison_of_hospitals_gives_each_method_its_own_settings(monkeypatch):
     """That on the larger network takes the settings over."""
     plan = plan_of(monkeypatch, "hospitals")

@@ -215,6 +215,7 @@ DAMAGE = {
 COLOURS = np.asarray(pattern("RGB"))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_every_orientation_with_damaged_fields(tmp_path, kind, damage):
@@ -257,6 +258,7 @@ def tiff(path, mode, compression=None, **texts):
     return shown(pattern(mode))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "I;16", "1", "F", "CMYK", "LAB"])
 @pytest.mark.parametrize("compression", [None, "tiff_lzw"])
 def test_tiff_of_every_orientation(tmp_path, mode, compression):

@@ -364,6 +364,7 @@ def test_paper_needs_algorithms(recipe):
         main(["compare", recipe, "--paper"])
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("content", ["{", "[1]", '[{"label": "fedavg", "seed": 0}]', "3"])
 def test_a_file_of_something_else_is_not_overwritten(recipe, tmp_path, content):
     (tmp_path / "r.json").write_text(content)
@@ -376,6 +377,7 @@ def algorithm(*words):
     return PeradaCLI(["--config", "tiny.yaml", "--trainer.logger=false", *words], run=False).loop.algorithm
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("asked", "planned"), [(["all", "ditto"], list(ENTRIES)), (["ditto", "fedavg", "ditto"], ["ditto", "fedavg"])]
 )
@@ -428,6 +430,7 @@ def test_an_algorithm_that_there_is_not_is_refused(recipe, name, says):
         main(["compare", recipe, "--algorithms", "fedavg", name])
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_recipes_and_comparisons_mean_the_same_by_a_name(recipe, name):
     """The name is looked up in one table: as an option, in a file, and by `perada compare`."""
@@ -463,6 +466,7 @@ def test_entries_are_the_named_algorithms(recipe):
     assert (type(whole.base), whole.base.uses_distillation) == (mine, True)
 
 
+@pytest.mark.slow
 def test_what_papers_train(recipe):
     cli = PeradaCLI(["--config", recipe], run=False)
 
@@ -480,6 +484,7 @@ def test_what_papers_train(recipe):
     }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("given", "lora", "dual"),
     [
@@ -508,6 +513,7 @@ def test_an_adapter_of_its_own_has_the_options_that_it_knows(recipe, given, lora
     assert model("fedalt_row") == ("dual_lora", (dual or {}) | {"gate": True})
 
 
+@pytest.mark.slow
 def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own(recipe, tmp_path):
     """What ``--adapter`` says on the command line is as if the recipe said it; ``--vary`` is for every algorithm."""
     given = Namespace(recipes=[recipe], algorithms=["fedavg", "feddpa", "fedalt_row", "rolora"], seeds=[0], vary=[])
@@ -540,6 +546,7 @@ def test_phases_share_the_budget_of_local_steps(recipe, read):
     )
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -732,6 +739,7 @@ def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys)
         main(["compare", recipe, "--vary", "a.b"])
 
 
+@pytest.mark.slow
 def test_scores_after_several_rounds_are_a_table(recipe, read, capsys):
     main(
         ["compare", recipe, "--trainer.max_epochs=3", "--trainer.check_val_every_n_epoch=2", "--seeds", "0", "1", *OUT]
@@ -816,6 +824,7 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
         main([*words, "--tune", "model.lr_local=1,2"])
 
 
+@pytest.mark.slow
 def test_settings_of_some_algorithms_reach_their_runs_only(recipe, monkeypatch):
     plans = []
 
@@ -864,6 +873,7 @@ def test_variants_are_rows_of_several_changes_each(recipe, tmp_path, monkeypatch
     assert rates == [0.7, 0.3]
 
 
+@pytest.mark.slow
 def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
     words = ["compare", recipe, "--algorithms", "fedavg", WEIGHTS, *OUT]
     words += ["--variants", "plain={}", "faster={lr_local: 3.0, lr_personal: 3.0}"]
@@ -945,6 +955,7 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
     assert cells == [["10.00", "90.00"], ["50.00", "60.00"]]
 
 
+@pytest.mark.slow
 def test_diagnostics_are_kept_of_every_round(recipe, read, capsys):
     options = (
         "--federated.diagnostics=[ensemble_error]",
