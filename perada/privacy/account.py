@@ -89,7 +89,10 @@ class Budget(ABC):
 
     def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[Cost]:
         """Return what all clients of ``plan`` will spend."""
-        return [cost for client in plan.clients for cost in self.costs(client, tuning)]
+        costs: list[Cost] = []
+        for client in plan.clients:
+            costs += self.costs(client, tuning)
+        return costs
 
     def spend(self, costs: Iterable[Sequence[Any]], lost: bool = False) -> None:
         """Count the costs of a round.

@@ -147,7 +147,11 @@ def noisy_share(norms: Tensor, max_norm: float, count_noise: float, generator: t
 
 def floor_variances(state: State) -> State:
     """Set running variances that noise took below 0 to 0; post-processing, which costs nothing."""
-    return {key: value.clamp(min=0) if key.endswith("running_var") else value for key, value in state.items()}
+    floored = dict(state)
+    for key, value in state.items():
+        if key.endswith("running_var"):
+            floored[key] = value.clamp(min=0)
+    return floored
 
 
 @dataclass(frozen=True)

@@ -52,16 +52,20 @@ def clipping_factors(norms: State, mask: Tensor, max_norm: float, method: str = 
     check_bound(max_norm)
     is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
     mask = mask & is_finite
-    # nan_to_num, since the factor of a norm that is not finite may be NaN, and NaN · 0 is NaN.
     if method == "per_layer":
         layer_bound = max_norm / math.sqrt(len(norms))
-        return {name: (_factors_to_bound(norm, layer_bound) * mask).nan_to_num(0, 0, 0) for name, norm in norms.items()}
+        return {name: _zero_outside(mask, _factors_to_bound(norm, layer_bound)) for name, norm in norms.items()}
     joint_norm = torch.stack([norm.square() for norm in norms.values()]).sum(dim=0).sqrt()
     if method == "flat":
         factors = _factors_to_bound(joint_norm, max_norm)
     else:
         factors = max_norm / (joint_norm + GAMMA)
-    return dict.fromkeys(norms, (factors * mask).nan_to_num(0, 0, 0))
+    return dict.fromkeys(norms, _zero_outside(mask, factors))
+
+
+def _zero_outside(mask: Tensor, factors: Tensor) -> Tensor:
+    """Return the factors (C, B) with 0 where the mask (C, B) is false, even for NaN, whose product with 0 is NaN."""
+    return (factors * mask).nan_to_num(0, 0, 0)
 
 
 def _factors_to_bound(norms: Tensor, bound: float) -> Tensor:

@@ -164,7 +164,10 @@ class SampleGradients:
             sums_of_clients = [self._clipped_sums(query.of_client(client)) for client in range(len(query.counts))]
         finally:
             self._release_tensors()
-        return {key: torch.cat([sums[key] for sums in sums_of_clients]) for key in sums_of_clients[0]}
+        joined: State = {}
+        for key in sums_of_clients[0]:
+            joined[key] = torch.cat([sums[key] for sums in sums_of_clients])
+        return joined
 
     def _release_tensors(self) -> None:
         """Drop the references that the model holds to the tensors of a query and to their gradients."""
