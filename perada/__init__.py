@@ -5,6 +5,7 @@ import importlib
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from perada.core.garbage import collection_paused
@@ -32,24 +33,34 @@ __all__ = [
     "personalize",
 ]
 
-_HOMES = ("algorithms", "privacy", "data", "results.run", "lightning", "api", "lightning.joining")
-"""Where the names are, as they import one another."""
+_PUBLIC_MODULES = ("algorithms", "privacy", "data", "results.run", "lightning", "api", "lightning.joining")
+"""Modules with the public names, each after those that it imports."""
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name or a module when it is first used, so that ``import perada`` alone takes no time."""
+    """Import a public name or a module when it is first used, so that ``import perada`` itself takes no time."""
     if name in __all__:
-        with collection_paused():
-            homes = (vars(importlib.import_module(f"perada.{home}")) for home in _HOMES)
-            globals()[name] = value = next(home[name] for home in homes if name in home)
+        value = _import_public_name(name)
+        # From now on Python finds the name without this function.
+        globals()[name] = value
         return value
     if not name.startswith("_"):
         try:
             with collection_paused():
                 return importlib.import_module(f"perada.{name}")
         except ModuleNotFoundError as error:
+            # A module that exists may lack a library.
             if error.name != f"perada.{name}":
                 raise
+    raise AttributeError(f"module 'perada' has no attribute {name!r}")
+
+
+def _import_public_name(name: str) -> object:
+    with collection_paused():
+        for module_name in _PUBLIC_MODULES:
+            module = importlib.import_module(f"perada.{module_name}")
+            if name in vars(module):
+                return vars(module)[name]
     raise AttributeError(f"module 'perada' has no attribute {name!r}")
 
 
@@ -57,21 +68,32 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _AfterPeft(MetaPathFinder):
-    """Registers our methods with PEFT, which has no entry point for that, as soon as it has been imported."""
+class _RegisterAfterPeft(MetaPathFinder):
+    """Imports perada's own methods, which registers them with PEFT, as soon as PEFT has been imported.
+
+    PEFT has no entry point for that, and to import it here would take seconds.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:  # noqa: ANN401  # Python calls it
+        """Return the spec of PEFT with a loader that also imports perada.adapters; None for other modules."""
         if fullname != "peft":
             return None
+        # Without this finder, find_spec finds PEFT as usual.
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (load(module), importlib.import_module("perada.adapters"))  # type: ignore[assignment, method-assign]  # as a loader has it
+        if spec is None or spec.loader is None:
+            return spec
+        exec_module = spec.loader.exec_module
+
+        def exec_and_register(module: ModuleType) -> None:
+            exec_module(module)
+            importlib.import_module("perada.adapters")
+
+        spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]  # of this one loader
         return spec
 
 
 if "peft" in sys.modules:
     importlib.import_module("perada.adapters")
 else:
-    sys.meta_path.insert(0, _AfterPeft())
+    sys.meta_path.insert(0, _RegisterAfterPeft())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m perada``: the program, where its script is not on the path."""
+"""Run the command line as ``python -m perada``, which also works if the script ``perada`` is not on the path."""
 
 from perada.cli import entry_point
 

@@ -219,8 +219,9 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     joined = personalize(run, division.share_out(), options.client, **training, progress=sys.stderr.isatty())
     client = joined.num_clients - 1
     folder = joined.add_client(path, client) if output is None else joined.save(output)
-    sample = (joined.info.get("privacy") or {}).get("sample")
-    print(render_template("joined", told=joined.info["joined"][-1], client=client, sample=sample, folder=folder))
+    sample_level = (joined.info.get("privacy") or {}).get("sample")
+    record = joined.info["joined"][-1]
+    print(render_template("joined", record=record, client=client, sample_level=sample_level, folder=folder))
 
 
 def leave(parser: ArgumentParser, words: list[str]) -> None:

@@ -56,7 +56,7 @@ def code(value: object) -> str:
 
 @cache
 def _template(name: str) -> jinja2.Template:
-    """Load a template of this package, with the functions that it calls."""
+    """Load a template of this package, with the functions that templates call."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("perada.results"),
         undefined=jinja2.StrictUndefined,
@@ -140,8 +140,8 @@ class Cards:
         return render_template(
             "adapter",
             client=client,
-            called=client_name,
-            own_images=client_images,
+            client_name=client_name,
+            client_images=client_images,
             joined=client in self._images_of_joined,
             scores=_scores(self.run.metrics, client) if self.scores else None,
             backbone=backbone,
@@ -230,32 +230,38 @@ def joined_record(record: Record, client_record: Record) -> dict[str, Any]:
     return joined
 
 
-def _privacy_texts(
-    record: Record,
-    client: int | None,
-    joined: Collection[int],
-    client_name: object = None,
-) -> Any:  # noqa: ANN401  # a module of Jinja's, with one function for each macro
-    """Fill the macros of the template on privacy."""
+def _render_privacy(
+    name: str, record: Record, client: int | None, joined: Collection[int] = (), client_name: object = None
+) -> str:
+    """Render a template on the privacy of an adapter.
+
+    Args:
+        name: Name of the template.
+        record: The privacy record.
+        client: The adapter's client; None for the global adapter.
+        joined: Clients that joined after the rounds, and sent nothing.
+        client_name: Name of the client in the text; its number by default.
+    """
     levels: dict[str, Any] = {"sample": None, "client": None}
     for level, content in record.items():
         values = {"sums": None, "at_sites": False} | dict(content)
         sent = {}  # the values of the clients that took part in the rounds
-        for name in _CLIENT_LISTS[level]:
-            numbers = [float(number) for number in content[name]]
-            values[name] = numbers
-            sent[name] = [number for index, number in enumerate(numbers) if index not in joined]
-        levels[level] = values | {"sent": sent, "others": _largest_of_others(level, content, client)}
-    return _template("privacy").make_module(
-        {
-            "sample": levels["sample"],
-            "whole": levels["client"],
-            "client": client,
-            "joined": joined,
-            "called": client if client_name is None else client_name,
-            "test_mode": is_test_mode(record),
-        }
+        for list_name in _CLIENT_LISTS[level]:
+            numbers = [float(number) for number in content[list_name]]
+            values[list_name] = numbers
+            sent[list_name] = [number for index, number in enumerate(numbers) if index not in joined]
+        values["sent"] = sent
+        values["others"] = _largest_of_others(level, content, client)
+        levels[level] = values
+    text = _template(name).render(
+        sample_level=levels["sample"],
+        client_level=levels["client"],
+        client=client,
+        joined=joined,
+        client_name=client if client_name is None else client_name,
+        test_mode=is_test_mode(record),
     )
+    return text.strip()
 
 
 def privacy_card(
@@ -271,19 +277,19 @@ def privacy_card(
     """
     if not record:
         return ""
-    return str(_privacy_texts(record, client, joined, client_name).card()).strip()
+    return _render_privacy("privacy_card", record, client, joined, client_name)
 
 
 def privacy_lines(record: Record | None, joined: Collection[int] = ()) -> str:
     """Return the privacy costs of releasing all adapters of a run, one line per level; empty without privacy."""
     if not record:
         return ""
-    return str(_privacy_texts(record, None, joined).lines()).strip()
+    return _render_privacy("privacy_lines", record, None, joined)
 
 
 def protection(record: Record | None, client: int | None) -> str:
     """Return a few words on the protection of an adapter, that of a client or the global one (None)."""
-    return str(_privacy_texts(record or {}, client, ()).protection()).strip()
+    return _render_privacy("protection", record or {}, client)
 
 
 def _largest_of_others(level: str, content: Record, client: int | None) -> float | None:

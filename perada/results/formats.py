@@ -93,7 +93,7 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
             client=client,
             info=run.info,
             shape=run.preprocessing.shape,
-            said=summary,
+            summary=summary,
             prepared=json.dumps(run.preprocessing.record() | {"classes": run.info.get("classes")}, indent=2),
             privacy=privacy_card(run.info.get("privacy"), private_client, joined_clients(run.info)),
         )

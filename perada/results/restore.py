@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -183,6 +184,27 @@ def plain_data(ckpt_path: str | None, trainer: Any = None) -> Iterator[None]:  #
         ) from error
 
 
+@dataclass(frozen=True)
+class RestoredRun:
+    """What a checkpoint has of a run.
+
+    Attributes:
+        adapted: The model.
+        global_states: States of the global models.
+        personal_state: Returns the personal state of a client; None if clients have none.
+        num_clients: Number of clients.
+        metrics: ``Run.metrics``.
+        info: ``Run.info``.
+    """
+
+    adapted: AdaptedModel
+    global_states: list[State]
+    personal_state: Callable[[int], State] | None
+    num_clients: int
+    metrics: dict[str, Any]
+    info: dict[str, Any]
+
+
 def states_of(federation: Federation) -> tuple[list[State], Callable[[int], State] | None]:
     """Return the states of the global models, and a function for a client's personal state, or None without these."""
     global_states = unstack(clone(federation.server.members()))
@@ -196,16 +218,13 @@ def states_of(federation: Federation) -> tuple[list[State], Callable[[int], Stat
     return global_states, personal_state
 
 
-def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module | None = None) -> tuple[Any, ...]:
+def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module | None = None) -> RestoredRun:
     """Load a run from a checkpoint, or from the newest intact one in the folder of a fit.
 
     Args:
         path: The checkpoint, or the folder.
         algorithm: The run's algorithm, if it is not one of perada's.
         backbone: The network, if the run was made with the caller's own.
-
-    Returns:
-        The arguments of :class:`perada.Run`.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
@@ -219,17 +238,19 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
         if algorithm is None:
             algorithm = algorithm_of(info["training"]["algorithm"])
         spec = ModelSpec(
-            _network(path, info, backbone),
-            info["num_classes"],
-            info["pretrained"],
-            info["built_for"],
-            _check_available(path, "PEFT configuration", info["adapter"]),
-            info["train_backbone"],
-            info["adapter_options"],
-            info["seed"] or 0,
+            backbone=_network(path, info, backbone),
+            num_classes=info["num_classes"],
+            pretrained=info["pretrained"],
+            image_size=info["built_for"],
+            adapter=_check_available(path, "PEFT configuration", info["adapter"]),
+            train_backbone=info["train_backbone"],
+            adapter_options=info["adapter_options"],
+            # A private run in test mode does not save it.
+            seed=info["seed"] or 0,
         )
     # Errors of the caller's own network are not the checkpoint's.
-    with plain_data(str(path)) if backbone is None else nullcontext():
+    error_context = plain_data(str(path)) if backbone is None else nullcontext()
+    with error_context:
         adapted = spec.build()
     trained = find_tensor_names(adapted.model, adapted.backbone.head).keys
     trained_shapes = {key: list(adapted.model.state_dict()[key].shape) for key in trained}
@@ -250,7 +271,14 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
     with plain_data(str(path)):
         federation = _federation(path, saved, spec, adapted, algorithm)
         global_states, personal_state = states_of(federation)
-        return adapted, global_states, personal_state, federation.num_clients, saved["metrics"], info
+        return RestoredRun(
+            adapted=adapted,
+            global_states=global_states,
+            personal_state=personal_state,
+            num_clients=federation.num_clients,
+            metrics=saved["metrics"],
+            info=info,
+        )
 
 
 def _checkpoint(path: Path) -> Path:
@@ -282,6 +310,7 @@ def _check_available(path: Path, what: str, part: Any, remedy: str = "") -> Any:
 
 
 def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> Any:  # noqa: ANN401  # a name, or a network
+    """Return the backbone of a saved run: its name, or the caller's own network."""
     network = info["backbone"] if backbone is None else backbone
     return _check_available(path, "network", network, "give one of the same class as backbone=, or ")
 

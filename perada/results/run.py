@@ -312,7 +312,14 @@ class Run(Models):
         finish(folder)
         if not holds_adapters(folder):
             restored_run = restored(folder, algorithm, backbone)
-            return cls(*restored_run)
+            return cls(
+                restored_run.adapted,
+                restored_run.global_states,
+                restored_run.personal_state,
+                restored_run.num_clients,
+                restored_run.metrics,
+                restored_run.info,
+            )
         saved = read_run(folder)
         info = saved.info
         with naming(folder / RUN_FILE):
