@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole deployment on one machine: ``perada deploy demo``, and what tests and benchmarks of Flower start."""
+"""A complete deployment on one machine, for ``perada deploy demo`` and for the tests and benchmarks of Flower."""
 
 import hashlib
 import os
@@ -25,24 +25,34 @@ from perada.deploy.transport import Terms
 DIGITS = Path(__file__).parents[1] / "recipes" / "digits.yaml"
 SITES = ("alpha", "beta", "gamma")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
-"""One thread each: their batches are small, and there are many processes. Flower looks for a message every second."""
+"""One thread each, since batches are small and processes many. By default Flower polls for messages every second."""
 PROGRAM = "from perada.cli import entry_point; entry_point()"
 LINK = "perada-loopback"
 """Name of the SuperLink in Flower's configuration."""
-STARTS = 120.0
+START_TIMEOUT = 120.0
 """Seconds that a process may take to start."""
+TERM_TIMEOUT = 10.0
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 class Loopback:
-    """A SuperLink with TLS and authentication, and one SuperNode and one worker for each site, on this machine.
+    """A SuperLink with TLS and authentication, and a SuperNode and a worker for each site, on this machine.
 
-    It ends all its processes when its context is left, those that they started included. The folder gets keys, Flower's
-    own folder, logs and sockets, so its path must be short.
+    Leaving the context ends all processes, also those that they started.
+
+    Args:
+        folder: Folder for keys, Flower's own folder, logs and sockets. Its path must be short, since the path of a
+            socket is limited to about a hundred characters.
+        sites: Names of the sites.
+        environment: Environment variables of the processes, beside those of this process.
     """
 
     def __init__(self, folder: Path, sites: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         check_flower()
-        self.folder, self.sites, self.home, self.port = folder, list(sites), folder / "flwr", 0
+        self.folder = folder
+        self.sites = list(sites)
+        self.home = folder / "flwr"
+        self.port = 0  # chosen at the first start of the SuperLink
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {**os.environ, **QUIET, **(environment or {}), "FLWR_HOME": str(self.home)}
         self.environment["PATH"] = f"{program('flwr').parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -68,73 +78,109 @@ class Loopback:
         if not self.port:
             self.port = free_port()
             write_connection(self.home, LINK, f"127.0.0.1:{self.port}", keys / "ca.crt")
-        words = ["--ssl-ca-certfile", keys / "ca.crt", "--ssl-certfile", keys / "server.pem"]
-        words += ["--ssl-keyfile", keys / "server.key", "--enable-supernode-auth", "--host", "127.0.0.1"]
-        words += ["--port", self.port, "--database", self.folder / "link.db"]
-        self.start("link", [program("flower-superlink"), *words])
-        self.wait_for(self._listens, "link", "the SuperLink's port")
+        command = [
+            program("flower-superlink"),
+            "--enable-supernode-auth",
+            *("--ssl-ca-certfile", keys / "ca.crt"),
+            *("--ssl-certfile", keys / "server.pem"),
+            *("--ssl-keyfile", keys / "server.key"),
+            *("--host", "127.0.0.1"),
+            *("--port", self.port),
+            *("--database", self.folder / "link.db"),
+        ]
+        self.start("link", command)
+        self.wait_for(self._is_listening, "link", "the SuperLink's port")
 
     def register(self, site: str) -> None:
-        """Have the SuperLink accept a site's key, under its name."""
+        """Register a site's key with the SuperLink, under the site's name."""
         self.flwr("supernode", "register", self.folder / "keys" / f"{site}.pub", LINK, "--name", site)
 
     def start_node(self, site: str) -> None:
         """Start a site's SuperNode."""
         keys = self.folder / "keys"
-        words = ["--root-certificates", keys / "ca.crt", "--auth-supernode-private-key", keys / f"{site}.key"]
-        words += ["--superlink", f"127.0.0.1:{self.port}", "--port", free_port()]
-        words += ["--node-config", f'socket="{self.socket(site)}"']
-        self.start(f"node-{site}", [program("flower-supernode"), *words])
+        command = [
+            program("flower-supernode"),
+            *("--root-certificates", keys / "ca.crt"),
+            *("--auth-supernode-private-key", keys / f"{site}.key"),
+            *("--superlink", f"127.0.0.1:{self.port}"),
+            *("--port", free_port()),
+            *("--node-config", f'socket="{self.socket(site)}"'),
+        ]
+        self.start(f"node-{site}", command)
 
     def socket(self, site: str) -> Path:
-        """Where a site's worker listens."""
+        """Return the path of the socket on which a site's worker listens."""
         return self.folder / "run" / f"{site}.sock"
 
-    def start(self, name: str, words: Sequence[object]) -> None:
-        """Start a process in the place of the one of its name, if there is one; its output goes to a log file."""
+    def start(self, name: str, command: Sequence[object]) -> None:
+        """Start a process, whose output goes to a log file; an earlier process of this name is killed."""
         if name in self.processes:
             self.kill(name)
-        given = {"env": self.environment, "cwd": self.folder, "start_new_session": True, "stdin": subprocess.DEVNULL}
         with self.log(name).open("ab") as log:
-            self.processes[name] = subprocess.Popen(list(map(str, words)), stdout=log, stderr=log, **given)  # type: ignore[call-overload]  # as it takes them
+            self.processes[name] = subprocess.Popen(
+                [str(word) for word in command],
+                env=self.environment,
+                cwd=self.folder,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends the others
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     def log(self, name: str) -> Path:
-        """Log file of a process."""
+        """Return the log file of a process."""
         return self.folder / "logs" / f"{name}.log"
 
     def kill(self, name: str) -> None:
-        """Kill a process by SIGKILL and wait for its end."""
+        """Kill a process with SIGKILL, and wait for its end."""
         process = self.processes.pop(name)
         process.kill()
         process.wait()
 
     def flwr(self, *words: object) -> str:
-        """Run a command of ``flwr`` and return what it prints; a RuntimeError with what it says if it fails."""
-        command = [str(program("flwr")), *map(str, words)]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command[1:3])} failed: {' '.join((done.stdout + done.stderr).split())}")
-        return done.stdout
+        """Run a command of ``flwr``, and return its standard output.
 
-    def wait_for(self, ready: Callable[[], object], process: str, what: str, seconds: float = STARTS) -> None:
-        """Wait until something is the case; a RuntimeError if the process ends before, or the time."""
-        end = time.monotonic() + seconds
+        Raises:
+            RuntimeError: If it fails, with its output.
+        """
+        command = [str(program("flwr")), *(str(word) for word in words)]
+        completed = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        if completed.returncode:
+            output = " ".join((completed.stdout + completed.stderr).split())
+            raise RuntimeError(f"{' '.join(command[1:3])} failed: {output}")
+        return completed.stdout
+
+    def wait_for(self, ready: Callable[[], object], process: str, what: str, seconds: float = START_TIMEOUT) -> None:
+        """Wait for something that a process makes.
+
+        Args:
+            ready: Returns whether it is there.
+            process: Name of the process.
+            what: Its name, for messages.
+            seconds: Longest time to wait.
+
+        Raises:
+            RuntimeError: If the process ends before it is there, or the time is over.
+        """
+        deadline = time.monotonic() + seconds
         while not ready():
             if process in self.processes and self.processes[process].poll() is not None:
-                said = self.log(process).read_text(errors="replace").strip().splitlines()[-5:]
-                raise RuntimeError(f"{process} ended before {what} was there: {' '.join(said)}")
-            if time.monotonic() > end:
+                last_lines = self.log(process).read_text(errors="replace").strip().splitlines()[-5:]
+                raise RuntimeError(f"{process} ended before {what} was there: {' '.join(last_lines)}")
+            if time.monotonic() > deadline:
                 raise RuntimeError(f"{what} was not there after {seconds:g} seconds; see {self.log(process)}")
             time.sleep(0.2)
 
     def end(self) -> None:
-        """End all processes: by SIGTERM, and what is left after ten seconds by SIGKILL."""
+        """End all processes with SIGTERM, and with SIGKILL those that are alive :data:`TERM_TIMEOUT` seconds later."""
         for process in self.processes.values():
             process.terminate()
-        end = time.monotonic() + 10
-        while time.monotonic() < end:
-            # All are waited for: Flower's processes end when they see that their parent is there no more.
-            if all([process.poll() is not None for process in self.processes.values()]) and not self.alive():
+        deadline = time.monotonic() + TERM_TIMEOUT
+        while time.monotonic() < deadline:
+            # Every process is polled, since one that ended stays a zombie until then. The processes that Flower's
+            # processes started end by themselves, when they see that their parent has ended.
+            exit_codes = [process.poll() for process in self.processes.values()]
+            if None not in exit_codes and not self.alive():
                 break
             time.sleep(0.2)
         for pid in self.alive():
@@ -146,23 +192,28 @@ class Loopback:
         self.processes.clear()
 
     def alive(self) -> list[int]:
-        """Ids of this federation's processes: the environment of all that descend from it names its folder."""
-        mark = f"FLWR_HOME={self.home}".encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):  # elsewhere Flower's own watch over parents must do
-            with suppress(OSError):
-                if int(entry.name) != os.getpid() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
+        """Return the ids of this deployment's processes, whose environment names its folder.
 
-    def _listens(self) -> bool:
+        Only Linux has ``/proc``; elsewhere Flower's processes end by themselves when their parents have ended.
+        """
+        mark = f"FLWR_HOME={self.home}".encode()
+        pids = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            pid = int(entry.name)
+            with suppress(OSError):  # it may have ended meanwhile, or be another user's
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                if pid != os.getpid() and mark in variables:
+                    pids.append(pid)
+        return pids
+
+    def _is_listening(self) -> bool:
         with socket.socket() as probe:
             probe.settimeout(1)
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses now."""
+    """Return a port of the loopback interface that is not in use."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
@@ -172,8 +223,15 @@ class Demo(Loopback):
     """Three sites that have the images of the clients of one recipe, and their server."""
 
     def begin(self, rounds: int, recipe_digest: Callable[[str], str], secure_sums: bool = False) -> None:
-        """Write recipe, app and keys, and start all that runs before a run is started."""
-        self.recipe, self.app = self.folder / "recipe.yaml", self.folder / "federation" / "app"
+        """Write recipe, app and keys, and start the SuperLink and the sites.
+
+        Args:
+            rounds: Rounds of the run.
+            recipe_digest: Returns the digest of a recipe, given its path.
+            secure_sums: Whether the server only sees sums.
+        """
+        self.recipe = self.folder / "recipe.yaml"
+        self.app = self.folder / "federation" / "app"
         self.recipe.write_text(demo_recipe(rounds, secure_sums), encoding="utf-8")
         self.digest = recipe_digest(str(self.recipe))
         write_app(self.app.parent, "demo", self.recipe.read_text(encoding="utf-8"), self.digest, "localhost")
@@ -197,7 +255,7 @@ class Demo(Loopback):
 
 
 def write_sites(folder: Path) -> None:
-    """Write an identity for each site, and the list of all."""
+    """Write an identity for each site, and the list of all identities."""
     from perada.deploy.sums.identity import write_identity
 
     for site in SITES:
@@ -207,7 +265,7 @@ def write_sites(folder: Path) -> None:
 
 
 def demo_recipe(rounds: int, secure_sums: bool = False) -> str:
-    """The recipe ``digits`` for three clients and a few short rounds; by a sum only the last one is scored."""
+    """Return the recipe ``digits`` for three clients and a few short rounds; with sums only the last one is scored."""
     recipe: dict[str, Any] = yaml.safe_load(DIGITS.read_text(encoding="utf-8"))
     recipe["trainer"] |= {"max_epochs": rounds, "check_val_every_n_epoch": rounds if secure_sums else 1}
     recipe["model"] |= {"engine": "loop", "cache_features": False}
@@ -219,13 +277,21 @@ def demo_recipe(rounds: int, secure_sums: bool = False) -> str:
     return "# The recipe digits with three clients.\n" + yaml.safe_dump(recipe, sort_keys=False)
 
 
-def site_file(folder: Path, place: int, recipe: Path, digest: str) -> Path:
-    """Write the file of a site that has the images of one of the recipe's clients."""
-    site, text = SITES[place], recipe.read_bytes()
+def site_file(folder: Path, client: int, recipe: Path, digest: str) -> Path:
+    """Write the file of the site that has the images of one of the recipe's clients.
+
+    Args:
+        folder: Folder of the deployment.
+        client: Number of the client.
+        recipe: File of the recipe.
+        digest: Digest of the recipe.
+    """
+    site = SITES[client]
+    text = recipe.read_bytes()
     data = yaml.safe_load(text)["data"]
     content = {
         "name": site,
-        "data": {"dataset": data["dataset"], "partition": data["partition"], "client": place},
+        "data": {"dataset": data["dataset"], "partition": data["partition"], "client": client},
         "state": f"state-{site}",
         "socket": f"run/{site}.sock",
         "recipes": [{"recipe": str(recipe), "sha256": hashlib.sha256(text).hexdigest(), "digest": digest}],
@@ -241,35 +307,41 @@ def site_file(folder: Path, place: int, recipe: Path, digest: str) -> Path:
 def run_demo(
     rounds: int, recipe_digest: Callable[[str], str], keep: Path | None = None, secure_sums: bool = False
 ) -> int:
-    """Run the demonstration, print its rounds and scores, end all processes and remove all files but those to ``keep``.
+    """Run the demonstration: print its rounds and scores, end all processes, and remove all files.
+
+    Args:
+        rounds: Rounds of the run.
+        recipe_digest: Returns the digest of a recipe, given its path.
+        keep: Folder of the server's state, which is not removed; None to remove the state too.
+        secure_sums: Whether the server only sees sums.
 
     Returns:
         0 if the run was completed.
     """
     check_flower()
-    began = time.monotonic()
+    started_at = time.monotonic()
     temporary = tempfile.TemporaryDirectory(prefix="pd")
-    with _unwound(), temporary as folder, Demo(Path(folder), SITES, ENVIRONMENT) as running:
+    with _exit_on_signals(), temporary as folder, Demo(Path(folder), SITES, ENVIRONMENT) as running:
         running.begin(rounds, recipe_digest, secure_sums)
         link = Link(f"127.0.0.1:{running.port}", running.folder / "keys" / "ca.crt")
         code = run_app(running.app, link, Terms(len(SITES), state=str(keep or running.folder / "server")))
-    print(f"All processes have ended, and nothing is left; {time.monotonic() - began:.0f} s")
+    print(f"All processes have ended, and nothing is left; {time.monotonic() - started_at:.0f} s")
     return code
 
 
 @contextmanager
-def _unwound() -> Iterator[None]:
-    """Leave contexts at SIGTERM and SIGHUP, as at Ctrl-C; a second signal does not disturb that."""
-    kinds = (signal.SIGTERM, signal.SIGHUP)
+def _exit_on_signals() -> Iterator[None]:
+    """Leave contexts at SIGTERM and SIGHUP, as at Ctrl-C. Further signals are ignored, so all are left cleanly."""
+    signals = (signal.SIGTERM, signal.SIGHUP)
 
-    def leave(kind: int, _: FrameType | None) -> None:
-        for one in kinds:
-            signal.signal(one, signal.SIG_IGN)
-        raise SystemExit(128 + kind)
+    def leave(number: int, _: FrameType | None) -> None:
+        for each_signal in signals:
+            signal.signal(each_signal, signal.SIG_IGN)
+        raise SystemExit(128 + number)
 
-    before = {kind: signal.signal(kind, leave) for kind in kinds}
+    handlers = {number: signal.signal(number, leave) for number in signals}
     try:
         yield
     finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and figures of the studies, drawn with matplotlib, which is imported only when one is drawn."""
+"""Files and figures of the studies. Matplotlib is imported only when a figure is drawn."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_output(output: Path) -> None:
-    """See that a study can be drawn and written into a folder, before anything is computed.
+    """Check that a study can be drawn and written into a folder, before anything is computed.
 
     Raises:
         FileExistsError: If ``output`` is a file.
@@ -25,7 +25,11 @@ def check_output(output: Path) -> None:
 
 
 def check_drawing(who: str, extra: str = "studies") -> None:
-    """See that there is something to draw with, before anything is computed.
+    """Check that matplotlib is installed, before anything is computed.
+
+    Args:
+        who: What needs it, for the message.
+        extra: The extra of perada that installs it.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -34,21 +38,27 @@ def check_drawing(who: str, extra: str = "studies") -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure, so many inches wide and high, that belongs to no window system and to no global state."""
+    """Return an empty figure, independent of window systems and of pyplot's state; width and height are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def write(output: Path, name: str, numbers: str, figures: "Mapping[str, Figure]") -> None:
-    """Write a study's numbers as NAME.json, and each figure as PNG under its own name.
+    """Write a study's files, and print their names.
 
-    A figure has 100 dots per inch and no date.
+    Args:
+        output: The folder.
+        name: Name of the JSON file, without its extension.
+        numbers: Content of the JSON file.
+        figures: Figures by the names of their PNG files, without the extension.
     """
     output.mkdir(parents=True, exist_ok=True)
+    files = [f"{name}.json"]
     with writing(output):
-        (output / f"{name}.json").write_text(numbers + "\n", encoding="utf-8")
-        for title, figure in figures.items():
-            figure.savefig(output / f"{title}.png", dpi=100, metadata={"Software": None})
-    files = [f"{name}.json", *(f"{title}.png" for title in figures)]
+        (output / files[0]).write_text(numbers + "\n", encoding="utf-8")
+        for figure_name, figure in figures.items():
+            files.append(f"{figure_name}.png")
+            # Without matplotlib's version equal numbers give equal files.
+            figure.savefig(output / files[-1], dpi=100, metadata={"Software": None})
     print(f"Wrote {', '.join(files)} to {output}")

@@ -4,7 +4,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,59 +26,117 @@ from perada.studies.toy_regression import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 GRID = 400
 """Points of [-1, 1] that bias and variance are averaged over."""
-PAPER = {1: (0.109, 0.0496), 2: (0.117, 0.0115), 10: (0.112, 0.0063), 20: (0.113, 0.0045), 40: (0.112, 0.0042)}
-"""Bias and variance by K as published (Table 1), for comparison only."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """Bias and variance as published."""
+
+    bias: float
+    variance: float
+
+
+PAPER = {
+    1: Published(0.109, 0.0496),
+    2: Published(0.117, 0.0115),
+    10: Published(0.112, 0.0063),
+    20: Published(0.113, 0.0045),
+    40: Published(0.112, 0.0042),
+}
+"""The paper's Table 1 by K, for comparison only."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions on the grid.
+
+    Attributes:
+        modes: Predictions of the modes of the first re-run (K, G).
+        averaged: Their means in all re-runs (R, G).
+    """
+
+    modes: Tensor
+    averaged: Tensor
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows beside the paper's, as a table."""
+    """Return a table of the results beside the paper's.
+
+    Args:
+        rows: What :func:`study` returns.
+    """
     header = ["K", "rounds", "bias", "squared bias", "variance", "× K", "of one mode"]
     header += ["bias (paper)", "variance (paper)"]
     body = []
     for row in rows:
-        modes, published = row["modes"], PAPER.get(row["modes"])
-        paper = [f"{published[0]:.3f}", f"{published[1]:.4f}"] if published else ["–", "–"]
-        variance = f"{row['variance']:.4f} ± {row['variance_se']:.4f}"
-        scaled, single = f"{modes * row['variance']:.4f}", f"{row['mode_variance']:.4f}"
-        biases = [f"{row['bias']:.3f}", f"{row['squared_bias']:.4f}"]
-        body.append([str(modes), str(row["rounds"]), *biases, variance, scaled, single, *paper])
+        modes = row["modes"]
+        cells = [
+            str(modes),
+            str(row["rounds"]),
+            f"{row['bias']:.3f}",
+            f"{row['squared_bias']:.4f}",
+            f"{row['variance']:.4f} ± {row['variance_se']:.4f}",
+            f"{modes * row['variance']:.4f}",
+            f"{row['mode_variance']:.4f}",
+        ]
+        if modes in PAPER:
+            cells += [f"{PAPER[modes].bias:.3f}", f"{PAPER[modes].variance:.4f}"]
+        else:
+            cells += ["–", "–"]
+        body.append(cells)
     return table(header, body)
 
 
-def draw(
-    problem: Problem, x: Tensor, curves: dict[int, tuple[Tensor, Tensor]], rows: Sequence[dict[str, Any]]
-) -> "Figure":
-    """Draw the first re-run's modes and their mean, FedAvg's re-runs, and the variance against K.
+def draw(problem: Problem, x: Tensor, predictions: dict[int, Predictions], rows: Sequence[dict[str, Any]]) -> "Figure":
+    """Draw the first re-run's modes and their mean, the re-runs of the smallest K, and the variance against K.
 
-    ``x`` is the grid (G,); ``curves``, by K, predictions of the modes of the first re-run (K, G) and averaged
-    predictions of all (R, G).
+    Args:
+        problem: The data.
+        x: The grid (G,).
+        predictions: Predictions by K.
+        rows: What :func:`study` returns.
     """
     figure = new_figure(11, 3.6)
-    axes = figure.subplots(1, 3)
-    least, most = min(curves), max(curves)
-    panels = (
-        (most, curves[most][0], f"K = {most}: modes of one run (± 2 s.d.)"),
-        (least, curves[least][1], f"K = {least}: re-runs (± 2 s.d.)"),
-    )
-    for axis, (modes, spread, title) in zip(axes, panels, strict=False):
-        middle, width = spread.mean(0), 2 * spread.std(0)
-        axis.fill_between(x, middle - width, middle + width, color="tab:green", alpha=0.3)
-        axis.plot(x, torch.sin(2 * math.pi * x), "k--", linewidth=1, label="E[y | x]")
-        axis.plot(x, curves[modes][1][0], "tab:blue", label="averaged" if modes > 1 else "one run")
-        axis.plot(problem.x[:20].flatten(), problem.y[:20].flatten(), ".", color="tab:red", markersize=3)
-        axis.set(title=title, xlabel="x", ylim=(-2.5, 2.5))
-        axis.legend(loc="lower left")
-    numbers, variances = [row["modes"] for row in rows], [row["variance"] for row in rows]
-    axes[2].loglog(numbers, variances, "o-", label="here")
-    axes[2].loglog(list(PAPER), [variance for _, variance in PAPER.values()], "s:", label="paper")
-    axes[2].loglog(numbers, [variances[0] * numbers[0] / k for k in numbers], "k--", linewidth=1, label="∝ 1/K")
-    axes[2].set(title="variance over re-runs", xlabel="modes K")
-    axes[2].legend()
+    axes_of_modes, axes_of_reruns, axes_of_variance = figure.subplots(1, 3)
+    largest = max(predictions)
+    _draw_predictions(axes_of_modes, problem, x, predictions[largest].averaged[0], predictions[largest].modes, largest)
+    axes_of_modes.set_title(f"K = {largest}: modes of one run (± 2 s.d.)")
+    smallest = min(predictions)
+    averaged = predictions[smallest].averaged
+    _draw_predictions(axes_of_reruns, problem, x, averaged[0], averaged, smallest)
+    axes_of_reruns.set_title(f"K = {smallest}: re-runs (± 2 s.d.)")
+    _draw_variance(axes_of_variance, rows)
     return figure
+
+
+def _draw_predictions(
+    axes: "Axes", problem: Problem, x: Tensor, prediction: Tensor, others: Tensor, modes: int
+) -> None:
+    """Draw a prediction (G,) with the truth and some data, and the mean of others (…, G) ± 2 standard deviations."""
+    mean = others.mean(0)
+    width = 2 * others.std(0)
+    axes.fill_between(x, mean - width, mean + width, color="tab:green", alpha=0.3)
+    axes.plot(x, torch.sin(2 * math.pi * x), "k--", linewidth=1, label="E[y | x]")
+    axes.plot(x, prediction, "tab:blue", label="averaged" if modes > 1 else "one run")
+    axes.plot(problem.x[:20].flatten(), problem.y[:20].flatten(), ".", color="tab:red", markersize=3)
+    axes.set(xlabel="x", ylim=(-2.5, 2.5))
+    axes.legend(loc="lower left")
+
+
+def _draw_variance(axes: "Axes", rows: Sequence[dict[str, Any]]) -> None:
+    """Draw the variance against K, with the paper's and with a line of slope -1."""
+    modes = [row["modes"] for row in rows]
+    variances = [row["variance"] for row in rows]
+    axes.loglog(modes, variances, "o-", label="here")
+    axes.loglog(list(PAPER), [published.variance for published in PAPER.values()], "s:", label="paper")
+    axes.loglog(modes, [variances[0] * modes[0] / k for k in modes], "k--", linewidth=1, label="∝ 1/K")
+    axes.set(title="variance over re-runs", xlabel="modes K")
+    axes.legend()
 
 
 def study(
@@ -100,29 +158,38 @@ def study(
         FileExistsError: If ``output`` is a file.
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    given = Settings(**settings)
+    training = Settings(**settings)
     if quick:
-        modes, given = (1, 2, 4), replace(given, reruns=10, rounds=20, ages=None)
+        modes = (1, 2, 4)
+        training = replace(training, reruns=10, rounds=20, ages=None)
     if not modes or min(modes) < 1 or list(modes) != sorted(set(modes)):
         raise ValueError(f"modes={list(modes)} cannot be compared; give different numbers from 1, ascending")
     check_output(output)
-    problem = make_problem(given.seed)
-    local_gain(basis(problem.x, problem.centres), given.lr, given.local_steps)  # refuses a rate that diverges
+    problem = make_problem(training.seed)
+    local_gain(basis(problem.x, problem.centres), training.lr, training.local_steps)  # raises if the rate diverges
     x = (torch.arange(GRID, dtype=torch.float64) + 0.5) * 2 / GRID - 1
-    phi, truth = basis(x, problem.centres), torch.sin(2 * math.pi * x)
-    rows, curves = [], {}
-    with tqdm(total=sum(map(given.length, modes)), desc="rounds", dynamic_ncols=True) as bar:
-        for count in modes:
-            bar.set_postfix(modes=count)
-            weights = train(problem, given, count, bar)
+    phi = basis(x, problem.centres)
+    truth = torch.sin(2 * math.pi * x)
+    rows = []
+    predictions = {}
+    num_rounds = sum(training.length(number) for number in modes)
+    with tqdm(total=num_rounds, desc="rounds", dynamic_ncols=True) as bar:
+        for number in modes:
+            bar.set_postfix(modes=number)
+            weights = train(problem, training, number, bar)
             averaged = weights.mean(1) @ phi.mT
-            alone = decompose(weights[:, 0] @ phi.mT, truth)["variance"]
-            scores = decompose(averaged, truth) | {"mode_variance": alone}
-            rows.append({"modes": count, "rounds": given.length(count), **scores})
-            curves[count] = (weights[0] @ phi.mT, averaged)
+            variance_of_mode = decompose(weights[:, 0] @ phi.mT, truth)["variance"]
+            row = {
+                "modes": number,
+                "rounds": training.length(number),
+                **decompose(averaged, truth),
+                "mode_variance": variance_of_mode,
+            }
+            rows.append(row)
+            predictions[number] = Predictions(modes=weights[0] @ phi.mT, averaged=averaged)
     print(summary(rows))
-    numbers = json.dumps({"settings": asdict(given), "rows": rows}, indent=1)
-    write(output, "fed_ensemble", numbers, {"fed_ensemble": draw(problem, x, curves, rows)})
+    content = json.dumps({"settings": asdict(training), "rows": rows}, indent=1)
+    write(output, "fed_ensemble", content, {"fed_ensemble": draw(problem, x, predictions, rows)})
     return rows
 
 

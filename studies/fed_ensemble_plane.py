@@ -103,11 +103,11 @@ class Plane:
     up: Tensor
 
     def point(self, x: float, y: float) -> Tensor:
-        """The weights (P,) at two coordinates."""
+        """Return the weights (P,) at two coordinates."""
         return self.origin + x * self.across + y * self.up
 
     def coordinates(self, weights: Tensor) -> tuple[float, float]:
-        """The coordinates of weights (P,), of their projection if they lie outside."""
+        """Return the coordinates of weights (P,), or of their projection if they lie outside the plane."""
         offset = weights - self.origin
         return (offset @ self.across).item(), (offset @ self.up).item()
 
@@ -128,7 +128,7 @@ def plane_through(first: Tensor, second: Tensor, third: Tensor) -> Plane:
 
 
 def loss_at(network: nn.Module, weights: Tensor, like: State, images: Tensor, labels: Tensor) -> float:
-    """Mean cross-entropy of a network whose parameters are a flat vector.
+    """Return the mean cross-entropy of a network whose parameters are a flat vector.
 
     Args:
         network: The network.
@@ -152,7 +152,7 @@ def loss_at(network: nn.Module, weights: Tensor, like: State, images: Tensor, la
 
 
 def barrier(losses: Sequence[float]) -> float:
-    """How far the loss along a line rises above the straight line between the losses of its ends.
+    """Return how far the loss along a line rises above the straight line between the losses of its ends.
 
     >>> barrier([1.0, 4.0, 2.0])
     2.5
@@ -163,7 +163,7 @@ def barrier(losses: Sequence[float]) -> float:
 
 
 def convolutional_network(channels: int, height: int, width: int, classes: int) -> nn.Sequential:
-    """A network of two convolutions, as the paper takes for MNIST, without BatchNorm."""
+    """Return a network of two convolutions, as the paper uses for MNIST, without BatchNorm."""
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1),
         nn.ReLU(),
@@ -182,7 +182,10 @@ def train_modes(network: nn.Module, images: Tensor, labels: Tensor, settings: Pl
     no_test_set = Split(labels.numpy()[:0], index[:0])
     seed_of_division = derive_seed(seed, "fed-ensemble-plane/clients")
     shares, _ = IID(settings.clients).split(Split(labels.numpy(), index), no_test_set, seed_of_division)
-    clients = [TensorDataset(images[torch.as_tensor(rows)], labels[torch.as_tensor(rows)]) for rows in shares]
+    clients = []
+    for share in shares:
+        rows = torch.as_tensor(share)
+        clients.append(TensorDataset(images[rows], labels[rows]))
     with quiet():
         run = finetune(
             network,
@@ -233,20 +236,22 @@ def study(
     if quick:
         settings = QUICK
     check_output(output)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     source = HeadSettings(settings.dataset, settings.root, settings.download)
-    (train_images, train_labels), (test_images, test_labels) = load_images(source)
-    images = train_images[: settings.train_images] / 255.0
-    labels = train_labels[: settings.train_images]
+    splits = load_images(source)
+    images = splits.train.images[: settings.train_images] / 255.0
+    labels = splits.train.labels[: settings.train_images]
     height, width = images.shape[-2:]
+    num_classes = int(splits.train.labels.max()) + 1
     with seeded(seed, "fed-ensemble-plane/network"):
-        network = convolutional_network(settings.channels, height, width, int(train_labels.max()) + 1)
+        network = convolutional_network(settings.channels, height, width, num_classes)
     modes = train_modes(network, images, labels, settings, seed)
 
     points = [torch.cat([tensor.flatten().double() for tensor in mode.values()]) for mode in modes]
     plane = plane_through(*points[:IN_PLANE])
     coordinates = [plane.coordinates(point) for point in points[:IN_PLANE]]
-    x_axis, y_axis = (_axis(values, settings) for values in zip(*coordinates, strict=True))
+    x_axis = _axis([x for x, _ in coordinates], settings)
+    y_axis = _axis([y for _, y in coordinates], settings)
     grid = []
     with tqdm(total=settings.grid**2, desc="points of the plane", dynamic_ncols=True) as bar:
         for y in y_axis:
@@ -257,24 +262,25 @@ def study(
             grid.append(row)
 
     pairs = []
-    for one, other in combinations(range(IN_PLANE), 2):
-        shares = np.linspace(0, 1, settings.line)
-        between = [(1 - share) * points[one] + share * points[other] for share in shares]
-        losses = [loss_at(network, weights, modes[0], images, labels) for weights in between]
-        distance = (points[one] - points[other]).norm().item()
-        pairs.append({"modes": [one, other], "distance": distance, "losses": losses, "barrier": barrier(losses)})
+    for first, second in combinations(range(IN_PLANE), 2):
+        losses = []
+        for share in np.linspace(0, 1, settings.line):
+            weights = (1 - share) * points[first] + share * points[second]
+            losses.append(loss_at(network, weights, modes[0], images, labels))
+        distance = (points[first] - points[second]).norm().item()
+        pairs.append({"modes": [first, second], "distance": distance, "losses": losses, "barrier": barrier(losses)})
 
-    accuracy, ensemble = _accuracies(network, modes, test_images / 255.0, test_labels)
+    accuracies = _accuracies(network, modes, splits.test.images / 255.0, splits.test.labels)
     result = {
         "settings": {"seed": seed, **asdict(settings)},
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - started_at, 1),
         "x": x_axis,
         "y": y_axis,
         "loss": grid,
         "coordinates": coordinates,
         "mode_loss": [loss_at(network, point, modes[0], images, labels) for point in points],
-        "accuracy": accuracy,
-        "ensemble": ensemble,
+        "accuracy": accuracies.modes,
+        "ensemble": accuracies.ensemble,
         "pairs": pairs,
     }
     print(summary(result))
@@ -283,24 +289,33 @@ def study(
 
 
 def _axis(values: Sequence[float], settings: PlaneSettings) -> list[float]:
-    """Coordinates of the grid along one axis, from below the least value to above the greatest."""
+    """Return the coordinates of the grid along one axis, from below the smallest value to above the largest."""
     extent = settings.margin * (max(values) - min(values))
     axis: list[float] = np.linspace(min(values) - extent, max(values) + extent, settings.grid).tolist()
     return axis
 
 
-def _accuracies(
-    network: nn.Module, modes: Sequence[State], images: Tensor, labels: Tensor
-) -> tuple[list[float], float]:
+@dataclass(frozen=True)
+class Accuracies:
     """Accuracy of each mode, and of the mean of their logits."""
+
+    modes: list[float]
+    ensemble: float
+
+
+def _accuracies(network: nn.Module, modes: Sequence[State], images: Tensor, labels: Tensor) -> Accuracies:
+    """Return the accuracies on images (N, C, H, W) with labels (N,)."""
     with torch.no_grad():
-        logits = torch.stack([functional_call(network, mode, (images,)) for mode in modes])
-    alone = [(one.argmax(1) == labels).double().mean().item() for one in logits]
-    return alone, (logits.mean(0).argmax(1) == labels).double().mean().item()
+        logits = torch.stack([functional_call(network, mode, (images,)) for mode in modes])  # (K, N, classes)
+
+    def accuracy(logits: Tensor) -> float:
+        return (logits.argmax(1) == labels).double().mean().item()
+
+    return Accuracies([accuracy(logits_of_mode) for logits_of_mode in logits], accuracy(logits.mean(0)))
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The three lines between modes, as a table, and the accuracies."""
+    """Return a table of the three lines between modes, and the accuracies."""
     rows = []
     for pair in result["pairs"]:
         losses = pair["losses"]
@@ -308,8 +323,8 @@ def summary(result: dict[str, Any]) -> str:
         first, second = pair["modes"]
         rows.append([f"{first} – {second}", *(f"{number:.3f}" for number in numbers)])
     header = ["modes", "distance", "loss of the first", "largest between", "loss of the second", "barrier"]
-    alone = ", ".join(f"{100 * share:.1f}" for share in result["accuracy"])
-    return f"{table(header, rows)}\n\nTest accuracy in %: modes {alone}; their mean {100 * result['ensemble']:.1f}"
+    accuracies = ", ".join(f"{100 * accuracy:.1f}" for accuracy in result["accuracy"])
+    return f"{table(header, rows)}\n\nTest accuracy in %: modes {accuracies}; their mean {100 * result['ensemble']:.1f}"
 
 
 def draw(result: dict[str, Any]) -> "Figure":

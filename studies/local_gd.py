@@ -8,9 +8,10 @@ The paper is https://arxiv.org/abs/2412.07971v1; what is computed is in ``local_
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser
@@ -41,27 +42,61 @@ CLASSIFICATION = ClassificationSettings()
 DIRICHLET = DirichletSettings()
 HEAD = HeadSettings()
 """The paper's settings, where it gives them."""
-QUICK: dict[str, Any] = {
-    "nodes": Nodes(5, 10),
-    "regression": RegressionSettings(
-        200, (30, 50, 70, 100, 200), rounds=30, local_steps=100, lr=1e-3, central_steps=500
-    ),
-    "classification": ClassificationSettings(200, (75, 100, 200), rounds=30, lr=0.05, central_steps=2000),
-    "dirichlet": DirichletSettings(
-        nodes=5, samples=50, dimension=200, rounds=30, local_steps=100, lr=0.05, central_steps=3000
-    ),
-    "head": HeadSettings("digits", rounds=10, local_steps=10),
-}
-"""Settings of ``--quick``."""
 
-TO_CENTRAL = {"plain_central": "G – C", "modified_central": "G-Mod – C"}
-ACCURACIES = {"plain_accuracy": "G", "modified_accuracy": "G-Mod", "central_accuracy": "C", "svm_accuracy": "SVM"}
-"""Labels of curves of a classification."""
+# Settings of --quick.
+QUICK_NODES = Nodes(count=5, samples=10)
+QUICK_REGRESSION = RegressionSettings(
+    dimension=200, dimensions=(30, 50, 70, 100, 200), rounds=30, local_steps=100, lr=1e-3, central_steps=500
+)
+QUICK_CLASSIFICATION = ClassificationSettings(
+    dimension=200, dimensions=(75, 100, 200), rounds=30, lr=0.05, central_steps=2000
+)
+QUICK_DIRICHLET = DirichletSettings(
+    nodes=5, samples=50, dimension=200, rounds=30, local_steps=100, lr=0.05, central_steps=3000
+)
+QUICK_HEAD = HeadSettings(dataset="digits", rounds=10, local_steps=10)
 
-Line = tuple[str, Sequence[float], list[float], str]
-"""Label, x, y and matplotlib's format of a curve."""
-Panel = tuple[str, str, bool, list[Line]]
-"""Title, label of x, whether y is logarithmic, curves."""
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a figure.
+
+    Attributes:
+        label: Its name in the legend.
+        x, y: Its points.
+        style: matplotlib's format.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    style: str = "-"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes of a figure.
+
+    Attributes:
+        title: Title, without the letter.
+        xlabel: Label of the x-axis.
+        lines: Its curves.
+        log_y: Whether the y-axis is logarithmic.
+    """
+
+    title: str
+    xlabel: str
+    lines: list[Line]
+    log_y: bool = False
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """A row of the printed table: a number for Local-GD and for Modified Local-GD, None if there is none."""
+
+    name: str
+    plain: float
+    modified: float | None = None
 
 
 def study(
@@ -96,25 +131,25 @@ def study(
         FileNotFoundError: If images or weights are missing.
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    options: dict[str, Any] = {
-        "nodes": nodes,
-        "regression": regression,
-        "classification": classification,
-        "dirichlet": dirichlet,
-        "head": head,
-    }
     if quick:
-        options = QUICK
-        nodes, regression, classification, dirichlet, head = options.values()
+        nodes = QUICK_NODES
+        regression = QUICK_REGRESSION
+        classification = QUICK_CLASSIFICATION
+        dirichlet = QUICK_DIRICHLET
+        head = QUICK_HEAD
     check_output(output)
-    load_images(head)  # says at once if they are missing
-    found: dict[str, Any] = {}
-    seconds: dict[str, float] = {}
-    sizes = [len({problem.dimension, *problem.dimensions}) for problem in (regression, classification)]
-    with tqdm(total=sum(sizes) + len(dirichlet.alphas) + 4, desc="local-gd", dynamic_ncols=True) as bar:
+    load_images(head)  # raises at once if they are missing
 
-        def advance(what: str) -> None:
-            bar.set_postfix_str(what)
+    num_dimensions = len({regression.dimension, *regression.dimensions})
+    num_dimensions += len({classification.dimension, *classification.dimensions})
+    head_steps = 4  # features and three heads
+    num_steps = num_dimensions + len(dirichlet.alphas) + head_steps
+    results: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
+    with tqdm(total=num_steps, desc="local-gd", dynamic_ncols=True) as bar:
+
+        def advance(step: str) -> None:
+            bar.set_postfix_str(step)
             bar.update()
 
         parts: dict[str, Callable[[], dict[str, Any]]] = {
@@ -124,135 +159,210 @@ def study(
             "head": partial(head_curves, head, seed, advance),
         }
         for name, compute in parts.items():
-            began = time.perf_counter()
-            found[name] = compute()
-            seconds[name] = round(time.perf_counter() - began, 1)
-    settings = {"seed": seed, **{name: asdict(value) for name, value in options.items()}}
-    written = {"settings": settings, "seconds": seconds, **found}
-    print(summary(found))
-    figures = {"local_gd": draw(found), "local_gd_dirichlet": draw_dirichlet(found["dirichlet"])}
-    write(output, "local_gd", json.dumps(written), figures)
-    return written
+            started_at = time.perf_counter()
+            results[name] = compute()
+            seconds[name] = round(time.perf_counter() - started_at, 1)
+    settings = {
+        "seed": seed,
+        "nodes": asdict(nodes),
+        "regression": asdict(regression),
+        "classification": asdict(classification),
+        "dirichlet": asdict(dirichlet),
+        "head": asdict(head),
+    }
+    content = {"settings": settings, "seconds": seconds, **results}
+    print(summary(results))
+    figures = {"local_gd": draw(results), "local_gd_dirichlet": draw_dirichlet(results["dirichlet"])}
+    write(output, "local_gd", json.dumps(content), figures)
+    return content
 
 
-def draw(found: dict[str, Any]) -> "Figure":
-    """Draw panels (a) to (i) of the paper's Figure 1, of what :func:`study` returns."""
+def draw(results: dict[str, Any]) -> "Figure":
+    """Draw panels (a) to (i) of the paper's Figure 1.
+
+    Args:
+        results: What :func:`study` returns.
+    """
     figure = new_figure(9.8, 7.8)
-    panels = [*_regression_panels(found["regression"]), *_classification_panels(found["classification"])]
-    panels += _head_panels(found["head"])
+    panels = [
+        *_regression_panels(results["regression"]),
+        *_classification_panels(results["classification"]),
+        *_head_panels(results["head"]),
+    ]
     _draw_panels(figure.subplots(3, 3).flat, panels)
     return figure
 
 
-def draw_dirichlet(found: dict[str, Curves]) -> "Figure":
+def draw_dirichlet(curves_of_alpha: dict[str, Curves]) -> "Figure":
     """Draw the panels of the paper's Figure 2: for each α, distance of directions and accuracy by round."""
-    figure = new_figure(6.8, 2.6 * len(found))
+    figure = new_figure(6.8, 2.6 * len(curves_of_alpha))
     panels = []
-    for alpha, curves in found.items():
-        rounds = range(1, len(curves["plain_central"]) + 1)
-        distances = _lines(curves, TO_CENTRAL, ["-", "-"], rounds)
-        constants = {name: curves[name] * len(rounds) for name in ("central_accuracy", "svm_accuracy")}
-        accuracies = _lines(curves | constants, ACCURACIES, ["-", "--", "k:", "-."], rounds)
-        panels += [
-            (f"α = {alpha}: distance of directions", "round", False, distances),
-            (f"α = {alpha}: expected accuracy", "round", False, accuracies),
+    for alpha, curves in curves_of_alpha.items():
+        rounds = _rounds_of(curves["plain_central"])
+        distances = [
+            Line("G – C", rounds, curves["plain_central"]),
+            Line("G-Mod – C", rounds, curves["modified_central"]),
         ]
-    _draw_panels(figure.subplots(len(found), 2).flat, panels)
+        accuracies = [
+            Line("G", rounds, curves["plain_accuracy"]),
+            Line("G-Mod", rounds, curves["modified_accuracy"], "--"),
+            Line("C", rounds, curves["central_accuracy"] * len(rounds), "k:"),
+            Line("SVM", rounds, curves["svm_accuracy"] * len(rounds), "-."),
+        ]
+        panels.append(Panel(f"α = {alpha}: distance of directions", "round", distances))
+        panels.append(Panel(f"α = {alpha}: expected accuracy", "round", accuracies))
+    _draw_panels(figure.subplots(len(curves_of_alpha), 2).flat, panels)
     return figure
 
 
-def _draw_panels(axes: "Iterable[Axes]", panels: Sequence[Panel]) -> None:
-    """Draw each panel on its axis, with letters from (a)."""
-    for letter, axis, (title, xlabel, log, lines) in zip("abcdefghijklmnopqrstuvwxyz", axes, panels, strict=False):
-        for label, x, y, style in lines:
-            axis.plot(x, y, style, label=label, markersize=3, linewidth=1.2)
-        axis.set_title(f"({letter}) {title}", fontsize="medium")
-        axis.set_xlabel(xlabel)
-        if log:
-            axis.set_yscale("log")
-        axis.legend(fontsize="small")
+def _rounds_of(curve: Sequence[float]) -> range:
+    """Return the rounds of a curve that begins after the first round."""
+    return range(1, len(curve) + 1)
 
 
-def _regression_panels(found: dict[str, Curves]) -> list[Panel]:
-    rounds, by_d = found["rounds"], found["dimensions"]
-    labels = {"central": "G – C", "closed": "G – closed form, L steps", "limit": "G – closed form, L → ∞"}
-    distances = _lines(rounds, labels, ["-", "--", ":"], range(len(rounds["central"])))
-    ends = labels | {"central_least_norm": "C – X⁺y"}
-    errors = {"error": "G", "central_error": "C"}
+def _draw_panels(all_axes: "Iterable[Axes]", panels: Sequence[Panel]) -> None:
+    """Draw each panel on its axes, with letters from (a)."""
+    for letter, axes, panel in zip(ascii_lowercase, all_axes, panels, strict=False):
+        for line in panel.lines:
+            axes.plot(line.x, line.y, line.style, label=line.label, markersize=3, linewidth=1.2)
+        axes.set_title(f"({letter}) {panel.title}", fontsize="medium")
+        axes.set_xlabel(panel.xlabel)
+        if panel.log_y:
+            axes.set_yscale("log")
+        axes.legend(fontsize="small")
+
+
+def _regression_panels(results: dict[str, Curves]) -> list[Panel]:
+    """Return panels (a) to (c)."""
+    by_round = results["rounds"]
+    rounds = range(len(by_round["central"]))
+    distances_by_round = [
+        Line("G – C", rounds, by_round["central"]),
+        Line("G – closed form, L steps", rounds, by_round["closed"], "--"),
+        Line("G – closed form, L → ∞", rounds, by_round["limit"], ":"),
+    ]
+    ends = results["dimensions"]
+    dimensions = ends["dimension"]
+    distances_by_dimension = [
+        Line("G – C", dimensions, ends["central"], "o-"),
+        Line("G – closed form, L steps", dimensions, ends["closed"], "s--"),
+        Line("G – closed form, L → ∞", dimensions, ends["limit"], "d:"),
+        Line("C – X⁺y", dimensions, ends["central_least_norm"], "^-."),
+    ]
+    errors = [
+        Line("G", dimensions, ends["error"], "o-"),
+        Line("C", dimensions, ends["central_error"], "^-."),
+    ]
     return [
-        ("regression: ‖w₁ − w₂‖/d", "round", False, distances),
-        ("regression: ‖w₁ − w₂‖/d", "dimension d", True, _lines(by_d, ends, ["o-", "s--", "d:", "^-."])),
-        ("regression: generalisation error / d", "dimension d", True, _lines(by_d, errors, ["o-", "^-."])),
+        Panel("regression: ‖w₁ − w₂‖/d", "round", distances_by_round),
+        Panel("regression: ‖w₁ − w₂‖/d", "dimension d", distances_by_dimension, log_y=True),
+        Panel("regression: generalisation error / d", "dimension d", errors, log_y=True),
     ]
 
 
-def _classification_panels(found: dict[str, Curves]) -> list[Panel]:
-    by_d = found["dimensions"]
-    ks = range(1, len(found["rounds"]["plain_central"]) + 1)
-    rounds = found["rounds"] | {"central_svm": found["rounds"]["central_svm"] * len(ks)}  # a constant
-    to_svm = {"plain_svm": "G – SVM", "modified_svm": "G-Mod – SVM", "central_svm": "C – SVM"}
-    distance = "classification: distance of directions"
-    by_round = _lines(rounds, TO_CENTRAL | to_svm, ["-", "-", "--", "--", "k:"], ks)
-    svm = _lines(by_d, to_svm, ["o-", "o-", "k^:"])
+def _classification_panels(results: dict[str, Curves]) -> list[Panel]:
+    """Return panels (d) to (g)."""
+    by_round = results["rounds"]
+    rounds = _rounds_of(by_round["plain_central"])
+    distances_by_round = [
+        Line("G – C", rounds, by_round["plain_central"]),
+        Line("G-Mod – C", rounds, by_round["modified_central"]),
+        Line("G – SVM", rounds, by_round["plain_svm"], "--"),
+        Line("G-Mod – SVM", rounds, by_round["modified_svm"], "--"),
+        Line("C – SVM", rounds, by_round["central_svm"] * len(rounds), "k:"),
+    ]
+    ends = results["dimensions"]
+    dimensions = ends["dimension"]
+    distances_by_dimension = [
+        Line("G – C", dimensions, ends["plain_central"], "o-"),
+        Line("G-Mod – C", dimensions, ends["modified_central"], "o-"),
+    ]
+    directions_to_svm = [
+        Line("G – SVM", dimensions, ends["plain_svm"], "o-"),
+        Line("G-Mod – SVM", dimensions, ends["modified_svm"], "o-"),
+        Line("C – SVM", dimensions, ends["central_svm"], "k^:"),
+    ]
+    accuracies = [
+        Line("G", dimensions, ends["plain_accuracy"], "o-"),
+        Line("G-Mod", dimensions, ends["modified_accuracy"], "s--"),
+        Line("C", dimensions, ends["central_accuracy"], "k^:"),
+        Line("SVM", dimensions, ends["svm_accuracy"], "d-."),
+    ]
     return [
-        (distance, "round", False, by_round),
-        (distance, "dimension d", False, _lines(by_d, TO_CENTRAL, ["o-", "o-"])),
-        ("classification: direction to the SVM", "dimension d", False, svm),
-        (
-            "classification: expected accuracy",
-            "dimension d",
-            False,
-            _lines(by_d, ACCURACIES, ["o-", "s--", "k^:", "d-."]),
-        ),
+        Panel("classification: distance of directions", "round", distances_by_round),
+        Panel("classification: distance of directions", "dimension d", distances_by_dimension),
+        Panel("classification: direction to the SVM", "dimension d", directions_to_svm),
+        Panel("classification: expected accuracy", "dimension d", accuracies),
     ]
 
 
-def _head_panels(found: Curves) -> list[Panel]:
-    ks = range(1, len(found["plain_central"]) + 1)
-    right = {"plain_accuracy": "G", "modified_accuracy": "G-Mod", "central_accuracy": "C, same steps"}
+def _head_panels(curves: Curves) -> list[Panel]:
+    """Return panels (h) and (i)."""
+    rounds = _rounds_of(curves["plain_central"])
+    distances = [
+        Line("G – C", rounds, curves["plain_central"]),
+        Line("G-Mod – C", rounds, curves["modified_central"]),
+    ]
+    accuracies = [
+        Line("G", rounds, curves["plain_accuracy"]),
+        Line("G-Mod", rounds, curves["modified_accuracy"]),
+        Line("C, same steps", rounds, curves["central_accuracy"]),
+    ]
     return [
-        ("head: direction to the centralized one", "round", False, _lines(found, TO_CENTRAL, ["-"] * 2, ks)),
-        ("head: test accuracy", "round", False, _lines(found, right, ["-"] * 3, ks)),
+        Panel("head: direction to the centralized one", "round", distances),
+        Panel("head: test accuracy", "round", accuracies),
     ]
 
 
-def _lines(curves: Curves, labels: dict[str, str], styles: list[str], x: Sequence[float] | None = None) -> list[Line]:
-    """The named curves with their labels and styles, by default against the dimension."""
-    x = curves["dimension"] if x is None else x
-    return [(label, x, curves[name], style) for (name, label), style in zip(labels.items(), styles, strict=True)]
+def summary(results: dict[str, Any]) -> str:
+    """Return a table of the ends of the curves.
 
-
-def summary(found: dict[str, Any]) -> str:
-    """The ends of the curves, as a table."""
-    linear, halves, head = found["regression"]["rounds"], found["classification"]["rounds"], found["head"]
-    scale, central = linear["scale"][0], head["central_accuracy"][-1]
+    Args:
+        results: What :func:`study` returns.
+    """
+    regression = results["regression"]["rounds"]
+    scale = regression["scale"][0]
     rows = [
-        ("regression: largest distance to the closed form, relative", max(linear["closed"]) / scale, None),
-        ("regression: distance to X⁺y at the end, relative", linear["least_norm"][-1] / scale, None),
-        ("classification: direction to C", halves["plain_central"][-1], halves["modified_central"][-1]),
-        ("classification: direction to the SVM", halves["plain_svm"][-1], halves["modified_svm"][-1]),
-        *_dirichlet_rows(found["dirichlet"]),
-        ("head: direction to C", head["plain_central"][-1], head["modified_central"][-1]),
-        (f"head: accuracy (C {central:.4f})", head["plain_accuracy"][-1], head["modified_accuracy"][-1]),
+        SummaryRow("regression: largest distance to the closed form, relative", max(regression["closed"]) / scale),
+        SummaryRow("regression: distance to X⁺y at the end, relative", regression["least_norm"][-1] / scale),
     ]
-    numbers = [[name, *("" if one is None else f"{one:.4g}" for one in ends)] for name, *ends in rows]
-    return table(["", "Local-GD", "modified"], numbers)
+    rows += _classification_rows(results["classification"]["rounds"])
+    rows += _dirichlet_rows(results["dirichlet"])
+    rows += _head_rows(results["head"])
+    body = []
+    for row in rows:
+        modified = "" if row.modified is None else f"{row.modified:.4g}"
+        body.append([row.name, f"{row.plain:.4g}", modified])
+    return table(["", "Local-GD", "modified"], body)
 
 
-def _dirichlet_rows(found: dict[str, Curves]) -> list[tuple[str, float, float]]:
-    """Rows of :func:`summary` for each α."""
+def _last_row(name: str, curves: Curves, curve: str) -> SummaryRow:
+    """Return a row with the last value of a curve for Local-GD and for Modified Local-GD."""
+    return SummaryRow(name, curves[f"plain_{curve}"][-1], curves[f"modified_{curve}"][-1])
+
+
+def _classification_rows(curves: Curves) -> list[SummaryRow]:
+    return [
+        _last_row("classification: direction to C", curves, "central"),
+        _last_row("classification: direction to the SVM", curves, "svm"),
+    ]
+
+
+def _dirichlet_rows(curves_of_alpha: dict[str, Curves]) -> list[SummaryRow]:
     rows = []
-    for alpha, curves in found.items():
-        central = curves["central_accuracy"][-1]
-        rows += [
-            (f"Dirichlet {alpha}: direction to C", curves["plain_central"][-1], curves["modified_central"][-1]),
-            (
-                f"Dirichlet {alpha}: expected accuracy (C {central:.4f})",
-                curves["plain_accuracy"][-1],
-                curves["modified_accuracy"][-1],
-            ),
-        ]
+    for alpha, curves in curves_of_alpha.items():
+        central_accuracy = curves["central_accuracy"][-1]
+        rows.append(_last_row(f"Dirichlet {alpha}: direction to C", curves, "central"))
+        rows.append(_last_row(f"Dirichlet {alpha}: expected accuracy (C {central_accuracy:.4f})", curves, "accuracy"))
     return rows
+
+
+def _head_rows(curves: Curves) -> list[SummaryRow]:
+    central_accuracy = curves["central_accuracy"][-1]
+    return [
+        _last_row("head: direction to C", curves, "central"),
+        _last_row(f"head: accuracy (C {central_accuracy:.4f})", curves, "accuracy"),
+    ]
 
 
 def main(parser: ArgumentParser, words: list[str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the panels of the Local-GD study show: distances and errors by round and by dimension, as numbers."""
+"""The curves of the Local-GD study: distances and errors by round and by dimension."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,22 +13,25 @@ from perada.studies import local_gd_linear as linear
 
 Curves = dict[str, list[float]]
 Advance = Callable[[str], None]
-"""Told what was finished, for a progress bar."""
+"""Called with the name of each finished step, for a progress bar."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Settings of which each whole number, or each of a tuple of them, is 1 or more.
+    """Settings whose integers, also those in tuples, are at least 1.
 
     Raises:
-        ValueError: Otherwise, with the name and the value.
+        ValueError: If one is not, or a tuple is empty.
     """
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            for count in (value or (0,)) if isinstance(value, tuple) else (value,):
-                if type(count) is int:
-                    check_integer(f"{type(self).__name__}: {name}", count)
+            values = value if isinstance(value, tuple) else (value,)
+            if not values:
+                values = (0,)  # an empty tuple is rejected like a 0
+            for number in values:
+                if type(number) is int:  # bool is a subclass of int
+                    check_integer(f"{type(self).__name__}: {name}", number)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class RegressionSettings(Counts):
 
     Args:
         dimension: d of the curves by round.
-        dimensions: Those of the curves by dimension.
+        dimensions: d of the curves by dimension.
         rounds: Communication rounds R.
         local_steps: L.
         lr: Learning rate, on half the sum of a node's squared errors.
@@ -58,12 +61,12 @@ class ClassificationSettings(Counts):
 
     Args:
         dimension: d of the curves by round.
-        dimensions: Those of the curves by dimension.
+        dimensions: d of the curves by dimension.
         rounds: Communication rounds R.
         local_steps: L.
         lr: Learning rate, on the mean of a node's exponential losses.
         decay: λ, the pull towards the global model.
-        noise: Standard deviation of what tells the nodes' true models apart.
+        noise: Standard deviation of the differences between the nodes' true models.
         central_steps: Steps of the centralized model.
     """
 
@@ -123,38 +126,45 @@ class Nodes(Counts):
 
 
 def regression_at(dimension: int, nodes: Nodes, settings: RegressionSettings, seed: int) -> Curves:
-    """One dimension's curves by round, w⁰ first.
+    """Return the curves of one dimension by round, from w⁰ on.
 
-    Distances are ‖w₁ − w₂‖/d. ``closed`` and ``limit``: the global model to its closed form, for L steps and for
-    infinitely many; ``least_norm`` to X⁺y, ``central`` to the trained centralized model. ``error`` is mean_i
+    Distances are ‖w₁ − w₂‖/d. ``closed`` and ``limit`` are those of the global model to its closed form, for L steps
+    and for infinitely many; ``least_norm`` is to X⁺y, ``central`` to the trained centralized model. ``error`` is mean_i
     ‖w − w_i*‖²/d. With one value: ``central_least_norm``, ``central_error``, and ``scale``, ‖X⁺y‖/d.
     """
     problem = linear.regression(dimension, nodes.count, nodes.samples, seed)
-    steps, lr, rounds = settings.local_steps, settings.lr, settings.rounds
-    path = linear.federate(linear.regression_steps(problem, steps, lr), dimension, rounds)
-    central = linear.centralized(problem, settings.central_steps, lr, classify=False)
-    best = linear.least_norm(problem)
-    return _numbers(
-        closed=(path - linear.closed_form(problem, rounds, steps, lr)).norm(dim=-1) / dimension,
-        limit=(path - linear.closed_form(problem, rounds)).norm(dim=-1) / dimension,
-        least_norm=(path - best).norm(dim=-1) / dimension,
-        central=(path - central).norm(dim=-1) / dimension,
+    local = linear.regression_steps(problem, settings.local_steps, settings.lr)
+    path = linear.federate(local, dimension, settings.rounds)
+    closed_form = linear.closed_form(problem, settings.rounds, settings.local_steps, settings.lr)
+    closed_form_in_the_limit = linear.closed_form(problem, settings.rounds)
+    central = linear.centralized(problem, settings.central_steps, settings.lr, classify=False)
+    least_norm = linear.least_norm(problem)
+
+    def distance(models: Tensor, target: Tensor) -> Tensor:
+        norm: Tensor = (models - target).norm(dim=-1)
+        return norm / dimension
+
+    return _curves(
+        closed=distance(path, closed_form),
+        limit=distance(path, closed_form_in_the_limit),
+        least_norm=distance(path, least_norm),
+        central=distance(path, central),
         error=_error(path, problem.truth),
-        central_least_norm=(central - best).norm() / dimension,
+        central_least_norm=(central - least_norm).norm() / dimension,
         central_error=_error(central, problem.truth),
-        scale=best.norm() / dimension,
+        scale=least_norm.norm() / dimension,
     )
 
 
 def _error(w: Tensor, truth: Tensor) -> Tensor:
-    """Mean over nodes of ‖w − w_i*‖²/d, for models (..., d)."""
+    """Return the mean over nodes of ‖w − w_i*‖²/d, for models (..., d)."""
     return (w.unsqueeze(-2) - truth).square().mean((-1, -2))
 
 
 def classification_at(dimension: int, nodes: Nodes, settings: ClassificationSettings, seed: int) -> Curves:
-    """One dimension's curves by round, from the first round on: w⁰ = 0 has no direction.
+    """Return the curves of one dimension by round, from the first round on, since w⁰ = 0 has no direction.
 
-    For each of ``plain`` and ``modified`` Local-GD: distance in direction ``…_central`` and ``…_svm``, to the
+    For each of ``plain`` and ``modified`` Local-GD: the distances in direction ``…_central`` and ``…_svm``, to the
     centralized model and to the hard-margin SVM, and ``…_accuracy``. With one value: ``central_svm``,
     ``central_accuracy`` and ``svm_accuracy``.
     """
@@ -163,7 +173,7 @@ def classification_at(dimension: int, nodes: Nodes, settings: ClassificationSett
 
 
 def _classification_curves(problem: linear.Problem, settings: ClassificationSettings | DirichletSettings) -> Curves:
-    """Curves of :func:`classification_at`, of any classification."""
+    """Return the curves of :func:`classification_at` for any classification."""
     dimension = problem.x.shape[-1]
     local = linear.classification_steps(problem, settings.local_steps, settings.lr, settings.decay)
     central = linear.centralized(problem, settings.central_steps, settings.lr, classify=True)
@@ -175,51 +185,58 @@ def _classification_curves(problem: linear.Problem, settings: ClassificationSett
         curves[f"{name}_central"] = linear.direction_distance(path, central)
         curves[f"{name}_svm"] = linear.direction_distance(path, svm)
         curves[f"{name}_accuracy"] = linear.accuracy(path, problem.truth)
-    return _numbers(
-        **curves,
-        central_svm=linear.direction_distance(central, svm),
-        central_accuracy=linear.accuracy(central, problem.truth),
-        svm_accuracy=linear.accuracy(svm, problem.truth),
-    )
+    curves["central_svm"] = linear.direction_distance(central, svm)
+    curves["central_accuracy"] = linear.accuracy(central, problem.truth)
+    curves["svm_accuracy"] = linear.accuracy(svm, problem.truth)
+    return _curves(**curves)
 
 
 def dirichlet_curves(settings: DirichletSettings, seed: int, advance: Advance) -> dict[str, Curves]:
-    """Curves of :func:`classification_at` for each α, by its text, of nodes in Dirichlet proportions.
+    """Return the curves of :func:`classification_at` for nodes in Dirichlet proportions, by the text of α.
 
-    Beside them, by node: ``samples`` and ``positive``, its number of samples and of those labelled 1.
+    They also have, by node, the number of ``samples`` and of those labelled 1, ``positive``.
     """
-    by_alpha: dict[str, Curves] = {}
+    curves_of_alpha: dict[str, Curves] = {}
     for alpha in settings.alphas:
         problem = linear.dirichlet_classification(settings.dimension, alpha, settings.nodes, settings.samples, seed)
         curves = _classification_curves(problem, settings)
         assert problem.sizes is not None
-        nodes = _numbers(samples=problem.sizes.double(), positive=(problem.y > 0).double().sum(1))
-        by_alpha[f"{alpha:g}"] = curves | nodes
+        counts = _curves(samples=problem.sizes.double(), positive=(problem.y > 0).double().sum(1))
+        curves_of_alpha[f"{alpha:g}"] = curves | counts
         advance(f"Dirichlet, α = {alpha:g}")
-    return by_alpha
+    return curves_of_alpha
 
 
-def _numbers(**curves: Tensor) -> Curves:
-    return {name: curve.reshape(-1).tolist() for name, curve in curves.items()}
+def _curves(**tensors: Tensor) -> Curves:
+    """Return tensors as lists; a number becomes a list of one."""
+    return {name: tensor.reshape(-1).tolist() for name, tensor in tensors.items()}
 
 
 def by_dimension(
-    at: Callable[[int, Nodes, Any, int], Curves],
+    curves_at: Callable[[int, Nodes, Any, int], Curves],
     nodes: Nodes,
     settings: RegressionSettings | ClassificationSettings,
     seed: int,
     advance: Advance,
 ) -> dict[str, Curves]:
-    """Curves by round at one dimension, and the last value of every curve at many.
+    """Return the curves by round at one dimension, and the last value of each curve at several dimensions.
+
+    Args:
+        curves_at: Returns the curves of one dimension: :func:`regression_at` or :func:`classification_at`.
+        nodes: The nodes.
+        settings: Settings with the dimensions.
+        seed: Of all draws.
+        advance: Called after each dimension.
 
     Returns:
         ``{"rounds": curves, "dimensions": curves}``; the latter with the dimensions themselves as ``dimension``.
     """
-    dimensions = settings.dimensions
-    found: dict[int, Curves] = {}
-    for d in sorted({settings.dimension, *dimensions}):
-        found[d] = at(d, nodes, settings, seed)
-        advance(f"d = {d}")
-    by_round = found[settings.dimension]
-    table: Curves = {name: [found[d][name][-1] for d in dimensions] for name in by_round}
-    return {"rounds": by_round, "dimensions": {"dimension": [float(d) for d in dimensions]} | table}
+    curves_of: dict[int, Curves] = {}
+    for dimension in sorted({settings.dimension, *settings.dimensions}):
+        curves_of[dimension] = curves_at(dimension, nodes, settings, seed)
+        advance(f"d = {dimension}")
+    by_round = curves_of[settings.dimension]
+    ends: Curves = {"dimension": [float(dimension) for dimension in settings.dimensions]}
+    for name in by_round:
+        ends[name] = [curves_of[dimension][name][-1] for dimension in settings.dimensions]
+    return {"rounds": by_round, "dimensions": ends}

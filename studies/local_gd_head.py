@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local-GD on the classification head of a frozen pretrained backbone (panels (h) and (i)).
 
-The backbone is run once over all images. What :func:`perada.finetune` then trains is the head, on the vectors that the
+The backbone is run once over all images. :func:`perada.finetune` then trains the head on the feature vectors that the
 backbone feeds it.
 """
 
@@ -20,6 +20,7 @@ from perada.core.states import State
 from perada.data import Digits, DominantClass, FashionMNIST, FederatedData
 from perada.data.batches.transforms import prepare_images
 from perada.data.partitions import Split
+from perada.data.sets.base import ImageSet
 from perada.models.backbones import build_backbone
 from perada.server import Aggregation, Mean, ModifiedLocalGD, ServerRule
 from perada.studies.compare.running import quiet
@@ -62,8 +63,8 @@ class HeadSettings(Counts):
 
 
 @dataclass(frozen=True)
-class Vectors:
-    """What the backbone makes of a set of images: (N, F) of the training split, (N', F) of the test split."""
+class Features:
+    """The head's inputs for a set of images: (N, F) for the training split, (N', F) for the test split."""
 
     train: Tensor
     train_labels: Tensor
@@ -71,117 +72,152 @@ class Vectors:
     test_labels: Tensor
 
 
-class Recorded(ServerRule):
-    """Another rule whose results are kept in ``states``, so that every round can be looked at."""
+class RecordingRule(ServerRule):
+    """Another rule whose result in each round is kept in ``states``."""
 
     def __init__(self, rule: ServerRule) -> None:
-        self.rule, self.weighted = rule, rule.weighted
+        self.rule = rule
+        self.weighted = rule.weighted
         self.states: list[State] = []
 
-    def __call__(self, given: Aggregation) -> State:
-        """Aggregate, and keep what comes out."""
-        self.states.append(self.rule(given))
-        return self.states[-1]
+    def __call__(self, aggregation: Aggregation) -> State:
+        """Aggregate, and keep the result."""
+        state = self.rule(aggregation)
+        self.states.append(state)
+        return state
 
 
-def load_images(settings: HeadSettings) -> list[tuple[Tensor, Tensor]]:
-    """Images (N, 1, H, W) uint8 and labels (N,), of the training split and of the test split.
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images (N, 1, H, W) uint8, and labels (N,)."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class ImageSplits:
+    """The two splits of an image set."""
+
+    train: LabelledImages
+    test: LabelledImages
+
+
+def load_images(settings: HeadSettings) -> ImageSplits:
+    """Load the images.
 
     Raises:
         FileNotFoundError: If Fashion-MNIST is missing.
     """
     data = Digits() if settings.dataset == "digits" else FashionMNIST(settings.root, settings.download)
-    loaded = []
     try:
         data.download()
-        for split in (data.with_split(True), data.with_split(False)):
-            assert split.images is not None and split.labels is not None  # both sets are read whole
-            loaded.append((split.images, split.labels))
+        return ImageSplits(train=_load_split(data, train=True), test=_load_split(data, train=False))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; or choose --head.dataset=digits, which needs no files") from error
-    return loaded
 
 
-def vectors(settings: HeadSettings) -> Vectors:
+def _load_split(data: ImageSet, train: bool) -> LabelledImages:
+    split = data.with_split(train)
+    assert split.images is not None and split.labels is not None  # both sets fit into memory
+    return LabelledImages(split.images, split.labels)
+
+
+def extract_features(settings: HeadSettings) -> Features:
     """Run the frozen backbone over both splits.
 
     Raises:
         FileNotFoundError: If images or weights are missing.
     """
-    backbone = build_backbone(
-        settings.backbone,
-        pretrained=WEIGHTS[settings.dataset] if settings.pretrained is None else settings.pretrained,
-        image_size=settings.image_size,
-    )
-    fed: list[Tensor] = []
+    weights = WEIGHTS[settings.dataset] if settings.pretrained is None else settings.pretrained
+    backbone = build_backbone(settings.backbone, pretrained=weights, image_size=settings.image_size)
+    head_inputs: list[Tensor] = []
     head = backbone.model.get_submodule(backbone.head)
-    head.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].flatten(1)))
-    parts = []
-    for images, labels in load_images(settings):
-        fed.clear()
+    head.register_forward_pre_hook(lambda module, inputs: head_inputs.append(inputs[0].flatten(1)))
+
+    def features_of(images: Tensor) -> Tensor:
+        head_inputs.clear()
         with torch.no_grad():
             for chunk in torch.split(images, 512):
                 backbone.model(prepare_images(chunk, backbone.image, settings.image_size))
-        parts += [torch.cat(fed), labels]
-    return Vectors(*parts)
+        return torch.cat(head_inputs)
+
+    splits = load_images(settings)
+    return Features(
+        train=features_of(splits.train.images),
+        train_labels=splits.train.labels,
+        test=features_of(splits.test.images),
+        test_labels=splits.test.labels,
+    )
 
 
 def head_curves(settings: HeadSettings, seed: int, advance: Advance) -> Curves:
-    """Train heads with Local-GD, Modified Local-GD and centralized, from the same start.
+    """Train heads with Local-GD, Modified Local-GD and centralized, from the same initial weights.
 
     Returns:
         For each of ``plain`` and ``modified``, by round: ``…_central``, the distance in direction to the trained
         centralized head (weight and bias as one vector), and ``…_accuracy`` on the test images. With the same steps
         behind it: ``central_accuracy``. ``images`` of each node.
     """
-    data = vectors(settings)
+    features = extract_features(settings)
     advance("features")
-    labels, index = data.train_labels.numpy(), np.arange(len(data.train_labels))
-    none = Split(labels[:0], index[:0])
-    seeded = derive_seed(seed, "local-gd/nodes")
-    shares, _ = DominantClass(settings.nodes).split(Split(labels, index), none, seeded)
-    federated = [torch.as_tensor(rows) for rows in shares]
-    everything = [torch.cat(federated).sort()[0]]
-    network = _network(data, seed)
+    node_rows = _rows_of_nodes(features.train_labels, settings.nodes, seed)
+    all_rows = torch.cat(node_rows).sort()[0]
+    network = _network(features, seed)
     paths = {}
-    runs = (("plain", Mean(), federated), ("modified", ModifiedLocalGD(), federated), ("central", Mean(), everything))
-    for name, rule, rows in runs:
-        paths[name] = _train(network, data, rows, rule, settings, seed)
-        advance(f"head, {name}")
-    last = _flat(paths["central"][-1])
-    curves: Curves = {"images": [float(len(rows)) for rows in federated]}
+    paths["plain"] = _train(network, features, node_rows, Mean(), settings, seed)
+    advance("head, plain")
+    paths["modified"] = _train(network, features, node_rows, ModifiedLocalGD(), settings, seed)
+    advance("head, modified")
+    paths["central"] = _train(network, features, [all_rows], Mean(), settings, seed)
+    advance("head, central")
+
+    central = _flat(paths["central"][-1])
+    curves: Curves = {"images": [float(len(rows)) for rows in node_rows]}
     for name, path in paths.items():
-        curves[f"{name}_accuracy"] = [_accuracy(state, data) for state in path]
+        curves[f"{name}_accuracy"] = [_accuracy(state, features) for state in path]
         if name != "central":
-            curves[f"{name}_central"] = [direction_distance(_flat(state), last).item() for state in path]
+            curves[f"{name}_central"] = [direction_distance(_flat(state), central).item() for state in path]
     return curves
 
 
-def _network(data: Vectors, seed: int) -> nn.Module:
-    """A linear layer on vectors, drawn as torch draws them, but from a stream of its own."""
-    width, classes = data.train.shape[1], int(data.train_labels.max()) + 1
-    layer = nn.Linear(width, classes)
-    draw = generator(seed, "local-gd/head")
+def _rows_of_nodes(labels: Tensor, num_nodes: int, seed: int) -> list[Tensor]:
+    """Return the training images of each node, half of which are of one class."""
+    train = Split(labels.numpy(), np.arange(len(labels)))
+    no_test_set = Split(train.labels[:0], train.index[:0])
+    shares, _ = DominantClass(num_nodes).split(train, no_test_set, derive_seed(seed, "local-gd/nodes"))
+    return [torch.as_tensor(rows) for rows in shares]
+
+
+def _network(features: Features, seed: int) -> nn.Module:
+    """Return a linear layer with torch's distribution of initial weights, drawn from the seed."""
+    width = features.train.shape[1]
+    layer = nn.Linear(width, _num_classes(features))
+    random = generator(seed, "local-gd/head")
     with torch.no_grad():
         for tensor in layer.parameters():
-            tensor.uniform_(-(width**-0.5), width**-0.5, generator=draw)
+            tensor.uniform_(-(width**-0.5), width**-0.5, generator=random)
     return nn.Sequential(nn.Flatten(), layer)
 
 
+def _num_classes(features: Features) -> int:
+    return int(features.train_labels.max()) + 1
+
+
 def _train(
-    network: nn.Module, data: Vectors, rows: list[Tensor], rule: ServerRule, settings: HeadSettings, seed: int
+    network: nn.Module, features: Features, node_rows: list[Tensor], rule: ServerRule, settings: HeadSettings, seed: int
 ) -> list[State]:
-    """The head's state after each round, with one node for each entry of ``rows``."""
-    images = data.train[..., None, None]
-    recorded = Recorded(rule)
+    """Return the head's state after each round, with one node for each entry of ``node_rows``."""
+    images = features.train[..., None, None]  # feature vectors as images of one pixel
+    recording = RecordingRule(rule)
     with quiet():
         finetune(
             network,
-            FederatedData([TensorDataset(images[own], data.train_labels[own]) for own in rows]),
+            FederatedData([TensorDataset(images[rows], features.train_labels[rows]) for rows in node_rows]),
             adapter="head",
             algorithm="fedavg",
-            server_rule=recorded,
-            num_classes=int(data.train_labels.max()) + 1,
+            server_rule=recording,
+            num_classes=_num_classes(features),
             rounds=settings.rounds,
             local_steps=settings.local_steps,
             batch_size=settings.batch_size,
@@ -190,14 +226,14 @@ def _train(
             logger=False,
             enable_progress_bar=False,
         )
-    return recorded.states
+    return recording.states
 
 
 def _flat(state: State) -> Tensor:
     return parameters_to_vector(state.values()).double()
 
 
-def _accuracy(state: State, data: Vectors) -> float:
+def _accuracy(state: State, features: Features) -> float:
     weight, bias = state.values()
-    predicted = (data.test.to(weight.device) @ weight.T + bias).argmax(1).cpu()
-    return (predicted == data.test_labels).double().mean().item()
+    predicted = (features.test.to(weight.device) @ weight.T + bias).argmax(1).cpu()
+    return (predicted == features.test_labels).double().mean().item()

@@ -2,7 +2,7 @@
 """Local-GD on the linear problems of Zhu, Vardhan & Mazumdar (https://arxiv.org/abs/2412.07971v1, section 5).
 
 M nodes hold N samples each of dimension d. In a round every node takes L gradient steps on its own loss from the global
-model w, and a server rule makes the next w of what they reach. All is float64.
+model w, and a server rule aggregates the models w_i that they reach into the next w. All tensors are float64.
 
 Gradient descent never leaves w plus the span of the node's own samples. The L steps are therefore taken in coordinates
 of that span: w_i = w + Z_iᵀ c, a gradient step on c is the gradient step on w_i, and costs N² instead of N d.
@@ -25,9 +25,9 @@ from perada.data.partitions import Split
 from perada.server import Aggregation, Mean, ServerRule, Updates
 
 MAX_STEP = 2.0
-"""Gradient descent on a quadratic diverges where the learning rate times its curvature reaches this."""
+"""Gradient descent on a quadratic function diverges if the learning rate times the curvature is at least this."""
 MAX_PASSES = 1_000_000
-"""Steps of the SVM's solver; without a bound it does not end on data that cannot be separated."""
+"""Limit on the steps of the SVM's solver, which would not end on data that cannot be separated."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def together(self) -> "Problem":
-        """All samples on one node, as centralized training has them; its ``truth`` is still (M, d)."""
+        """The same samples on one node, for centralized training; ``truth`` is still (M, d)."""
         x = self.x.flatten(0, 1)
         y = self.y.flatten()
         if self.sizes is not None:
@@ -60,7 +60,7 @@ class Problem:
 
 
 def regression(dimension: int, nodes: int = 10, samples: int = 50, seed: int = 0) -> Problem:
-    """Linear regression with unrelated truths: x ~ N(0, 1), w_i* ~ N(0, 4), y = xᵀ w_i* + noise ~ N(0, 0.04).
+    """Draw a linear regression with unrelated truths: x ~ N(0, 1), w_i* ~ N(0, 4), y = xᵀ w_i* + noise ~ N(0, 0.04).
 
     The second parameters are variances.
     """
@@ -72,7 +72,7 @@ def regression(dimension: int, nodes: int = 10, samples: int = 50, seed: int = 0
 
 
 def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: float = 0.5, seed: int = 0) -> Problem:
-    """Labels y = sign(xᵀ w_i*) with x ~ N(0, 1), w_i* = w* + z_i, w* ~ N(0, 1).
+    """Draw a classification with labels y = sign(xᵀ w_i*), x ~ N(0, 1), w_i* = w* + z_i, w* ~ N(0, 1).
 
     Args:
         dimension: d.
@@ -91,7 +91,7 @@ def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: fl
 def dirichlet_classification(
     dimension: int, alpha: float, nodes: int = 10, samples: int = 500, seed: int = 0
 ) -> Problem:
-    """Labels y = sign(xᵀ w*) of one true model w*, divided among nodes in Dirichlet proportions (appendix B.1).
+    """Draw labels y = sign(xᵀ w*) of one true model w*, divided among nodes in Dirichlet proportions (appendix B.1).
 
     The positive and the negative samples are each divided in proportions drawn from Dir(α), so that nodes differ in
     their number of samples and in their share of positive ones. Every node has at least one sample.
@@ -125,12 +125,12 @@ def dirichlet_classification(
 
 
 def _apply(x: Tensor, w: Tensor) -> Tensor:
-    """Products (M, N) of samples (M, N, d) with one model (d,) for all nodes, or (M, d)."""
+    """Return the products (M, N) of samples (M, N, d) with one model (d,) for all nodes, or with models (M, d)."""
     return (x @ w.expand(len(x), -1).unsqueeze(-1)).squeeze(-1)
 
 
 Local = Callable[[Tensor], Tensor]
-"""Takes the global model (d,) to the models (M, d) that the nodes reach from it."""
+"""Returns the models (M, d) that the nodes reach from the global model (d,)."""
 
 
 def federate(local: Local, dimension: int, rounds: int, rule: ServerRule | None = None) -> Tensor:
@@ -145,23 +145,34 @@ def federate(local: Local, dimension: int, rounds: int, rule: ServerRule | None 
     Returns:
         The global models (K + 1, d), from w⁰ to w^K.
     """
-    rule, kept = rule or Mean(), dict[str, State]()
-    path = [torch.zeros(dimension, dtype=torch.float64)]
-    for round in range(rounds):
-        models = local(path[-1])
-        weights = torch.full((len(models),), 1 / len(models), dtype=torch.float64)
-        given = Aggregation(Updates({"w": models}), weights, {"w": path[-1]}, frozenset({"w"}), round, kept)
-        path.append(rule(given)["w"])
+    if rule is None:
+        rule = Mean()
+    server_state: dict[str, State] = {}
+    w = torch.zeros(dimension, dtype=torch.float64)
+    path = [w]
+    for round_number in range(rounds):
+        models = local(w)
+        num_nodes = len(models)
+        aggregation = Aggregation(
+            Updates({"w": models}),
+            torch.full((num_nodes,), 1 / num_nodes, dtype=torch.float64),
+            {"w": w},
+            frozenset({"w"}),
+            round_number,
+            server_state,
+        )
+        w = rule(aggregation)["w"]
+        path.append(w)
     return torch.stack(path)
 
 
 def regression_steps(problem: Problem, steps: int, lr: float) -> Local:
-    """L steps of gradient descent on ½‖y_i − X_i w‖² at every node.
+    """Return L steps of gradient descent on ½‖y_i − X_i w‖² at every node.
 
-    This is the loss without the 1/N of the paper's section 2.1; docs/studies/local_gd.md says why.
+    This is the loss without the 1/N of the paper's section 2.1; docs/studies/local_gd.md explains why.
 
     Raises:
-        ValueError: If so large a learning rate would diverge.
+        ValueError: If gradient descent would diverge with this learning rate.
     """
     gram = problem.x @ problem.x.mT
     steepest = torch.linalg.eigvalsh(gram)[:, -1].max().item()
@@ -182,9 +193,9 @@ def regression_steps(problem: Problem, steps: int, lr: float) -> Local:
 
 
 def classification_steps(problem: Problem, steps: int, lr: float, decay: float) -> Local:
-    """L steps of gradient descent on mean_j exp(−y_ij x_ijᵀ w) + λ/2 ‖w − w^k‖² at every node.
+    """Return L steps of gradient descent on mean_j exp(−y_ij x_ijᵀ w) + λ/2 ‖w − w^k‖² at every node.
 
-    Equation 12 has the sum over j; docs/studies/local_gd.md says why the mean is taken here.
+    Equation 12 has the sum over j; docs/studies/local_gd.md explains why the mean is taken here.
 
     Args:
         problem: The data.
@@ -193,9 +204,9 @@ def classification_steps(problem: Problem, steps: int, lr: float, decay: float) 
         decay: λ.
 
     Raises:
-        ValueError: By the result, if the steps diverge.
+        ValueError: When the steps are taken, if they diverge.
     """
-    signed = problem.y.unsqueeze(-1) * problem.x
+    signed = problem.y.unsqueeze(-1) * problem.x  # (M, N, d): y x, so that the margin is a product with it
     gram = signed @ signed.mT
     if problem.sizes is None:
         count = torch.tensor(signed.shape[1])
@@ -206,7 +217,7 @@ def classification_steps(problem: Problem, steps: int, lr: float, decay: float) 
         margin = _apply(signed, w).unsqueeze(-1)  # (M, N, 1): of the global model
         c = torch.zeros_like(margin)
         for _ in range(steps):
-            # The rows behind a node's samples are zero, so that what c holds for them moves no model.
+            # The padding after a node's samples is zero, so its entries of c move no model.
             c += lr * (torch.exp(-margin - gram @ c) / count - decay * c)
         models = w + (signed.mT @ c).squeeze(-1)
         if not models.isfinite().all():
@@ -217,14 +228,24 @@ def classification_steps(problem: Problem, steps: int, lr: float, decay: float) 
 
 
 def centralized(problem: Problem, steps: int, lr: float, *, classify: bool) -> Tensor:
-    """The model (d,) after gradient descent from 0 on all samples, as on a single node, with λ = 0."""
+    """Return the model (d,) after gradient descent from 0 on all samples, as on a single node, with λ = 0.
+
+    Args:
+        problem: The data.
+        steps: Steps of gradient descent.
+        lr: Learning rate.
+        classify: Whether the problem is a classification, or else a regression.
+    """
     all_data = problem.together
-    local = classification_steps(all_data, steps, lr, 0.0) if classify else regression_steps(all_data, steps, lr)
-    return federate(local, problem.x.shape[-1], 1)[-1]
+    if classify:
+        local = classification_steps(all_data, steps, lr, decay=0.0)
+    else:
+        local = regression_steps(all_data, steps, lr)
+    return federate(local, problem.x.shape[-1], rounds=1)[-1]
 
 
 def closed_form(problem: Problem, rounds: int, steps: int | None = None, lr: float = 0.0) -> Tensor:
-    """The global models of Local-GD on the regression, without running it.
+    """Return the global models of Local-GD on the regression, without running it.
 
     A node's steps take w to (I − P_i) w + Q_i. Where they converge, P_i = X_i⁺X_i and Q_i = X_i⁺y_i (equation 4). After
     L steps of rate η, I − P_i = (I − η X_iᵀX_i)^L and Q_i = P_i X_i⁺y_i. With the means P̄ and Q̄ over the nodes,
@@ -234,27 +255,33 @@ def closed_form(problem: Problem, rounds: int, steps: int | None = None, lr: flo
         problem: The data.
         rounds: K.
         steps: L; None for the limit of many steps.
-        lr: η, where ``steps`` are given.
+        lr: η; only with ``steps``.
 
     Returns:
         (K + 1, d), from w⁰ = 0 to w^K.
     """
     u, s, v = torch.linalg.svd(problem.x, full_matrices=False)  # (M, N, N), (M, N), (M, N, d)
-    share = torch.ones_like(s) if steps is None else 1 - (1 - lr * s.square()) ** steps
-    pull = share / s * (u.mT @ problem.y.unsqueeze(-1)).squeeze(-1)
-    q = (v.mT @ pull.unsqueeze(-1)).squeeze(-1).mean(0)
-    basis = torch.linalg.qr(problem.x.flatten(0, 1).T)[0]  # (d, r): all the models lie in the span of the samples
-    inner = v @ basis  # (M, N, r)
-    values, vectors = torch.linalg.eigh((inner.mT @ (share.unsqueeze(-1) * inner)).mean(0))
-    values = values.clamp(1e-300, 1)
+    # (M, N): how much of the gap to the node's solution its steps close, along each singular vector.
+    closed = torch.ones_like(s) if steps is None else 1 - (1 - lr * s.square()) ** steps
+    pull = closed / s * (u.mT @ problem.y.unsqueeze(-1)).squeeze(-1)
+    q_mean = (v.mT @ pull.unsqueeze(-1)).squeeze(-1).mean(0)  # Q̄ (d,)
+
+    # All models lie in the span of the samples, so P̄ is diagonalized there: r × r instead of d × d.
+    basis = torch.linalg.qr(problem.x.flatten(0, 1).T)[0]  # (d, r)
+    v_in_basis = v @ basis  # (M, N, r)
+    p_mean = (v_in_basis.mT @ (closed.unsqueeze(-1) * v_in_basis)).mean(0)
+    eigenvalues, eigenvectors = torch.linalg.eigh(p_mean)
+    eigenvalues = eigenvalues.clamp(1e-300, 1)  # rounding can lead out of (0, 1]
+
+    # (K, r): Σ_{k<K} (1 − p)^k = (1 − (1 − p)^K) / p, without cancellation for small p.
     powers = torch.arange(1, rounds + 1, dtype=torch.float64).unsqueeze(-1)
-    sums = -torch.expm1(powers * torch.log1p(-values)) / values  # (K, r): Σ_{k<K} (1 − p)^k
-    models = sums * (vectors.mT @ (basis.T @ q)) @ (basis @ vectors).T
+    geometric_sums = -torch.expm1(powers * torch.log1p(-eigenvalues)) / eigenvalues
+    models = geometric_sums * (eigenvectors.mT @ (basis.T @ q_mean)) @ (basis @ eigenvectors).T
     return torch.cat([torch.zeros_like(models[:1]), models])
 
 
 def least_norm(problem: Problem) -> Tensor:
-    """The centralized solution X⁺y (d,): of all that fit best, the one of least norm."""
+    """Return the centralized solution X⁺y (d,): of all models with the least error, the one of least norm."""
     all_data = problem.together
     y = all_data.y[0].unsqueeze(-1)
     solution: Tensor = torch.linalg.lstsq(all_data.x[0], y, driver="gelsd").solution
@@ -262,7 +289,7 @@ def least_norm(problem: Problem) -> Tensor:
 
 
 def max_margin(problem: Problem) -> Tensor:
-    """The hard-margin SVM through the origin (d,): the least ‖w‖ with y xᵀw ≥ 1 for all samples (equation 15).
+    """Return the hard-margin SVM through the origin (d,): least ‖w‖ with y xᵀw ≥ 1 for all samples (equation 15).
 
     scikit-learn's ``SVC`` always has an intercept b. It is given every sample twice, (x, y) and (−x, −y): together the
     two constraints are y xᵀw ≥ 1 + |b|, so that an intercept can only cost, and b = 0. C = 10¹⁰ leaves no slack.
@@ -270,41 +297,50 @@ def max_margin(problem: Problem) -> Tensor:
     Raises:
         ValueError: If no hyperplane through the origin separates the classes.
     """
-    svm, exceptions = (installed(f"sklearn.{name}", "The study", "studies") for name in ("svm", "exceptions"))
+    svm = installed("sklearn.svm", "The study", "studies")
+    exceptions = installed("sklearn.exceptions", "The study", "studies")
     all_data = problem.together
-    x, y = all_data.x[0], all_data.y[0]
+    x = all_data.x[0]
+    y = all_data.y[0]
     machine = svm.SVC(kernel="linear", C=1e10, tol=1e-6, cache_size=500, max_iter=MAX_PASSES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", exceptions.ConvergenceWarning)  # an error is raised below
         machine.fit(torch.cat([x, -x]).numpy(), torch.cat([y, -y]).numpy())
     w = torch.tensor(machine.coef_[0])
-    if machine.n_iter_.max() >= MAX_PASSES or (y * (x @ w)).min() < 1 - 1e-3:
+    is_converged = machine.n_iter_.max() < MAX_PASSES
+    smallest_margin = (y * (x @ w)).min()
+    if not is_converged or smallest_margin < 1 - 1e-3:
         raise ValueError(
             f"{len(x)} samples of dimension {x.shape[1]} cannot be separated; give a higher dimension or fewer samples"
         )
     return w
 
 
-def direction_distance(one: Tensor, other: Tensor) -> Tensor:
-    """‖w₁/‖w₁‖ − w₂/‖w₂‖‖ along the last axis; the model 0 has no direction and gives NaN.
+def direction_distance(first: Tensor, second: Tensor) -> Tensor:
+    """Return ‖w₁/‖w₁‖ − w₂/‖w₂‖‖ along the last axis; NaN for the model 0, which has no direction.
 
     >>> direction_distance(torch.tensor([3.0, 0.0]), torch.tensor([-0.5, 0.0])).item()
     2.0
     """
-    units = (model / model.norm(dim=-1, keepdim=True) for model in (one, other))
-    distance: Tensor = (next(units) - next(units)).norm(dim=-1)
+    distance: Tensor = (_normalized(first) - _normalized(second)).norm(dim=-1)
     return distance
 
 
-def accuracy(w: Tensor, truth: Tensor) -> Tensor:
-    """Expected accuracy of models (..., d) on new samples of all nodes.
+def _normalized(models: Tensor) -> Tensor:
+    """Return models (..., d) of norm 1."""
+    unit_models: Tensor = models / models.norm(dim=-1, keepdim=True)
+    return unit_models
 
-    Two hyperplanes through the origin part a share of angle/π of a Gaussian, so that no test set is drawn.
+
+def accuracy(w: Tensor, truth: Tensor) -> Tensor:
+    """Return the expected accuracy of models on new samples of all nodes.
+
+    Two hyperplanes through the origin disagree on a share of angle/π of a Gaussian, so no test set is drawn.
 
     Args:
-        w: Models.
+        w: Models (..., d).
         truth: The nodes' true models (M, d).
     """
-    cosine = (w / w.norm(dim=-1, keepdim=True)) @ (truth / truth.norm(dim=-1, keepdim=True)).T
-    share: Tensor = torch.arccos(cosine.clamp(-1, 1)) / math.pi
-    return 1 - share.mean(-1)
+    cosine = _normalized(w) @ _normalized(truth).T
+    error: Tensor = torch.arccos(cosine.clamp(-1, 1)) / math.pi
+    return 1 - error.mean(-1)

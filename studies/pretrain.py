@@ -5,11 +5,9 @@ The weights in ``perada/models/weights/`` were made here; the card beside them n
 """
 
 import hashlib
-import os
 import platform
 import subprocess
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -30,96 +28,46 @@ from perada.data.sets.base import ImageSet
 from perada.models.backbones import build_backbone
 from perada.studies.shapes import Shapes
 
-__all__ = ["pretrain"]
+__all__ = ["PretrainSettings", "pretrain"]
 
 SetName = Literal["FashionMNIST", "Digits", "Shapes"]
-Optimizer = Literal["sgd", "adamw"]
-SOURCES: dict[SetName, tuple[str, str]] = {
-    "FashionMNIST": (
+OptimizerName = Literal["sgd", "adamw"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """How cards refer to an image set: its name, and its reference with the licence."""
+
+    name: str
+    reference: str
+
+
+SOURCES: dict[SetName, Source] = {
+    "FashionMNIST": Source(
         "Fashion-MNIST",
         "[Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist) (Xiao, Rasul, Vollgraf, 2017; MIT licence)",
     ),
-    "Digits": (
+    "Digits": Source(
         "scikit-learn's digits",
         "[scikit-learn's digits](https://archive.ics.uci.edu/dataset/80) (Alpaydin, Kaynak, 1998; CC BY 4.0)",
     ),
-    "Shapes": (
+    "Shapes": Source(
         "perada's random shapes",
         "none but formulas (`perada.studies.shapes.Shapes`), after Kataoka et al. (ACCV 2020, CVPR 2022)",
     ),
 }
-"""Name and reference of each set."""
 
-PADDING = 2  # pixels by which training images are shifted, at most
-WEIGHT_DECAY: dict[Optimizer, float] = {"sgd": 5e-4, "adamw": 0.05}
+PADDING = 2
+"""Largest shift of a training image, in pixels."""
 MOMENTUM = 0.9
-OPTIMIZERS: dict[Optimizer, str] = {"sgd": f"SGD with Nesterov momentum {MOMENTUM}", "adamw": "AdamW"}
-"""What cards call them."""
+WEIGHT_DECAY: dict[OptimizerName, float] = {"sgd": 5e-4, "adamw": 0.05}
+OPTIMIZERS: dict[OptimizerName, str] = {"sgd": f"SGD with Nesterov momentum {MOMENTUM}", "adamw": "AdamW"}
+"""The optimizers' names in cards."""
 
 
-class _Classifier(pl.LightningModule):
-    """Trains all parameters: one rise and fall of the learning rate within ``steps``, shifts and mirroring."""
-
-    def __init__(
-        self, model: nn.Module, image: ImageConfig, optimizer: Optimizer, lr: float, steps: int, seed: int
-    ) -> None:
-        super().__init__()
-        self.model, self.image, self.optimizer = model, image, optimizer
-        self.lr, self.steps, self.seed = lr, steps, seed
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        crops = draw_crops(len(images), True, PADDING, generator(self.seed, "augment", self.global_step))
-        loss = F.cross_entropy(self(augment(images, crops, PADDING)), labels)
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map uint8 images (B, 1, H, W) to logits (B, K)."""
-        logits: Tensor = self.model(prepare_images(images, self.image, self.image.input_size[-1]))
-        return logits
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        hits = (self(images).argmax(-1) == labels).float().mean()
-        self.log("test/accuracy", hits, on_epoch=True, batch_size=len(labels))
-
-    def configure_optimizers(self) -> pl.utilities.types.OptimizerLRScheduler:
-        parameters, decay = self.model.parameters(), WEIGHT_DECAY[self.optimizer]
-        optimizer: torch.optim.Optimizer
-        if self.optimizer == "adamw":
-            optimizer = torch.optim.AdamW(parameters, self.lr, weight_decay=decay)
-        else:
-            optimizer = torch.optim.SGD(parameters, self.lr, MOMENTUM, weight_decay=decay, nesterov=True)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, self.steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def _loader(data: ImageSet, batch_size: int, shuffled_by: torch.Generator | None) -> DataLoader[Any]:
-    """Batches gathered by index, in order or, given a generator, shuffled and full."""
-    order = SequentialSampler(data) if shuffled_by is None else RandomSampler(data, generator=shuffled_by)
-    batches = BatchSampler(order, batch_size, drop_last=shuffled_by is not None)
-    # A loader without a generator takes a seed from the global stream, even where it has nothing to draw.
-    return DataLoader(data, sampler=batches, batch_size=None, generator=torch.Generator())
-
-
-def pretrain(
-    *,
-    output: Path,
-    dataset: SetName = "FashionMNIST",
-    backbone: str = "test_resnet",
-    root: str | None = None,
-    download: bool = False,
-    epochs: int = 8,
-    batch_size: int = 256,
-    optimizer: Optimizer = "sgd",
-    lr: float = 0.1,
-    image_size: int = 32,
-    seed: int = 0,
-) -> Path:
-    """Train a timm image classifier from scratch on grey images, on the CPU, and write weights and card.
-
-    Two runs on one machine with equal arguments and number of threads write the same bytes.
+@dataclass(frozen=True, kw_only=True)
+class PretrainSettings:
+    """Options of ``perada pretrain``.
 
     Args:
         output: File to write, ending in ``.safetensors``; the card stands beside it, ending in ``.md``.
@@ -133,57 +81,170 @@ def pretrain(
         lr: Highest learning rate of the schedule; about 0.002 for ``adamw``.
         image_size: Height and width to which the images are resized, in pixels.
         seed: Of the initial weights, the order of the images and their augmentation.
+    """
+
+    output: Path
+    dataset: SetName = "FashionMNIST"
+    backbone: str = "test_resnet"
+    root: str | None = None
+    download: bool = False
+    epochs: int = 8
+    batch_size: int = 256
+    optimizer: OptimizerName = "sgd"
+    lr: float = 0.1
+    image_size: int = 32
+    seed: int = 0
+
+
+class _Classifier(pl.LightningModule):
+    """Trains all parameters on shifted and mirrored images, with one rise and fall of the learning rate.
+
+    Args:
+        model: The backbone with its head.
+        image: The backbone's image format.
+        settings: Optimizer, learning rate and seed.
+        steps: Steps of the whole training.
+    """
+
+    def __init__(self, model: nn.Module, image: ImageConfig, settings: PretrainSettings, steps: int) -> None:
+        super().__init__()
+        self.model = model
+        self.image = image
+        self.settings = settings
+        self.steps = steps
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        crops = draw_crops(len(images), True, PADDING, generator(self.settings.seed, "augment", self.global_step))
+        loss = F.cross_entropy(self(augment(images, crops, PADDING)), labels)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map uint8 images (B, 1, H, W) to logits (B, K)."""
+        logits: Tensor = self.model(prepare_images(images, self.image, self.image.input_size[-1]))
+        return logits
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        accuracy = (self(images).argmax(-1) == labels).float().mean()
+        self.log("test/accuracy", accuracy, on_epoch=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> pl.utilities.types.OptimizerLRScheduler:
+        parameters = self.model.parameters()
+        lr = self.settings.lr
+        weight_decay = WEIGHT_DECAY[self.settings.optimizer]
+        optimizer: torch.optim.Optimizer
+        if self.settings.optimizer == "adamw":
+            optimizer = torch.optim.AdamW(parameters, lr, weight_decay=weight_decay)
+        else:
+            optimizer = torch.optim.SGD(parameters, lr, MOMENTUM, weight_decay=weight_decay, nesterov=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, self.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _training_loader(data: ImageSet, batch_size: int, seed: int) -> DataLoader[Any]:
+    """Return a loader of shuffled full batches."""
+    sampler = RandomSampler(data, generator=generator(seed, "batches"))
+    return _loader(data, BatchSampler(sampler, batch_size, drop_last=True))
+
+
+def _test_loader(data: ImageSet) -> DataLoader[Any]:
+    """Return a loader of all images in order."""
+    return _loader(data, BatchSampler(SequentialSampler(data), batch_size=1000, drop_last=False))
+
+
+def _loader(data: ImageSet, batches: BatchSampler) -> DataLoader[Any]:
+    """Return a loader that gathers each batch by its indices."""
+    # A loader without a generator takes a seed from the global stream, even if it has nothing to draw.
+    return DataLoader(data, sampler=batches, batch_size=None, generator=torch.Generator())
+
+
+def pretrain(settings: PretrainSettings) -> Path:
+    """Train a timm image classifier from scratch on grey images, on the CPU, and write its weights and a card.
+
+    Two runs on one machine with equal settings and number of threads write the same bytes.
+
+    Args:
+        settings: The options.
 
     Returns:
-        ``output``.
+        The file of the weights.
 
     Raises:
-        ValueError: If ``output`` does not end in ``.safetensors``.
-        FileNotFoundError: If the data are not there.
+        ValueError: If ``settings.output`` does not end in ``.safetensors``.
+        FileNotFoundError: If the data are missing.
     """
+    output = settings.output
     if output.suffix != ".safetensors":
         raise ValueError(f"output is {output}: weights are written as safetensors, so end the name in .safetensors")
-    sets: dict[SetName, Callable[[], ImageSet]]
-    sets = {"FashionMNIST": partial(FashionMNIST, root, download), "Digits": Digits, "Shapes": Shapes}
-    data = sets[dataset]()
+    data = _image_set(settings)
     data.download()
-    assert data.num_classes is not None  # each of them is labelled
-    train, test = (data.with_split(part) for part in (True, False))
-    loader = _loader(train, batch_size, generator(seed, "batches"))
-    with seeded(seed, "pretrain"):
-        built = build_backbone(backbone, data.num_classes, pretrained=False, image_size=image_size)
-    model, image = built.model.requires_grad_(True).train(), built.image
-    assert image is not None  # a name, not a network of the caller's own
+    assert data.num_classes is not None  # the images of all sets are labelled
+    loader = _training_loader(data.with_split(True), settings.batch_size, settings.seed)
+    test_images = data.with_split(False)
+    with seeded(settings.seed, "pretrain"):
+        backbone = build_backbone(settings.backbone, data.num_classes, pretrained=False, image_size=settings.image_size)
+    assert backbone.image is not None  # timm's models have one
+    model = backbone.model.requires_grad_(True).train()
+    classifier = _Classifier(model, backbone.image, settings, steps=settings.epochs * len(loader))
     trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False, enable_model_summary=False
+        accelerator="cpu",
+        max_epochs=settings.epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
     )
-    classifier = _Classifier(model, image, optimizer, lr, epochs * len(loader), seed)
     trainer.fit(classifier, loader)
-    (scores,) = trainer.test(classifier, _loader(test, 1000, None))
+    (scores,) = trainer.test(classifier, _test_loader(test_images))
+
     output.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: value.contiguous() for key, value in model.state_dict().items()}, output)
-    arguments: dict[str, Any] = {"output": output, "dataset": dataset, "backbone": backbone, "epochs": epochs}
-    arguments |= {"batch_size": batch_size, "optimizer": optimizer, "lr": lr, "image_size": image_size, "seed": seed}
-    card = _card(arguments, image, data.num_classes, len(test), scores["test/accuracy"])
+    card = _card(
+        settings,
+        image=backbone.image,
+        num_classes=data.num_classes,
+        num_test_images=len(test_images),
+        accuracy=scores["test/accuracy"],
+    )
     output.with_suffix(".md").write_text(card, encoding="utf-8")
     return output
 
 
-def _card(arguments: dict[str, Any], image: ImageConfig, classes: int, tested: int, accuracy: float) -> str:
-    """Model card: what the weights are, what made them with which arguments of :func:`pretrain`, how to load them."""
-    file, backbone, optimizer = arguments["output"], arguments["backbone"], arguments["optimizer"]
-    words = " ".join(f"--{key}={value}" for key, value in arguments.items())
-    (name, reference), side = SOURCES[arguments["dataset"]], image.input_size[-1]
+def _image_set(settings: PretrainSettings) -> ImageSet:
+    if settings.dataset == "FashionMNIST":
+        return FashionMNIST(settings.root, settings.download)
+    return Digits() if settings.dataset == "Digits" else Shapes()
+
+
+def _command_words(settings: PretrainSettings) -> str:
+    """Return the options of the command that made the weights; where the data were is no part of it."""
+    words = []
+    for name, value in vars(settings).items():
+        if name not in ("root", "download"):
+            words.append(f"--{name}={value}")
+    return " ".join(words)
+
+
+def _card(
+    settings: PretrainSettings, *, image: ImageConfig, num_classes: int, num_test_images: int, accuracy: float
+) -> str:
+    """Return the model card: what the weights are, how they were made, and how to load them."""
+    file = settings.output
+    source = SOURCES[settings.dataset]
+    optimizer = OPTIMIZERS[settings.optimizer]
+    weight_decay = WEIGHT_DECAY[settings.optimizer]
+    side = image.input_size[-1]
     return f"""# {file.name}
 
-timm's `{backbone}` with a head for the {classes} classes of {name}, trained from scratch by perada.
+timm's `{settings.backbone}` with a head for the {num_classes} classes of {source.name}, trained from scratch by perada.
 
 | | |
 |---|---|
-| accuracy on the {tested:,} test images | {accuracy:.4f} |
-| command | `perada pretrain {words}` |
+| accuracy on the {num_test_images:,} test images | {accuracy:.4f} |
+| command | `perada pretrain {_command_words(settings)}` |
 | commit | {_commit()} |
-| seed | {arguments["seed"]} |
+| seed | {settings.seed} |
 | machine | {platform.system()} {platform.machine()}, {_processor()}, {torch.get_num_threads()} threads |
 | software | Python {platform.python_version()}, torch {version("torch")}, timm {version("timm")} |
 | size | {file.stat().st_size:,} bytes |
@@ -193,49 +254,52 @@ timm's `{backbone}` with a head for the {classes} classes of {name}, trained fro
 antialiased), minus {image.mean}, over {image.std}.
 In training they are shifted by up to {PADDING} pixels and mirrored at random.
 
-**Training**: all parameters, cross-entropy, {OPTIMIZERS[optimizer]} and weight decay {WEIGHT_DECAY[optimizer]}, the
+**Training**: all parameters, cross-entropy, {optimizer} and weight decay {weight_decay}, the
 learning rate rising once and falling (`torch.optim.lr_scheduler.OneCycleLR`).
 
 **Use**: a starting point for demonstrations and tests on small grey images; it has seen no colour and no photograph.
 
 ```python
-overlay = {{"file": "{file.name}", "num_classes": {classes}}}  # without the number timm drops the head
-timm.create_model("{backbone}", pretrained=True, num_classes={classes}, pretrained_cfg_overlay=overlay)
+overlay = {{"file": "{file.name}", "num_classes": {num_classes}}}  # without the number timm drops the head
+timm.create_model("{settings.backbone}", pretrained=True, num_classes={num_classes}, pretrained_cfg_overlay=overlay)
 ```
 
-or, with a new head for other classes, as perada's `backbone: {backbone}` with `pretrained: {file.name}`.
+or, with a new head for other classes, as perada's `backbone: {settings.backbone}` with `pretrained: {file.name}`.
 
-**Data**: {reference}.
+**Data**: {source.reference}.
 **Licence** of the weights: Apache-2.0.
 """
 
 
 def _commit() -> str:
-    """Commit of this checkout, ending in ``-dirty`` if tracked files differ; the version where there is no checkout."""
-    here = Path(__file__)
+    """Return the commit of this checkout, with ``-dirty`` if tracked files differ; without a checkout the version."""
+    this_file = Path(__file__)
+    git = ["git", "-C", str(this_file.parent)]
     try:
-        git = ["git", "-C", os.fspath(here.parent)]
-        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], check=True, capture_output=True)
-        described = subprocess.run(
+        # A checkout of something else may surround an installed package.
+        subprocess.run([*git, "ls-files", "--error-unmatch", this_file.name], check=True, capture_output=True)
+        completed = subprocess.run(
             [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], check=True, capture_output=True
         )
     except (OSError, subprocess.CalledProcessError):
         return f"perada {version('perada')}"
-    return described.stdout.decode().strip()
+    return completed.stdout.decode().strip()
 
 
 def _processor() -> str:
-    """Name of the processor."""
+    """Return the name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "processor unknown"
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "processor unknown"
 
 
 def main(parser: ArgumentParser, words: list[str]) -> None:
     """Run ``perada pretrain``."""
     parser.add_argument("--config", action="config", help="Configuration file with the options below.")
-    parser.add_function_arguments(pretrain, as_group=False)
-    given = parser.parse_args(words)
-    del given.config
-    pretrain(**given)
+    parser.add_class_arguments(PretrainSettings, as_group=False)
+    options = parser.parse_args(words)
+    del options.config
+    pretrain(PretrainSettings(**options))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes made by formulas: labelled grey images without a photograph, to pretrain small models on."""
+"""Labelled grey images of shapes made by formulas, on which small models are pretrained."""
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,10 +11,14 @@ from perada.core.checks import check_integer
 from perada.core.seeding import generator
 from perada.data.sets.base import ImageSet
 
-WAVES = 5  # of a contour
-SMALLEST_RADIUS = 0.15  # of a contour, in units of its mean
-NOISE = 0.03  # standard deviation inside a shape; white is 1
-CHUNK = 2000  # images drawn at once
+WAVES = 5
+"""Waves of a contour."""
+SMALLEST_RADIUS = 0.15
+"""Smallest radius of a contour, in units of its mean radius."""
+NOISE = 0.03
+"""Standard deviation of the noise inside a shape; white is 1."""
+CHUNK_SIZE = 2000
+"""Images that are drawn at once."""
 
 
 class Shapes(ImageSet):
@@ -46,82 +50,151 @@ class Shapes(ImageSet):
         check_integer("count", count, 10, hint="the test split has a tenth as many")
         check_integer("classes", classes)
         check_integer("size", size)
-        self.count, self.size, self.seed = count, size, seed
+        self.count = count
+        self.size = size
+        self.seed = seed
         self.classes = classes  # type: ignore[assignment]  # the argument; shapes have no names
-        self.num_classes = self._kinds = classes
+        self.num_classes = classes
+        self._num_shapes = classes
 
     def _load(self) -> tuple[Tensor, Tensor]:
-        kinds = draw_kinds(self._kinds, generator(self.seed, "shape classes"))
+        classes = draw_classes(self._num_shapes, generator(self.seed, "shape classes"))
         random = generator(self.seed, "shape images", int(self.train))
-        labels = torch.randint(0, self._kinds, (self.count if self.train else self.count // 10,), generator=random)
-        images = [
-            draw_shapes({k: v[c] for k, v in kinds.items()}, self.size, random) for c in torch.split(labels, CHUNK)
-        ]
-        return torch.cat(images), labels
+        num_images = self.count if self.train else self.count // 10
+        labels = torch.randint(0, self._num_shapes, (num_images,), generator=random)
+        chunks = []
+        for chunk_labels in torch.split(labels, CHUNK_SIZE):
+            chunks.append(draw_images(classes.of(chunk_labels), self.size, random))
+        return torch.cat(chunks), labels
 
 
-def draw_kinds(classes: int, random: torch.Generator) -> dict[str, Tensor]:
-    """Draw what the shapes of one class have in common: numbers (classes, 1, 1) by name, and the contours.
+@dataclass(frozen=True)
+class ShapeClasses:
+    """What the images of each class have in common. Unless stated otherwise a tensor is (C, 1, 1) for C classes.
 
-    These, ``outer`` and ``inner``, are coefficients (classes, 2, waves), cosines before sines.
+    Attributes:
+        outer: Coefficients of the outer contour (C, 2, waves), cosines before sines.
+        inner: Coefficients of the inner contour (C, 2, waves).
+        inner_size: Size of the inner contour relative to the outer one.
+        tone: Brightness of the inner part relative to the outer one.
+        stretch: Width relative to height.
+        frequency: Frequency of the stripes.
+        direction: Direction of the stripes, in radians.
+        depth: Depth of the stripes; 0 without stripes.
     """
-    uniform = _uniform(classes, random)
+
+    outer: Tensor
+    inner: Tensor
+    inner_size: Tensor
+    tone: Tensor
+    stretch: Tensor
+    frequency: Tensor
+    direction: Tensor
+    depth: Tensor
+
+    def of(self, labels: Tensor) -> "ShapeClasses":
+        """Return the same for images with these labels (B,), in place of C classes."""
+        return ShapeClasses(
+            outer=self.outer[labels],
+            inner=self.inner[labels],
+            inner_size=self.inner_size[labels],
+            tone=self.tone[labels],
+            stretch=self.stretch[labels],
+            frequency=self.frequency[labels],
+            direction=self.direction[labels],
+            depth=self.depth[labels],
+        )
+
+
+def draw_classes(num_classes: int, random: torch.Generator) -> ShapeClasses:
+    """Draw the classes. The order of the draws decides which shapes a seed stands for."""
     spread = 0.35 / torch.arange(1, WAVES + 1).sqrt()
-    contours = torch.randn(2, classes, 2, WAVES, generator=random) * spread
-    return {
-        "outer": contours[0],
-        "inner": contours[1],
-        "inner_size": uniform(0.25, 0.75),
-        "tone": uniform(-0.6, 0.6),
-        "stretch": uniform(-0.35, 0.35).exp(),
-        "frequency": uniform(2, 12),
-        "direction": uniform(0, math.pi),
-        "depth": uniform(0, 0.5) * (uniform(0, 1) < 0.7),  # three in ten have no stripes
-    }
+    contours = torch.randn(2, num_classes, 2, WAVES, generator=random) * spread
+    inner_size = _uniform(num_classes, 0.25, 0.75, random)
+    tone = _uniform(num_classes, -0.6, 0.6, random)
+    stretch = _uniform(num_classes, -0.35, 0.35, random).exp()
+    frequency = _uniform(num_classes, 2, 12, random)
+    direction = _uniform(num_classes, 0, math.pi, random)
+    depth = _uniform(num_classes, 0, 0.5, random)
+    has_stripes = _uniform(num_classes, 0, 1, random) < 0.7
+    return ShapeClasses(
+        outer=contours[0],
+        inner=contours[1],
+        inner_size=inner_size,
+        tone=tone,
+        stretch=stretch,
+        frequency=frequency,
+        direction=direction,
+        depth=depth * has_stripes,
+    )
 
 
-def draw_shapes(of: dict[str, Tensor], size: int, random: torch.Generator) -> Tensor:
-    """Draw images, uint8 (B, 1, size, size), of the entries of :func:`draw_kinds`, B in their first axis."""
-    count = len(of["tone"])
-    uniform = _uniform(count, random)
+def draw_images(classes: ShapeClasses, size: int, random: torch.Generator) -> Tensor:
+    """Draw an image of each entry of ``classes``.
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(count, *shape, generator=random)
+    Args:
+        classes: Classes of the B images.
+        size: Height and width of the images, in pixels.
+        random: Source of what differs between images of a class. The order of the draws decides the images.
 
+    Returns:
+        Images (B, 1, size, size), uint8.
+    """
+    count = len(classes.tone)
+
+    # Coordinates (B, size, size) in the shape's own frame, in which its mean radius is 1.
     line = torch.linspace(-1, 1, size)
-    right, down = line.view(1, 1, -1) - uniform(-0.2, 0.2), line.view(1, -1, 1) - uniform(-0.2, 0.2)
-    angle, scale = uniform(-0.35, 0.35), uniform(0.45, 0.8)
-    width, height = (scale * (0.12 * normal(1, 1)).exp() * of["stretch"] ** sign for sign in (1, -1))
-    mirror = torch.where(uniform(0, 1) < 0.5, -1.0, 1.0)
+    right = line.view(1, 1, -1) - _uniform(count, -0.2, 0.2, random)
+    down = line.view(1, -1, 1) - _uniform(count, -0.2, 0.2, random)
+    angle = _uniform(count, -0.35, 0.35, random)
+    scale = _uniform(count, 0.45, 0.8, random)
+    width = scale * (0.12 * _normal(random, count, 1, 1)).exp() * classes.stretch
+    height = scale * (0.12 * _normal(random, count, 1, 1)).exp() * classes.stretch**-1
+    mirror = torch.where(_uniform(count, 0, 1, random) < 0.5, -1.0, 1.0)
     x = mirror * (angle.cos() * right + angle.sin() * down) / width
     y = (angle.cos() * down - angle.sin() * right) / height
-    distance, theta = (x * x + y * y).sqrt(), torch.atan2(y, x)
+    distance = (x * x + y * y).sqrt()
+    theta = torch.atan2(y, x)
 
-    outer = contour(of["outer"] * (1 + 0.15 * normal(2, WAVES)), theta)
-    inner = contour(of["inner"] * (1 + 0.15 * normal(2, WAVES)), theta) * of["inner_size"]
+    # Both parts have soft edges of about a pixel.
+    outer = contour(classes.outer * (1 + 0.15 * _normal(random, count, 2, WAVES)), theta)
+    inner = contour(classes.inner * (1 + 0.15 * _normal(random, count, 2, WAVES)), theta) * classes.inner_size
     sharpness = 0.75 * size * scale
-    body, core = (torch.sigmoid((radius - distance) * sharpness) for radius in (outer, inner))
-    along = x * of["direction"].cos() + y * of["direction"].sin()
-    stripes = of["depth"] * torch.sin(of["frequency"] * along + uniform(0, 2 * math.pi))
-    shade = uniform(0.35, 0.9) * (1 + stripes + of["tone"] * core) + uniform(-0.2, 0.2) * y
-    values = body * (shade + NOISE * normal(size, size))
+    outer_part = torch.sigmoid((outer - distance) * sharpness)
+    inner_part = torch.sigmoid((inner - distance) * sharpness)
+
+    along = x * classes.direction.cos() + y * classes.direction.sin()
+    phase = _uniform(count, 0, 2 * math.pi, random)
+    stripes = classes.depth * torch.sin(classes.frequency * along + phase)
+    brightness = _uniform(count, 0.35, 0.9, random)
+    gradient = _uniform(count, -0.2, 0.2, random)
+    shade = brightness * (1 + stripes + classes.tone * inner_part) + gradient * y
+    values = outer_part * (shade + NOISE * _normal(random, count, size, size))
     return (values.clamp(0, 1) * 255).round().byte().unsqueeze(1)
 
 
-def _uniform(count: int, random: torch.Generator) -> Callable[[float, float], Tensor]:
-    """What draws numbers (count, 1, 1) from a range."""
-    return lambda low, high: low + (high - low) * torch.rand(count, 1, 1, generator=random)
+def _uniform(count: int, low: float, high: float, random: torch.Generator) -> Tensor:
+    """Draw numbers (count, 1, 1) between ``low`` and ``high``."""
+    return low + (high - low) * torch.rand(count, 1, 1, generator=random)
+
+
+def _normal(random: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=random)
 
 
 def contour(coefficients: Tensor, theta: Tensor) -> Tensor:
-    """Radius of B contours at some angles: 1 + Σ_k (a_k cos kθ + b_k sin kθ), but at least ``SMALLEST_RADIUS``.
+    """Return the radius of B contours: 1 + Σ_k (a_k cos kθ + b_k sin kθ), but at least :data:`SMALLEST_RADIUS`.
 
-    The coefficients, a and b, are (B, 2, waves), the angles (B, H, W) in radians.
+    Args:
+        coefficients: a and b, (B, 2, waves).
+        theta: Angles (B, H, W), in radians.
 
     >>> contour(torch.tensor([[[0.5, 0.0], [0.0, 0.0]]]), torch.tensor([[[0.0, math.pi]]])).tolist()
     [[[1.5, 0.5]]]
     """
-    phases = theta.unsqueeze(-1) * torch.arange(1, coefficients.shape[-1] + 1)
+    num_waves = coefficients.shape[-1]
+    phases = theta.unsqueeze(-1) * torch.arange(1, num_waves + 1)
     cosines, sines = coefficients.unbind(1)
-    waves = torch.einsum("bhwk,bk->bhw", phases.cos(), cosines) + torch.einsum("bhwk,bk->bhw", phases.sin(), sines)
-    return (1 + waves).clamp(min=SMALLEST_RADIUS)
+    even_part = torch.einsum("bhwk,bk->bhw", phases.cos(), cosines)
+    odd_part = torch.einsum("bhwk,bk->bhw", phases.sin(), sines)
+    return (1 + (even_part + odd_part)).clamp(min=SMALLEST_RADIUS)

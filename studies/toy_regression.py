@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fed-ensemble's toy regression (Shi et al., 2021, section 5, Table 1 and Figure 2), for many re-runs at once.
 
-Clients hold two points each of y = a sin(2πx) + noise. K linear models on fixed Gaussian basis functions are trained,
-each from a random initialisation of its own, by the schedule of :func:`~perada.algorithms.ensembles.mode_schedule`;
-their mean predicts. The data and the basis are drawn once. Between re-runs the initialisations are drawn anew, and with
-them the strata, the permutations and the sampled clients.
+Each client has two points of y = a sin(2πx) + noise. K linear models (modes) on fixed Gaussian basis functions are
+trained, each from its own random initialisation, by the schedule of
+:func:`~perada.algorithms.ensembles.mode_schedule`; the prediction is their mean. The data and the basis are drawn once.
+For each re-run the initialisations are drawn anew, and with them the strata, the permutations and the sampled clients.
 
-Legend of shapes: R re-runs, C clients, N points of a client, D basis functions, K modes, G points of the grid.
+Shapes: R re-runs, C clients, N points of a client, D basis functions, K modes, G points of the grid.
 """
 
 import math
@@ -21,16 +21,30 @@ from perada.algorithms.ensembles import mode_schedule
 from perada.core.checks import check_integer, check_number
 from perada.core.seeding import derive_seed, generator
 
-CLIENTS, POINTS, FUNCTIONS = 50, 2, 100
-WIDTH, NOISE, SPREAD = 0.08, 0.2, 0.2
-"""Width b of a basis function, standard deviations of the noise and of the clients' amplitudes."""
+CLIENTS = 50
+POINTS = 2
+"""Points of a client."""
+FUNCTIONS = 100
+"""Basis functions."""
+WIDTH = 0.08
+"""Width b of a basis function."""
+NOISE = 0.2
+"""Standard deviation of the noise."""
+SPREAD = 0.2
+"""Standard deviation of the clients' amplitudes."""
 DECAY_EVERY = 10
-"""Rounds after which the learning rate is multiplied; the paper's "all experiments"."""
+"""Rounds between two decays of the learning rate; the paper's "all experiments"."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The data of all clients, inputs (C, N) in [-1, 1] and outputs (C, N), and the centres (D,) of the basis."""
+    """The data of all clients.
+
+    Attributes:
+        x: Inputs (C, N) in [-1, 1].
+        y: Outputs (C, N).
+        centres: Centres of the basis functions (D,).
+    """
 
     x: Tensor
     y: Tensor
@@ -42,7 +56,7 @@ class Settings:
     """How the modes are trained.
 
     Args:
-        seed: Of the data, and of everything that differs between re-runs.
+        seed: Of the data, and of all that differs between re-runs.
         reruns: Trainings on the same data for each K.
         rounds: Rounds of a training, the same for every K.
         ages: Instead of rounds: ages of a training, which are K rounds each.
@@ -79,91 +93,120 @@ class Settings:
         check_number("init_std", self.init_std, ge=0)
 
     def length(self, modes: int) -> int:
-        """Rounds of a training with K modes."""
+        """Return the rounds of a training with K modes."""
         return self.rounds if self.ages is None else self.ages * modes
 
 
 def make_problem(seed: int) -> Problem:
-    """Draw the clients' data, y = a sin(2πx) + ε with one a a client, and the centres of the basis."""
-    draw = generator(seed, "toy regression")
-    float64: dict[str, Any] = {"generator": draw, "dtype": torch.float64}
-    amplitude = 1 + SPREAD * torch.randn(CLIENTS, 1, **float64)
-    x = 2 * torch.rand(CLIENTS, POINTS, **float64) - 1
-    y = amplitude * torch.sin(2 * math.pi * x) + NOISE * torch.randn(CLIENTS, POINTS, **float64)
-    return Problem(x, y, 2 * torch.rand(FUNCTIONS, **float64) - 1)
+    """Draw the clients' data, y = a sin(2πx) + ε with an amplitude a for each client, and the centres of the basis."""
+    random = generator(seed, "toy regression")
+    amplitude = 1 + SPREAD * torch.randn(CLIENTS, 1, generator=random, dtype=torch.float64)
+    x = 2 * torch.rand(CLIENTS, POINTS, generator=random, dtype=torch.float64) - 1
+    noise = NOISE * torch.randn(CLIENTS, POINTS, generator=random, dtype=torch.float64)
+    centres = 2 * torch.rand(FUNCTIONS, generator=random, dtype=torch.float64) - 1
+    return Problem(x=x, y=amplitude * torch.sin(2 * math.pi * x) + noise, centres=centres)
 
 
 def basis(x: Tensor, centres: Tensor) -> Tensor:
-    """Gaussian basis functions exp(-(x - ν)² / 2b²) of inputs (...), as (..., D)."""
+    """Return the Gaussian basis functions exp(-(x - ν)² / 2b²) of inputs (...), as (..., D)."""
     return torch.exp(-((x[..., None] - centres) ** 2) / (2 * WIDTH**2))
 
 
 def local_gain(phi: Tensor, lr: float, steps: int) -> Tensor:
-    """What local gradient descent does to the residuals of a client, in closed form.
+    """Return the matrix M (C, N, N) by which local gradient descent moves the weights of each client.
 
-    With basis functions Φ (C, N, D) and Gram matrix G = ΦΦᵀ/N, s steps on 1/2N ||Φw - y||² move w by -Φᵀ M (Φw - y),
-    where M = (lr/N) Σ_{j<s} (I - lr G)^j, (C, N, N).
+    With the Gram matrix G = ΦΦᵀ/N, s steps on 1/2N ||Φw - y||² move w by -Φᵀ M (Φw - y), where
+    M = (lr/N) Σ_{j<s} (I - lr G)^j.
+
+    Args:
+        phi: Basis functions Φ (C, N, D).
+        lr: Learning rate.
+        steps: s.
 
     Raises:
-        ValueError: If gradient descent diverges on some client.
+        ValueError: If gradient descent diverges for a client.
     """
     points = phi.shape[1]
     gram = phi @ phi.mT / points
     limit = 2 / torch.linalg.eigvalsh(gram).max().item()
     if not 0 < lr < limit:
         raise ValueError(f"lr={lr} does not descend: on these data it has to be above 0 and below {limit:.3g}")
-    left = torch.eye(points, dtype=phi.dtype).expand_as(gram)
+    power = torch.eye(points, dtype=phi.dtype).expand_as(gram)  # (I - lr G)^j
     total = torch.zeros_like(gram)
     for _ in range(steps):
-        total, left = total + left, left - lr * gram @ left
+        total = total + power
+        power = power - lr * gram @ power
     return lr / points * total
 
 
-def federated_round(modes: Tensor, taken: Tensor, takes_part: Tensor, phi: Tensor, y: Tensor, gain: Tensor) -> Tensor:
-    """One round: clients train the mode they are given, the server averages each mode over those that had it.
+def federated_round(
+    modes: Tensor, mode_of_client: Tensor, takes_part: Tensor, phi: Tensor, y: Tensor, gain: Tensor
+) -> Tensor:
+    """Return the modes after a round: clients train their modes, the server averages each over the clients that had it.
 
     Args:
-        modes: Weights (R, K, D); a mode that nobody had stays as it is.
-        taken: Mode of each client (R, C).
+        modes: Weights (R, K, D); a mode that no client had is returned as it is.
+        mode_of_client: Mode of each client (R, C).
         takes_part: Whether a client trains in this round (R, C).
         phi: Basis functions (C, N, D).
         y: Outputs (C, N).
-        gain: Of :func:`local_gain`, (C, N, N).
+        gain: Result of :func:`local_gain`, (C, N, N).
     """
-    reruns, count, size = modes.shape
-    flat = modes.reshape(-1, size)
-    rows = (taken + count * torch.arange(reruns)[:, None])[takes_part]
-    clients = torch.arange(len(y)).expand(reruns, -1)[takes_part]
-    holders = torch.bincount(rows, minlength=reruns * count)
-    residuals = ((flat @ phi.reshape(-1, size).mT).view(-1, *y.shape) - y)[rows, clients]
-    moves = (gain[clients] @ residuals[..., None])[..., 0] / holders[rows, None]
-    by_point = torch.zeros(len(flat), *y.shape, dtype=flat.dtype).index_put((rows, clients), moves, accumulate=True)
-    return (flat - by_point.flatten(1) @ phi.reshape(-1, size)).view_as(modes)
+    num_reruns, num_modes, num_functions = modes.shape
+    # One row for each mode of each re-run, and one entry for each client that takes part in a re-run: T entries.
+    rows_of_weights = modes.reshape(-1, num_functions)
+    phi_of_points = phi.reshape(-1, num_functions)  # (C · N, D)
+    row = (mode_of_client + num_modes * torch.arange(num_reruns)[:, None])[takes_part]  # (T,)
+    client = torch.arange(len(y)).expand(num_reruns, -1)[takes_part]  # (T,)
+
+    residuals_of_all = (rows_of_weights @ phi_of_points.mT).view(-1, *y.shape) - y  # (R · K, C, N)
+    residuals = residuals_of_all[row, client]  # (T, N)
+    clients_of_row = torch.bincount(row, minlength=num_reruns * num_modes)
+    moves = (gain[client] @ residuals[..., None])[..., 0] / clients_of_row[row, None]
+
+    # The moves are sums of the clients' basis functions, so they are collected by point before the product with these.
+    moves_of_points = torch.zeros(len(rows_of_weights), *y.shape, dtype=modes.dtype)
+    moves_of_points = moves_of_points.index_put((row, client), moves, accumulate=True)
+    return (rows_of_weights - moves_of_points.flatten(1) @ phi_of_points).view_as(modes)
 
 
 def train(problem: Problem, settings: Settings, modes: int, bar: "tqdm[Any] | None" = None) -> Tensor:
-    """Train K modes in every re-run; returns their weights (R, K, D)."""
+    """Train K modes in every re-run, and return their weights (R, K, D).
+
+    Args:
+        problem: The data.
+        settings: Settings of the training.
+        modes: K.
+        bar: Progress bar, advanced after every round.
+    """
     seeds = [derive_seed(settings.seed, "toy re-run", modes, rerun) for rerun in range(settings.reruns)]
-    size = (modes, FUNCTIONS)
-    starts = [torch.randn(size, generator=generator(seed, "initial"), dtype=torch.float64) for seed in seeds]
-    weights = settings.init_std * torch.stack(starts)
+    initial_weights = []
+    for seed in seeds:
+        random = generator(seed, "initial")
+        initial_weights.append(torch.randn(modes, FUNCTIONS, generator=random, dtype=torch.float64))
+    weights = settings.init_std * torch.stack(initial_weights)
     phi = basis(problem.x, problem.centres)
-    clients = (settings.reruns, CLIENTS)
-    for round in range(settings.length(modes)):
-        if round % DECAY_EVERY == 0:
-            rate = settings.lr * settings.lr_decay ** (round // DECAY_EVERY)
-            gain = local_gain(phi, rate, settings.local_steps)
-        taken = torch.stack([mode_schedule(seed, round, CLIENTS, modes, settings.strata) for seed in seeds])
-        order = torch.rand(clients, generator=generator(settings.seed, "toy clients", modes, round)).argsort(1)
+    for round_number in range(settings.length(modes)):
+        if round_number % DECAY_EVERY == 0:
+            lr = settings.lr * settings.lr_decay ** (round_number // DECAY_EVERY)
+            gain = local_gain(phi, lr, settings.local_steps)
+        schedules = [mode_schedule(seed, round_number, CLIENTS, modes, settings.strata) for seed in seeds]
+        mode_of_client = torch.stack(schedules)
+        random = generator(settings.seed, "toy clients", modes, round_number)
+        order = torch.rand(settings.reruns, CLIENTS, generator=random).argsort(1)
         takes_part = order < settings.clients_per_round
-        weights = federated_round(weights, taken, takes_part, phi, problem.y, gain)
+        weights = federated_round(weights, mode_of_client, takes_part, phi, problem.y, gain)
         if bar is not None:
             bar.update()
     return weights
 
 
 def decompose(predictions: Tensor, truth: Tensor) -> dict[str, float]:
-    """Bias and variance of predictions (R, G) over re-runs (equation 3), averaged over the grid; truth E[y | x], (G,).
+    """Return bias and variance over re-runs (equation 3), averaged over the grid.
+
+    Args:
+        predictions: Predictions (R, G).
+        truth: E[y | x], (G,).
 
     Returns:
         ``squared_bias``, its root ``bias``, ``variance``, and ``variance_se``, the standard error of the variance.

@@ -296,7 +296,7 @@ def head():
 def test_vectors_are_what_timm_gives_its_head(head):
     settings, _ = head
     model = build_backbone("test_resnet", pretrained="perada:fashion_test_resnet", image_size=32)
-    found = local_gd_head.vectors(settings)
+    found = local_gd_head.extract_features(settings)
     images = prepare_images(Digits(False).images[:9], model.image, 32)
     with torch.no_grad():
         expected = model.model.forward_head(model.model.forward_features(images), pre_logits=True)

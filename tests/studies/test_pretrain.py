@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from perada.cli import main
-from perada.studies.pretrain import pretrain
+from perada.studies.pretrain import PretrainSettings, pretrain
 from perada.studies.shapes import Shapes
 
 WEIGHTS = Path(__file__).parents[2] / "perada" / "models" / "weights"
@@ -24,7 +24,7 @@ def rows_of(card: str) -> dict[str, str]:
 def run(fashion_root, tmp_path):
     def once(name, **changes):
         options = {"root": str(fashion_root), "epochs": 1, "batch_size": 40, "seed": 3} | changes
-        return pretrain(output=tmp_path / name / "weights.safetensors", **options)
+        return pretrain(PretrainSettings(output=tmp_path / name / "weights.safetensors", **options))
 
     return once
 
@@ -89,7 +89,7 @@ def test_a_vision_transformer_is_pretrained_on_shapes(run, monkeypatch):
 
 def test_a_wrong_name_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"weights\.pth.*end the name in \.safetensors"):
-        pretrain(output=tmp_path / "weights.pth")
+        pretrain(PretrainSettings(output=tmp_path / "weights.pth"))
 
 
 @pytest.mark.parametrize(("name", "accuracy"), [("fashion_test_resnet", 0.88), ("shapes_test_vit", 0.95)])
