@@ -154,21 +154,36 @@ class Evaluation:
             global_score = of_global_model[metric.name][0, 0]
             per_client[on_local] = self._mean_of_classes(on_local, local[metric.name][0], 1)
             results |= spread(on_local, per_client[on_local], metric.lower_is_better, self._sizes, self._recent)
-            if not self.federation.personalized:
-                per_client[on_global] = self._mean_of_classes(on_global, global_score, 0).expand(self.num_clients)
-            elif self.everywhere:
-                of_sampled = everyone[metric.name][:, 0]
-                of_all = of_sampled.new_full((self.num_clients, *of_sampled.shape[1:]), torch.nan)
-                of_all[self.everywhere] = of_sampled
-                per_client[on_global] = self._mean_of_classes(on_global, of_all, 1)
-            if on_global in per_client:
-                results |= spread(on_global, per_client[on_global], metric.lower_is_better)
+            on_everyone = self._on_everyone(on_global, everyone[metric.name][:, 0], global_score)
+            if on_everyone is not None:
+                per_client[on_global] = on_everyone
+                results |= spread(on_global, on_everyone, metric.lower_is_better)
             if self._global:
                 name = f"global/global_test{ending}"
                 results[name] = float(self._mean_of_classes(name, global_score, 0))
         if self._of_members:
             results |= self._member_results(ranks)
         return results, per_client
+
+    def _on_everyone(self, name: str, of_sampled: Tensor, global_score: Tensor) -> Tensor | None:
+        """Return the scores (M,) of the models that clients predict with, on everyone's images.
+
+        Args:
+            name: Name of the scores.
+            of_sampled: Scores of the personal models that ran on everyone's images, (p,) or (p, K).
+            global_score: That of the global model, a number or (K,).
+
+        Returns:
+            NaN for clients whose model did not run; None if no model of a client did.
+        """
+        if not self.federation.personalized:
+            # All clients predict with the global model.
+            return self._mean_of_classes(name, global_score, 0).expand(self.num_clients)
+        if not self.everywhere:
+            return None
+        of_all = of_sampled.new_full((self.num_clients, *of_sampled.shape[1:]), torch.nan)
+        of_all[self.everywhere] = of_sampled
+        return self._mean_of_classes(name, of_all, 1)
 
     def _member_results(self, ranks: Ranks) -> dict[str, float]:
         """Score the best and the worst member of an ensemble, and the mean entropy of its predictions. A collective."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The round in which each client took part last: a model of a client's own is as old as that."""
+"""The round in which each client took part last, which is the age of its personal model."""
 
 import math
 from collections.abc import Sequence
@@ -57,23 +57,23 @@ class Participation:
         return [client for client, last in enumerate(self.last_rounds) if 2 * (self.rounds - last) > self.rounds]
 
     def warning(self, names: Sequence[str] | None = None, anonymous: bool = False) -> str | None:
-        """Say which clients' own models are stale, and what helps; None if none are.
+        """Return a warning about clients whose personal models are stale, with the remedy; None if none are.
 
         Args:
-            names: Of the clients; by default their numbers.
-            anonymous: Give only the number of such clients.
+            names: Names of the clients; by default their numbers.
+            anonymous: Whether only the number of such clients may be shown.
         """
         stale = self.stale
         if not stale:
             return None
         which = ""
         if not anonymous:
-            shown_names = [names[client] if names else str(client) for client in stale]
-            since = [
-                f"{name} since round {self.last_rounds[client]}" if self.last_rounds[client] else f"{name} in none"
-                for client, name in zip(stale, shown_names, strict=True)
-            ]
-            which = f" (client {abbreviated(since, 10)})"
+            descriptions = []
+            for client in stale:
+                name = names[client] if names else str(client)
+                last_round = self.last_rounds[client]
+                descriptions.append(f"{name} since round {last_round}" if last_round else f"{name} in none")
+            which = f" (client {abbreviated(descriptions, 10)})"
         drawn = self.clients_per_round
         if drawn is None or drawn >= len(self.last_rounds):
             remedy = "all clients are drawn in each round, so their training failed or their privacy budget is spent"

@@ -23,6 +23,7 @@ from perada.core.states import (
     is_finite,
     partition,
     rank_axes,
+    stack_size,
     to_device,
     to_device_async,
 )
@@ -360,7 +361,7 @@ class Server:
         """
         multilabel = self.settings.training.multilabel
         own_models = models.own if isinstance(models, Updates) else models
-        clients = len(next(iter(own_models.values())))
+        clients = stack_size(own_models)
         # A rank may have no client. It runs the model before the round for the shape of the logits, and drops them.
         states = expand(previous, max(1, clients))
         if clients:
@@ -371,11 +372,15 @@ class Server:
             logits = self.engine.shared_logits(states, x)[:clients]
             predictions.append(probabilities(logits, multilabel))
             if y is not None:
-                labels.append(y if multilabel else F.one_hot(y, logits.shape[-1]))
+                if not multilabel:
+                    y = F.one_hot(y, logits.shape[-1])
+                labels.append(y)
         all_predictions = torch.cat(predictions, 1)
         if isinstance(models, Updates):
             all_predictions = models.replace({"probabilities": all_predictions}).gathered("probabilities")
-        return all_predictions, torch.cat(labels) if labels else None
+        if not labels:
+            return all_predictions, None
+        return all_predictions, torch.cat(labels)
 
     def _images(self, context: RoundContext, limit: int, labelled: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield batches of at most ``limit`` of the server's images in all, with labels or None."""

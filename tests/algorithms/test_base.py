@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithms by name, and what they refuse."""
 
+import inspect
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from perada.algorithms import (
     Algorithm,
     Ditto,
     FedAlt,
+    FedAvg,
     FedAvgFT,
     FedBE,
     FedDPA,
@@ -28,6 +30,7 @@ from perada.algorithms import (
     TensorNames,
     make_algorithm,
 )
+from perada.algorithms.base import AlgorithmWrapper
 from perada.core.states import Factors
 from tests.options import sections
 
@@ -223,3 +226,27 @@ def test_an_ensemble_is_told_by_its_members():
     three = {"w": torch.arange(3.0)}
     assert own.is_ensemble and own.members({}, {"three": three}) is three
     assert Ditto().members({"w": torch.ones(2)}, {})["w"].shape == (1, 2)
+
+
+def test_a_wrapper_passes_on_all_that_its_base_has():
+    base = FedAvg()
+    for name in Algorithm.__annotations__:
+        setattr(base, name, object())
+    methods = [name for name, value in vars(Algorithm).items() if inspect.isfunction(value) and name != "lora_rank"]
+    calls = []
+    for name in methods:
+        setattr(base, name, lambda *arguments, name=name: calls.append((name, arguments)) or (name, "result"))
+    wrapper = AlgorithmWrapper(base)
+    for name in Algorithm.__annotations__:
+        assert getattr(wrapper, name) is getattr(base, name)
+    for name in methods:
+        arguments = tuple(object() for _ in inspect.signature(getattr(base.__class__, name)).parameters)[1:]
+        result = getattr(wrapper, name)(*arguments)
+        assert calls.pop() == (name, arguments)
+        assert result == (None if name in ("check", "client_step") else (name, "result"))
+    assert len(methods) > 10
+
+
+def test_a_wrapper_of_what_is_no_algorithm_is_refused():
+    with pytest.raises(ValueError, match="base='fedavg' is not an algorithm"):
+        AlgorithmWrapper("fedavg")
