@@ -14,7 +14,7 @@ from perada.engine import Engine
 from perada.engine.engine import client_losses
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
-from perada.privacy import Privacy
+from perada.privacy import Privacy, noisy_mean
 from perada.privacy.gradients import Query, SampleGradients
 
 CASES: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
@@ -93,8 +93,8 @@ def _ways(
     x = torch.randn(clients, rows, 3, 32, 32, device=device)
     y = torch.randint(10, (clients, rows), device=device)
     dropout = Streams.derived(0, "dropout", clients=range(clients), device=device)
-    query = Query(state, x, y, (rows,) * clients, dropout, None, [1.0] * clients, [float(rows)] * clients)
-    seeded = replace(query, noise=[generator(0, "noise", client) for client in range(clients)])
+    query = Query(state, x, y, (rows,) * clients, dropout)
+    seeded = [generator(0, "noise", client) for client in range(clients)]
     privacy = Privacy(1.0, physical_batch_size=physical)
     folded, opacus = (SampleGradients(replace(privacy, engine=kind), engine, False) for kind in ("folded", "opacus"))
 
@@ -104,17 +104,20 @@ def _ways(
         for value in state.values():
             value.grad = None
 
+    def noisy(gradients: SampleGradients, generators: list[torch.Generator] | None = None) -> State:
+        return noisy_mean(gradients.sums(query), privacy.max_norm, [float(rows)] * clients, generators)
+
     def drawn_on_the_device() -> None:
         """Add noise of the device's own generator, which is not a cryptographic one: the least that noise can cost."""
         for value in folded.sums(query).values():
             (value + torch.randn_like(value)) / rows
 
     ways: dict[str, Callable[[], object]] = {
-        "folded": lambda: folded(query),
+        "folded": lambda: noisy(folded),
         "drawn on the device": drawn_on_the_device,
         "no noise": lambda: folded.sums(query),
-        "from a seed": lambda: folded(seeded),
-        "opacus": lambda: opacus(query),
+        "from a seed": lambda: noisy(folded, seeded),
+        "opacus": lambda: noisy(opacus),
         "not private": not_private,
     }
     return ways, sum(value[0].numel() for value in state.values() if value.requires_grad)

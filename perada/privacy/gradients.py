@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noisy gradients of many clients (DP-SGD): clip every image's gradient, sum by client, add noise.
+"""Gradients of many clients for DP-SGD: clip every image's gradient, and sum by client.
 
 Opacus's hooks give the gradient of every row, laid out or as outer products. The gradient of a linear map's weight for
 one image is a sum over its N positions (tokens, pixels) of outer products b_n a_nᵀ of backpropagated and forward
@@ -14,7 +14,7 @@ import copy
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,7 +32,7 @@ from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.fold import fold, shell
 from perada.engine.frozen_trunk import Wrapper
 from perada.engine.stacked_layers import StackedLayer
-from perada.privacy.clipping import at_least_float32, clipping_factors, noisy_mean, sum_outer_products
+from perada.privacy.clipping import at_least_float32, clipping_factors, sum_outer_products
 from perada.privacy.options import Privacy
 from perada.server.aggregate import double, double_dtype
 
@@ -42,7 +42,7 @@ Sampler = Callable[[Any, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
 
 @dataclass(frozen=True)
 class Query:
-    """A batch of C clients, and the states at which its noisy gradient is wanted.
+    """A batch of C clients, and the states at which its clipped gradients are wanted.
 
     Attributes:
         states: Stack (C, ...); gradients are computed of the tensors that require them.
@@ -50,9 +50,6 @@ class Query:
         y: Labels (C, B) or (C, B, K).
         counts: Real rows of each client, 0 for a batch without images.
         dropout: The clients' random streams.
-        generators: One source of noise per client; None for the cryptographic generator.
-        noise_multipliers: σ of each client.
-        expected_batch: Expected number of images in each client's batch.
     """
 
     states: State
@@ -60,12 +57,9 @@ class Query:
     y: Tensor
     counts: tuple[int, ...]
     dropout: Streams
-    generators: list[torch.Generator] | None = None
-    noise_multipliers: Sequence[float] = ()
-    expected_batch: Sequence[float] = ()
 
     def of_client(self, client: int) -> "Query":
-        """Return the query of one client, without noise; it keeps a client axis of size 1."""
+        """Return the query of one client; it keeps a client axis of size 1."""
         row = slice(client, client + 1)
         states = {key: value[row] for key, value in self.states.items()}
         return Query(states, self.x[row], self.y[row], self.counts[row], self.dropout[row])
@@ -94,7 +88,7 @@ class _Place:
 
 
 class SampleGradients:
-    """Computes the noisy gradient (C, ...) of each client's mean loss.
+    """Computes the sum (C, ...) of the clipped gradients of each client's images.
 
     All clients are one batch of the stacked model, or are run one by one on the single model where the options or the
     training engine require it (``one_by_one``). The engine's own model stays as it is.
@@ -151,13 +145,8 @@ class SampleGradients:
                 if is_row_parameter or isinstance(parameter, Merged):
                     module._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=False)
 
-    def __call__(self, query: Query) -> State:
-        """Return the noisy gradients (C, ...) of the tensors of ``query.states`` that require them."""
-        stds = [sigma * self.options.max_norm for sigma in query.noise_multipliers]
-        return noisy_mean(self.sums(query), stds, query.expected_batch, query.generators)
-
     def sums(self, query: Query) -> State:
-        """Return the sums (C, ...) of clipped gradients, without noise."""
+        """Return the sums (C, ...) of clipped gradients, of the tensors of ``query.states`` that require gradients."""
         try:
             if not self.one_by_one:
                 return self._clipped_sums(query)

@@ -23,6 +23,7 @@ from perada.core.seeding import Streams, generator
 from perada.core.states import State
 from perada.privacy.account import Account, Budget
 from perada.privacy.client_level import ClientLevel
+from perada.privacy.clipping import noisy_mean
 from perada.privacy.gradients import Query, SampleGradients
 from perada.privacy.journal import JOURNAL, Journal, read_journals
 
@@ -32,7 +33,7 @@ class PrivateRound:
 
     Args:
         account: Noise of each client.
-        gradients: Computes noisy gradients.
+        gradients: Computes sums of clipped gradients.
         seed: Seed of the run, from which the noise follows in the test mode.
         plan: Clients of the round.
         tuning: Whether this is the fine-tuning.
@@ -76,28 +77,27 @@ class PrivateRound:
         Raises:
             RuntimeError: If more gradients are asked for than the ledgers count.
         """
-        account = self.account
         self._count_query(one_of(batches), stream, rows)
         batch = batches[stream]
-        clients = self.plan.clients[rows]
         counts = batch.counts[rows]
         width = max(1, *counts)
-        query = Query(
-            states,
-            x=batch.x[rows, :width],
-            y=batch.y[rows, :width],
-            counts=counts,
-            dropout=dropout,
-            generators=None if self.secure else self._noise[stream][rows],
-            noise_multipliers=[account.noise_multipliers[client] for client in clients],
-            # Not the number of images that were drawn, which would tell something of the data.
-            expected_batch=[account.sizes[client] * account.rate(client) for client in clients],
-        )
+        sums = self.gradients.sums(Query(states, batch.x[rows, :width], batch.y[rows, :width], counts, dropout))
         total = torch.zeros(len(counts), device=batch.x.device)
-        for key, gradient in self.gradients(query).items():
+        for key, gradient in self._noisy_gradients(sums, stream, rows).items():
             # The derivative of this product by the state is the noisy gradient.
             total = total + (states[key] * gradient).flatten(1).sum(1)
         return total - total.detach()
+
+    def _noisy_gradients(self, sums: State, stream: str, rows: slice) -> State:
+        """Return the noisy gradients (C, ...) of the mean loss of the clients in ``rows``, from their clipped sums."""
+        account = self.account
+        clients = self.plan.clients[rows]
+        sigmas = [account.noise_multipliers[client] for client in clients]
+        stds = [sigma * account.options.max_norm for sigma in sigmas]
+        # Not the number of images that were drawn, which would tell something of the data.
+        expected_batch = [account.sizes[client] * account.rate(client) for client in clients]
+        generators = None if self.secure else self._noise[stream][rows]
+        return noisy_mean(sums, stds, expected_batch, generators)
 
     def _count_query(self, batch: CohortBatch, stream: str, rows: slice) -> None:
         """Count a query of a step; raise a RuntimeError if it is one more than was planned."""

@@ -29,7 +29,7 @@ from perada.federation.metrics import make_metrics
 from perada.federation.settings import LocalTraining, Settings, Storage
 from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
-from perada.privacy import Privacy
+from perada.privacy import Privacy, noisy_mean
 from perada.privacy.gradients import Query, SampleGradients
 from perada.server import Distillation
 
@@ -202,11 +202,11 @@ def test_private_gradients_never_wait(adapter, monkeypatch):
     states = {key: value.requires_grad_(key in trained) for key, value in expand(get_state(model), 2).items()}
     streams = Streams.derived(0, "dropout", clients=range(2), device=META)
     x, y = torch.empty(2, 4, 3, 32, 32, device=META), torch.empty(2, 4, dtype=torch.int64, device=META)
-    query = Query(states, x, y, (4, 3), streams, None, [1.0, 1.0], [4.0, 3.0])
+    query = Query(states, x, y, (4, 3), streams)
     gradients = SampleGradients(Privacy(1.0), Engine(model), False)
     watch = Watch()
     with watch:
-        found = gradients(query)
+        found = noisy_mean(gradients.sums(query), [1.0, 1.0], [4.0, 3.0], None)
     assert {value.device for value in found.values()} == {META}
     assert (watch.waits, watch.meetings) == ([], [])
 

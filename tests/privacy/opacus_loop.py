@@ -1,12 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference for noisy gradients: Opacus's own ``DPOptimizer`` on the single model, one client after another."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from perada.core.states import train_mode
 from perada.engine.engine import row_losses
 from perada.privacy.clipping import at_least_float32, noisy_mean
-from perada.privacy.gradients import clone_outputs, silence_hook_warnings, with_grad_sample_hooks
+from perada.privacy.gradients import (
+    Query,
+    SampleGradients,
+    clone_outputs,
+    silence_hook_warnings,
+    with_grad_sample_hooks,
+)
+
+
+@dataclass(frozen=True)
+class NoisyQuery(Query):
+    """A query, with the noise and the expected batch of each client."""
+
+    generators: list[torch.Generator] | None = None
+    noise_multipliers: Sequence[float] = ()
+    expected_batch: Sequence[float] = ()
+
+
+class NoisyGradients(SampleGradients):
+    """What is tested, with the noise that a private round adds."""
+
+    def __call__(self, query):
+        std = [sigma * self.options.max_norm for sigma in query.noise_multipliers]
+        return noisy_mean(self.sums(query), std, query.expected_batch, query.generators)
 
 
 class OpacusGradients:

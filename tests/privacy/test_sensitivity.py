@@ -67,7 +67,7 @@ def query(net, scale, seed, without=None, dtype=torch.float32):
     if without is not None:
         x[0, without] = torch.inf
     streams = Streams.derived(0, "dropout", clients=range(1))
-    return Query(stacked, x, y, (IMAGES,), streams, [torch.Generator()], [0.0], [1.0])
+    return Query(stacked, x, y, (IMAGES,), streams)
 
 
 @pytest.mark.parametrize(("depth", "scale"), [(1, 1e4), (1, 1e6), (3, 1e3), (6, 1.0), (6, 100.0), (6, 1e4)])
@@ -83,9 +83,9 @@ def test_one_image_changes_the_sum_by_its_bound_at_most(engine, clipping, dtype,
     net = insert_adapter(build_backbone(Cancelling(kind, depth).to(dtype), CLASSES), "full").model
     gradients = SampleGradients(Privacy(0.0, max_norm=BOUND, clipping=clipping, engine=engine), Engine(net), False)
     for seed in range(3):
-        everyone = gradients(query(net, scale, seed, dtype=dtype))
+        everyone = gradients.sums(query(net, scale, seed, dtype=dtype))
         for without in (0, IMAGES - 1):
-            others = gradients(query(net, scale, seed, without, dtype))
+            others = gradients.sums(query(net, scale, seed, without, dtype))
             changes = [(everyone[key].double() - others[key].double()).norm() for key in everyone]
             assert float(torch.stack(changes).norm()) <= BOUND * (1 + 1e-5)
 
@@ -131,8 +131,8 @@ def test_parts_of_a_batch_add_up_in_double_precision():
     x[0, 0] = 2.0**25
     options = Privacy(0.0, max_norm=2.0**30, physical_batch_size=1)
     streams = Streams.derived(0, "dropout", clients=range(1))
-    asked = Query(states, x, torch.zeros(1, 101, dtype=torch.long), (101,), streams, [torch.Generator()], [0.0], [1.0])
-    [weight] = [v for v in SampleGradients(options, Engine(net), False)(asked).values() if v.dim() == 3]
+    asked = Query(states, x, torch.zeros(1, 101, dtype=torch.long), (101,), streams)
+    [weight] = [v for v in SampleGradients(options, Engine(net), False).sums(asked).values() if v.dim() == 3]
     assert torch.equal(weight[0, 1], torch.full((4,), 0.5 * (2.0**25 + 100)))
 
 
