@@ -95,7 +95,7 @@ def _clients(clients: int) -> dict[str, Any]:
     """Train two rounds in which each client may take part, and write a checkpoint and the run."""
     with tempfile.TemporaryDirectory() as folder:
         watch = _Watch((1,), Path(folder))
-        run = _train(clients, 2, folder, watch, global_test_clients=0)
+        run = _train(clients, 2, folder, watch, evaluation={"global_test_clients": 0})
         began = time.perf_counter()
         run.save(Path(folder) / "saved")
         return watch.rows[0] | {"clients": clients, "Run.save, s": round(time.perf_counter() - began, 1)}

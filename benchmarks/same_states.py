@@ -102,7 +102,7 @@ def _train(
             batch_size=BATCH,
             lr_personal=0.05,
             lr_local=0.05,
-            momentum=0.9,
+            training={"momentum": 0.9},
             distillation={"steps": 4, "batch_size": 32, "optimizer": "sgd", "lr": 0.05},
             # Adam would turn the rounding of a gradient that is nearly zero into steps of full length.
             accelerator="gpu" if device is not None and device.type == "cuda" else "cpu",

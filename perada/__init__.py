@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from perada.algorithms import Algorithm, make_algorithm
     from perada.api import finetune
     from perada.data import FederatedData, FederatedDataModule
+    from perada.federation import Evaluation, Training
     from perada.lightning import FederatedClassifier, FederatedLoop
     from perada.lightning.joining import personalize
     from perada.privacy import ClientPrivacy, Privacy
@@ -22,18 +23,29 @@ if TYPE_CHECKING:
 __all__ = [
     "Algorithm",
     "ClientPrivacy",
+    "Evaluation",
     "FederatedClassifier",
     "FederatedData",
     "FederatedDataModule",
     "FederatedLoop",
     "Privacy",
     "Run",
+    "Training",
     "finetune",
     "make_algorithm",
     "personalize",
 ]
 
-_PUBLIC_MODULES = ("algorithms", "privacy", "data", "results.run", "lightning", "api", "lightning.joining")
+_PUBLIC_MODULES = (
+    "algorithms",
+    "privacy",
+    "federation",
+    "data",
+    "results.run",
+    "lightning",
+    "api",
+    "lightning.joining",
+)
 """Modules with the public names, each after those that it imports."""
 
 

@@ -3,10 +3,10 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from textwrap import indent, shorten, wrap
+from textwrap import shorten
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -19,12 +19,11 @@ from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.workers import explain_worker_deaths
-from perada.engine.engine import EngineName
-from perada.federation.diagnostics import Diagnostic
-from perada.federation.settings import ClientOptimizer, StoreKind
+from perada.federation.options import Evaluation, Training
+from perada.federation.settings import StoreKind
 from perada.lightning import FederatedLoop
 from perada.lightning.checkpoint import find_checkpoint
-from perada.lightning.module import FederatedClassifier, LRSchedule
+from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_fingerprint import early_fingerprint
 from perada.lightning.run_folder import discard_folder_on_rejection
 from perada.lightning.trainer_setup import check_trainer
@@ -39,82 +38,102 @@ from perada.server.aggregate import Weighting
 
 __all__ = ["FULL_NAMES", "argument_texts", "finetune", "full_name", "make_trainer"]
 SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
+"""Sections of a recipe and the classes whose arguments they have."""
+OPTION_CLASSES: dict[str, type] = {
+    "training": Training,
+    "distillation": Distillation,
+    "evaluation": Evaluation,
+    "privacy": Privacy,
+    "client_privacy": ClientPrivacy,
+    "secure_sums": SecureSums,
+}
+"""Sections of a recipe, and arguments of :func:`finetune`, and the dataclasses whose fields they have."""
 
 
-def finetune(  # noqa: D417, PLR0913  # each argument is an option, and `_explain` adds the descriptions
+def finetune(  # noqa: PLR0913  # one argument an option
     backbone: str | nn.Module,
     data: FederatedData | FederatedDataModule,
     *,
     adapter: AdapterChoice = "residual",
     adapter_options: dict[str, Any] | None = None,
     pretrained: bool | str = True,
+    num_classes: int | None = None,
     image_size: int | None = None,
     train_backbone: bool = False,
     algorithm: str | Algorithm = "perada",
     algorithm_options: dict[str, Any] | None = None,
-    num_classes: int | None = None,
     rounds: int = 10,
     clients_per_round: int | None = None,
     batch_size: int | Literal["full"] | None = None,
-    local_epochs: float = 1,
+    lr_personal: float | None = None,
+    lr_local: float | None = None,
+    local_epochs: float | None = None,
     local_steps: int | None = None,
-    lr_personal: float = 0.01,
-    lr_local: float = 0.01,
-    optimizer: ClientOptimizer = "sgd",
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    clip_norm: float | None = None,
-    lr_schedule: LRSchedule = "constant",
-    lr_gamma: float = 0.99,
-    lr_every: int = 10,
-    clients_per_chunk: int | None = None,
-    channels_last: bool | None = None,
-    cache_features: bool | None = None,
-    torch_compile: bool | dict[str, Any] = False,
-    metric: str | list[str | dict[str, Any]] = "auto",
-    global_test_clients: int | None = None,
-    weighting: Weighting = "uniform",
-    server_rule: str | ServerRule = "mean",
+    training: Training | dict[str, Any] | None = None,
     distillation: Distillation | dict[str, Any] | None = None,
-    engine: EngineName = "auto",
+    evaluation: Evaluation | dict[str, Any] | None = None,
     privacy: Privacy | dict[str, Any] | None = None,
     client_privacy: ClientPrivacy | dict[str, Any] | None = None,
     secure_sums: SecureSums | dict[str, Any] | None = None,
+    weighting: Weighting = "uniform",
+    server_rule: str | ServerRule = "mean",
     client_store: StoreKind = "auto",
-    diagnostics: bool | list[Diagnostic] = False,
-    seed: int = 0,
-    eval_every: int | None = None,
-    trainer: pl.Trainer | None = None,
-    resume_allow: list[str] | None = None,
     max_failures: int | None = None,
     drop_outliers: bool = False,
+    seed: int = 0,
+    trainer: pl.Trainer | None = None,
+    eval_every: int | None = None,
+    resume_allow: list[str] | None = None,
     ckpt_path: str | None = None,
     **trainer_kwargs: Any,
 ) -> Run:
     """Fine-tune an adapter on a frozen backbone for every client of a federation.
 
+    ``training``, ``distillation``, ``evaluation``, ``privacy``, ``client_privacy`` and ``secure_sums`` are dataclasses,
+    or dictionaries of their fields. A recipe has sections of the same names.
+
     Args:
+        backbone: A timm model name, ``hf:`` and a transformers name or folder, ``char_lstm`` for texts, or a module
+            that maps images to logits.
         data: One dataset per client (:class:`perada.data.FederatedData`), or a datamodule.
+        adapter: ``residual``, ``bottleneck``, ``prompt``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``,
+            ``full``, or a PEFT config.
+        adapter_options: Options of the adapter named, for example ``{"r": 8}``.
+        pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
+        num_classes: Number of classes; by default that of the data.
         image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
             its own.
+        train_backbone: Train the backbone's own parameters beside the adapter's.
         algorithm: ``perada``, ``perada_no_kd``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an
             algorithm. ``flexlora``, ``lora_fair`` and ``modified_local_gd`` bring their server rule.
         algorithm_options: Options of the algorithm named, for example ``{"prox_strength": 0.1}`` of ``ditto``.
         rounds: Communication rounds; 0 returns the initial states.
+        clients_per_round: Clients sampled in a round; all of them by default.
         batch_size: Images in a local step, or ``"full"``; 64 by default. A datamodule has its own.
+        lr_personal: ``lr_personal`` of ``training``: learning rate of the personal adapters, 0.01 by default.
+        lr_local: ``lr_local`` of ``training``: learning rate of the local adapters, 0.01 by default.
+        local_epochs: ``local_epochs`` of ``training``: passes of a client over its data in a round, 1 by default.
+        local_steps: ``local_steps`` of ``training``: local steps in a round, instead of epochs.
+        training: How clients train, and how that is computed (:class:`perada.Training`).
+        distillation: How the server distils (:class:`perada.server.Distillation`). ``steps`` is 0 by default where
+            there is no public set.
+        evaluation: How models are scored (:class:`perada.Evaluation`).
+        privacy: Differential privacy of the clients' images in all that they train (:class:`perada.Privacy`).
+        client_privacy: Differential privacy of whole clients in what they send (:class:`perada.ClientPrivacy`).
+        secure_sums: Let the server see only sums over clients (:class:`perada.server.SecureSums`).
+        weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``krum``, ``geometric_median``,
             ``norm_clipping``, ``fltrust``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``,
             ``modified_local_gd``, ``svd``, ``lora_fair``, or a rule.
-        distillation: How the server distils (:class:`perada.server.Distillation`), or a dictionary of its fields.
-            ``steps`` is 0 by default where there is no public set.
-        privacy: Differential privacy of the clients' images in all that they train (:class:`perada.privacy.Privacy`),
-            or a dictionary of its fields.
-        client_privacy: Differential privacy of whole clients in what they send (:class:`perada.privacy.ClientPrivacy`),
-            or a dictionary of its fields.
-        secure_sums: Let the server see sums over clients alone (:class:`perada.server.SecureSums`), or a dictionary of
-            its fields.
-        eval_every: Rounds between two evaluations: by default 1, or what the ``trainer`` has.
+        client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
+        max_failures: End the run in an error once the clients' training failed more often; by default it continues.
+            Not with ``privacy`` or ``client_privacy``, since who fails depends on the images.
+        drop_outliers: Leave updates out that are more than 50 times as long as the median of the round's.
+        seed: Seed that all randomness is derived from.
         trainer: A Lightning trainer. It runs ``rounds`` epochs: leave its ``max_epochs`` out, or give the same number.
+        eval_every: Rounds between two evaluations: by default 1, or what the ``trainer`` has.
+        resume_allow: Options, such as ``training.lr_local``, that may differ from those with which the run began;
+            ``clients`` for more clients, ``images`` for other images of the same clients.
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
         **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
 
@@ -125,40 +144,63 @@ def finetune(  # noqa: D417, PLR0913  # each argument is an option, and `_explai
         ValueError: If an argument cannot be used, or they do not fit one another.
         FileNotFoundError: If weights, data or the checkpoint are missing.
     """
-    arguments = dict(locals())
     watch_signals()
     check_integer("rounds", rounds, 0, hint="0 returns the initial states")
     check_integer("eval_every", eval_every, optional=True, hint="give test=[] in the data for no evaluation")
-    given = data
+    everyday = {
+        "lr_personal": lr_personal,
+        "lr_local": lr_local,
+        "local_epochs": local_epochs,
+        "local_steps": local_steps,
+    }
+    training = _training(training, everyday)
+    data_name = type(data).__name__
     data = _datamodule(data, backbone, batch_size, image_size, num_classes)
-    arguments["image_size"] = data.image_size
     algorithm, server_rule = with_server_rule(algorithm, server_rule)
-    arguments["algorithm"] = chosen = _algorithm(algorithm, algorithm_options)
-    arguments["server_rule"] = make_rule(server_rule)
-    arguments["distillation"] = _distillation(distillation, chosen, bool(data.public_size))
-    arguments["privacy"] = options_of(Privacy, "privacy", privacy)
-    arguments["client_privacy"] = options_of(ClientPrivacy, "client_privacy", client_privacy)
-    arguments["secure_sums"] = options_of(SecureSums, "secure_sums", secure_sums)
-    model, server = (
-        {name: arguments[name] for name in inspect.signature(kind).parameters if name in arguments}
-        for kind in (FederatedClassifier, FederatedLoop)
-    )
-    loop, module = FederatedLoop(**server), FederatedClassifier(**model)
-    del server["seed"]
-    sections = {name: server.pop(name) for name in ("privacy", "client_privacy")}
-    seeds = {} if loop.test_mode else {"seed_everything": seed}  # the noise would follow from it
+    chosen_algorithm = _algorithm(algorithm, algorithm_options)
+    model_options: dict[str, Any] = {
+        "backbone": backbone,
+        "adapter": adapter,
+        "adapter_options": adapter_options,
+        "pretrained": pretrained,
+        "num_classes": num_classes,
+        "image_size": data.image_size,
+        "train_backbone": train_backbone,
+    }
+    loop_options: dict[str, Any] = {
+        "algorithm": chosen_algorithm,
+        "clients_per_round": clients_per_round,
+        "weighting": weighting,
+        "server_rule": make_rule(server_rule),
+        "client_store": client_store,
+        "resume_allow": resume_allow,
+        "max_failures": max_failures,
+        "drop_outliers": drop_outliers,
+    }
+    sections: dict[str, Any] = {
+        "training": training,
+        "distillation": _distillation(distillation, chosen_algorithm, bool(data.public_size)),
+        "evaluation": options_of(Evaluation, "evaluation", evaluation),
+        "privacy": options_of(Privacy, "privacy", privacy),
+        "client_privacy": options_of(ClientPrivacy, "client_privacy", client_privacy),
+        "secure_sums": options_of(SecureSums, "secure_sums", secure_sums),
+    }
+    loop = FederatedLoop(**loop_options, **sections, seed=seed)
+    module = FederatedClassifier(**model_options)
     if trainer is None:
-        lightning = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every or 1} | trainer_kwargs
+        trainer_options = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every or 1} | trainer_kwargs
         with quiet():
             trainer = make_trainer(loop, rounds, eval_every or 1, **trainer_kwargs)
     else:
         _take_over(trainer, loop, rounds, eval_every, trainer_kwargs)
-        lightning = {name: getattr(trainer, name) for name in ("max_epochs", "check_val_every_n_epoch")}
-    config = seeds | {"trainer": lightning, "model": model, "federated": server} | sections
-    loop.config = {name: as_plain(value) for name, value in config.items()} | {
-        "data": f"{type(given).__name__} of {data.num_clients} clients",
-        "ckpt_path": ckpt_path,
-    }
+        trainer_options = {name: getattr(trainer, name) for name in ("max_epochs", "check_val_every_n_epoch")}
+    config = {"trainer": trainer_options, "model": model_options, "federated": loop_options} | sections
+    # The noise of a private run in test mode would follow from the seed.
+    if not loop.test_mode:
+        config = {"seed_everything": seed} | config
+    loop.config = {name: as_plain(value) for name, value in config.items()}
+    loop.config["data"] = f"{data_name} of {data.num_clients} clients"
+    loop.config["ckpt_path"] = ckpt_path
     early = early_fingerprint(loop, module, data)
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir), early, loop.resume_allow)
     with quiet(), plain_data(path, trainer), discard_folder_on_rejection(trainer), explain_worker_deaths():
@@ -178,13 +220,42 @@ def as_plain(value: object) -> Any:  # noqa: ANN401  # what YAML holds
         return {str(name): as_plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [as_plain(one) for one in value]
-    if isinstance(value, Distillation | Privacy | ClientPrivacy | SecureSums):
-        return asdict(value)
+    if is_dataclass(value) and not isinstance(value, type) and type(value) in OPTION_CLASSES.values():
+        return as_plain(asdict(value))
     if isinstance(value, Algorithm | ServerRule):
         names = [name for name in inspect.signature(type(value)).parameters if hasattr(value, name)]
         options = {name: as_plain(getattr(value, name)) for name in names}
         return {"class_path": f"{type(value).__module__}.{type(value).__qualname__}", "init_args": options}
     return shorten(repr(value), 500, placeholder="...")
+
+
+def _training(training: Training | dict[str, Any] | None, everyday: Mapping[str, Any]) -> Training:
+    """Return the options of training, some of which :func:`finetune` also takes as arguments of their own.
+
+    Args:
+        training: The options, or a dictionary of some of them.
+        everyday: The arguments; those that were not given are None.
+
+    Raises:
+        ValueError: If an option is given twice, or is out of range.
+    """
+    given = {name: value for name, value in everyday.items() if value is not None}
+    if isinstance(training, Training):
+        fields_of_section: Collection[str] = [field.name for field in fields(training)]
+    else:
+        training = {} if training is None else training
+        check_options("training", training, "{'momentum': 0.9}")
+        fields_of_section = training
+    for name, value in given.items():
+        if name in fields_of_section:
+            raise OptionError(
+                f"{name}={value!r} cannot be given beside training={training!r}; set it there", name=name, value=value
+            )
+    if isinstance(training, Training):
+        return training
+    options = options_of(Training, "training", training | given)
+    assert options is not None
+    return options
 
 
 def _algorithm(algorithm: str | Algorithm, options: dict[str, Any] | None) -> Algorithm:
@@ -261,32 +332,34 @@ def _distillation(
     return replace(options, steps=0)
 
 
-FULL_NAMES = {
-    **{
-        name: f"{section}.{name}"
-        for section, kind in SECTIONS.items()
-        for name in inspect.signature(kind).parameters
-        if name in inspect.signature(finetune).parameters.keys() - {"data", "privacy", "client_privacy"}
-    },
-    "rounds": "trainer.max_epochs",
-    "eval_every": "trainer.check_val_every_n_epoch",
-    "seed": "seed_everything",
-}
+def _full_names() -> dict[str, str]:
+    """Return the name in recipes of each argument of :func:`finetune` that has another one there."""
+    arguments = inspect.signature(finetune).parameters.keys() - {"data", *OPTION_CLASSES}
+    names = {}
+    for section, kind in {**SECTIONS, "training": Training}.items():
+        for name in inspect.signature(kind).parameters:
+            if name in arguments:
+                names[name] = f"{section}.{name}"
+    names["rounds"] = "trainer.max_epochs"
+    names["eval_every"] = "trainer.check_val_every_n_epoch"
+    names["seed"] = "seed_everything"
+    return names
+
+
+FULL_NAMES = _full_names()
 """The options of recipes and command lines that arguments of :func:`finetune` are; both names can be used there."""
 
 
 def full_name(name: str) -> str:
-    """The full name of an option; those of privacy stand beside the section ``federated``, whose loop takes them.
+    """Return the name of an option in recipes.
 
-    >>> full_name("rounds"), full_name("federated.privacy.max_norm"), full_name("distillation.steps")
-    ('trainer.max_epochs', 'privacy.max_norm', 'federated.distillation.steps')
+    >>> full_name("rounds"), full_name("lr_local"), full_name("distillation.steps")
+    ('trainer.max_epochs', 'training.lr_local', 'distillation.steps')
     """
-    if name in FULL_NAMES:
-        return FULL_NAMES[name]
     first, dot, rest = name.partition(".")
     if first in FULL_NAMES:
         return f"{FULL_NAMES[first]}{dot}{rest}"
-    return re.sub(r"^federated\.(?=(client_)?privacy(\.|$))", "", name)
+    return name
 
 
 def argument_texts(documented: Callable[..., Any]) -> dict[str, str]:
@@ -296,16 +369,3 @@ def argument_texts(documented: Callable[..., Any]) -> dict[str, str]:
     )
     found = re.findall(r"^    ([*\w]+): (.*(?:\n     .*)*)", section[1] if section else "", re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
-
-
-def _explain() -> None:
-    """Complete the docstring of ``finetune`` by what the classes say that take its options."""
-    texts = argument_texts(FederatedLoop) | argument_texts(FederatedClassifier)
-    texts |= argument_texts(finetune)
-    names = [*(name for name in inspect.signature(finetune).parameters if name in texts), "**trainer_kwargs"]
-    lines = (line for name in names for line in wrap(f"{name}: {texts[name]}", 112, subsequent_indent="    "))
-    before, _, after = (inspect.getdoc(finetune) or "").partition("Args:\n")
-    finetune.__doc__ = f"{before}Args:\n{indent(chr(10).join(lines), '    ')}\n\n{after.partition(chr(10) * 2)[2]}"
-
-
-_explain()

@@ -268,12 +268,12 @@ def demo_recipe(rounds: int, secure_sums: bool = False) -> str:
     """Return the recipe ``digits`` for three clients and a few short rounds; with sums only the last one is scored."""
     recipe: dict[str, Any] = yaml.safe_load(DIGITS.read_text(encoding="utf-8"))
     recipe["trainer"] |= {"max_epochs": rounds, "check_val_every_n_epoch": rounds if secure_sums else 1}
-    recipe["model"] |= {"engine": "loop", "cache_features": False}
     recipe["data"]["partition"]["init_args"] |= {"num_clients": len(SITES)}
-    recipe["federated"] |= {"clients_per_round": None, "local_epochs": 1}
-    recipe["federated"]["distillation"] |= {"steps": 10}
+    recipe["federated"] |= {"clients_per_round": None}
+    recipe["training"] |= {"engine": "loop", "cache_features": False, "local_epochs": 1}
+    recipe["distillation"] |= {"steps": 10}
     if secure_sums:
-        recipe["federated"]["secure_sums"] = {"fraction_bits": 24}
+        recipe["secure_sums"] = {"fraction_bits": 24}
     return "# The recipe digits with three clients.\n" + yaml.safe_dump(recipe, sort_keys=False)
 
 

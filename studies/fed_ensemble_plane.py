@@ -199,7 +199,7 @@ def train_modes(network: nn.Module, images: Tensor, labels: Tensor, settings: Pl
             local_steps=settings.local_steps,
             batch_size=settings.batch_size,
             lr_local=settings.lr,
-            lr_schedule="exponential",
+            training={"lr_schedule": "exponential"},
             seed=seed,
             logger=False,
             enable_progress_bar=False,

@@ -5,11 +5,22 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from perada.federation.options import Evaluation, Training
 from perada.server import Distillation
 
-SECTIONS = {f"distill_{field.name}": ("distillation", field.name) for field in fields(Distillation)}
+EVERYDAY = ("lr_personal", "lr_local", "local_epochs", "local_steps")
+"""Fields of training that `perada.finetune` also takes as arguments."""
+SECTIONS = {field.name: ("training", field.name) for field in fields(Training) if field.name not in EVERYDAY}
+SECTIONS |= {field.name: ("evaluation", field.name) for field in fields(Evaluation)}
+SECTIONS |= {f"distill_{field.name}": ("distillation", field.name) for field in fields(Distillation)}
 SECTIONS["prox_strength"] = ("algorithm_options", "prox_strength")
 """The section of each option that has one, and its name there."""
+
+
+def fields_among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return those of some options that are fields of a dataclass."""
+    names = [field.name for field in fields(kind)]
+    return {name: value for name, value in options.items() if name in names}
 
 
 def sections(**options: Any) -> dict[str, Any]:
@@ -17,8 +28,8 @@ def sections(**options: Any) -> dict[str, Any]:
 
     A section may be given beside them; what it has itself takes precedence.
 
-    >>> sections(rounds=2, distill_steps=3, distillation={"lr": 0.1})
-    {'rounds': 2, 'distillation': {'steps': 3, 'lr': 0.1}}
+    >>> sections(rounds=2, momentum=0.9, distill_steps=3, distillation={"lr": 0.1})
+    {'rounds': 2, 'distillation': {'steps': 3, 'lr': 0.1}, 'training': {'momentum': 0.9}}
     """
     arguments: dict[str, Any] = {}
     given = {}

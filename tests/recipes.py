@@ -16,6 +16,6 @@ def recipe(**parts: dict[str, Any]) -> dict[str, Any]:
             "test_limit": 30,
             "image_size": 16,
         },
-        "federated": {"local_steps": 1},
+        "training": {"local_steps": 1},
     }
     return {name: plain[name] | parts.get(name, {}) for name in plain}

@@ -200,7 +200,7 @@ def options() -> dict[str, Parts]:
 def _options(properties: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Parts]]:
     for name, one in properties.items():
         path, choices = prefix + name, one.get("anyOf", [one])
-        if path in ("data.data", "federated.seed", "federated.privacy", "federated.client_privacy"):
+        if path in ("data.data", "federated.seed"):
             continue  # for Python alone, or said elsewhere
         section = next((choice for choice in choices if "properties" in choice), {}).get("properties", {})
         if section and not {"class_path", "peft_type"} & section.keys():

@@ -144,7 +144,7 @@ def test_three_rounds_equal_algorithm_1(
                 "teacher_mode": teacher_mode,
                 "trust_region": None,
             },
-            engine=engine,
+            training={"engine": engine},
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -35,8 +35,8 @@ SMALL = (
     "--data.train_limit=200",
     "--data.test_limit=40",
     "--data.partition.num_clients=8",
-    "--federated.local_steps=1",
-    "--federated.distillation={steps: 1, batch_size: 4}",
+    "--training.local_steps=1",
+    "--distillation={steps: 1, batch_size: 4}",
 )
 
 

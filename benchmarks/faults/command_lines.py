@@ -15,17 +15,18 @@ from benchmarks.faults.outcomes import Campaign
 from perada.cli import entry_point
 
 BASE = (
-    "--config digits --trainer.max_epochs=1 --federated.local_steps=1 --data.train_limit=100 --data.test_limit=40 "
-    "--trainer.accelerator=cpu --trainer.enable_progress_bar=false --federated.distillation.steps=1"
+    "--config digits --trainer.max_epochs=1 --training.local_steps=1 --data.train_limit=100 --data.test_limit=40 "
+    "--trainer.accelerator=cpu --trainer.enable_progress_bar=false --distillation.steps=1"
 ).split()
 OPTIONS = (
     "data.batch_size", "data.image_size", "data.public_fraction", "data.seed", "data.client_validation",
     "data.partition.init_args.alpha", "data.partition.init_args.num_clients", "data.partition", "data.dataset",
-    "model.lr_local", "model.lr_personal", "model.momentum", "model.adapter", "model.backbone", "model.optimizer",
-    "model.engine", "model.metric", "model.clip_norm", "model.clients_per_chunk", "federated.algorithm",
-    "federated.clients_per_round", "federated.local_epochs", "federated.weighting", "federated.server_rule",
-    "federated.distillation.temperature", "federated.distillation.lr", "federated.privacy.noise_multiplier",
-    "federated.client_store", "federated.diagnostics", "federated.max_failures", "federated.drop_outliers",
+    "training.lr_local", "training.lr_personal", "training.momentum", "model.adapter", "model.backbone",
+    "training.optimizer",
+    "training.engine", "evaluation.metric", "training.clip_norm", "training.clients_per_chunk", "federated.algorithm",
+    "federated.clients_per_round", "training.local_epochs", "federated.weighting", "federated.server_rule",
+    "distillation.temperature", "distillation.lr", "privacy.noise_multiplier",
+    "federated.client_store", "evaluation.diagnostics", "federated.max_failures", "federated.drop_outliers",
     "federated.resume_allow", "trainer.precision", "seed_everything", "ckpt_path", "no.such.option",
 )  # fmt: skip
 VALUES = ("", "abc", "-1", "0", "0.5", "2", "nan", "inf", "null", "true", "{}", "[]", "[1]", "1e12", "last", "median")

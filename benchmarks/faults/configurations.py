@@ -44,7 +44,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "distillation": (None, {"steps": 1}, {"steps": 1, "temperature": 2}, {"none": 1}, {"steps": -1}),
     "privacy": (None, {"noise_multiplier": 1.0}, {"target_epsilon": 8}, {"max_norm": -1}, {"noise_multiplier": "x"}),
     "client_privacy": (None, {"noise_multiplier": 1.0}, {"noise_multiplier": math.nan}, {"none": 0}),
-    "metric": ("auto", "accuracy", "auroc", "f1_macro", "ece", ["accuracy", "ece"], "none"),
+    "training": (None, {"momentum": 0.9}, {"optimizer": "adam"}, {"engine": "loop"}, {"clip_norm": -1}, {"none": 1}),
+    "evaluation": ({"metric": "auroc"}, {"metric": ["accuracy", "ece"]}, {"metric": "none"}, {"diagnostics": True}),
     "rounds": (0, 1, 2),
     "local_steps": (1, 2),
     "local_epochs": (1, 0.5),
@@ -55,14 +56,12 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "pretrained": (False, True, "nowhere.safetensors"),
     "precision": ("32-true", "bf16-mixed", "64-true", "16-mixed"),
     "max_failures": (None, 0, 3),
-    "resume_allow": (None, ["lr_local"], ["none"]),
+    "resume_allow": (None, ["training.lr_local"], ["none"]),
     "ckpt_path": (None, "last", "nowhere.ckpt"),
-    "torch_compile": (False,),
-    "diagnostics": (False, True, ["update_norms"], ["none"]),
 }
 ENDLESS = {"rounds", "local_steps", "local_epochs"}
 """Options of which the first wrong value would be right, and take years."""
-LEFT_OUT = {"backbone", "data", "trainer", "trainer_kwargs", "torch_compile"}  # or too slow to be tried often
+LEFT_OUT = {"backbone", "data", "trainer", "trainer_kwargs"}  # or too slow to be tried often
 PARTITIONS = (IID, Dirichlet, Shards, DominantClass)
 
 

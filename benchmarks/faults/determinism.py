@@ -28,8 +28,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "states in host memory": {"store": "host"},
     "states on disk": {"store": "disk"},
     "two threads": {"threads": 2, "double": True},
-    "clients one at a time": {"options": (("clients_per_chunk", 1),), "double": True},
-    "the loop engine": {"options": (("engine", "loop"),), "double": True},
+    "clients one at a time": {"options": (("training", {"clients_per_chunk": 1}),), "double": True},
+    "the loop engine": {"options": (("training", {"engine": "loop"}),), "double": True},
     "two processes": {"processes": 2, "double": True},
 }
 """What differs from a run on one thread and in one process, whose states are on its device."""

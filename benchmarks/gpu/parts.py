@@ -22,9 +22,9 @@ QUICK_DATA = {
     "data.batch_size": 8,
     "trainer.max_epochs": 1,
     "trainer.check_val_every_n_epoch": 1,
-    "federated.local_steps": 1,
-    "federated.distillation.steps": 1,
-    "federated.distillation.batch_size": 16,
+    "training.local_steps": 1,
+    "distillation.steps": 1,
+    "distillation.batch_size": 16,
 }
 """Options that make a comparison short."""
 ROOT_OPTION = "data.dataset.init_args.dataset"

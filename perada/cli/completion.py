@@ -50,8 +50,10 @@ def proposals(line: str, current: str) -> list[str]:
 
     >>> proposals("perada dep", "dep"), proposals("perada deploy ke", "ke")
     (['deploy'], ['keys'])
-    >>> proposals("perada fit --optimizer=sg", "sg"), proposals("perada fit --optimizer=sg", "--optimizer=sg")
-    (['sgd'], ['--optimizer=sgd'])
+    >>> proposals("perada fit --training.optimizer=sg", "sg")
+    ['sgd']
+    >>> proposals("perada fit --training.optimizer=sg", "--training.optimizer=sg")
+    ['--training.optimizer=sgd']
     """
     from perada.cli.main import COMMANDS, Tree
 

@@ -14,12 +14,14 @@ from unittest.mock import patch
 
 from jsonargparse import ArgumentParser
 
-from perada.api import FULL_NAMES
+from perada.api import FULL_NAMES, OPTION_CLASSES
 from perada.cli.main import COMMANDS, Tree
 from perada.cli.options import COMMANDS_FILE, RECIPE_COMMANDS, SECTIONS_OF_RECIPES, CommandFacts, Facts
 from perada.cli.parser import class_names
 from perada.cli.runs import PeradaCLI
 
+LINKED = {f"--federated.{name}.help" for name in OPTION_CLASSES}
+"""Options of the parser that have no effect, since the loop's arguments are sections of their own."""
 WIDTH = 80
 """Width of help texts in characters, which is that of a terminal by default."""
 
@@ -83,7 +85,7 @@ def _options(actions: Iterable[Action]) -> dict[str, list[str]]:
         if action.help == SUPPRESS:
             continue
         for option in action.option_strings:
-            if not option.endswith("+"):
+            if not option.endswith("+") and option not in LINKED:
                 names[option] = _values(action)
     return names
 

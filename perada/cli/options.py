@@ -20,7 +20,9 @@ from perada.core.yaml_files import YamlFileError, read_yaml
 
 COMMANDS_FILE = Path(__file__).with_name("commands.json")
 TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
-SECTIONS_OF_RECIPES = ("trainer", "model", "data", "federated")
+SECTIONS_OF_RECIPES = ("trainer", "model", "data", "federated", "training", "evaluation")
+LINKED_SECTIONS = ("training", "distillation", "evaluation", "privacy", "client_privacy", "secure_sums")
+"""Sections that the federated loop takes; the parser links them to its arguments of the same names."""
 RECIPE_COMMANDS = ("fit", "validate", "test", "predict")
 """Commands whose options are those of recipes."""
 UNCHECKED = ("data inspect", "personalize", "check", "completion")
@@ -144,10 +146,6 @@ def _exists(name: str, options: Collection[str]) -> bool:
         return True
     dashes = "--" if name.startswith("--") else ""
     sections = {f"{dashes}{section}" for section in facts()["sections"]}
-    # LightningCLI has these sections within that of the loop too.
-    for privacy in ("privacy", "client_privacy"):
-        if f"{name}.".startswith(f"{dashes}federated.{privacy}."):
-            return True
     parent, _, _ = name.rpartition(".")
     while parent:
         if parent in options and parent not in sections:

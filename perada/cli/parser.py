@@ -8,7 +8,7 @@ import sys
 import types
 from argparse import SUPPRESS, Action
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -21,19 +21,20 @@ from jsonargparse import ArgumentParser, Namespace, get_loader
 from pytorch_lightning.cli import LightningArgumentParser
 
 from perada.algorithms import ALGORITHM_NAMES, ALGORITHMS, VARIANTS, Algorithm, with_server_rule
-from perada.api import FULL_NAMES, SECTIONS, argument_texts, full_name
+from perada.api import FULL_NAMES, OPTION_CLASSES, SECTIONS, argument_texts, full_name
 from perada.cli.options import TEXTS
 from perada.cli.parser_errors import missing_module, subclasses
 from perada.cli.recipes import recipe_files, recipe_names
 from perada.core.yaml_files import read_yaml
 from perada.data import ImageSet, Partition
-from perada.privacy import ClientPrivacy, Privacy
 from perada.server import SERVER_RULES, ServerRule
 from perada.studies.compare.entries import spec_of, words_of
 
 T = TypeVar("T")
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")
 """Options that take a class by the name of an algorithm or a server rule."""
+ALWAYS_SET = ("training", "evaluation")
+"""Sections that cannot be null, in contrast to the other ones of :data:`perada.api.OPTION_CLASSES`."""
 MOST_USED: list[str] = TEXTS["first"].split()
 """Options that help shows first."""
 TRAINER_TEXTS: dict[str, str] = TEXTS["lightning"]
@@ -141,20 +142,25 @@ def full_names(content: dict[str, Any]) -> dict[str, Any]:
         if last in inner:
             raise ValueError(f"{name} and {FULL_NAMES[name]} are the same option; give it once")
         inner[last] = value
+    for name in ALWAYS_SET:
+        if name in out and out[name] is None:
+            # As for the other sections, null resets what recipes below have set.
+            out[name] = asdict(OPTION_CLASSES[name]())
     federated = out.get("federated")
     if isinstance(federated, dict):
-        for name in ("privacy", "client_privacy"):
-            section_in_federated = federated.pop(name, None)
-            if section_in_federated is None:
-                continue
-            if out.get(name) is not None:
-                raise ValueError(f"{name} and federated.{name} are the same section; give it once")
-            out[name] = section_in_federated
+        _check_linked(federated)
         _set_rule_of_algorithm(federated)
         for role in ("algorithm", "server_rule"):
             if role in federated:
                 federated[role] = by_name(federated[role], f"federated.{role}")
     return out
+
+
+def _check_linked(federated: dict[str, Any]) -> None:
+    """Reject arguments of the loop that are sections of their own; the parser would ignore them."""
+    for name in OPTION_CLASSES:
+        if name in federated:
+            raise ValueError(f"there is no option 'federated.{name}'; did you mean {name}?")
 
 
 def _set_rule_of_algorithm(federated: dict[str, Any]) -> None:
@@ -284,7 +290,7 @@ def explained(parser: ArgumentParser, topic: str) -> str:
         "-h, --help [WORD | all]",
         f"Most used:\n{_format_options(most_used)}",
     ]
-    for section in ("model", "data", "federated", "trainer"):
+    for section in (*SECTIONS, *ALWAYS_SET, "trainer"):
         in_section = [action for name, action in actions.items() if name.startswith(f"{section}.")]
         if section == "trainer":
             in_section = [action for action in in_section if action.dest in TRAINER_TEXTS]
@@ -355,8 +361,10 @@ def recipe_schema() -> Schema:
     top: Schema = {"seed_everything": {"type": ["integer", "boolean"]}}
     for name, section_class in {"trainer": pl.Trainer, **SECTIONS}.items():
         top[name] = _arguments(section_class, f"{name}.")
-    top["privacy"] = _value(Privacy | None)
-    top["client_privacy"] = _value(ClientPrivacy | None)
+    for name, options_class in OPTION_CLASSES.items():
+        # The section stands beside that of the loop, which takes it.
+        del top["federated"]["properties"][name]
+        top[name] = _arguments(options_class) if name in ALWAYS_SET else _value(options_class | None)
     top["ckpt_path"] = {"type": ["string", "null"]}
     top["weights_only"] = {"type": ["boolean", "null"]}
     for name, full in FULL_NAMES.items():

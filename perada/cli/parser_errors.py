@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.options import facts, nearest
+from perada.cli.options import LINKED_SECTIONS, facts, nearest
 from perada.core.checks import OptionError
 from perada.core.text import abbreviated, near_names
 
@@ -47,7 +47,7 @@ def option_error(message: str, typed: Mapping[str, str], options: list[str]) -> 
 def missing_value(message: str, typed: Mapping[str, str]) -> OptionError | None:
     """Return the error of an option without a value; None if a message is about something else.
 
-    >>> str(missing_value("argument --model.lr_local: expected one argument", {"model.lr_local": "--lr_local"}))
+    >>> str(missing_value("argument --training.lr_local: expected one argument", {"training.lr_local": "--lr_local"}))
     '--lr_local: a value is missing; write --lr_local VALUE'
     """
     match = re.match(r"argument (?:-\w/)?--([\w.-]+): expected (?:one|at least one|\d+) argument", message)
@@ -69,8 +69,8 @@ def rejected_option(error: BaseException) -> OptionError | None:
 def unknown_option(message: str, options: list[str]) -> OptionError | None:
     """Return the error of an unknown option, with proposals; None if a message is about something else.
 
-    >>> str(unknown_option("unrecognized arguments: --lr 1", ["model.lr_local", "model.lr_personal"]))
-    'unrecognized arguments: --lr 1; did you mean --model.lr_local or --model.lr_personal?'
+    >>> str(unknown_option("unrecognized arguments: --lr 1", ["training.lr_local", "training.lr_personal"]))
+    'unrecognized arguments: --lr 1; did you mean --training.lr_local or --training.lr_personal?'
     """
     matches = (re.search(form, message) for form in _UNKNOWN_OPTION)
     match = next(filter(None, matches), None)
@@ -128,8 +128,8 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
         message: Message of the parser, in which the outer option comes first.
         typed: Options as they were typed, by full name.
 
-    >>> message = "Parser key \"model.lr_local\":\n  Expected a <class 'float'>. Got value: fast"
-    >>> str(wrong_type(message, {"model.lr_local": "--lr_local"}))
+    >>> message = "Parser key \"training.lr_local\":\n  Expected a <class 'float'>. Got value: fast"
+    >>> str(wrong_type(message, {"training.lr_local": "--lr_local"}))
     "--lr_local: must be a number, got 'fast'"
     """
     keys = _keys(message)
@@ -172,7 +172,14 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
 
 def _keys(message: str) -> list[str]:
     """Return the option that a message is about, followed by those of its class, from outside in."""
-    return re.findall(r'Parser key "([^"]+)"', message)
+    keys = re.findall(r'Parser key "([^"]+)"', message)
+    return [_without_link(key) for key in keys]
+
+
+def _without_link(key: str) -> str:
+    """Return the option that the user set, in place of the loop's argument to which it is linked."""
+    option = key.removeprefix("federated.")
+    return option if option.partition(".")[0] in LINKED_SECTIONS else key
 
 
 def wrong_class(message: str, typed: Mapping[str, str]) -> OptionError | None:

@@ -19,8 +19,10 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from perada.api import OPTION_CLASSES, argument_texts
 from perada.cli.messages import one_line, quiet_libraries
 from perada.cli.parser import (
+    ALWAYS_SET,
     RecipeParser,
     explained,
     full_names,
@@ -126,16 +128,17 @@ class PeradaCLI(LightningCLI):
         return super().init_parser(allow_abbrev=False, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add ``federated``, ``privacy`` and ``client_privacy``, and link options that two sections share."""
+        """Add ``federated`` and the sections that it takes, and link options that two sections share."""
         parser.add_lightning_class_args(FederatedLoop, "federated")
         parser.link_arguments("seed_everything", "federated.seed", compute_fn=int)
         parser.link_arguments("data.image_size", "model.image_size")
-        for name, kind, whose in (
-            ("privacy", Privacy | None, "the clients' images"),
-            ("client_privacy", ClientPrivacy | None, "whole clients"),
-        ):
-            text = f"Differential privacy of {whose}; none by default. --{name}.help explains its options."
-            parser.add_argument(f"--{name}", type=kind, default=None, help=text)
+        texts = argument_texts(FederatedLoop)
+        for name, options_class in OPTION_CLASSES.items():
+            if name in ALWAYS_SET:
+                parser.add_argument(f"--{name}", type=options_class, default=options_class(), help=texts[name])
+            else:
+                text = f"{texts[name]} --{name}.help explains its options."
+                parser.add_argument(f"--{name}", type=options_class | None, default=None, help=text)
             parser.link_arguments(name, f"federated.{name}")
         if not self.runs:  # the config.yaml of a run has these options of its subcommand
             for name in ("ckpt_path", "weights_only"):

@@ -80,7 +80,7 @@ class Recipe:
         is_used = {
             "precision='16-mixed'": getattr(trainer.precision_plugin, "scaler", None) is not None,
             "max_failures": self.loop.max_failures is not None,
-            "diagnostics": bool(self.loop.diagnostics),
+            "diagnostics": bool(self.loop.evaluation.diagnostics),
             "shifts": bool(self.data.shifts),
         }
         for option, reason in UNSUPPORTED.items():
@@ -101,8 +101,14 @@ class Recipe:
 
     def build(self, num_classes: int, multilabel: bool) -> None:
         """Build the network. Features are not cached, so that both parties see images and get the same bits."""
-        self.module.cache_features = False
-        self.module.build(num_classes, multilabel, self.loop.seed, self.loop.algorithm.merges_into_backbone)
+        self.module.build(
+            num_classes,
+            multilabel,
+            self.loop.seed,
+            merges=self.loop.algorithm.merges_into_backbone,
+            training=replace(self.loop.training, cache_features=False),
+            evaluation=self.loop.evaluation,
+        )
         self.module.to(self.device)
 
     @cached_property

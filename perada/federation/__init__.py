@@ -2,5 +2,6 @@
 """A round of a federation without Lightning: states, local training, the server's turn, scores."""
 
 from perada.federation.federation import Federation
+from perada.federation.options import Evaluation, Training
 
-__all__ = ["Federation"]
+__all__ = ["Evaluation", "Federation", "Training"]

@@ -32,7 +32,7 @@ def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
     return -torch.xlogy(p, p).sum(-1)
 
 
-class Evaluation:
+class EvaluationPass:
     """Scores of the personal models, on the images of their clients and on everyone's, and of the global model.
 
     With R processes each runs the personal models of the clients that it owns, and the global model on every R-th
@@ -249,7 +249,7 @@ class Evaluation:
 class ShiftedEvaluation:
     """Scores of the personal models, and of the global one, on the same images, each of which is read once.
 
-    Several processes share the work as in :class:`Evaluation`.
+    Several processes share the work as in :class:`EvaluationPass`.
 
     Args:
         federation: Whose models are scored.

@@ -49,7 +49,7 @@ def check_folding(parts: Parts, images: Tensor) -> None:
         parts.passed.folding = True
         return
     subject = f"backbone {parts.adapted.backbone.name!r}: {problem}"
-    if module.engine_name == "folded":
+    if module.training_options.engine == "folded":
         raise OptionError(
             f"engine='folded' cannot run {subject}; use engine='loop' or 'auto'", name="engine", value="folded"
         )
@@ -288,12 +288,13 @@ def set_up_feature_cache(parts: Parts, image: Tensor) -> FrozenTrunk | None:
     """
     data = parts.data
     module = parts.module
-    if module.cache_features is False:
+    requested = module.training_options.cache_features
+    if requested is False:
         return None
-    min_share = 0.0 if module.cache_features else MIN_TRUNK_SHARE
+    min_share = 0.0 if requested else MIN_TRUNK_SHARE
     trunk = module.engine.find_trunk(parts.on_model_device(image), min_share)
     if trunk is None:
-        if module.cache_features:
+        if requested:
             raise OptionError(
                 "cache_features=True, and the model has no frozen part before all that is trained; leave "
                 "cache_features out, or choose an adapter that has one (head, lora)",

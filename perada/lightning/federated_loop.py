@@ -12,14 +12,14 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.algorithms import Algorithm, PerAda
-from perada.core.checks import OptionError, check_choice, check_integer, check_number, invalid_option
+from perada.core.checks import OptionError, check_choice, check_integer, invalid_option
 from perada.core.interruption import raise_if_interrupted, watch_signals
 from perada.core.ranks import Ranks
 from perada.core.states import get_state
 from perada.data import CohortBatch, EvalBatch, FederatedDataModule
 from perada.data.batches.workers import lost_worker
-from perada.federation.diagnostics import Diagnostic, check_diagnostics
 from perada.federation.federation import Federation
+from perada.federation.options import Evaluation, Training
 from perada.federation.settings import Settings, Storage, StoreKind, lora_ranks
 from perada.lightning import journals, run_folder, run_record, scoring
 from perada.lightning.checkpoint import RoundCheckpoint, remap_clients, set_resume_point
@@ -63,18 +63,17 @@ class FederatedLoop(pl.Callback):
     Args:
         algorithm: What clients train, keep and send, and the server's rule; PerAda by default.
         clients_per_round: Clients sampled in a round; all of them by default.
-        local_epochs: Passes over its own data that a sampled client makes in a round.
-        local_steps: Local steps instead of epochs.
+        training: How clients train, and how that is computed.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         server_rule: How the server aggregates what clients sent; the weighted mean by default.
         distillation: How the server distils, where the algorithm does.
+        evaluation: How models are scored.
         privacy: Differential privacy of the clients' images in all that they train; none by default.
         client_privacy: Differential privacy of whole clients in what they send; none by default.
         secure_sums: Let the server see sums over clients alone (docs/secure_sums.md); it sees each update by default.
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
-        diagnostics: Measures of PerAda's theorems in each round, or true for all (docs/diagnostics.md).
-        resume_allow: Options, such as ``lr_local``, that may be others than when the run began; ``clients`` for more
-            clients, ``images`` for other images of the same clients.
+        resume_allow: Options, such as ``training.lr_local``, that may differ from those with which the run began;
+            ``clients`` for more clients, ``images`` for other images of the same clients.
         max_failures: End the run in an error once the clients' training failed more often; by default it continues.
             Not with ``privacy`` or ``client_privacy``, since who fails depends on the images.
         drop_outliers: Leave updates out that are more than 50 times as long as the median of the round's.
@@ -95,32 +94,37 @@ class FederatedLoop(pl.Callback):
         self,
         algorithm: Algorithm | None = None,
         clients_per_round: int | None = None,
-        local_epochs: float = 1,
-        local_steps: int | None = None,
+        training: Training | None = None,
         weighting: Weighting = "uniform",
         server_rule: ServerRule | None = None,
         distillation: Distillation | None = None,
+        evaluation: Evaluation | None = None,
         privacy: Privacy | None = None,
         client_privacy: ClientPrivacy | None = None,
         secure_sums: SecureSums | None = None,
         client_store: StoreKind = "auto",
-        diagnostics: bool | list[Diagnostic] = False,
         resume_allow: list[str] | None = None,
         max_failures: int | None = None,
         drop_outliers: bool = False,
         seed: int = 0,
     ) -> None:
-        self.algorithm, self.server_rule = algorithm or PerAda(), server_rule or Mean()
-        self.clients_per_round, self.weighting, self.seed = clients_per_round, weighting, seed
+        self.algorithm = algorithm or PerAda()
+        self.server_rule = server_rule or Mean()
+        self.clients_per_round = clients_per_round
+        self.weighting = weighting
+        self.seed = seed
+        self.training = training or Training()
         self.distillation = distillation or Distillation()
-        self.privacy, self.client_privacy, self.secure_sums = privacy, client_privacy, secure_sums
+        self.evaluation = evaluation or Evaluation()
+        self.privacy = privacy
+        self.client_privacy = client_privacy
+        self.secure_sums = secure_sums
         self.client_store = Storage(client_store)
-        self.diagnostics, self.resume_allow = diagnostics, [] if resume_allow is None else resume_allow
-        self.max_failures, self.drop_outliers = max_failures, drop_outliers
-        check_integer("local_steps", local_steps, optional=True)
-        check_number("local_epochs", local_epochs, gt=0, optional=True)
+        self.resume_allow = [] if resume_allow is None else resume_allow
+        self.max_failures = max_failures
+        self.drop_outliers = drop_outliers
         self._check_options()
-        self.phases = self.algorithm.phases(None if local_steps is not None else local_epochs, local_steps)
+        self.phases = self.algorithm.phases(self.training.epochs_per_round, self.training.local_steps)
         self.history: list[dict[str, float]] = []
         self.num_clients = 0
         self.protection: Protection | None = None
@@ -144,10 +148,9 @@ class FederatedLoop(pl.Callback):
         check_integer("seed", self.seed, 0, le=None)
         check_integer("max_failures", self.max_failures, 0, optional=True, hint="by default there is no limit")
         check_choice("drop_outliers", self.drop_outliers, [False, True])
-        check_diagnostics(self.diagnostics)
         client_weights(self.weighting, [1])
         if not isinstance(self.resume_allow, list | tuple):
-            raise invalid_option("resume_allow", self.resume_allow, "a list such as ['lr_local']")
+            raise invalid_option("resume_allow", self.resume_allow, "a list such as ['training.lr_local']")
         if not isinstance(self.algorithm, Algorithm):
             raise OptionError(
                 f"algorithm={self.algorithm!r} is not an algorithm; give one, such as PerAda()",
@@ -196,13 +199,13 @@ class FederatedLoop(pl.Callback):
         """
         settings = Settings(
             algorithm=self.algorithm,
-            training=module.training_options,
+            training=self.training.local_training(module.multilabel),
             distillation=self.distillation,
             weighting=self.weighting,
             phases=self.phases,
             seed=self.seed,
             clients_per_round=self.clients_per_round,
-            clients_per_chunk=module.clients_per_chunk,
+            clients_per_chunk=self.training.clients_per_chunk,
             rule=self.server_rule,
             privacy=self.privacy,
             client_privacy=self.client_privacy,
@@ -222,11 +225,19 @@ class FederatedLoop(pl.Callback):
         module = pl_module
         self._check_unused(data, module, stage)
         set_up_trainer(trainer, FederatedLoop)
-        module.build(data.num_classes, data.multilabel, self.seed, self.algorithm.merges_into_backbone)
+        module.build(
+            data.num_classes,
+            data.multilabel,
+            self.seed,
+            merges=self.algorithm.merges_into_backbone,
+            training=self.training,
+            evaluation=self.evaluation,
+        )
         # Before anything else calls the algorithm.
         self.algorithm.check(module.tensor_names, data.num_clients)
         settings = self._complete_settings(trainer, data, module)
-        parts = Parts(data, module, with_diagnostics(settings, self.diagnostics, data, module), self._passed_checks)
+        settings = with_diagnostics(settings, self.evaluation.diagnostics, data, module)
+        parts = Parts(data, module, settings, self._passed_checks)
         self.protection = set_up_rounds(parts, stage, self.protection)
         self._parts = parts
         self.num_clients = data.num_clients
@@ -382,7 +393,7 @@ class FederatedLoop(pl.Callback):
         images = federation.protection.images
         if images is not None:
             images.check_data(parts.data.train_sizes, parts.data.batch_size)
-        rate_factor = parts.module.rate_factor(round, trainer.max_epochs or 0)
+        rate_factor = self.training.rate_factor(round, trainer.max_epochs or 0)
         with parts.precision():
             federation.begin_round(shares, rate_factor, parts.every_training_image)
 

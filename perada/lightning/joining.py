@@ -14,25 +14,14 @@ from perada.core.checks import check_integer, check_number
 from perada.core.rounds import Phase
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.preprocessing import joining_data
+from perada.federation.options import Evaluation, Training
 from perada.lightning.federated_loop import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.privacy_setup import check_pretraining
-from perada.lightning.run_record import LOCAL_SCORE
+from perada.lightning.run_record import LOCAL_SCORE, RECORDED_OPTIONS
 from perada.lightning.trainers import make_trainer
 from perada.privacy import Privacy
 from perada.results.run import Run
-
-TRAINING_OPTIONS = (
-    "optimizer",
-    "momentum",
-    "weight_decay",
-    "clip_norm",
-    "lr_schedule",
-    "lr_gamma",
-    "lr_every",
-    "metric",
-)
-"""Options of the module that a run records under their own names."""
 
 
 def personalize(  # noqa: PLR0913  # one argument an option of `perada personalize`
@@ -111,8 +100,17 @@ def personalize(  # noqa: PLR0913  # one argument an option of `perada personali
         crop_padding=training["crop_padding"],
         flip=training["flip"],
     )
-    module = _make_module(run, lr)
-    loop = FederatedLoop(client_algorithm, privacy=_release_privacy(info), seed=seed)
+    adapted = run.adapted()
+    module = FederatedClassifier(adapted.backbone.name)
+    # In place of a network that the module would build of that name.
+    module.adapted = adapted
+    loop = FederatedLoop(
+        client_algorithm,
+        training=_recorded_training(run, lr),
+        evaluation=Evaluation(metric=training["metric"]),
+        privacy=_release_privacy(info),
+        seed=seed,
+    )
     loop.phases = phases
     options: dict[str, Any] = {"logger": False, "devices": 1, "num_nodes": 1, "enable_progress_bar": progress}
     if accelerator is not None:
@@ -159,17 +157,13 @@ def _mean_participation(training: Mapping[str, Any]) -> int:
     return max(1, math.ceil(rounds * per_round / num_clients))
 
 
-def _make_module(run: Run, lr: float | None) -> FederatedClassifier:
-    """Make a module around the run's network, with the options that its clients trained with."""
-    training = run.info["training"]
-    options: dict[str, Any] = {option: training[option] for option in TRAINING_OPTIONS}
-    for rate in ("lr_personal", "lr_local"):
-        options[rate] = training[rate] if lr is None else lr
-    adapted = run.adapted()
-    module = FederatedClassifier(adapted.backbone.name, **options)
-    # In place of a network that the module would build of that name.
-    module.adapted = adapted
-    return module
+def _recorded_training(run: Run, lr: float | None) -> Training:
+    """Return the options that the run's clients trained with, at the learning rate ``lr`` if there is one."""
+    record = run.info["training"]
+    options = {name: record[name] for name in (*RECORDED_OPTIONS, "clip_norm")}
+    if lr is not None:
+        options |= {"lr_personal": lr, "lr_local": lr}
+    return Training(**options)
 
 
 def _release_privacy(info: Mapping[str, Any]) -> Privacy | None:

@@ -64,7 +64,7 @@ def _check_options(parts: Parts) -> None:
     """Reject options whose effect depends on clients' images in a way that no ledger accounts for."""
     settings = parts.settings
     data = parts.data
-    clip_norm = parts.module.clip_norm
+    clip_norm = settings.training.clip_norm
     is_sample_level = settings.privacy is not None
     if data.tokens:
         raise _privacy_error(
@@ -90,7 +90,7 @@ def _check_options(parts: Parts) -> None:
         raise _privacy_error("weighting='samples' shows the clients' numbers of images without noise; choose 'uniform'")
     if is_sample_level and clip_norm is not None:
         raise _privacy_error(
-            f"clip_norm={clip_norm} (of the FederatedClassifier) would clip once more, after the noise; leave it "
+            f"clip_norm={clip_norm} (of training) would clip once more, after the noise; leave it "
             "out: privacy.max_norm clips every image's gradient"
         )
 

@@ -15,11 +15,14 @@ from perada.core.checks import check_choice
 from perada.core.ranks import Ranks
 from perada.data import FederatedDataModule
 from perada.data.fingerprints import difference_in_content, difference_in_names
+from perada.federation.options import Training
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
 from perada.results.restore import CHECKPOINT_KEY
 from perada.server import ServerRule
 
+COMPUTATION = ("engine", "clients_per_chunk", "channels_last", "cache_features", "torch_compile")
+"""Options of training that say how it is computed. Results stay the same up to rounding."""
 ALLOW_CLIENTS = "clients"
 """What ``resume_allow`` must contain for more clients."""
 ALLOW_IMAGES = "images"
@@ -74,7 +77,7 @@ def early_fingerprint(loop: Any, module: FederatedClassifier, data: FederatedDat
         partition["partition"] = repr(data.division.partition)
     return EarlyFingerprint(
         belongs=belongs,
-        options=_module_options(module) | _data_options(data) | _round_options(loop, loop.server_rule),
+        options=_training_options(loop.training) | _data_options(data) | _round_options(loop, loop.server_rule),
         model={"backbone": module.backbone, "adapter": module.adapter},
         partition=partition,
     )
@@ -105,19 +108,17 @@ def run_fingerprint(parts: Parts) -> RunFingerprint:
         "frozen weights": module.frozen_digest,
     }
     precision = {"precision": str(module.trainer.precision)}
-    options = _module_options(module) | precision | _data_options(data) | _round_options(settings, settings.rule)
+    training = _training_options(module.training_options)
+    options = training | precision | _data_options(data) | _round_options(settings, settings.rule)
     return RunFingerprint(belongs, options)
 
 
-def _module_options(module: FederatedClassifier) -> dict[str, Any]:
-    """Return the options of the module that change what rounds compute."""
-    options: dict[str, Any] = {f"lr_{role}": rate for role, rate in module.lr.items()}
-    options["optimizer"] = module.optimizer
-    options["momentum"] = module.momentum
-    options["weight_decay"] = module.weight_decay
-    options["clip_norm"] = module.clip_norm
-    options["lr_schedule"] = [module.lr_schedule, module.lr_gamma, module.lr_every]
-    return options
+def _training_options(training: Training) -> dict[str, Any]:
+    """Return the options of local training that change what rounds compute."""
+    options = asdict(training)
+    for name in COMPUTATION:
+        del options[name]
+    return {f"training.{name}": value for name, value in options.items()}
 
 
 def _data_options(data: FederatedDataModule) -> dict[str, Any]:
@@ -135,7 +136,6 @@ def _round_options(source: Any, rule: ServerRule) -> dict[str, Any]:  # noqa: AN
         "clients_per_round": source.clients_per_round,
         "weighting": source.weighting,
         "drop_outliers": source.drop_outliers,
-        "local_training": repr(source.phases),
         "algorithm": repr(source.algorithm),
         "server_rule": repr(rule),
         "secure_sums": repr(source.secure_sums),
@@ -163,8 +163,8 @@ def cross_rank_fingerprint(parts: Parts, rounds_done: int) -> dict[str, Any]:
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
         "limit_val_batches": trainer.limit_val_batches,
         "eval_batch_size": parts.data.eval_batch_size,
-        "global_test_clients": parts.module.global_test_clients,
-        "metric": parts.module.metric,
+        "global_test_clients": parts.module.evaluation.global_test_clients,
+        "metric": parts.module.evaluation.metric,
         "privacy": repr((parts.settings.privacy, parts.settings.client_privacy)),
     }
 

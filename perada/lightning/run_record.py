@@ -11,7 +11,7 @@ import torch
 from perada.algorithms.joining import algorithm_record
 from perada.data import FederatedDataModule
 from perada.data.preprocessing import Preprocessing
-from perada.federation.evaluation import Evaluation
+from perada.federation.evaluation import EvaluationPass
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
@@ -20,6 +20,17 @@ from perada.results.run_file import RunFile, write_run
 
 History = list[dict[str, float]]
 """The metrics of each round by name, with its number ``round`` and its last optimiser ``step``."""
+RECORDED_OPTIONS = (
+    "lr_personal",
+    "lr_local",
+    "optimizer",
+    "momentum",
+    "weight_decay",
+    "lr_schedule",
+    "lr_gamma",
+    "lr_every",
+)
+"""Options of training that a run records under their own names, beside ``clip_norm``."""
 LOCAL_SCORE = "personal/local_test"
 """Name of the scores of personal models on their own clients' test images."""
 SCORE_DIGITS = 6
@@ -45,7 +56,7 @@ class ClientScores:
         """
         if parts.federation.rounds_done or self.initial or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
             return
-        evaluation = Evaluation(parts.federation, parts.module.metrics, everywhere=[])
+        evaluation = EvaluationPass(parts.federation, parts.module.metrics, everywhere=[])
         has_images = parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, evaluation.step)
         if has_images:
             _, per_client = evaluation.result()
@@ -214,10 +225,10 @@ def _describe_training(
     training["batch_size"] = data.batch_size
     training["crop_padding"] = data.prepare.crop_padding
     training["flip"] = data.prepare.flip
-    for role, rate in module.lr.items():
-        training[f"lr_{role}"] = rate
-    for option in ("optimizer", "momentum", "weight_decay", "lr_schedule", "lr_gamma", "lr_every", "metric"):
-        training[option] = getattr(module, option)
+    for option in RECORDED_OPTIONS:
+        training[option] = getattr(module.training_options, option)
+    training["metric"] = module.evaluation.metric
     # JSON has no infinity.
-    training["clip_norm"] = None if module.clip_norm == math.inf else module.clip_norm
+    clip_norm = module.training_options.clip_norm
+    training["clip_norm"] = None if clip_norm == math.inf else clip_norm
     return training

@@ -48,7 +48,7 @@ def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -
     if everywhere > FEW_MODELS:
         remedy = (
             f"score only some of them on all images with global_test_clients={FEW_MODELS} "
-            f"(--model.global_test_clients={FEW_MODELS}), or {remedy}"
+            f"(--evaluation.global_test_clients={FEW_MODELS}), or {remedy}"
         )
     subject = "the global model"
     if models:
@@ -91,7 +91,7 @@ class ScoringClock:
         everywhere = 0
         if parts.federation.personalized:
             models = parts.data.num_clients
-            everywhere = len(sample_clients(models, parts.module.global_test_clients, parts.module.seed))
+            everywhere = len(sample_clients(models, parts.module.evaluation.global_test_clients, parts.module.seed))
         notice = scoring_notice(seconds, int(batches), models, everywhere)
         if notice is not None:
             rank_zero_info(notice)
@@ -125,7 +125,7 @@ def score_shifts(parts: Parts) -> bool:
     if not data.conditions or not limit:
         return False
     started_at = time.perf_counter()
-    everywhere = sample_clients(parts.federation.num_clients, module.global_test_clients, module.seed)
+    everywhere = sample_clients(parts.federation.num_clients, module.evaluation.global_test_clients, module.seed)
     results: list[_ConditionScores] = []
     for condition in parts.progress_bar(data.conditions, "Shifts"):
         evaluation = ShiftedEvaluation(parts.federation, module.metrics, everywhere, condition.others)

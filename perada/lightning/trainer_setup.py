@@ -119,7 +119,7 @@ UNSUPPORTED_TRAINER_OPTIONS = {
     ),
     "gradient_clip_val": _Unsupported(
         ("None", "0", "0.0"),
-        "it does not know the clients; give clip_norm to the FederatedClassifier, which clips each client's gradient",
+        "it does not know the clients; give training.clip_norm, which clips each client's gradient",
     ),
     "val_check_interval": _Unsupported(
         ("None", "1.0"),

@@ -111,7 +111,7 @@ class SampleGradients:
         if not self.one_by_one and engine.kind != "folded":
             raise OptionError(
                 "privacy: engine='folded' needs a training engine that folds; choose privacy engine 'opacus' or "
-                "'auto', or set engine (model.engine) to 'folded'",
+                "'auto', or set engine (training.engine) to 'folded'",
                 name="privacy: engine",
                 value="folded",
             )

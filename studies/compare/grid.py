@@ -70,8 +70,8 @@ Grid = dict[str, list[str] | Range]
 def options_of(name: str) -> list[str]:
     """Return the options that a name of a grid or point stands for.
 
-    >>> options_of("model.lr+model.momentum")
-    ['model.lr', 'model.momentum']
+    >>> options_of("training.lr_local+training.momentum")
+    ['training.lr_local', 'training.momentum']
     """
     return name.split("+")
 
@@ -85,8 +85,8 @@ def parse_grid(arguments: Sequence[str], option: str = "--tune") -> Grid:
     Raises:
         ValueError: If an argument cannot be read, or names an option or a value twice.
 
-    >>> parse_grid(["lr_local+lr_personal=0.01,0.1"])
-    {'model.lr_local+model.lr_personal': ['0.01', '0.1']}
+    >>> parse_grid(["training.lr_local+training.lr_personal=0.01,0.1"])
+    {'training.lr_local+training.lr_personal': ['0.01', '0.1']}
     """
     grid: Grid = {}
     seen: set[str] = set()
@@ -96,7 +96,7 @@ def parse_grid(arguments: Sequence[str], option: str = "--tune") -> Grid:
         options = [full_name(part) for part in options_of(name)]
         if not values or not all(options):
             raise ValueError(
-                f"{option} {argument!r} cannot be read: give NAME=V1,V2,..., for example model.lr_local=0.01,0.1"
+                f"{option} {argument!r} cannot be read: give NAME=V1,V2,..., for example training.lr_local=0.01,0.1"
             )
         if len(set(values)) < len(values):
             raise ValueError(f"{option} {argument!r} has a value twice: give each once")

@@ -16,6 +16,7 @@ from jsonargparse import Namespace
 from perada.api import full_name
 from perada.core.checks import check_installed
 from perada.core.text import near_names
+from perada.federation.metrics import score_names
 from perada.studies.compare.entries import ENTRIES, entry_of
 from perada.studies.compare.file import leaves
 from perada.studies.compare.grid import (
@@ -106,7 +107,7 @@ class Job:
 def named(point: Point) -> str:
     """Return the values of a point with the names of their options without sections, to put behind a label.
 
-    >>> named({"model.lr_local+model.lr_personal": "0.1"})
+    >>> named({"training.lr_local+training.lr_personal": "0.1"})
     ', lr_local+lr_personal=0.1'
     """
     text = ""
@@ -130,8 +131,8 @@ def parse_settings(arguments: Sequence[str], algorithms: Sequence[str]) -> dict[
     Raises:
         ValueError: If an option has several values.
 
-    >>> parse_settings(["ditto:model.lr_local=1"], ["fedavg", "ditto"])
-    {'fedavg': {}, 'ditto': {'model.lr_local': '1'}}
+    >>> parse_settings(["ditto:training.lr_local=1"], ["fedavg", "ditto"])
+    {'fedavg': {}, 'ditto': {'training.lr_local': '1'}}
     """
     settings: dict[str, Point] = {}
     for algorithm, grid in parse_grids(arguments, algorithms, "--set").items():
@@ -151,8 +152,8 @@ def parse_variants(arguments: Sequence[str]) -> dict[str, Point]:
     Raises:
         ValueError: If one has no name, or its options cannot be read or cannot be changed.
 
-    >>> parse_variants(["plain={}", "mirrored={data: {flip: true}, lr_local: 0.1}"])
-    {'plain': {}, 'mirrored': {'data.flip': 'true', 'model.lr_local': '0.1'}}
+    >>> parse_variants(["plain={}", "mirrored={data: {flip: true}, training.lr_local: 0.1}"])
+    {'plain': {}, 'mirrored': {'data.flip': 'true', 'training.lr_local': '0.1'}}
     """
     variants: dict[str, Point] = {}
     for argument in arguments:
@@ -187,8 +188,8 @@ def parse_grids(arguments: Sequence[str], algorithms: Sequence[str], option: str
     Raises:
         ValueError: If an argument cannot be read, or is for a name that is not an algorithm.
 
-    >>> parse_grids(["model.lr_local=1,2", "ditto:model.momentum=0,0.9"], ["fedavg", "ditto"])["fedavg"]
-    {'model.lr_local': ['1', '2']}
+    >>> parse_grids(["training.lr_local=1,2", "ditto:training.momentum=0,0.9"], ["fedavg", "ditto"])["fedavg"]
+    {'training.lr_local': ['1', '2']}
     """
     arguments_of: dict[str, list[str]] = {name: [] for name in algorithms}
     for argument in arguments:
@@ -314,7 +315,7 @@ class Plan:
         if grid and global_scores and not cli.loop.algorithm.global_model:
             name = row.algorithm or type(cli.loop.algorithm).__name__
             raise ValueError(f"--choose_by {global_scores[0]}: {name} has no global model; leave it or the score out")
-        self._set_signs(cli.model.score_names)
+        self._set_signs(score_names(cli.loop.evaluation.metric))
         if row.algorithm:
             entry_of(row.algorithm).check(cli.config.federated.algorithm)
         if cli.loop.test_mode:
@@ -462,7 +463,7 @@ def _unknown_score_message(name: str, scores: Iterable[str]) -> str:
         remedy = f"did you mean {', '.join(similar)}?"
     else:
         remedy = f"choose one of {', '.join(score for score in scores if '_test_' not in score)}"
-    return f"--choose_by {name}: no such score with this --model.metric; {remedy}"
+    return f"--choose_by {name}: no such score with this --evaluation.metric; {remedy}"
 
 
 def _digest_of(paths: Iterable[str]) -> str:

@@ -30,8 +30,8 @@ from perada.studies.compare.plan import CHOSEN_BY, DIAGNOSED, MakeCLI
 SCORED = ("personal/", "global/", *DIAGNOSED)
 """Beginnings of the names of scores."""
 SILENT = "--trainer.enable_progress_bar=false"
-LOCAL_STEPS = "federated.local_steps"
-LOCAL_EPOCHS = "federated.local_epochs"
+LOCAL_STEPS = "training.local_steps"
+LOCAL_EPOCHS = "training.local_epochs"
 Result = dict[str, Any]
 """Scores of a run by name: ``run``, and ``start`` for the initial model if they were asked for; or ``failed``, the
 reason."""
@@ -237,8 +237,8 @@ def same_budget(cli: Any) -> list[str]:  # noqa: ANN401 - a LightningCLI
     phases = cli.loop.phases
     if len(phases) < 2:
         return []
-    local_steps = cli.config.federated.local_steps
-    local_epochs = cli.config.federated.local_epochs
+    local_steps = cli.config.training.local_steps
+    local_epochs = cli.config.training.local_epochs
     epochs_of_phase = None if local_steps else local_epochs  # local_steps takes precedence
     if any(phase.steps != local_steps or phase.epochs != epochs_of_phase for phase in phases):
         return []

@@ -135,7 +135,7 @@ def test_an_algorithm_of_ones_own_runs_from_a_recipe(tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
     small = """
         --trainer.max_epochs=2 --trainer.accelerator=cpu --trainer.enable_progress_bar=false
-        --trainer.check_val_every_n_epoch=1 --federated.clients_per_round=2 --federated.local_epochs=1
+        --trainer.check_val_every_n_epoch=1 --federated.clients_per_round=2 --training.local_epochs=1
         --data.train_limit=200 --data.test_limit=40 --data.partition.num_clients=4 --data.public=null
         --data.image_size=16 --data.batch_size=8
     """.split()

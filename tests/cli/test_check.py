@@ -14,10 +14,12 @@ from ..recipes import recipe
 WRONG = {
     "lerning_rate": 3,
     "rounds": "many",
-    "model": {"optimizer": "lion", "lr_locl": 3},
+    "model": {"lr_locl": 3},
     "data": {"batch_size": -3, "partition": {"init_args": {"alhpa": 3}}},
-    "federated": {"clients_per_round": 9, "distillation": {"stesp": 2}, "weighting": "sample"},
+    "federated": {"clients_per_round": 9, "weighting": "sample"},
     "privacy": {"noise_multiplier": 1.0, "target_epsilon": 3},
+    "training": {"optimizer": "lion"},
+    "distillation": {"stesp": 2},
 }
 
 PUBLIC = {"class_path": "Photographs", "init_args": {"count": 12, "size": 16, "gray": True}}
@@ -45,14 +47,14 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
     words = ["--trainer.precision=64", "--xyz", "3", "--lr_personal=-1"]
     first, *said, _, last = checked(capsys, "tiny.yaml", "wrong.yaml", *words, code=1)
     wanted = [
-        "model.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'lion'",
+        "training.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'lion'",
         "Option 'alhpa' is not accepted",
-        "Option 'stesp' is not accepted; did you mean federated.distillation.steps?",
+        "Option 'stesp' is not accepted; did you mean distillation.steps?",
         "federated.weighting: must be one of 'uniform', 'samples', got 'sample'",
         "trainer.max_epochs: must be an integer, got",
         "unrecognized arguments: --xyz",
-        "does not accept option 'lr_locl'; did you mean model.lr_local?",
-        "'lerning_rate' is not accepted; did you mean model.lr_local or model.lr_personal",
+        "does not accept option 'lr_locl'; did you mean training.lr_local?",
+        "'lerning_rate' is not accepted; did you mean training.lr_local or training.lr_personal",
         "privacy: noise_multiplier=1.0 and target_epsilon=3.0: give one of them",
         "lr_personal must be a finite number >= 0, got -1.0",
         "batch_size must be an integer >= 1 or 'full', got -3",
@@ -80,7 +82,7 @@ def test_warnings_of_the_set_up_are_said(capsys, monkeypatch):
         warnings.warn("something looks odd", stacklevel=2)
 
     monkeypatch.setattr("perada.lightning.setup.check_images", warned)
-    one, said, _, last = checked(capsys, "tiny.yaml", "--algorithm=fedavg", "--federated.distillation.steps=0")
+    one, said, _, last = checked(capsys, "tiny.yaml", "--algorithm=fedavg", "--distillation.steps=0")
     assert one == "Warnings (1):" and last.startswith("The recipe is valid: ")
     assert said == "- something looks odd"
 
@@ -88,7 +90,7 @@ def test_warnings_of_the_set_up_are_said(capsys, monkeypatch):
 def test_what_would_not_be_private_is_said(capsys):
     words = [
         "--algorithm=fedavg",
-        "--federated.distillation.steps=0",
+        "--distillation.steps=0",
         "--privacy.noise_multiplier=1",
         "--privacy.delta=0.5",
     ]
@@ -132,8 +134,7 @@ def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words
             ["noise_multiplier -1.0", "delta 5.0", "max_norm -2.0"],
         ),
         (
-            {"federated.distillation.steps": -1, "federated.distillation.lr": -3}
-            | {"federated.distillation.temperature": 0},
+            {"distillation.steps": -1, "distillation.lr": -3} | {"distillation.temperature": 0},
             ["steps -1", "lr -3.0", "temperature 0.0"],
         ),
     ],
@@ -167,7 +168,7 @@ def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
 
     words = [
         "--algorithm=fedavg",
-        "--federated.distillation.steps=0",
+        "--distillation.steps=0",
         "--data.batch_size=8",
         "--data.public_fraction=0",
         "--rounds=4",
@@ -187,7 +188,7 @@ def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
 def test_the_noise_of_a_target_and_of_whole_clients_is_printed(capsys):
     words = [
         "--algorithm=fedavg",
-        "--federated.distillation.steps=0",
+        "--distillation.steps=0",
         "--rounds=4",
         "--data.public_fraction=0",
         "--privacy.delta=0.01",

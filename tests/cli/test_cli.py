@@ -32,7 +32,7 @@ QUICKSTART = Path(perada.__file__).parent / "recipes" / "quickstart.yaml"
 TINY = {
     "seed_everything": 3,
     "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
-    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head", "lr_local": 0.1, "lr_personal": 0.1},
+    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head"},
     "data": {
         "dataset": "Digits",
         "partition": {"class_path": "Dirichlet", "init_args": {"num_clients": 4, "alpha": 1.0}},
@@ -42,7 +42,9 @@ TINY = {
         "image_size": 16,
         "batch_size": 8,
     },
-    "federated": {"clients_per_round": 2, "local_steps": 2, "distillation": {"steps": 1, "batch_size": 4}},
+    "federated": {"clients_per_round": 2},
+    "training": {"lr_local": 0.1, "lr_personal": 0.1, "local_steps": 2},
+    "distillation": {"steps": 1, "batch_size": 4},
 }
 MINE = '''
 from perada import Algorithm
@@ -82,7 +84,7 @@ def version(folder, number):
 
 
 def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
-    main(["fit", "--config", "tiny.yaml", "--federated.clients_per_round=3", "--federated.distillation.steps=0"])
+    main(["fit", "--config", "tiny.yaml", "--federated.clients_per_round=3", "--distillation.steps=0"])
     shown = capsys.readouterr().out
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines() if line[:1] == "|"]
     assert [row[0] for row in table[2:]] == ["0", "1", "2", "3", "mean ± std"]
@@ -91,11 +93,11 @@ def test_fit_fills_the_run_folder_and_prints_the_clients(folder, capsys):
     found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     saved = {"checkpoints/last.ckpt", "checkpoints/last.previous.ckpt"}
     assert found == {"config.yaml", "metrics.csv", "partition.json", "run.json"} | saved
-    words = "perada fit --config tiny.yaml --federated.clients_per_round=3 --federated.distillation.steps=0".split()
+    words = "perada fit --config tiny.yaml --federated.clients_per_round=3 --distillation.steps=0".split()
     assert json.loads((run / "run.json").read_text())["command"] == words
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["federated"]["clients_per_round"] == 3
-    assert config["federated"]["distillation"]["steps"] == 0
+    assert config["distillation"]["steps"] == 0
     assert config["seed_everything"] == 3
     partition = json.loads((run / "partition.json").read_text())
     sizes = [len(own) for own in partition["train"]]
@@ -494,12 +496,12 @@ FIT = ("fit", "--config", "tiny.yaml")
         ((*FIT, "--modl.adapter=head"), "unrecognized arguments: --modl.adapter; did you mean --model.adapter?"),
         ((*FIT, "--model.backbone=resnet19"), "backbone 'resnet19' is not a timm model: did you mean resnet18"),
         ((*FIT, "--model.adapter=heads"), "adapter 'heads' is unknown"),
-        ((*FIT, "--model.lr_local=-1"), "lr_local must be a finite number >= 0, got -1.0"),
-        ((*FIT, "--model.lr_local=fast"), "error: --model.lr_local: must be a number, got 'fast'"),
+        ((*FIT, "--training.lr_local=-1"), "lr_local must be a finite number >= 0, got -1.0"),
+        ((*FIT, "--training.lr_local=fast"), "error: --training.lr_local: must be a number, got 'fast'"),
         ((*FIT, "--model.num_classes=7"), "num_classes=7 does not match"),
         (
-            (*FIT, "--model.optimizer=lion"),
-            "error: --model.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'lion'",
+            (*FIT, "--training.optimizer=lion"),
+            "error: --training.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'lion'",
         ),
         ((*FIT, "--data.partition.alpha=-1"), "alpha must be a finite number > 0, got -1.0"),
         ((*FIT, "--data.partition.beta=1"), "'beta' is not accepted"),
@@ -541,7 +543,7 @@ FIT = ("fit", "--config", "tiny.yaml")
             (*FIT, "--federated.clients_per_round=5"),
             "clients_per_round must be an integer >= 1 and <= 4 or None, got 5; there are 4",
         ),
-        ((*FIT, "--federated.distillation.lr=-1"), "distillation: lr must be a finite number >= 0, got -1.0"),
+        ((*FIT, "--distillation.lr=-1"), "distillation: lr must be a finite number >= 0, got -1.0"),
         ((*FIT, "--trainer.precision=16-true"), "precision='16-true'"),
         ((*FIT, "--trainer.devices=2", "--trainer.strategy=ddp"), "strategy=DDPStrategy"),
         ((*FIT, "--trainer.accumulate_grad_batches=2"), "accumulate_grad_batches=2"),
@@ -573,7 +575,7 @@ def test_a_class_of_ones_own_that_lacks_a_method(folder, monkeypatch, capsys):
 @pytest.mark.parametrize(("number", "status", "said"), [("SIGTERM", 143, "terminated"), ("SIGINT", 130, "interrupted")])
 @pytest.mark.every(2)
 def test_a_run_that_is_ended_says_how_to_resume(folder, monkeypatch, capsys, number, status, said):
-    words = ["fit", "--config", "tiny.yaml", "--federated.distillation.steps=0"]
+    words = ["fit", "--config", "tiny.yaml", "--distillation.steps=0"]
     main([*words, "--trainer.default_root_dir=whole"])
     step, steps = FederatedClassifier.training_step, []
 

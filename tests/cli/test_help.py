@@ -5,8 +5,8 @@ import inspect
 
 import pytest
 
-from perada import FederatedClassifier, FederatedLoop
-from perada.api import FULL_NAMES
+from perada import Evaluation, FederatedClassifier, FederatedLoop, Training
+from perada.api import FULL_NAMES, OPTION_CLASSES
 from perada.cli import main
 from perada.cli.parser import MOST_USED, TRAINER_TEXTS
 from perada.cli.runs import PeradaCLI
@@ -41,8 +41,9 @@ def test_help_is_short_and_has_every_option_of_ours(command, capsys):
     assert len(text.splitlines()) < 300
     assert "torch.nn.modules" not in text
     own = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
+    own |= {"training": Training, "evaluation": Evaluation}
     wanted = {f"{section}.{name}" for section, kind in own.items() for name in inspect.signature(kind).parameters}
-    linked = {"model.image_size", "federated.seed", "federated.privacy", "federated.client_privacy", "data.data"}
+    linked = {"model.image_size", "federated.seed", "data.data", *(f"federated.{name}" for name in OPTION_CLASSES)}
     assert wanted - linked <= set(options(text))
     assert set(FULL_NAMES) - {name for name in FULL_NAMES if FULL_NAMES[name].count(".") > 1} <= set(options(text))
 
@@ -51,7 +52,7 @@ def test_what_most_need_comes_first(capsys):
     found = options(shown(capsys, "fit", "--help"))
     assert [name for name in found if name in MOST_USED] == MOST_USED
     assert max(found.index(name) for name in MOST_USED) < min(
-        map(found.index, {*found} & {"model.momentum", "data.flip"})
+        map(found.index, {*found} & {"training.momentum", "data.flip"})
     )
 
 
@@ -59,7 +60,7 @@ def test_all_has_those_of_lightning_and_a_word_finds_some(capsys):
     every = shown(capsys, "fit", "--help=all")
     assert "--trainer.sync_batchnorm" in every
     assert "--trainer.sync_batchnorm" not in shown(capsys, "fit", "--help", "--config", "quickstart")
-    assert options(shown(capsys, "fit", "--help", "lr_local")) == ["lr_local", "model.lr_local"]
+    assert options(shown(capsys, "fit", "--help", "lr_local")) == ["lr_local", "training.lr_local"]
     assert options(shown(capsys, "fit", "--help", "sync_b")) == ["trainer.sync_batchnorm"]
 
 

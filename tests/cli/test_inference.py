@@ -24,14 +24,15 @@ from tests.options import sections
 
 RECIPE = {
     "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
-    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head", "lr_local": 0.1, "lr_personal": 0.1},
+    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head"},
     "data": {
         "dataset": {"class_path": "FashionMNIST", "init_args": {"root": "fashion-mnist"}},
         "partition": {"class_path": "IID", "init_args": {"num_clients": 3}},
         "batch_size": 20,
         "image_size": 32,
     },
-    "federated": {"algorithm": "Ditto", "local_steps": 2},
+    "federated": {"algorithm": "Ditto"},
+    "training": {"lr_local": 0.1, "lr_personal": 0.1, "local_steps": 2},
 }
 
 

@@ -60,7 +60,7 @@ def test_what_init_writes_runs(words, capsys, validator):
     written = read("new/my.yaml")
     assert (written["rounds"], "privacy" in written) == (1, bool(words))
     assert [*validator.iter_errors(written)] == []
-    few = ["--data.partition.num_clients=4", *([] if words else ["--federated.distillation.steps=1"])]
+    few = ["--data.partition.num_clients=4", *([] if words else ["--distillation.steps=1"])]
     main(["fit", "--config", "new/my.yaml", *SMALL, *few])
     assert "mean ± std" in capsys.readouterr().out
 
@@ -165,7 +165,7 @@ def test_the_schema_has_the_defaults_of_the_classes_that_take_the_options(capsys
 def test_the_schema_explains_options_by_both_names(capsys):
     main(["schema"])
     shown = json.loads(capsys.readouterr().out)["properties"]
-    assert shown["lr_local"] == shown["model"]["properties"]["lr_local"]
+    assert shown["lr_local"] == shown["training"]["properties"]["lr_local"]
     assert shown["rounds"]["description"] == "Communication rounds."
     assert "learning rate" in shown["lr_local"]["description"].lower()
 

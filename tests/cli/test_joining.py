@@ -156,7 +156,7 @@ def test_a_class_that_the_run_has_not_is_named(saved, pictures):
 @pytest.mark.slow
 def test_a_run_folder_and_a_recipe(pictures, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    small = ["--data.train_limit=60", "--data.test_limit=20", "--trainer.max_epochs=1", "--federated.local_steps=1"]
+    small = ["--data.train_limit=60", "--data.test_limit=20", "--trainer.max_epochs=1", "--training.local_steps=1"]
     main(["fit", "--config", "digits", *small, "--trainer.accelerator=cpu"])
     run = next((tmp_path / "lightning_logs").iterdir())
     recipe = tmp_path / "late.yaml"

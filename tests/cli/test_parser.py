@@ -10,7 +10,7 @@ import yaml
 
 import perada
 from perada.algorithms import Algorithm, make_algorithm
-from perada.api import FULL_NAMES
+from perada.api import FULL_NAMES, OPTION_CLASSES
 from perada.cli.main import main
 from perada.cli.messages import one_line
 from perada.cli.options import names_elsewhere
@@ -25,7 +25,7 @@ TINY = {
         "public_fraction": 0.1,
         "image_size": 16,
     },
-    "federated": {"distillation": {"steps": 1}},
+    "distillation": {"steps": 1},
 }
 
 
@@ -53,7 +53,7 @@ def refused(*words, recipe=None):
 
 def test_short_names_are_those_of_the_python_call():
     own = {"data", "trainer", "trainer_kwargs", "algorithm_options"}  # what Python alone has
-    alike = {"privacy", "client_privacy", "ckpt_path"}  # the same name everywhere
+    alike = {*OPTION_CLASSES, "ckpt_path"}  # the same name everywhere
     assert set(FULL_NAMES) == set(inspect.signature(perada.finetune).parameters) - own - alike
 
 
@@ -65,29 +65,25 @@ def test_every_full_name_is_an_option():
     assert set(names_elsewhere()) & set(FULL_NAMES) == set()
 
 
-@pytest.mark.parametrize("section", ["privacy", "client_privacy"])
-@pytest.mark.parametrize(
-    "words", [["={}.noise_multiplier=2"], ["={}.noise_multiplier", "2"], ["={}={{noise_multiplier: 2}}"]]
-)
-@pytest.mark.every(3)
-def test_privacy_may_be_named_as_what_takes_it(section, words):
-    """No recipe below has the section."""
-    words = [word.format(section).replace("=", "--federated.", 1) if word[0] == "=" else word for word in words]
-    assert config().config[section] is None
-    for cli in (config(*words), config(recipe={"federated": {section: {"noise_multiplier": 2}}})):
-        assert getattr(cli.loop, section).noise_multiplier == 2.0
-    both = {section: {"noise_multiplier": 1}, "federated": {section: {"noise_multiplier": 2}}}
-    assert f"{section} and federated.{section} are the same section; give it once" in refused(recipe=both)
+@pytest.mark.parametrize("section", OPTION_CLASSES)
+def test_sections_of_the_loop_stand_beside_it(section):
+    field = next(iter(inspect.signature(OPTION_CLASSES[section]).parameters))
+    assert f"there is no option 'federated.{section}'" in refused(recipe={"federated": {section: {field: 2}}})
+
+
+@pytest.mark.parametrize("section", ["training", "evaluation", "distillation"])
+def test_a_section_that_is_null_has_the_defaults(section):
+    assert getattr(config(recipe={section: None}).loop, section) == OPTION_CLASSES[section]()
 
 
 @pytest.mark.parametrize("where", ["words", "recipe"])
 def test_short_names_work_in_recipes_and_on_the_command_line(where):
-    given = {"rounds": 7, "lr_local": 0.5, "distill_steps": 3, "seed": 5, "batch_size": 9, "algorithm": "ditto"}
-    given |= {"prox_strength": 0.25, "server_rule": "median"}
+    given = {"rounds": 7, "lr_local": 0.5, "distillation.steps": 3, "seed": 5, "batch_size": 9, "algorithm": "ditto"}
+    given |= {"server_rule": "median"}
     cli = config(recipe=given) if where == "recipe" else config(*(f"--{name}={value}" for name, value in given.items()))
-    assert (cli.trainer.max_epochs, cli.model.lr["local"], cli.loop.seed) == (7, 0.5, 5)
+    assert (cli.trainer.max_epochs, cli.loop.training.lr_local, cli.loop.seed) == (7, 0.5, 5)
     assert (cli.loop.distillation.steps, cli.datamodule.batch_size) == (3, 9)
-    assert (type(cli.loop.algorithm), cli.loop.algorithm.prox_strength) == (perada.algorithms.Ditto, 0.25)
+    assert type(cli.loop.algorithm) is perada.algorithms.Ditto
     assert type(cli.loop.server_rule).__name__ == "Median"
 
 
@@ -117,14 +113,14 @@ def test_both_names_of_an_option_are_refused():
         ({"trianer": {"max_epochs": 3}}, "trainer.max_epochs"),
         ({"round": 3}, "rounds"),
         ({"max_epochs": 3}, "trainer.max_epochs"),
-        ({"epochs": 3}, "trainer.max_epochs or federated.local_epochs"),
-        ({"model": {"lr": 1}}, "model.lr_local or model.lr_personal"),
-        ({"model": {"learning_rate": 1}}, "model.lr_local or model.lr_personal"),
-        ({"model": {"lr_locl": 1}}, "model.lr_local"),
+        ({"epochs": 3}, "trainer.max_epochs or training.local_epochs"),
+        ({"model": {"lr": 1}}, "training.lr_local or training.lr_personal or distillation.lr"),
+        ({"model": {"learning_rate": 1}}, "training.lr_local or training.lr_personal or distillation.lr"),
+        ({"model": {"lr_locl": 1}}, "training.lr_local"),
         ({"data": {"dataest": "Digits"}}, "data.dataset"),
         ({"federated": {"clients": 3}}, "data.partition.num_clients"),
-        ({"federated": {"distillation": {"stesp": 3}}}, "federated.distillation.steps"),
-        ({"federated": {"distillation": {"learning_rate": 3}}}, "federated.distillation.lr"),
+        ({"distillation": {"stesp": 3}}, "distillation.steps"),
+        ({"distillation": {"learning_rate": 3}}, "distillation.lr"),
         (
             {"federated": {"algorithm": {"class_path": "Ditto", "init_args": {"lambda": 3}}}},
             "federated.algorithm.prox_strength",
@@ -144,7 +140,7 @@ def test_a_wrong_key_of_a_recipe_proposes_the_nearest(recipe, meant):
     [
         ("--num_rounds 3", "--trainer.max_epochs"),
         ("--trainer.rounds=3", "--trainer.max_epochs"),
-        ("--lerning_rate=3", "--model.lr_local or --model.lr_personal or --federated.distillation.lr"),
+        ("--lerning_rate=3", "--training.lr_local or --training.lr_personal or --distillation.lr"),
         ("--modl.adapter=head", "--model.adapter"),
         ("--trainer.max_epoch=3", "--trainer.max_epochs"),  # the beginning of an option, which argparse would take
         ("--round 3", "--rounds"),
@@ -190,8 +186,8 @@ def test_nothing_is_proposed_for_what_is_like_nothing(words):
         ("--seed abc", "--seed: must be true or false, or an integer, got 'abc'"),
         ("--batch_size many", "--batch_size: must be an integer, or 'full', got 'many'"),
         ("--lr_local fast", "--lr_local: must be a number, got 'fast'"),
-        ("--channels_last maybe", "--channels_last: must be true or false, got 'maybe'"),
-        ("--optimizer sdg", "--optimizer: must be one of 'sgd', 'adam', 'adamw', got 'sdg'"),
+        ("--training.channels_last maybe", "--training.channels_last: must be true or false, got 'maybe'"),
+        ("--training.optimizer sdg", "--training.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'sdg'"),
         ("--adapter_options 3", "--adapter_options: must be a mapping, {NAME: VALUE}, got '3'"),
         ("--distillation.steps abc", "--distillation.steps: must be an integer, got 'abc'"),
         ("--algorithm=PerAda --algorithm.prox_strength x", "--algorithm.prox_strength: must be a number, got 'x'"),
@@ -215,7 +211,7 @@ def test_a_value_of_a_wrong_type_is_named_with_the_option_as_typed(words, says):
     [
         ({"rounds": "three"}, "rounds: must be an integer, got 'three'"),
         ({"trainer": {"max_epochs": "three"}}, "trainer.max_epochs: must be an integer, got 'three'"),
-        ({"model": {"lr_local": "fast"}}, "model.lr_local: must be a number, got 'fast'"),
+        ({"training": {"lr_local": "fast"}}, "training.lr_local: must be a number, got 'fast'"),
     ],
 )
 def test_so_it_is_in_a_recipe(recipe, says):
@@ -233,8 +229,8 @@ def test_so_it_is_in_a_recipe(recipe, says):
         ("--trainer.devices=0,1 --trainer.accelerator=cpu", "devices must be an integer >= 1, "),
         ("--trainer.strategy=dpp", "strategy='dpp' is unknown; did you mean 'ddp'"),
         ("--algorithm=fedpac", "--algorithm: there is no class 'fedpac'; choose one of perada, "),
-        ("--metric=Accuracy", "metric='Accuracy' is unknown: did you mean accuracy"),
-        ("--metric=F1Score", "metric='F1Score' is unknown: did you mean MulticlassF1Score"),
+        ("--evaluation.metric=Accuracy", "metric='Accuracy' is unknown: did you mean accuracy"),
+        ("--evaluation.metric=F1Score", "metric='F1Score' is unknown: did you mean MulticlassF1Score"),
     ],
 )
 def test_devices_and_names_are_refused_in_our_words(words, says):
@@ -243,4 +239,4 @@ def test_devices_and_names_are_refused_in_our_words(words, says):
 
 def test_distillation_has_its_short_name_in_front_of_its_options():
     assert config("--distillation.steps=3").loop.distillation.steps == 3
-    assert config("--federated.distillation.steps=3").loop.distillation.steps == 3
+    assert config("--distillation.steps=3").loop.distillation.steps == 3

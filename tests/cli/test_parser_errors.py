@@ -63,8 +63,8 @@ LOGGERS = "choose one of CSVLogger, CometLogger, MLFlowLogger, "
         ("--federated.algorithm foo", "federated.algorithm", "there is no class 'foo'; choose one of perada, "),
         ("--algorithm=FedEnsemble --algorithm.base foo", "federated.algorithm.base", "there is no class 'foo'; choose"),
         ("--federated.server_rule foo", "federated.server_rule", "there is no class 'foo'; choose one of mean, "),
-        ("--federated.distillation foo", "federated.distillation", "must be a mapping of options, {NAME: VALUE}, got"),
-        ("--federated.secure_sums foo", "federated.secure_sums", "; its options are min_sites, "),
+        ("--distillation foo", "distillation", "must be a mapping of options, {NAME: VALUE}, got"),
+        ("--secure_sums foo", "secure_sums", "; its options are min_sites, "),
         (
             "--privacy foo",
             "privacy",
@@ -96,7 +96,7 @@ def test_the_option_is_a_fact_of_the_error(tmp_path, words, option):
 
 
 def test_a_message_about_something_else_is_left_alone():
-    assert option_error("the disk is full", {}, ["model.lr_local"]) is None
+    assert option_error("the disk is full", {}, ["training.lr_local"]) is None
     assert missing_module("No module named 'mine'") is None
     text = "Problem with given class_path 'mine.Net':\n  No module named 'mine'"
     assert missing_module(text) == ("mine.Net", "mine")
@@ -104,12 +104,12 @@ def test_a_message_about_something_else_is_left_alone():
 
 def test_handlers_read_the_attributes_and_not_the_text():
     """`perada check` leaves out the option that an error holds, whatever its message looks like."""
-    recipes = [{"model": {"lr_local": 3, "lr_personal": 4}}]
+    recipes = [{"training": {"lr_local": 3, "lr_personal": 4}}]
     about_one = OptionError("lr_personal=4 looks odd, since another one is refused", name="lr_local", value=3)
     found = _option_of(about_one, recipes, [])
     assert found is not None
     found.remove()
-    assert recipes == [{"model": {"lr_personal": 4}}]
+    assert recipes == [{"training": {"lr_personal": 4}}]
     assert _option_of(ValueError("lr_personal must be smaller, got 4"), recipes, []) is None
 
 

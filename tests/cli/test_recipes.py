@@ -61,7 +61,8 @@ SMALL = {
         "image_size": 16,
         "batch_size": 4,
     },
-    "federated": {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}},
+    "federated": {"clients_per_round": 2},
+    "distillation": {"steps": 1, "batch_size": 4},
 }
 PUBLISHED = {  # these recipes need the columns of their data sets
     "office_home": ("OfficeHome", partial(write_office_home, each=2)),
@@ -128,8 +129,8 @@ def small_words(name, written=None):
         data["dataset"] = {"init_args": {"dataset": "Digits", "kinds": 4, "size": 16, "min_per_scanner": 2}}
     config = SMALL | {"model": SMALL["model"] | {"backbone": backbone}, "data": data}
     if data.get("validation_fraction") == 0:
-        distillation = config["federated"]["distillation"] | {"validate_every": 0}
-        config["federated"] = config["federated"] | {"distillation": distillation}
+        distillation = config["distillation"] | {"validate_every": 0}
+        config["distillation"] = distillation
     Path("../small.yaml").write_text(yaml.safe_dump(config))
     tuned = ["--federated.algorithm.finetune_epochs=0.1"] if "fedavg_ft" in name or "fedbabu" in name else []
     return ["--config", name, "--config=../small.yaml", *tuned]
@@ -257,11 +258,11 @@ def test_cp_writes_one_recipe_that_says_what_it_is(capsys):
     assert "(lr_schedule: exponential)" in Path("mine.yaml").read_text()
     content = yaml.safe_load(Path("mine.yaml").read_text())
     assert "public" not in content["data"]
-    assert content["model"] == {
-        "backbone": "resnet18",
-        "adapter": "full",
+    assert content["model"] == {"backbone": "resnet18", "adapter": "full"}
+    assert content["training"] == {
         "lr_personal": 0.01,
         "lr_local": 0.01,
+        "local_epochs": 10,
         "lr_schedule": "exponential",
     }
     main(["cp", "cifar10/ditto", "."])
@@ -301,7 +302,7 @@ def test_ls_shows_the_groups_and_how_to_combine_them(parser, capsys):
 def test_compare_takes_combined_names_and_tells_their_methods_apart(capsys):
     names = ["fashion_mnist/ditto", "fashion_mnist/standalone"]
     main(["compare", *names, "--output", "r.json", *small_words("fashion_mnist")[2:], "--trainer.fast_dev_run=false",
-          "--trainer.max_epochs=1", "--federated.local_steps=1"])  # fmt: skip
+          "--trainer.max_epochs=1", "--training.local_steps=1"])  # fmt: skip
     records = [record for record in json.loads(Path("r.json").read_text()) if record["stage"] == "run"]
     assert [record["label"] for record in records] == names
     assert len({record["digest"] for record in records}) == 2

@@ -88,7 +88,7 @@ def test_fit_imports_what_its_recipe_names(tmp_path):
     """PEFT itself imports transformers, and torchmetrics matplotlib: no code of ours can keep them out."""
     shapes = ["--data.dataset=perada.studies.shapes.Shapes", "--data.dataset.count=400"]
     shapes += ["--data.public=null", "--data.public_fraction=0.1"]
-    small = ["--trainer.fast_dev_run=true", "--federated.distillation.steps=1", "--federated.local_steps=1"]
+    small = ["--trainer.fast_dev_run=true", "--distillation.steps=1", "--training.local_steps=1"]
     modules = imported(tmp_path, "fit", "--config", "digits", *shapes, *small)
     assert {"torch", "timm", "peft", "pytorch_lightning", "perada.studies.shapes"} <= modules
     others = {"opacus", "sklearn", "transformers.models.vit.modeling_vit", "perada.studies.compare.command"}

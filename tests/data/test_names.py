@@ -164,7 +164,7 @@ def test_the_command_line_shows_and_takes_names(hospitals, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     main(["fit", "--config", "images/ditto", f"--data.dataset.root={hospitals}", "--data.dataset.size=32",
           "--data.image_size=32", "--model.backbone=test_resnet", "--model.pretrained=false", "--model.adapter=head",
-          "--data.num_workers=0", "--data.public_fraction=0", "--trainer.max_epochs=1", "--federated.local_steps=1",
+          "--data.num_workers=0", "--data.public_fraction=0", "--trainer.max_epochs=1", "--training.local_steps=1",
           "--trainer.enable_progress_bar=false", "--trainer.check_val_every_n_epoch=1"])  # fmt: skip
     printed = capsys.readouterr().out
     first = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")]

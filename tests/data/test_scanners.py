@@ -332,7 +332,8 @@ RECIPE = {
             "init_args": {"dataset": {"class_path": "Photographs", "init_args": {"count": 8, "gray": True}}},
         },
     },
-    "federated": {"algorithm": "PerAda", "distillation": {"steps": 1}},
+    "federated": {"algorithm": "PerAda"},
+    "distillation": {"steps": 1},
 }
 
 

@@ -344,7 +344,7 @@ SMALL += ["--model.backbone=char_lstm_8", "--data.batch_size=4", "--federated.cl
     ],
 )
 def test_the_recipe_goes_with_methods(root, method, capsys):
-    distils = ["--federated.distillation.steps=1"] if method in ("perada", "feddf") else []
+    distils = ["--distillation.steps=1"] if method in ("perada", "feddf") else []
     main(["fit", "--config", f"shakespeare/{method}", f"--data.dataset.root={root}", *SMALL, *distils])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [line.split("|")[1].strip() for line in lines] == ["client", *sorted(SIZES), "mean ± std"]

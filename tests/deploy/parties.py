@@ -4,6 +4,7 @@
 import json
 import time
 from contextlib import suppress
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 
@@ -20,18 +21,26 @@ from perada.deploy.site.worker import SiteWorker
 from perada.deploy.state import SiteStore
 from perada.deploy.sums.party import Party
 from perada.deploy.transport import LocalTransport, Terms
+from perada.federation import Evaluation, Training
 from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.server import Distillation
 from perada.studies.deployment import LINK
+from tests.options import fields_among
 
 SIZES = (9, 5, 14)
 TEXT = b"a recipe"
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
+OF_SECTIONS = {field.name for kind in (Training, Evaluation) for field in fields(kind)}
+
+
 class Parties:
-    """Makes the parties of one recipe; ``options`` are those of loop, module and data by their names."""
+    """Makes the parties of one recipe.
+
+    ``options`` are those of loop, module and data by their names. Those of training and evaluation may be among both.
+    """
 
     def __init__(self, tiny, tmp_path, algorithm="fedavg", *, rounds=2, sizes=SIZES, engine="loop", every=1, **options):
         self.tiny, self.folder, self.algorithm, self.rounds, self.sizes = tiny, Path(tmp_path), algorithm, rounds, sizes
@@ -40,14 +49,18 @@ class Parties:
         self.names = [f"site{number}" for number in range(len(sizes))]
 
     def loop(self):
-        distillation = Distillation(steps=3, batch_size=4)
-        given = {"local_epochs": 2, "distillation": distillation, "seed": 3} | self.options.get("loop", {})
+        flat = {"local_epochs": 2, "lr_personal": 0.1, "lr_local": 0.1, "momentum": 0.9, "engine": self.engine}
+        flat |= {"cache_features": False} | self.options.get("module", {}) | self.options.get("loop", {})
+        given = {"distillation": Distillation(steps=3, batch_size=4), "seed": 3} | self.options.get("loop", {})
+        given = {name: value for name, value in given.items() if name not in OF_SECTIONS}
+        given["training"] = Training(**fields_among(flat, Training))
+        given["evaluation"] = Evaluation(**fields_among(flat, Evaluation))
         algorithm = self.algorithm
         return FederatedLoop(make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm, **given)
 
     def module(self):
-        given = {"adapter": "full", "lr_personal": 0.1, "lr_local": 0.1, "momentum": 0.9, "cache_features": False}
-        given |= {"engine": self.engine} | self.options.get("module", {})
+        given = {"adapter": "full"} | self.options.get("module", {})
+        given = {name: value for name, value in given.items() if name not in OF_SECTIONS}
         return FederatedClassifier(self.options.get("net", self.tiny.net)(), **given)
 
     def data(self, data):

@@ -87,7 +87,7 @@ def test_who_joins_first_with_other_classes_does_not_keep_the_rest_out(tiny, tmp
     assert coordinator.run().records[0].answered == ["site1", "site2"]
 
 
-@pytest.mark.parametrize("option", ["federated", "federated.algorithm", "federated.distillation", "model"])
+@pytest.mark.parametrize("option", ["federated", "federated.algorithm", "distillation", "model"])
 def test_a_recipe_that_leaves_options_to_a_file_is_refused(option, tmp_path):
     """The digest that a site approves would not cover them, such as the noise of a private recipe."""
     (tmp_path / "options").write_text("local_steps: 1\n")

@@ -105,7 +105,7 @@ def test_the_units_agree_on_the_socket_and_its_owner(app):
 def test_a_sites_identity_is_for_its_worker_alone(tmp_path):
     """By what is written for a recipe with secure sums, and the page's lines that install it."""
     pytest.importorskip("cryptography")
-    for text, hides in (("seed_everything: 3\n", False), ("federated: {secure_sums: {min_sites: 3}}\n", True)):
+    for text, hides in (("seed_everything: 3\n", False), ("secure_sums: {min_sites: 3}\n", True)):
         folder = tmp_path / str(hides)
         write_app(folder, "sums", text, "ab" * 32, "localhost")
         file = folder / "site" / "site.yaml"

@@ -29,7 +29,7 @@ ROUNDS = 6
 def long_rounds(rounds, secure_sums=False):
     """The recipe of the demonstration, with rounds that last for seconds."""
     recipe = yaml.safe_load(demo_recipe(rounds, secure_sums))
-    recipe["federated"]["local_epochs"] = 8
+    recipe["training"]["local_epochs"] = 8
     recipe["trainer"]["check_val_every_n_epoch"] = 3
     return yaml.safe_dump(recipe)
 

@@ -87,7 +87,7 @@ VARIANTS = {
     "prompts": ("perada", {"net": vit, "module": {"adapter": "prompt"}}),
     "private prompts": ("lg_fedavg", {"net": vit, "module": {"adapter": "prompt"}}),
     "rates": ("ditto", {"module": {"lr_schedule": "cosine", "optimizer": "adam", "momentum": 0.0}}),
-    "held out": ("fedrep", {"loop": {"local_epochs": None, "local_steps": 3}}),
+    "held out": ("fedrep", {"loop": {"local_steps": 3}}),
 }
 
 

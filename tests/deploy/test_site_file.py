@@ -17,7 +17,7 @@ from perada.deploy.state import read_state
 
 RECIPE = {
     "trainer": {"max_epochs": 1, "accelerator": "cpu"},
-    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head", "engine": "loop"},
+    "model": {"backbone": "test_resnet", "pretrained": False, "adapter": "head"},
     "data": {
         "dataset": "Digits",
         "partition": {"class_path": "IID", "init_args": {"num_clients": 2}},
@@ -26,7 +26,8 @@ RECIPE = {
         "train_limit": 40,
         "test_limit": 20,
     },
-    "federated": {"algorithm": "Ditto", "local_steps": 1},
+    "federated": {"algorithm": "Ditto"},
+    "training": {"engine": "loop", "local_steps": 1},
 }
 PART = {key: RECIPE["data"][key] for key in ("dataset", "partition", "train_limit", "test_limit")}
 
@@ -134,7 +135,7 @@ def test_nothing_of_a_recipe_that_is_not_the_approved_one_is_imported(tmp_path, 
     path = write(tmp_path, "a", "ab" * 32, socket="run.sock")
     (tmp_path / "stranger.py").write_text("from perada.algorithms.perada import Ditto\n")
     monkeypatch.syspath_prepend(tmp_path)
-    recipe = RECIPE | {"federated": {"algorithm": {"class_path": "stranger.Ditto"}, "local_steps": 1}}
+    recipe = RECIPE | {"federated": {"algorithm": {"class_path": "stranger.Ditto"}}, "training": {"local_steps": 1}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     runs = ["deploy", "run", str(tmp_path / "recipe.yaml"), "--local", str(path)]
     for words in (["deploy", "site", str(path)], ["deploy", "check", str(path)], runs):

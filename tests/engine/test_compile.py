@@ -89,7 +89,7 @@ def test_a_run_through_the_compiler():
             rounds=2,
             batch_size=4,
             distillation={"steps": 3, "batch_size": 4, "optimizer": "sgd"},
-            torch_compile=compiled,
+            training={"torch_compile": compiled},
             logger=False,
             enable_progress_bar=False,
         )

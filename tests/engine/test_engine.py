@@ -226,10 +226,9 @@ def test_chunks_of_clients_change_nothing(chunk):
     data = separate_datasets(16, sizes=sizes, dtype=torch.float64)
 
     def run(clients_per_chunk):
-        module = perada.FederatedClassifier(
-            model, "residual", {"dropout": 0.3, "init_std": 0.05}, engine="folded", clients_per_chunk=clients_per_chunk
-        )
-        loop = perada.FederatedLoop(local_epochs=2, distillation=Distillation(2, 4))
+        module = perada.FederatedClassifier(model, "residual", {"dropout": 0.3, "init_std": 0.05})
+        training = perada.Training(local_epochs=2, engine="folded", clients_per_chunk=clients_per_chunk)
+        loop = perada.FederatedLoop(training=training, distillation=Distillation(2, 4))
         trainer = make_trainer(
             loop,
             2,

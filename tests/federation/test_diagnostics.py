@@ -327,5 +327,5 @@ def test_resumed_runs_measure_the_same_bits_and_the_report_shows_them(tmp_path):
 
 def test_the_command_line_takes_names(capsys):
     with pytest.raises(SystemExit):
-        main(["fit", "--config", "digits", "--federated.diagnostics=[gradient_norms]", "--print_config"])
+        main(["fit", "--config", "digits", "--evaluation.diagnostics=[gradient_norms]", "--print_config"])
     assert "diagnostics:\n  - gradient_norms" in capsys.readouterr().out

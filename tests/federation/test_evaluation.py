@@ -11,7 +11,8 @@ import perada
 from perada.api import make_trainer
 from perada.core.ranks import Ranks
 from perada.core.rounds import EvalBatch
-from perada.federation.evaluation import Evaluation, own_logits, sample_clients
+from perada.federation import Evaluation, Training
+from perada.federation.evaluation import EvaluationPass, own_logits, sample_clients
 from perada.federation.metrics import make_metrics
 from perada.lightning import FederatedLoop
 
@@ -25,9 +26,11 @@ def unequal(tiny):
     return data
 
 
-def fitted(tiny, algorithm="ditto", classifier=None, **options):
-    loop = FederatedLoop(perada.algorithms.make_algorithm(algorithm), local_steps=3)
-    module = perada.FederatedClassifier(tiny.net(), "full", lr_personal=0.5, lr_local=0.5, **(classifier or {}))
+def fitted(tiny, algorithm="ditto", evaluation=None, **options):
+    training = Training(lr_personal=0.5, lr_local=0.5, local_steps=3)
+    made = perada.algorithms.make_algorithm(algorithm)
+    loop = FederatedLoop(made, training=training, evaluation=Evaluation(**(evaluation or {})))
+    module = perada.FederatedClassifier(tiny.net(), "full")
     trainer = make_trainer(loop, 1, accelerator="cpu", enable_progress_bar=False, logger=False)
     trainer.fit(module, datamodule=perada.FederatedDataModule(unequal(tiny), **({"eval_batch_size": 7} | options)))
     return trainer, module, loop.outcome(module)
@@ -60,8 +63,8 @@ def test_each_image_runs_through_its_owners_model(tiny, monkeypatch):
 
 @pytest.mark.parametrize("metric", ["accuracy", "auroc"])
 def test_a_sample_of_clients_has_the_scores_of_all(tiny, metric):
-    _, _, whole = fitted(tiny, classifier={"metric": metric})
-    _, _, some = fitted(tiny, classifier={"metric": metric, "global_test_clients": 2})
+    _, _, whole = fitted(tiny, evaluation={"metric": metric})
+    _, _, some = fitted(tiny, evaluation={"metric": metric, "global_test_clients": 2})
     wanted, found = whole.metrics["clients"], some.metrics["clients"]
     local = (found["personal/local_test"], wanted["personal/local_test"])
     assert local[0] == pytest.approx(local[1], nan_ok=True, abs=1e-6)
@@ -79,7 +82,7 @@ def test_a_sample_of_clients_has_the_scores_of_all(tiny, metric):
 
 
 def test_with_no_sample_each_model_is_scored_at_home_only(tiny):
-    _, _, run = fitted(tiny, classifier={"global_test_clients": 0})
+    _, _, run = fitted(tiny, evaluation={"global_test_clients": 0})
     assert "personal/global_test" not in run.metrics["rounds"][-1]
     assert set(run.metrics["clients"]) == {"personal/local_test", "last_round"}
     _, _, whole = fitted(tiny)
@@ -139,7 +142,7 @@ def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
 
     def counted(ranks):
         federation.ranks = ranks
-        evaluation = Evaluation(federation, make_metrics(metric, False, 3), everywhere)
+        evaluation = EvaluationPass(federation, make_metrics(metric, False, 3), everywhere)
         for index, part in enumerate(batches):
             evaluation.step(part, index)
         return evaluation

@@ -140,7 +140,7 @@ def test_labels_that_no_image_has_do_not_count():
 )
 def test_unknown_metrics_are_refused_at_once(choice, message):
     with pytest.raises(ValueError, match=message) as caught:
-        perada.FederatedClassifier(metric=choice)
+        perada.Evaluation(metric=choice)
     assert "\n" not in str(caught.value)
 
 

@@ -24,7 +24,7 @@ from perada.core.seeding import Streams
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
 from perada.federation import Federation
-from perada.federation.evaluation import Evaluation
+from perada.federation.evaluation import EvaluationPass
 from perada.federation.metrics import make_metrics
 from perada.federation.settings import LocalTraining, Settings, Storage
 from perada.models.adapted import find_tensor_names, insert_adapter
@@ -181,7 +181,7 @@ def test_the_end_of_a_round_waits_as_often_for_many_tensors_as_for_few():
 def test_scoring_a_batch_never_waits(algorithm):
     made, served = federation(algorithm)
     run_rounds(made, served, rounds=1)
-    evaluation = Evaluation(made, make_metrics("accuracy", False, CLASSES), range(len(SIZES)))
+    evaluation = EvaluationPass(made, make_metrics("accuracy", False, CLASSES), range(len(SIZES)))
     watch = Watch()
     with watch, torch.no_grad():
         for index, batch in enumerate(served.val_dataloader()):

@@ -39,7 +39,7 @@ def test_last_is_the_newest_of_the_same_experiment(tiny, tmp_path, other):
     [
         ({"algorithm": "fedavg"}, "its algorithm is 'Ditto', here it is 'FedAvg'"),
         ({"seed": 3}, "its seed is 5, here it is 3"),
-        ({"lr_local": 0.3}, "belongs to a run with lr_local=.*resume_allow"),
+        ({"lr_local": 0.3}, "belongs to a run with training.lr_local=.*resume_allow"),
     ],
 )
 @pytest.mark.parametrize("by_path", [False, True], ids=["last", "path"])
@@ -54,7 +54,7 @@ def test_another_experiment_is_refused_before_set_up(tiny, tmp_path, monkeypatch
 
 def test_an_allowed_option_is_no_other_experiment(tiny, tmp_path):
     fit(tiny, tmp_path, 1)
-    run = fit(tiny, tmp_path, 2, lr_local=0.3, ckpt_path="last", resume_allow=["lr_local"])
+    run = fit(tiny, tmp_path, 2, lr_local=0.3, ckpt_path="last", resume_allow=["training.lr_local"])
     assert len(run.metrics["rounds"]) == 2
 
 

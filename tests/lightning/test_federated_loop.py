@@ -20,6 +20,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 import perada
 from perada.algorithms import make_algorithm
 from perada.api import make_trainer
+from perada.federation import Training
 from perada.lightning import FederatedLoop, PredictionFile, RoundProgressBar
 from perada.server import Distillation
 from tests.options import sections
@@ -53,10 +54,10 @@ class Recorder(pl.Callback):
 def build(tiny, root, algorithm="perada", rounds=4, callbacks=(), eval_every=1, data=None, **trainer):
     """Trainer, module, data and loop of a run with partial participation, dropout, momentum and a cosine schedule."""
     distillation = Distillation(steps=3, batch_size=4)
-    loop = FederatedLoop(make_algorithm(algorithm), clients_per_round=2, distillation=distillation, seed=5)
-    module = perada.FederatedClassifier(
-        tiny.net(), "full", lr_personal=0.1, lr_local=0.1, momentum=0.9, lr_schedule="cosine"
-    )
+    training = Training(lr_personal=0.1, lr_local=0.1, momentum=0.9, lr_schedule="cosine")
+    options = {"clients_per_round": 2, "training": training, "distillation": distillation, "seed": 5}
+    loop = FederatedLoop(make_algorithm(algorithm), **options)
+    module = perada.FederatedClassifier(tiny.net(), "full")
     trainer = make_trainer(
         loop,
         rounds,
@@ -516,12 +517,12 @@ def test_progress_bar_counts_rounds(tiny, tmp_path, capsys):
 
 
 CHANGES = [
-    ({"lr_local": 0.02}, "lr_local=0.1, and here it is 0.02"),
+    ({"lr_local": 0.02}, "training.lr_local=0.1, and here it is 0.02"),
     ({"batch_size": 3}, "batch_size="),
     ({"algorithm_options": {"prox_strength": 9.0}}, "algorithm='PerAda(prox_strength=1.0"),
-    ({"local_steps": 3, "local_epochs": None}, "local_training="),
+    ({"local_steps": 3}, "training.local_steps=None, and here it is 3"),
     ({"distill_lr": 0.5}, "distillation.lr="),
-    ({"momentum": 0.3}, "momentum="),
+    ({"momentum": 0.3}, "training.momentum="),
 ]
 
 
@@ -537,5 +538,5 @@ def test_a_run_is_not_resumed_with_other_options_but_for_those_that_are_allowed(
     (name,) = re.findall(r"resume_allow=\['(.*)'\]", str(error.value))
     resumed = perada.finetune(tiny.net(), tiny.data(), **sections(**options, resume_allow=[name]))
     assert [row["round"] for row in resumed.metrics["rounds"]] == [0, 1]
-    with pytest.raises(ValueError, match=r"resume_allow must be one of .*, got 'lr_locl'"):
-        perada.finetune(tiny.net(), tiny.data(), **sections(**options, resume_allow=["lr_locl"]))
+    with pytest.raises(ValueError, match=r"resume_allow must be one of .*, got 'training\.lr_locl'"):
+        perada.finetune(tiny.net(), tiny.data(), **sections(**options, resume_allow=["training.lr_locl"]))

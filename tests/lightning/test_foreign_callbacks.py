@@ -8,6 +8,7 @@ from pytorch_lightning import callbacks as lightning
 
 import perada
 from perada.data import FederatedDataModule
+from perada.federation import Training
 from perada.lightning import FederatedClassifier, FederatedLoop
 from tests.options import sections
 
@@ -71,7 +72,7 @@ def test_what_acts_on_weights_is_refused_with_a_remedy(tiny, name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_before_its_own_set_up(tiny, name):
-    loop = FederatedLoop(local_steps=1)
+    loop = FederatedLoop(training=Training(local_steps=1))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     trainer = pl.Trainer(max_epochs=3, callbacks=[REFUSED[name](), loop], **quiet)
     module = FederatedClassifier(tiny.net(), adapter="full")
@@ -117,7 +118,7 @@ class Skips(FederatedClassifier):
 
 def test_rounds_that_were_not_trained_are_warned_of(tiny):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    trainer = pl.Trainer(max_epochs=1, callbacks=[FederatedLoop(local_steps=1)], **quiet)
+    trainer = pl.Trainer(max_epochs=1, callbacks=[FederatedLoop(training=Training(local_steps=1))], **quiet)
     data = FederatedDataModule(tiny.data(test=False), batch_size=4)
     with pytest.warns(UserWarning, match=r"^0 of 1 rounds were trained: a callback or a hook of the module ended"):
         trainer.fit(Skips(tiny.net(), adapter="full"), datamodule=data)

@@ -42,7 +42,7 @@ def test_a_run_that_tensorboard_logs_can_be_reported(fit, capsys):
     assert scores == pytest.approx([row["personal/local_test"] for row in rounds])
     assert {event.value for event in events.Scalars("round")} == {0.0, 1.0}
     options = yaml.safe_load((folder / "hparams.yaml").read_text())
-    assert options["federated"]["local_steps"] == 2
+    assert options["training"]["local_steps"] == 2
     assert options["seed_everything"] == 3
     capsys.readouterr()
     main(["report", str(folder)])
@@ -57,7 +57,7 @@ def test_wandb_offline_gets_the_rounds(fit, monkeypatch):
     config = dict(wandb.run.config)
     summary = dict(wandb.run.summary)
     wandb.finish()
-    assert config["federated"]["local_steps"] == 2
+    assert config["training"]["local_steps"] == 2
     rounds = json.loads((folder / "lightning_logs" / "version_0" / "run.json").read_text())["metrics"]["rounds"]
     assert summary["personal/local_test"] == pytest.approx(rounds[-1]["personal/local_test"])
     assert summary["round"] == 1

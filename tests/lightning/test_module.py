@@ -16,10 +16,11 @@ from perada.algorithms import make_algorithm
 from perada.api import make_trainer
 from perada.core.rounds import EvalBatch
 from perada.core.states import get_state
+from perada.federation import Evaluation, Training
 from perada.lightning import FederatedLoop
 from perada.lightning import module as lightning_module
 from perada.models.adapted import find_tensor_names
-from tests.options import sections
+from tests.options import fields_among, sections
 
 
 @pytest.mark.parametrize(
@@ -50,24 +51,26 @@ from tests.options import sections
 )
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message) as error:
-        FederatedClassifier("test_resnet", **options)
+        Training(**fields_among(options, Training))
+        Evaluation(**fields_among(options, Evaluation))
     assert "\n" not in str(error.value)
 
 
 def test_learning_rates_over_the_rounds():
-    cosine = FederatedClassifier(lr_schedule="cosine")
+    cosine = Training(lr_schedule="cosine")
     assert [cosine.rate_factor(round, 4) for round in range(4)] == pytest.approx(
         [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
     )
-    steps = FederatedClassifier(lr_schedule="exponential", lr_gamma=0.5, lr_every=2)
+    steps = Training(lr_schedule="exponential", lr_gamma=0.5, lr_every=2)
     assert [steps.rate_factor(round, 9) for round in range(5)] == [1, 1, 0.5, 0.5, 0.25]
-    assert FederatedClassifier().rate_factor(7, 9) == 1
+    assert Training().rate_factor(7, 9) == 1
 
 
 def test_schedule_reaches_the_clients(tiny):
     def personal(rounds):
-        loop = FederatedLoop(make_algorithm("standalone"))
-        module = FederatedClassifier(tiny.net(), "full", lr_schedule="exponential", lr_gamma=0.0, lr_every=1)
+        training = Training(lr_schedule="exponential", lr_gamma=0.0, lr_every=1)
+        loop = FederatedLoop(make_algorithm("standalone"), training=training)
+        module = FederatedClassifier(tiny.net(), "full")
         trainer = make_trainer(loop, rounds, accelerator="cpu", enable_progress_bar=False, logger=False)
         trainer.fit(module, FederatedDataModule(tiny.data()))
         return loop.outcome(module).state("personal", 3)
@@ -138,8 +141,9 @@ def multilabel(tiny):
 @pytest.mark.parametrize(("metric", "several"), [("accuracy", False), ("auroc", False), ("auto", True)])
 def test_scores_are_those_of_every_model_alone(tiny, metric, several):
     data = multilabel(tiny) if several else tiny.data()
-    loop = FederatedLoop(make_algorithm("ditto"), local_steps=3)
-    module = FederatedClassifier(tiny.net(), "full", lr_personal=0.3, metric=metric)
+    training = Training(lr_personal=0.3, local_steps=3)
+    loop = FederatedLoop(make_algorithm("ditto"), training=training, evaluation=Evaluation(metric=metric))
+    module = FederatedClassifier(tiny.net(), "full")
     trainer = make_trainer(loop, 1, accelerator="cpu", enable_progress_bar=False, logger=False)
     trainer.fit(module, datamodule=FederatedDataModule(data, eval_batch_size=7))
     run = loop.outcome(module)
@@ -180,10 +184,11 @@ def test_processes_add_predictions_of_one_dtype(tiny, monkeypatch, trained, half
     """A process without rows adds zeros to the others' logits, which are half as long under autocast."""
     added = []
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3)).to(trained)
-    module = FederatedClassifier(net, "full", lr_personal=0.1, lr_local=0.1)
+    module = FederatedClassifier(net, "full")
     parts = [TensorDataset(x.to(trained), y) for x, y in (part.tensors for part in tiny.data().train)]
     data = FederatedDataModule(FederatedData(parts), batch_size=4)
-    loop = FederatedLoop(make_algorithm("ditto"), clients_per_round=2, local_steps=1)
+    training = Training(lr_personal=0.1, lr_local=0.1, local_steps=1)
+    loop = FederatedLoop(make_algorithm("ditto"), clients_per_round=2, training=training)
     trainer = make_trainer(loop, 1, logger=False, accelerator="cpu", enable_progress_bar=False)
     trainer.fit(module, data)
     monkeypatch.setattr(module.federation.ranks, "sum_", added.extend)

@@ -32,12 +32,13 @@ def data(images=8, clients=2):
 def module():
     layer = nn.Linear(PIXELS, CLASSES, bias=False)
     nn.init.zeros_(layer.weight)
-    return perada.FederatedClassifier(nn.Sequential(nn.Flatten(), layer), "full", lr_local=0.1, lr_personal=0.1)
+    return perada.FederatedClassifier(nn.Sequential(nn.Flatten(), layer), "full")
 
 
 def loop(privacy=True, **options):
     private = Privacy(noise_multiplier=SIGMA, delta=1e-3, secure_rng=False) if privacy is True else privacy or None
-    return FederatedLoop(PerAda(distill=False), privacy=private, **options)
+    training = perada.Training(lr_local=0.1, lr_personal=0.1)
+    return FederatedLoop(PerAda(distill=False), training=training, privacy=private, **options)
 
 
 def trainer(one, rounds=1, **options):

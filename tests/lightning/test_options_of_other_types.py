@@ -26,9 +26,8 @@ WRONG = [
     ("torch_compile", "x"),
     ("pretrained", 3),
     ("ckpt_path", 3),
-    ("resume_allow", "lr_local"),
+    ("resume_allow", "training.lr_local"),
     ("metric", 10**12),
-    ("metric", None),
 ]
 
 

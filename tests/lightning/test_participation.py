@@ -213,7 +213,7 @@ def test_the_table_of_clients_shows_last_rounds_and_what_the_mean_hides(tmp_path
     options = [
         "--model.backbone=test_resnet", "--model.pretrained=false", "--model.adapter=head", "--data.image_size=32",
         "--data.dataset=Digits", "--data.partition=Dirichlet", "--data.partition.num_clients=5",
-        "--data.partition.alpha=0.1", "--data.train_limit=300", "--data.batch_size=8", "--federated.local_steps=1",
+        "--data.partition.alpha=0.1", "--data.train_limit=300", "--data.batch_size=8", "--training.local_steps=1",
         "--federated.algorithm=Ditto", "--federated.clients_per_round=1", "--trainer.max_epochs=2",
         "--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu",
     ]  # fmt: skip

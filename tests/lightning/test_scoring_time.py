@@ -7,7 +7,7 @@ import time
 import pytest
 
 import perada
-from perada.federation.evaluation import Evaluation
+from perada.federation.evaluation import EvaluationPass
 from perada.lightning import scoring
 from tests.options import sections
 
@@ -34,7 +34,7 @@ def test_the_time_of_all_batches_is_that_of_the_first_times_their_number(seconds
 def test_a_run_says_it_once_and_right_after_the_first_batch(tiny, tmp_path, caplog, monkeypatch):
     """Each batch takes 50 ms, and two are two thousandths of a minute: with that limit the notice is due."""
     monkeypatch.setattr(scoring, "LONG_SCORING", 0.05)
-    step, scored = Evaluation.step, []
+    step, scored = EvaluationPass.step, []
 
     def slow(evaluation, batch, index):
         if evaluation.everywhere:  # not the scores of the initial models on their own clients' images
@@ -42,7 +42,7 @@ def test_a_run_says_it_once_and_right_after_the_first_batch(tiny, tmp_path, capl
             scored.append(len([record for record in caplog.records if "scoring 5 personal" in record.getMessage()]))
         step(evaluation, batch, index)
 
-    monkeypatch.setattr(Evaluation, "step", slow)
+    monkeypatch.setattr(EvaluationPass, "step", slow)
     data = perada.FederatedDataModule(tiny.data(), batch_size=4, eval_batch_size=6)
     options = {name: value for name, value in tiny.options.items() if name != "batch_size"}
     with caplog.at_level(logging.INFO):

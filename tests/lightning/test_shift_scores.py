@@ -227,7 +227,7 @@ def columns(path):
 def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["--data.train_limit=100", "--data.test_limit=20", "--data.image_size=32", "--data.partition.num_clients=8"]
-    small += ["--federated.local_steps=1", "--federated.distillation.steps=0", "--trainer.enable_progress_bar=false"]
+    small += ["--training.local_steps=1", "--distillation.steps=0", "--trainer.enable_progress_bar=false"]
     small += [
         "--data.shifts={hazy: {class_path: Corruptions, init_args: {kinds: fog, severities: [1, 4]}}, o: label_shift}"
     ]

@@ -282,7 +282,13 @@ def test_a_calibrated_run_does_not_go_on_with_other_steps(tmp_path):
     path = str(tmp_path / "saved.ckpt")
     with pytest.raises(ValueError, match=r"calibrated to target_epsilon=3.0 for another plan"):
         train(
-            WITHOUT_KD, privacy, 4, ckpt_path=path, local_epochs=1, resume_allow=["local_training"], **saving(tmp_path)
+            WITHOUT_KD,
+            privacy,
+            4,
+            ckpt_path=path,
+            local_epochs=1,
+            resume_allow=["training.local_epochs"],
+            **saving(tmp_path),
         )
 
 

@@ -20,8 +20,8 @@ FIT = [
     "--trainer.check_val_every_n_epoch=1",
     "--trainer.enable_progress_bar=false",
     "--federated.clients_per_round=null",
-    "--federated.local_epochs=1",
-    "--federated.distillation.steps=0",
+    "--training.local_epochs=1",
+    "--distillation.steps=0",
 ]
 
 

@@ -154,8 +154,9 @@ RECIPE = {
         "test_limit": 40,
         "image_size": 32,
     },
-    "federated": {"algorithm": "Ditto", "clients_per_round": 1, "local_steps": 1},
+    "federated": {"algorithm": "Ditto", "clients_per_round": 1},
     "privacy": {"noise_multiplier": 2.0, "secure_rng": False},
+    "training": {"local_steps": 1},
 }
 
 

@@ -216,7 +216,7 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs):
 
 def test_groups_are_named_by_what_differs(tmp_path):
     def record(name, rate, seed):
-        config = f"seed_everything: {seed}\nmodel: {{lr_local: {rate}}}\n"
+        config = f"seed_everything: {seed}\ntraining: {{lr_local: {rate}}}\n"
         return RunRecord(name, tmp_path, {"algorithm": "PerAda", "seed": seed}, config=config)
 
     found = groups_of([record("a", 0.1, 0), record("b", 0.2, 0), record("c", 0.1, 1), RunRecord("d", tmp_path)])

@@ -562,7 +562,7 @@ class Coordinator:
         move = squared_move**0.5
         norm = squared_norm**0.5
 
-        rate_factor = self.recipe.module.rate_factor(progress.done, progress.rounds)
+        rate_factor = self.recipe.loop.training.rate_factor(progress.done, progress.rounds)
         multiple = OUTLIER_FACTOR if progress.moves else OUTLIER_FACTOR**2
         limit = multiple * max(1.0, norm)
         if progress.moves and rate_factor > 0:
@@ -705,7 +705,7 @@ class Coordinator:
         request = self._request(
             "train",
             client,
-            factor=self.recipe.module.rate_factor(progress.done, progress.rounds),
+            factor=self.recipe.loop.training.rate_factor(progress.done, progress.rounds),
             norm=level.norm if level is not None and self.recipe.noisy else 0.0,
             strides=strides_of(state),
         )

@@ -50,9 +50,9 @@ def test_over_flower_it_is_the_simulation_to_the_bit(tmp_path, capfd, monkeypatc
 def averaged(rounds, secure_sums):
     """The recipe of the demonstration, whose global state is the plain mean of what the sites sent."""
     recipe = yaml.safe_load(demo_recipe(rounds, secure_sums))
-    recipe["federated"]["distillation"]["steps"] = 0
+    recipe["distillation"]["steps"] = 0
     recipe["federated"]["weighting"] = "uniform"
-    recipe["federated"]["local_epochs"] = 3  # training that lasts for seconds
+    recipe["training"]["local_epochs"] = 3  # training that lasts for seconds
     return yaml.safe_dump(recipe)
 
 

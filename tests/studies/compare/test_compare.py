@@ -17,7 +17,6 @@ import torch
 import yaml
 from jsonargparse import Namespace
 
-import perada
 from perada.algorithms import ALGORITHMS, VARIANTS, make_algorithm
 from perada.cli import main
 from perada.cli.recipes import comparison_file
@@ -25,6 +24,7 @@ from perada.cli.runs import PeradaCLI
 from perada.core.digests import KEY
 from perada.core.rounds import sample_cohort
 from perada.data import Digits
+from perada.federation.metrics import score_names
 from perada.studies.compare import command, file
 from perada.studies.compare.command import Comparison
 from perada.studies.compare.entries import ENTRIES
@@ -39,7 +39,7 @@ from tests.digests import without
 comparison = partial(file.comparison, find=comparison_file)
 DISTILLING = {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}}
 TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
-GRID = ["--tune", "model.lr_personal+model.lr_local=0.01,0.3,0.1"]
+GRID = ["--tune", "training.lr_personal+training.lr_local=0.01,0.3,0.1"]
 
 
 class BlankDigits(Digits):
@@ -85,11 +85,11 @@ WEIGHTS = "--model.pretrained=perada:fashion_test_resnet"
 
 def test_each_algorithm_and_seed_once_and_not_again(recipe, read, tmp_path, capsys):
     words = ["compare", recipe, "--algorithms", "fedavg", "ditto", "--seeds", "0", "1", *OUT]
-    main([*words[:4], "--seeds", "0", *OUT, "--model.lr_local=0.2"])
+    main([*words[:4], "--seeds", "0", *OUT, "--training.lr_local=0.2"])
     partial = read()
     assert [(record["label"], record["seed"]) for record in partial] == [("before fine-tuning", 0), ("fedavg", 0)]
     capsys.readouterr()
-    main([*words, "--model.lr_local=0.2"])
+    main([*words, "--training.lr_local=0.2"])
     shown = capsys.readouterr().out
     assert begun(shown) == ["ditto, seed 0", "fedavg, seed 1", "ditto, seed 1"]
     assert [line.split()[1] for line in shown.splitlines() if line.startswith("---")] == ["2/4", "3/4", "4/4"]
@@ -124,13 +124,13 @@ def fitted(*words):
 
 @pytest.mark.slow
 def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
-    steps = ["--federated.local_steps=6", "--federated.algorithm.distill=false", "--data.train_limit=600", WEIGHTS]
+    steps = ["--training.local_steps=6", "--federated.algorithm.distill=false", "--data.train_limit=600", WEIGHTS]
     command = ["compare", recipe, "--algorithms", "perada_no_kd", "--seeds", "3", *OUT, *GRID, *steps]
     main(command)
     shown, records = capsys.readouterr().out, read()
     held_out = ["--data.client_validation=0.2", "--data.evaluate_on=validation"]
     rates = {
-        rate: ["--seed_everything=3", *steps, f"--model.lr_personal={rate}", f"--model.lr_local={rate}"]
+        rate: ["--seed_everything=3", *steps, f"--training.lr_personal={rate}", f"--training.lr_local={rate}"]
         for rate in ("0.01", "0.3", "0.1")
     }
     expected = {rate: fitted(*words, *held_out) for rate, words in rates.items()}
@@ -141,7 +141,7 @@ def test_the_grid_is_chosen_from_on_validation_images(recipe, read, capsys):
     means = {rate: (s["personal/local_test"] + s["personal/global_test"]) / 2 for rate, s in expected.items()}
     best = max(means, key=means.get)
     assert best != "0.01"  # a choice, not the first value
-    assert f"--model.lr_local={best} chosen, validation score {100 * means[best]:.2f} %" in shown
+    assert f"--training.lr_local={best} chosen, validation score {100 * means[best]:.2f} %" in shown
     assert fitted(*rates[best]).items() <= records[-1].items()
     assert rows(shown)["perada_no_kd"]["chosen"] == best
     grid = [line for line in shown.splitlines() if line.startswith("| perada_no_kd")][:3]
@@ -317,8 +317,9 @@ def test_the_other_runs_go_on_when_one_fails(recipe, read, capsys):
 @pytest.mark.filterwarnings("ignore:round 1:UserWarning")
 def test_a_run_that_diverged_is_not_chosen(recipe, read, capsys):
     with pytest.raises(SystemExit):
-        main(["compare", recipe, "--algorithms", "fedavg", *OUT, "--tune=model.lr_local=1e38", "--model.momentum=0.9",
-              "--federated.local_steps=4"])  # fmt: skip
+        main(["compare", recipe, "--algorithms", "fedavg", *OUT, "--tune=training.lr_local=1e38",
+              "--training.momentum=0.9",
+              "--training.local_steps=4"])  # fmt: skip
     assert [(record["diverged"], record["stage"]) for record in read()] == [(True, "tune")]
     assert "every run of the grid failed or diverged" in capsys.readouterr().err
 
@@ -338,18 +339,18 @@ def test_choice():
 @pytest.mark.parametrize(
     ("tune", "words"),
     [
-        ("model.lr_local", "cannot be read: give NAME=V1,V2"),
+        ("training.lr_local", "cannot be read: give NAME=V1,V2"),
         ("=0.1", "cannot be read"),
-        ("model.lr_local=", "cannot be read"),
-        ("model.lr_local=0.1,,0.2", "cannot be read"),
-        ("model.lr_local+=0.1", "cannot be read"),
-        ("model.lr_local=0.1,0.1", "has a value twice"),
-        ("model.lr_local+model.lr_local=0.1", "model.lr_local is given twice"),
+        ("training.lr_local=", "cannot be read"),
+        ("training.lr_local=0.1,,0.2", "cannot be read"),
+        ("training.lr_local+=0.1", "cannot be read"),
+        ("training.lr_local=0.1,0.1", "has a value twice"),
+        ("training.lr_local+training.lr_local=0.1", "training.lr_local is given twice"),
         ("a.prox_strength+a.init_args.prox_strength=1", "a.init_args.prox_strength is given twice"),
         ("data.evaluate_on=test,validation", "cannot be tuned"),
         ("model.lr_locl=0.1", "--tune --model.lr_locl=0.1 with ditto: (?s:.*)lr_locl"),
-        ("model.lr_local=0.1,high", "--tune --model.lr_local=high with ditto: (?s:.*)high"),
-        ("model.lr_local=0.1,-1", "--tune --model.lr_local=-1 with ditto: (?s:.*)lr_local must be .*, got -1.0"),
+        ("training.lr_local=0.1,high", "--tune --training.lr_local=high with ditto: (?s:.*)high"),
+        ("training.lr_local=0.1,-1", "--tune --training.lr_local=-1 with ditto: (?s:.*)lr_local must be .*, got -1.0"),
         ("federated.algorithm.prox_strength=1,2", "prox_strength=1 with fedavg"),
     ],
 )
@@ -539,7 +540,7 @@ def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own
 
 @pytest.mark.slow
 def test_phases_share_the_budget_of_local_steps(recipe, read):
-    full = ["--model.adapter=full", "--federated.local_steps=4", "--trainer.max_epochs=2"]
+    full = ["--model.adapter=full", "--training.local_steps=4", "--trainer.max_epochs=2"]
     main(["compare", recipe, "--algorithms", "fedavg", "fedrep", "fedalt_input", "fedsim_output", *OUT, *full])
     assert {r["label"]: r["local_steps"] for r in read() if r["stage"] == "run"} == dict.fromkeys(
         ("fedavg", "fedrep", "fedalt_input", "fedsim_output"), 8
@@ -550,11 +551,11 @@ def test_phases_share_the_budget_of_local_steps(recipe, read):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--federated.local_steps=5"], ["--federated.local_steps=2"]),
-        (["--federated.local_steps=1"], ["--federated.local_steps=1"]),
-        (["--federated.local_steps=null", "--federated.local_epochs=3"], ["--federated.local_epochs=1.5"]),
-        (["--federated.local_steps=5", "--federated.algorithm.head_epochs=2"], []),
-        (["--federated.local_steps=5", "--federated.algorithm=null", "--federated.algorithm=FedAvg"], []),
+        (["--training.local_steps=5"], ["--training.local_steps=2"]),
+        (["--training.local_steps=1"], ["--training.local_steps=1"]),
+        (["--training.local_steps=null", "--training.local_epochs=3"], ["--training.local_epochs=1.5"]),
+        (["--training.local_steps=5", "--federated.algorithm.head_epochs=2"], []),
+        (["--training.local_steps=5", "--federated.algorithm=null", "--federated.algorithm=FedAvg"], []),
     ],
 )
 def test_budgets(recipe, words, expected):
@@ -724,7 +725,7 @@ def test_two_recipes_have_rows_of_their_own(recipe, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys):
-    grid = ["--tune", "model.lr_personal+model.lr_local=0.01,0.3", "--seeds", "1", "2"]
+    grid = ["--tune", "training.lr_personal+training.lr_local=0.01,0.3", "--seeds", "1", "2"]
     main(["compare", recipe, "--algorithms", "fedavg", "--vary", "data.public_fraction=0.2,0.4", *grid, *OUT])
     found = rows(capsys.readouterr().out)
     labels = ["fedavg, public_fraction=0.2", "fedavg, public_fraction=0.4"]
@@ -734,7 +735,7 @@ def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys)
         assert [(record["stage"], record["seed"]) for record in own] == [("tune", 1)] * 2 + [("run", 1), ("run", 2)]
         assert all(f"--data.public_fraction={share}" in record["args"] for record in own)
     with pytest.raises(ValueError, match=r"--tune and --vary both name model\.lr_local: tune it or vary it"):
-        main(["compare", recipe, *grid, "--vary", "model.lr_local=1,2"])
+        main(["compare", recipe, *grid, "--vary", "training.lr_local=1,2"])
     with pytest.raises(ValueError, match=r"--vary 'a.b' cannot be read: give NAME=V1"):
         main(["compare", recipe, "--vary", "a.b"])
 
@@ -798,30 +799,30 @@ def test_ensembles_have_columns_of_their_modes(recipe, read, capsys):
 
 @pytest.mark.slow
 def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
-    grid = ["--tune", "fedavg:model.lr_personal+model.lr_local=0.01,0.3"]
+    grid = ["--tune", "fedavg:training.lr_personal+training.lr_local=0.01,0.3"]
     grid += [
         "--tune",
-        "perada_no_kd,ditto:model.lr_local=0.2",
+        "perada_no_kd,ditto:training.lr_local=0.2",
         "--tune",
         "ditto:federated.algorithm.prox_strength=1,2,3",
     ]
     words = ["compare", recipe, "--algorithms", "fedavg", "perada_no_kd", "ditto", *grid]
     main([*words, *OUT])
     tried = [(record["label"], record["point"]) for record in read() if record["stage"] == "tune"]
-    both, strength = "model.lr_personal+model.lr_local", "federated.algorithm.prox_strength"
+    both, strength = "training.lr_personal+training.lr_local", "federated.algorithm.prox_strength"
     assert tried == [
         ("fedavg", {both: "0.01"}),
         ("fedavg", {both: "0.3"}),
-        ("perada_no_kd", {"model.lr_local": "0.2"}),
-        *(("ditto", {"model.lr_local": "0.2", strength: value}) for value in "123"),
+        ("perada_no_kd", {"training.lr_local": "0.2"}),
+        *(("ditto", {"training.lr_local": "0.2", strength: value}) for value in "123"),
     ]
     assert "not every algorithm" in capsys.readouterr().err.lower()
-    main([*words, "--tune", "perada:model.lr_local=1,2", *OUT])
+    main([*words, "--tune", "perada:training.lr_local=1,2", *OUT])
     assert begun(capsys.readouterr().out) == []
     with pytest.raises(ValueError, match=r"is for 'perda', which is not an algorithm"):
-        main([*words, "--tune", "perda:model.lr_local=1,2"])
+        main([*words, "--tune", "perda:training.lr_local=1,2"])
     with pytest.raises(ValueError, match=r"model\.lr_local is given twice"):
-        main([*words, "--tune", "model.lr_local=1,2"])
+        main([*words, "--tune", "training.lr_local=1,2"])
 
 
 @pytest.mark.slow
@@ -837,7 +838,10 @@ def test_settings_of_some_algorithms_reach_their_runs_only(recipe, monkeypatch):
 
     monkeypatch.setattr(Comparison, "run", stop)
     words = ["--set", "fedavg,ditto:lr_local+lr_personal=0.3", "ditto:federated.algorithm.prox_strength=7"]
-    for before in ([], ["--model.lr_local=0.9"]):  # what is said of one algorithm counts more than what is said of all
+    for before in (
+        [],
+        ["--training.lr_local=0.9"],
+    ):  # what is said of one algorithm counts more than what is said of all
         with pytest.raises(Planned):
             main(["compare", recipe, "--algorithms", "fedavg", "ditto", "perada_no_kd", *before, *words])
         (plan,) = plans
@@ -856,7 +860,7 @@ CHANGED = {"data": {"flip": True, "partition": BALANCED}, "lr_local": 0.3}
 
 def test_variants_are_rows_of_several_changes_each(recipe, tmp_path, monkeypatch):
     section = {"recipes": [recipe], "algorithms": ["ditto", "fedavg"], "variants": {"as it is": {}, "both": CHANGED}}
-    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"compare": section, "model": {"lr_local": 0.7}}))
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"compare": section, "training": {"lr_local": 0.7}}))
     plans = []
     monkeypatch.setattr(Comparison, "run", lambda comparison: plans.append(comparison.plan) or 0)
     main(["compare", "rows.yaml"])
@@ -869,7 +873,7 @@ def test_variants_are_rows_of_several_changes_each(recipe, tmp_path, monkeypatch
     assert (plain.prepare.flip, type(plain.division.partition).__name__) == (False, "IID")
     assert (both.prepare.flip, both.division.partition.alpha) == (True, 2.0)
     # A variant changes what all runs have.
-    rates = [plan.make_cli(job.args).model.lr["local"] for job in jobs[2:]]
+    rates = [plan.make_cli(job.args).loop.training.lr_local for job in jobs[2:]]
     assert rates == [0.7, 0.3]
 
 
@@ -883,7 +887,7 @@ def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
     table = rows(shown)
     assert list(table) == ["before fine-tuning", "fedavg, plain", "fedavg, faster", "full fine-tuning, for comparison"]
     scores = {r["label"]: r["global/global_test"] for r in read() if r["stage"] == "run"}
-    expected = fitted("--federated.algorithm=FedAvg", "--model.lr_local=3.0", "--model.lr_personal=3.0", WEIGHTS)
+    expected = fitted("--federated.algorithm=FedAvg", "--training.lr_local=3.0", "--training.lr_personal=3.0", WEIGHTS)
     assert scores["fedavg, faster"] == expected["global/global_test"] != scores["fedavg, plain"]
     main(words)
     assert begun(capsys.readouterr().out) == []
@@ -901,7 +905,7 @@ def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
         (["a={data: {evaluate_on: test}}"], "this says what is scored"),
         (
             ["a={lr_local: 1}", "--vary=lr_local=1,2"],
-            "'a' and --tune or --vary both give model.lr_local: leave one out",
+            "'a' and --tune or --vary both give training.lr_local: leave one out",
         ),
         (["a={lr_locl: 1}"], "lr_locl"),
     ],
@@ -945,7 +949,7 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
         scored("ditto", 0, 0.2, variant=["--tune=a=1,2"], history=curve),
         scored("ditto", 0, 0.4, variant=["--tune=a=1,2", "--choose_by=global/global_test"], history=other),
         scored("d, batch_size=4", 0, 0.5, variant=["--data.batch_size=4"]),
-        scored("d, batch_size=4", 0, 0.7, variant=["--federated.distillation.batch_size=4"]),
+        scored("d, batch_size=4", 0, 0.7, variant=["--distillation.batch_size=4"]),
     ]
     found = rows(summary(records))
     assert [row["own images"] for row in found.values()] == ["20.00", "40.00", "50.00", "70.00"]
@@ -958,7 +962,7 @@ def test_rows_of_other_choices_and_values_are_not_averaged():
 @pytest.mark.slow
 def test_diagnostics_are_kept_of_every_round(recipe, read, capsys):
     options = (
-        "--federated.diagnostics=[ensemble_error]",
+        "--evaluation.diagnostics=[ensemble_error]",
         "--trainer.max_epochs=2",
         "--trainer.check_val_every_n_epoch=2",
     )
@@ -985,7 +989,7 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         own = [one["global/global_test"] for one in starts if one["varied"]["model.pretrained"] == value]
         row = found[f"before fine-tuning, pretrained={value}"]
         assert row["global model"].startswith(f"{50 * sum(own):.2f} ± ")
-    main(["compare", recipe, "--vary", "federated.local_steps=1,2", "--output", "out/s.json"])
+    main(["compare", recipe, "--vary", "training.local_steps=1,2", "--output", "out/s.json"])
     assert [name for name in rows(capsys.readouterr().out) if name.startswith("before")] == ["before fine-tuning"]
 
 
@@ -998,15 +1002,22 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         ),
         (["--vary", "seed_everything=1,2"], "--seeds gives the seeds"),
         (["--tune", "data.seed+data.client_validation=1,2"], "says what is scored"),
-        (["--tune", "fedavg:model.lr_local=1,2"], "is for named algorithms: give --algorithms too"),
-        (["--tune", ":model.lr_local=1,2", "--algorithms", "fedavg"], "is for '', which is not an algorithm"),
+        (["--tune", "fedavg:training.lr_local=1,2"], "is for named algorithms: give --algorithms too"),
+        (["--tune", ":training.lr_local=1,2", "--algorithms", "fedavg"], "is for '', which is not an algorithm"),
         (
-            ["--tune", "model.lr_local=1,2", "--algorithms", "standalone", "--choose_by", "global/global_test"],
+            ["--tune", "training.lr_local=1,2", "--algorithms", "standalone", "--choose_by", "global/global_test"],
             "standalone has no global model",
         ),
         (
-            ["--tune", "model.lr_local=1,2", "--algorithms", "fedavg", "--choose_by", "personal/local_test_f1_macro"],
-            "--choose_by personal/local_test_f1_macro: no such score with this --model.metric; choose one of ",
+            [
+                "--tune",
+                "training.lr_local=1,2",
+                "--algorithms",
+                "fedavg",
+                "--choose_by",
+                "personal/local_test_f1_macro",
+            ],
+            "--choose_by personal/local_test_f1_macro: no such score with this --evaluation.metric; choose one of ",
         ),
         (
             ["--vary", "rounds=1,2", "data.seed=0,1", "--rounds", "3"],
@@ -1018,15 +1029,15 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         ),
         (
             ["--tune=lr_local+lr_personal=0.1,1", "--lr_personal=1"],
-            "--model.lr_personal is given for every run, and tuned",
+            "--training.lr_personal is given for every run, and tuned",
         ),
-        (["--set", "fedavg:model.lr_local=1"], "--set 'fedavg:model.lr_local=1' is for named algorithms"),
+        (["--set", "fedavg:training.lr_local=1"], "--set 'fedavg:training.lr_local=1' is for named algorithms"),
         (
-            ["--set", "perda:model.lr_local=1", "--algorithms", "fedavg"],
-            "--set 'perda:model.lr_local=1' is for 'perda', which is not an algorithm",
+            ["--set", "perda:training.lr_local=1", "--algorithms", "fedavg"],
+            "--set 'perda:training.lr_local=1' is for 'perda', which is not an algorithm",
         ),
         (
-            ["--set", "fedavg:model.lr_local=1,2", "--algorithms", "fedavg"],
+            ["--set", "fedavg:training.lr_local=1,2", "--algorithms", "fedavg"],
             r"--set model\.lr_local must have one value for each algorithm; give --tune",
         ),
         (
@@ -1107,8 +1118,7 @@ def test_the_lower_error_is_chosen():
 
 
 def test_scores_to_choose_by_are_those_of_the_metrics():
-    module = perada.FederatedClassifier(metric=["accuracy", "ece", {"MulticlassHammingDistance": {"name": "off"}}])
-    falls = module.score_names
+    falls = score_names(["accuracy", "ece", {"MulticlassHammingDistance": {"name": "off"}}])
     assert falls["personal/local_test"] is falls["personal/local_test_worst"] is falls["global/global_test"] is False
     assert (
         falls["personal/local_test_ece"] is falls["personal/local_test_std"] is falls["global/global_test_off"] is True

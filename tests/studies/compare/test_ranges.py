@@ -14,7 +14,7 @@ from perada.cli.runs import PeradaCLI
 from perada.studies.compare.grid import Range, corners, has_range, inside, parse_grid, propose
 from tests import recipes
 
-RATE = "model.lr_local+model.lr_personal"
+RATE = "training.lr_local+training.lr_personal"
 
 
 OUT = ["--output", "out/r.json"]
@@ -107,7 +107,7 @@ COMMAND = ["compare", "tiny.yaml", "--algorithms", "fedavg", "ditto", "--tune", 
 def quick(make_cli, args, start, threads):
     """In place of a run: scores that follow from the rate, best at 0.01; ditto fails above 0.3."""
     given = dict(word.split("=", 1) for word in args if "=" in word)
-    rate = float(given["--model.lr_local"])
+    rate = float(given["--training.lr_local"])
     if rate > 0.3 and any("Ditto" in word for word in args):
         return {"failed": "too large", "seconds": 0.1}
     value = 1 - abs(math.log10(rate) + 2) / 4
@@ -176,13 +176,13 @@ def test_runs_from_a_range_are_those_of_perada_fit():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--tune", "model.lr_local=0.1..0.01"], "0.1 is not below 0.01, give the lower end first"),
-        (["--tune", "model.lr_local=0..0.1"], "a logarithmic range begins above zero, raise 0 or add :linear"),
-        (["--tune", "model.lr_local=0.1..1,2"], "a range stands alone"),
+        (["--tune", "training.lr_local=0.1..0.01"], "0.1 is not below 0.01, give the lower end first"),
+        (["--tune", "training.lr_local=0..0.1"], "a logarithmic range begins above zero, raise 0 or add :linear"),
+        (["--tune", "training.lr_local=0.1..1,2"], "a range stands alone"),
         (["--tune", "model.lr_locl=0.1..1"], "--tune --model.lr_locl=0.1 with ditto"),
-        (["--tune", "model.lr_local=-1..1:linear"], "--tune --model.lr_local=-1 with ditto: .*lr_local must be"),
-        (["--tune", "model.lr_local=0.1,1", "--trials", "4"], "--trials 4 is for ranges: give --tune NAME=lo..hi"),
-        (["--vary", "model.lr_local=0.1..1"], "--vary model.lr_local: a range cannot be varied"),
+        (["--tune", "training.lr_local=-1..1:linear"], "--tune --training.lr_local=-1 with ditto: .*lr_local must be"),
+        (["--tune", "training.lr_local=0.1,1", "--trials", "4"], "--trials 4 is for ranges: give --tune NAME=lo..hi"),
+        (["--vary", "training.lr_local=0.1..1"], "--vary training.lr_local: a range cannot be varied"),
     ],
 )
 def test_what_is_no_range_is_refused_before_anything_runs(words, says, tmp_path):

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of local training and of evaluation: the sections ``training`` and ``evaluation`` of a recipe."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from perada.core.checks import check_choice, check_integer, check_number, check_options
+from perada.engine.engine import EngineName
+from perada.federation.diagnostics import Diagnostic, check_diagnostics
+from perada.federation.metrics import metric_names
+from perada.federation.settings import ClientOptimizer, LocalTraining
+
+LRSchedule = Literal["constant", "cosine", "exponential"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How clients train in a round, and how that is computed.
+
+    Args:
+        lr_personal: Learning rate η_p of the personal adapters.
+        lr_local: Learning rate η_l of the local adapters.
+        optimizer: ``sgd``, ``adam`` or ``adamw``; its state is reset in each round.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay of the optimizer.
+        clip_norm: Largest norm of a client's gradient in a role, with pulls and corrections, as in torch's
+            ``clip_grad_norm_``; unlimited by default.
+        lr_schedule: Learning rates over the rounds: constant, cosine to zero, or times ``lr_gamma`` every ``lr_every``.
+        lr_gamma: Factor of the exponential schedule.
+        lr_every: Rounds between two steps of the exponential schedule.
+        local_epochs: Passes of a sampled client over its own data in a round.
+        local_steps: Local steps in a round, instead of epochs.
+        engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
+        clients_per_chunk: Clients in one forward and backward pass, to bound memory; by default all of the round's.
+        channels_last: Memory format of images and convolutions; by default for backbones of more than one convolution.
+        cache_features: Compute the frozen layers before everything trained only once for each image that is not
+            augmented; by default where they are at least a tenth of the model, and the features fit the data's
+            ``device_cache_mb``.
+        torch_compile: Run the model through ``torch.compile``, or its options, such as ``{"mode": "max-autotune"}``.
+            The first rounds take minutes, so it is for GPUs and many rounds; private gradients are not compiled.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    lr_personal: float = 0.01
+    lr_local: float = 0.01
+    optimizer: ClientOptimizer = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    lr_schedule: LRSchedule = "constant"
+    lr_gamma: float = 0.99
+    lr_every: int = 10
+    local_epochs: float = 1
+    local_steps: int | None = None
+    engine: EngineName = "auto"
+    clients_per_chunk: int | None = None
+    channels_last: bool | None = None
+    cache_features: bool | None = None
+    torch_compile: bool | dict[str, Any] = False
+
+    def __post_init__(self) -> None:
+        check_number("lr_personal", self.lr_personal, ge=0)
+        check_number("lr_local", self.lr_local, ge=0)
+        check_choice("optimizer", self.optimizer, get_args(ClientOptimizer))
+        check_number("momentum", self.momentum, ge=0, lt=1)
+        check_number("weight_decay", self.weight_decay, ge=0)
+        is_unlimited = self.clip_norm == math.inf
+        check_number("clip_norm", None if is_unlimited else self.clip_norm, gt=0, optional=True)
+        check_choice("lr_schedule", self.lr_schedule, get_args(LRSchedule))
+        check_number("lr_gamma", self.lr_gamma, ge=0)
+        check_integer("lr_every", self.lr_every)
+        check_number("local_epochs", self.local_epochs, gt=0)
+        check_integer("local_steps", self.local_steps, optional=True)
+        check_choice("engine", self.engine, get_args(EngineName))
+        check_integer("clients_per_chunk", self.clients_per_chunk, optional=True)
+        compile_options = {} if isinstance(self.torch_compile, bool) else self.torch_compile
+        check_options("torch_compile", compile_options, "{'dynamic': True}")
+
+    @property
+    def epochs_per_round(self) -> float | None:
+        """Passes over a client's data in a round; None where ``local_steps`` are set instead."""
+        return self.local_epochs if self.local_steps is None else None
+
+    def rate_factor(self, round: int, rounds: int) -> float:
+        """Return the factor of the learning rates in a round, counted from 0, of ``rounds``."""
+        if self.lr_schedule == "cosine" and rounds > 0:
+            return (1 + math.cos(math.pi * round / rounds)) / 2
+        if self.lr_schedule == "exponential":
+            return self.lr_gamma ** (round // self.lr_every)
+        return 1.0
+
+    def local_training(self, multilabel: bool) -> LocalTraining:
+        """Return what a client's steps need of these options; ``multilabel`` is a fact about the data."""
+        return LocalTraining(
+            optimizer=self.optimizer,
+            lr={"personal": self.lr_personal, "local": self.lr_local},
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm,
+            multilabel=multilabel,
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How models are scored. How often is an option of the trainer, ``check_val_every_n_epoch``.
+
+    Args:
+        metric: What models are scored by (docs/metrics.md): a name such as ``accuracy``, ``auroc``, ``f1_macro`` or
+            ``ece``, or a list of names and of ``{torchmetrics class: options}``; by default accuracy for single-label
+            data, AUROC for multi-label.
+        global_test_clients: Number of clients, drawn from the seed, whose personal models are scored on the test images
+            of all clients, each in a pass of its own. All by default; 0 for none.
+        diagnostics: Measures of PerAda's theorems in each round, or true for all (docs/diagnostics.md).
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+
+    metric: str | list[str | dict[str, Any]] = "auto"
+    global_test_clients: int | None = None
+    diagnostics: bool | list[Diagnostic] = False
+
+    def __post_init__(self) -> None:
+        metric_names(self.metric)
+        check_integer(
+            "global_test_clients", self.global_test_clients, 0, optional=True, hint="by default all are tested"
+        )
+        check_diagnostics(self.diagnostics)
