@@ -31,9 +31,9 @@ from perada.federation.cohort import LocalTrainer
 from perada.federation.scores import probabilities
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
-from perada.server import SecureSums, Updates, client_weights
+from perada.server import Updates, client_weights
 from perada.server.aggregate import Weighting, double, double_dtype
-from perada.server.distill import Distiller, ServerData
+from perada.server.distill import DistillationRound, Distiller, SecureTeachers, ServerData
 from perada.server.low_rank import lora_residual
 
 Progress = Callable[[Tensor], Iterable[Tensor]]
@@ -220,7 +220,7 @@ class Server:
         state = clone(algorithm.server_step(step))
         if context.level is not None:
             state = floor_variances(state)
-        metrics = metrics | distiller.metrics | step.metrics
+        metrics = metrics | distiller.report.metrics | step.metrics
         if "lora_residual" in self.settings.diagnostics:
             models = updates.completed(step.previous) if algorithm.global_model else updates
             metrics["updates/lora_residual"] = lora_residual(self.tensor_names.factors, models, step.weights)
@@ -234,9 +234,9 @@ class Server:
             updates = updates.completed(merged_weights)
         return ServerResult(
             updates=updates,
-            student=distiller.student,
+            student=distiller.report.student,
             outliers=outliers,
-            diverged=distiller.diverged,
+            diverged=distiller.report.diverged,
             discarded=not finite,
             metrics=metrics,
         )
@@ -297,26 +297,24 @@ class Server:
         return [float(context.train_sizes[client]) for client in context.plan.clients]
 
     def _distiller(self, context: RoundContext, teachers: Updates) -> Distiller:
-        secure: tuple[SecureSums, Updates] | None = None
-        logit_sum = None
+        secure = None
         # An algorithm that makes teachers itself makes them of what the server may see.
-        if not self.settings.algorithm.own_teachers:
-            logit_sum = context.logit_sum
-            if self.settings.secure_sums is not None:
-                secure = (self.settings.secure_sums, teachers)
+        if self.settings.secure_sums is not None and not self.settings.algorithm.own_teachers:
+            secure = SecureTeachers(self.settings.secure_sums, teachers, context.logit_sum)
         return Distiller(
             engine=self.engine,
             options=self.settings.distillation,
             parameters=self.tensor_names.parameters,
             data=context.data,
-            round=context.plan.round,
-            seed=self.settings.seed,
+            round=DistillationRound(
+                index=context.plan.round,
+                seed=self.settings.seed,
+                progress=context.progress,
+                secure=secure,
+            ),
             multilabel=self.settings.training.multilabel,
             ranks=self.ranks,
             scales=self.scales,
-            progress=context.progress,
-            secure=secure,
-            summed=logit_sum,
         )
 
     def _server_step(

@@ -2,7 +2,7 @@
 """What the server does with the clients' updates: averaging and ensemble distillation, as functions of tensors."""
 
 from perada.server.aggregate import Aggregation, Mean, ServerRule, Updates, client_weights, mean
-from perada.server.distill import Distillation, Distiller, distillation_loss
+from perada.server.distill import Distillation, DistillationRound, Distiller, distillation_loss
 from perada.server.low_rank import SVD, LoRAFair
 from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
 from perada.server.rules import (
@@ -23,6 +23,7 @@ __all__ = [
     "SVD",
     "Aggregation",
     "Distillation",
+    "DistillationRound",
     "Distiller",
     "FLTrust",
     "FedAdagrad",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ensemble distillation of the clients' models into the server's on unlabelled images (PerAda, Algorithm 1, 19–21)."""
+"""Ensemble distillation of the clients' models into the global one on public images (PerAda, Algorithm 1, 19–21)."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,9 @@ from perada.server.sums import SecureSums
 
 ServerOptimizer = Literal["adam", "sgd"]
 STUDENT = slice(0, 1)
-"""The student among the states that are scaled."""
+"""Rows of the loss scales that belong to the student: it is the only state that is scaled."""
 PUBLIC_BATCH = 512
 """Public images that are prepared at once for teachers in evaluation mode."""
-
-
 LEAST_AGREEMENT = 0.5
 """Share of public images on which average and ensemble must predict the same class, by the guard."""
 LEAST_GAIN = 0.02
@@ -33,18 +31,25 @@ LEAST_GAIN = 0.02
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
-    """Kullback-Leibler divergence of the student from the teacher, mean over images: a scalar.
+    """Compute the Kullback-Leibler divergence of the student from the teacher, mean over images: a scalar.
 
-    The logits (B, K) are divided by the temperature, the loss is multiplied by its square (Hinton et al., 2015). If
-    ``multilabel``, each of the K is a Bernoulli probability of its own; their divergences are averaged over K.
+    The logits are divided by the temperature, and the loss is multiplied by its square (Hinton et al., 2015).
+
+    Args:
+        student: Logits (B, K).
+        teacher: Logits (B, K).
+        temperature: Softens both distributions.
+        multilabel: Treat the K labels as independent Bernoulli variables, whose divergences are averaged.
 
     >>> distillation_loss(torch.ones(2, 3), torch.zeros(2, 3)).item()
     0.0
     """
-    student, teacher = student / temperature, teacher / temperature
+    student = student / temperature
+    teacher = teacher / temperature
     if not multilabel:
-        logs = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
-        return F.kl_div(*logs, log_target=True, reduction="batchmean") * temperature**2
+        log_student = F.log_softmax(student, -1)
+        log_teacher = F.log_softmax(teacher, -1)
+        return F.kl_div(log_student, log_teacher, log_target=True, reduction="batchmean") * temperature**2
     # KL(Bernoulli(p) || Bernoulli(q)) = cross-entropy(p, q) - entropy(p)
     p = teacher.sigmoid()
     cross_entropy = F.binary_cross_entropy_with_logits(student, p)
@@ -52,7 +57,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
 
 
 def predicted_class_entropy(logits: Tensor) -> float:
-    """Entropy, in nats, of how often each class is predicted, from logits (N, K).
+    """Compute the entropy, in nats, of how often each class is predicted, from logits (N, K).
 
     >>> predicted_class_entropy(torch.tensor([[1.0, 0.0], [2.0, 0.0]]))
     0.0
@@ -64,11 +69,11 @@ def predicted_class_entropy(logits: Tensor) -> float:
 
 
 def ensemble_looks_better(average: Tensor, ensemble: Tensor) -> bool:
-    """Compare the average's and the ensemble's logits (N, K) on public images, without labels.
+    """Return whether the ensemble seems better than the average, from their logits (N, K) on the same public images.
 
-    Both see the same images. A model that works less well calls images of many classes by few names, so the ensemble
-    must predict the classes more evenly. Where the two disagree on most images, these are not of the clients' kind,
-    and nothing follows from the classes that are predicted.
+    No labels are needed: a worse model confuses many classes with a few, so the ensemble must predict the classes more
+    evenly. If the two disagree on most images, these are unlike the clients' images, and the predicted classes mean
+    nothing.
 
     >>> right, lopsided = torch.eye(3), torch.eye(3)[[0, 0, 2]]
     >>> ensemble_looks_better(lopsided, right), ensemble_looks_better(right, lopsided)
@@ -77,17 +82,17 @@ def ensemble_looks_better(average: Tensor, ensemble: Tensor) -> bool:
     same_class = average.argmax(-1) == ensemble.argmax(-1)
     if int(same_class.sum()) <= LEAST_AGREEMENT * len(same_class):
         return False
-    # A few images more or less say nothing, and late in a run the two are often that close.
+    # A few images more or less mean nothing, and late in a run the two are often that close.
     return predicted_class_entropy(ensemble) > predicted_class_entropy(average) + LEAST_GAIN
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """How the server distils.
+    """Options of the server's distillation.
 
     Attributes:
-        steps: Steps R a round; 0 switches distillation off.
-        batch_size: Public images a step, or ``"full"``.
+        steps: Steps R per round; 0 switches distillation off.
+        batch_size: Public images per step, or ``"full"`` for all of them.
         lr: Learning rate η_g.
         optimizer: ``"adam"`` or ``"sgd"``, started afresh each round.
         schedule: ``"cosine"`` lets the rate fall to zero over the R steps of a round, or ``"constant"``.
@@ -131,19 +136,18 @@ class Distillation:
     share_steps: bool = False
 
     def __post_init__(self) -> None:
-        name = "distillation: {}".format
-        check_integer(name("steps"), self.steps, 0, hint="0 switches distillation off")
-        check_integer(name("batch_size"), self.batch_size, also=["full"])
-        check_number(name("lr"), self.lr, gt=0)
-        check_choice(name("optimizer"), self.optimizer, ["adam", "sgd"])
-        check_choice(name("schedule"), self.schedule, ["cosine", "constant"])
-        check_number(name("temperature"), self.temperature, ge=0.001, le=1000)
-        check_choice(name("student_mode"), self.student_mode, ["train", "eval"])
-        check_choice(name("teacher_mode"), self.teacher_mode, ["public", "train", "eval"])
+        check_integer("distillation: steps", self.steps, 0, hint="0 switches distillation off")
+        check_integer("distillation: batch_size", self.batch_size, also=["full"])
+        check_number("distillation: lr", self.lr, gt=0)
+        check_choice("distillation: optimizer", self.optimizer, ["adam", "sgd"])
+        check_choice("distillation: schedule", self.schedule, ["cosine", "constant"])
+        check_number("distillation: temperature", self.temperature, ge=0.001, le=1000)
+        check_choice("distillation: student_mode", self.student_mode, ["train", "eval"])
+        check_choice("distillation: teacher_mode", self.teacher_mode, ["public", "train", "eval"])
         if self.trust_region is not None:
-            check_number(name("trust_region"), self.trust_region, gt=0, hint="null sets no limit")
+            check_number("distillation: trust_region", self.trust_region, gt=0, hint="null sets no limit")
         if self.guard is not None:
-            check_choice(name("guard"), self.guard, ["predictions"])
+            check_choice("distillation: guard", self.guard, ["predictions"])
         if self.share_steps and self.student_mode == "train":
             raise OptionError(
                 "distillation: share_steps=True would give the student's norms the images of one device only; choose "
@@ -151,15 +155,17 @@ class Distillation:
                 name="distillation: share_steps",
                 value=True,
             )
-        check_integer(name("until_round"), self.until_round, 0, optional=True)
-        check_integer(name("validate_every"), self.validate_every, 0, hint="0 switches validation off")
+        check_integer("distillation: until_round", self.until_round, 0, optional=True)
+        check_integer("distillation: validate_every", self.validate_every, 0, hint="0 switches validation off")
 
     def active(self, round: int) -> bool:
-        """Whether round ``round`` (from 0) is distilled."""
-        return self.steps > 0 and (self.until_round is None or round < self.until_round)
+        """Return whether a round, counted from 0, is distilled."""
+        if self.steps == 0:
+            return False
+        return self.until_round is None or round < self.until_round
 
     def learning_rate(self, step: int) -> float:
-        """Learning rate of step ``step`` (from 0) of a round.
+        """Return the learning rate of a step, counted from 0 in each round.
 
         >>> [round(Distillation(steps=2, lr=1.0).learning_rate(step), 3) for step in range(2)]
         [1.0, 0.5]
@@ -169,22 +175,25 @@ class Distillation:
         return self.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
 
     def make_optimizer(self, leaves: list[Tensor], masked: bool) -> torch.optim.Optimizer:
-        """The student's optimiser; ``masked`` where steps may be skipped, in float16."""
+        """Return the student's optimiser; ``masked`` in float16, where it must be able to skip a step."""
+        if masked and self.optimizer == "adam":
+            return MaskedAdam(leaves, self.lr)
         if masked:
-            return MaskedAdam(leaves, self.lr) if self.optimizer == "adam" else MaskedSGD(leaves, self.lr)
-        kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.SGD
-        return kind(leaves, lr=self.lr, fused=True)
+            return MaskedSGD(leaves, self.lr)
+        if self.optimizer == "adam":
+            return torch.optim.Adam(leaves, lr=self.lr, fused=True)
+        return torch.optim.SGD(leaves, lr=self.lr, fused=True)
 
 
 @dataclass(frozen=True)
 class TeacherBatches:
-    """The batches of public images that teachers run on in one round.
+    """The batches of public images on which teachers run in one round.
 
-    A simulation, and each site of a deployment, make the same ones of the same steps.
+    A simulation and each site of a deployment derive the same batches from the same steps.
 
     Attributes:
-        batches: Indices of public images.
-        rows: Where the images of the steps, (steps, B), are among the rows of all batches, one after another.
+        batches: Indices of public images, by batch.
+        rows: Position of each step's images, (steps, B), in the concatenation of all batches.
         batch_statistics: Whether norms use the statistics of each batch.
     """
 
@@ -196,36 +205,44 @@ class TeacherBatches:
     def of_steps(cls, indices: Tensor, options: Distillation, engine: Engine) -> "TeacherBatches":
         """Plan the teachers' passes for steps on the public images at ``indices`` (steps, B)."""
         if options.teacher_mode == "eval" or not engine.has_batch_norms:
-            # An image's logits are the same in any batch, so each image is looked at once.
+            # An image's logits are the same in any batch, so each image is passed through the teachers once.
             distinct, rows = torch.unique(indices, return_inverse=True)
             return cls(distinct.split(PUBLIC_BATCH), rows, False)
         if options.teacher_mode == "public":
             distinct, rows = _distinct_in_order_of_use(indices)
-            # Of nearly equal sizes, since the statistics of a few images that are left over would be poor.
-            return cls(distinct.tensor_split(math.ceil(len(distinct) / PUBLIC_BATCH)), rows, True)
-        # A batch has the images of one step. Statistics do not depend on their order, so that steps on the same images,
-        # such as those on all of the public set, share a batch.
-        in_order, order = indices.sort(dim=1, stable=True)
-        batches, batch_of_step = torch.unique(in_order, dim=0, return_inverse=True)
+            # Batches of nearly equal size, since the statistics of a small remainder would be poor.
+            num_batches = math.ceil(len(distinct) / PUBLIC_BATCH)
+            return cls(distinct.tensor_split(num_batches), rows, True)
+        # One batch per step. Statistics do not depend on the order of images, so steps on the same images, such as all
+        # of the public set, share a batch.
+        sorted_indices, order = indices.sort(dim=1, stable=True)
+        batches, batch_of_step = torch.unique(sorted_indices, dim=0, return_inverse=True)
         place_in_batch = order.argsort(dim=1)
         rows = batch_of_step.unsqueeze(1) * indices.shape[1] + place_in_batch
         return cls(batches.unbind(), rows, True)
 
     @property
     def size(self) -> int:
-        """How many images the batches have together."""
-        return sum(map(len, self.batches))
+        """Number of images in all batches together."""
+        return sum(len(batch) for batch in self.batches)
 
-    def logits(self, engine: Engine, teachers: State, images: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """Yield the logits (C, B, K) of teachers (C, ...) on each batch, whose prepared ``images`` are read for it."""
+    def logits(self, engine: Engine, teachers: State, read_images: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """Yield the logits (C, B, K) of teachers (C, ...) on each batch.
+
+        Args:
+            engine: Runs the teachers.
+            teachers: Stack (C, ...).
+            read_images: Returns the prepared images at some indices.
+        """
         for batch in self.batches:
-            yield engine.shared_logits(teachers, images(batch), batch_statistics=self.batch_statistics)
+            images = read_images(batch)
+            yield engine.shared_logits(teachers, images, batch_statistics=self.batch_statistics)
 
 
 def _distinct_in_order_of_use(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct positions in the order in which steps (R, B) first use them, and each index as a place there.
+    """Return the distinct indices in the order in which steps (R, B) first use them, and the place of each index there.
 
-    Steps draw at random. In the order of the public set, which may be sorted by class, batches would differ in kind.
+    Steps draw at random. In the order of the public set, which may be sorted by class, batches would not be alike.
 
     >>> _distinct_in_order_of_use(torch.tensor([[7, 3], [5, 7]]))
     (tensor([7, 3, 5]), tensor([[0, 1],
@@ -240,7 +257,13 @@ def _distinct_in_order_of_use(indices: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class TrustRegion:
-    """States whose ``names`` together are at most ``radius`` (Euclidean distance) away from those of a ``center``."""
+    """States whose distance from a center is at most a radius.
+
+    Attributes:
+        center: State in the middle.
+        radius: Largest Euclidean distance, over all ``names`` together.
+        names: Tensors that are measured.
+    """
 
     center: State
     radius: float
@@ -250,7 +273,8 @@ class TrustRegion:
     def around(cls, average: State, previous: State, names: Iterable[str], share: float) -> "TrustRegion":
         """Return the region around an ``average``, whose radius is a ``share`` of its distance from ``previous``."""
         names = tuple(name for name in names if name in previous)
-        return cls(average, share * _distance(average, previous, names), names)
+        radius = share * _distance(average, previous, names)
+        return cls(average, radius, names)
 
     def project(self, state: State) -> State:
         """Move a state that is outside back along the straight line to the center; counters stay.
@@ -260,68 +284,117 @@ class TrustRegion:
         [0.0, 1.0]
         """
         distance = _distance(state, self.center, self.names)
-        if not distance > self.radius:  # NaN stays, for the caller to see
+        # Not `distance <= radius`: a state with NaN is returned as it is, so that the caller notices.
+        if not distance > self.radius:
             return state
         share = self.radius / distance
-        return {
-            key: self.center[key].lerp(value, share) if value.is_floating_point() else value
-            for key, value in state.items()
-        }
+        projected = dict(state)
+        for key, value in state.items():
+            if value.is_floating_point():
+                projected[key] = self.center[key].lerp(value, share)
+        return projected
 
 
-def _distance(one: State, other: State, names: Iterable[str]) -> float:
-    squares = [(double(one[name]) - double(other[name])).square().sum() for name in names]
-    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+def _distance(first: State, second: State, names: Iterable[str]) -> float:
+    squares = [(double(first[name]) - double(second[name])).square().sum() for name in names]
+    if not squares:
+        return 0.0
+    return math.sqrt(float(torch.stack(squares).sum()))
 
 
 class ServerData(Protocol):
-    """What the server needs of the data (:class:`perada.data.FederatedDataModule` has it)."""
+    """The server's images, which :class:`perada.data.FederatedDataModule` provides."""
 
     def public_indices(self, round: int, steps: int, batch_size: int | Literal["full"]) -> Tensor:
-        """Indices of public images (steps, B): positions in the set, or of images changed at random."""
+        """Return indices (steps, B) of public images: positions in the set, or of randomly augmented images."""
 
     def public_images(self, indices: Tensor, device: torch.device) -> Tensor:
-        """Prepared public images (len(indices), channels, height, width)."""
+        """Return prepared public images (len(indices), channels, height, width)."""
 
     def validation_batches(self, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
-        """Prepared images and labels of the server's validation set."""
+        """Yield prepared images and labels of the server's validation set."""
+
+
+@dataclass(frozen=True)
+class SecureTeachers:
+    """Teachers whose logits the server may only see as a sum over the clients.
+
+    Attributes:
+        sums: How the logits are added up.
+        clients: The teachers, which take the place of those with which a distiller is called.
+        logit_sum: The sum (N, K) of their logits on the N rows of the round's :class:`TeacherBatches`, as integers, if
+            the sites of a deployment added them up themselves.
+    """
+
+    sums: SecureSums
+    clients: Updates
+    logit_sum: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DistillationRound:
+    """What differs from round to round.
+
+    Attributes:
+        index: Number of the round, counted from 0.
+        seed: Seed of the student's dropout.
+        progress: Wraps the indices (steps, B) of the steps in a progress bar.
+        secure: The teachers with secure sums; without them ``None``.
+    """
+
+    index: int = 0
+    seed: int = 0
+    progress: Callable[[Tensor], Iterable[Tensor]] = iter
+    secure: SecureTeachers | None = None
+
+
+@dataclass
+class DistillationReport:
+    """What a distiller did in one round. Algorithms with several global models distil several times in it.
+
+    Attributes:
+        student: The state from which the last distillation started.
+        diverged: Whether a result was NaN or infinite and the student was returned instead.
+        metrics: Metrics of the round.
+    """
+
+    student: State | None = None
+    diverged: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, metric: str, value: float) -> None:
+        """Add a value to a metric, which starts at 0."""
+        self.metrics[metric] = self.metrics.get(metric, 0.0) + value
 
 
 @dataclass
 class Distiller:
-    """Distils, in one round, the ensemble of teachers into a student: call it with both.
+    """Distils the ensemble of teachers into a student, in one round: call it with both.
 
-    Every rank runs its part of the teachers, on each batch of :class:`TeacherBatches` once: the sum of their logits is
-    all that travels. The student's steps are taken by all ranks alike.
+    Every rank runs its own clients' models once on each batch of :class:`TeacherBatches`; only the sum of their logits
+    is exchanged. All ranks take the same steps with the student.
 
     Attributes:
-        options: How; in a round that is not to be distilled the student stays as it is.
+        engine: Runs the models.
+        options: Options; in a round that is not to be distilled the student is returned as it is.
         parameters: Names of the tensors to train.
-        seed: Of the student's dropout.
-        progress: Wraps the steps in a progress bar.
-        secure: How the teachers' logits are added up where the server sees sums alone, and who they are: the clients,
-            whatever states it is called with.
-        summed: The sum (N, K) of the clients' logits on the N rows of the round's :class:`TeacherBatches`, in whole
-            numbers, where they added it up themselves.
-        student: What was last distilled into, as it was before.
-        diverged: Whether a result became NaN or infinite, and the student was returned instead.
+        data: The server's images.
+        round: The present round.
+        multilabel: Whether an image may have several labels.
+        ranks: The processes.
+        scales: Loss scales in float16, which are kept between rounds.
+        report: What was done in this round.
     """
 
     engine: Engine
     options: Distillation
     parameters: tuple[str, ...]
     data: ServerData
-    round: int = 0
-    seed: int = 0
+    round: DistillationRound = field(default_factory=DistillationRound)
     multilabel: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     scales: KeptScales = field(default_factory=lambda: KeptScales(None))
-    progress: Callable[[Tensor], Iterable[Tensor]] = iter
-    secure: tuple[SecureSums, Updates] | None = None
-    summed: Tensor | None = None
-    student: State | None = None
-    diverged: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    report: DistillationReport = field(default_factory=DistillationReport)
 
     def __call__(
         self,
@@ -330,172 +403,295 @@ class Distiller:
         average_from: float | None = None,
         previous: State | None = None,
     ) -> State:
-        """The refined state; the ``student``, from which it starts, is not changed.
+        """Return the refined student. A collective: all ranks call it alike.
 
-        The teachers are a stack (C, ...), the same on all ranks, or the :class:`Updates` of the clients of all ranks.
-        Names that they lack are the student's, and are not trained.
-        With ``average_from`` the result is the mean of the student's states after the steps whose index is at least
-        this share of :attr:`Distillation.steps`, instead of the last state (stochastic weight averaging).
-        The trust region is measured by the ``previous`` global state; without it there is no limit.
+        Args:
+            student: State to start from, which is not changed.
+            teachers: Stack (C, ...) that all ranks hold, or the :class:`Updates` of the clients of all ranks. Tensors
+                that they lack are the student's, and are not trained.
+            average_from: Return the mean of the student's states after the steps from this share of
+                :attr:`Distillation.steps` on, instead of the last state (stochastic weight averaging).
+            previous: Global state before the round, by which the trust region is measured; ``None`` for no limit.
+
+        Returns:
+            The refined state, or the student if nothing was or could be distilled.
         """
-        self.student, device = student, next(iter(student.values())).device
-        scales, refined = self.scales.open("student", 1, device), student
-        sent = teachers if isinstance(teachers, Updates) else Updates.replicated(teachers, self.ranks)
-        sent = sent if self.secure is None else self.secure[1]
-        # Its own only teacher: Adam would turn rounding errors into steps of full length.
-        alone = sent.clients == 1 and all(
-            torch.equal(sent.gathered(key)[0], student[key]) for key in student if key in sent
-        )
-        if self.options.active(self.round) and not alone:
-            indices = self.data.public_indices(self.round, self.options.steps, self.options.batch_size)
-            rows = indices.shape[1]
-            divided = self.options.share_steps and 1 < self.ranks.size <= rows
-            batches = TeacherBatches.of_steps(indices, self.options, self.engine)
-            targets = self._targets(sent, student, batches, device)
-            average_logits = None if self.options.guard is None else self._public_logits(student, batches)
-            if average_logits is None or ensemble_looks_better(average_logits, targets):
-                pairs = self._pairs(indices, batches, targets, divided)
-                trained = [name for name in self.parameters if name in sent]
-                region = None
-                if self.options.trust_region is not None and previous is not None:
-                    region = TrustRegion.around(student, previous, trained, self.options.trust_region)
-                with torch.enable_grad():
-                    refined = self.train(
-                        student, pairs, average_from, scales, rows if divided else None, trained, region
-                    )
-                self.ranks.broadcast_(refined.values())  # some kernels of a GPU do not give the same bits twice
-                # A result that is not finite is dealt with below.
-                if average_logits is not None and is_finite(refined):
-                    entropy = predicted_class_entropy(self._public_logits(refined, batches))
-                    if entropy <= predicted_class_entropy(average_logits):
-                        refined = student
+        self.report.student = student
+        device = next(iter(student.values())).device
+        clients = self._clients(teachers)
+        scales = self.scales.open("student", 1, device)
+        refined = student
+        if self.options.active(self.round.index) and not self._is_only_teacher(student, clients):
+            refined = self._refine(student, clients, average_from=average_from, previous=previous, scales=scales)
         if scales is not None:
             self.scales.close("student", scales, torch.ones_like(scales.stepped), self.ranks)
-            skipped = self.metrics.get("server/skipped_steps", 0.0) + float(scales.skipped)
-            self.metrics["server/skipped_steps"] = skipped
-        finite = is_finite(refined)
-        self.diverged |= not finite
-        result = refined if finite else student
-        if self.options.guard is not None and self.options.active(self.round):
-            # An algorithm with several global models distils each of them in a round.
-            distilled = self.metrics.get("server/distilled", 0.0) + float(result is not student)
-            self.metrics["server/distilled"] = distilled
-        return result
+            self.report.add("server/skipped_steps", float(scales.skipped))
+        if not is_finite(refined):
+            self.report.diverged = True
+            refined = student
+        if self.options.guard is not None and self.options.active(self.round.index):
+            self.report.add("server/distilled", float(refined is not student))
+        return refined
 
-    def _targets(self, sent: Updates, student: State, batches: TeacherBatches, device: torch.device) -> Tensor:
-        """The teachers' mean logits (N, K) on the rows of the batches."""
-        total, dtype = self.summed, next(iter(student.values())).dtype
-        if total is None:
-            parts = list(self._own_sums(sent, student, batches, device))
-            total, dtype = torch.cat([part for part, _ in parts]), parts[0][1] if self.secure is None else dtype
-            self.ranks.sum_([total])
-        if self.secure is not None:
-            total = self.secure[0].real(total)
-        return (total / sent.clients).to(device, dtype)
+    def _clients(self, teachers: Updates | State) -> Updates:
+        """Return the teachers as updates."""
+        if self.round.secure is not None:
+            return self.round.secure.clients
+        if isinstance(teachers, Updates):
+            return teachers
+        return Updates.replicated(teachers, self.ranks)
+
+    def _is_only_teacher(self, student: State, clients: Updates) -> bool:
+        """Return whether the student would be taught by itself, where Adam would turn rounding errors into full steps.
+
+        A collective if there is one teacher.
+        """
+        if clients.clients != 1:
+            return False
+        return all(torch.equal(clients.gathered(key)[0], student[key]) for key in student if key in clients)
+
+    def _refine(
+        self,
+        student: State,
+        clients: Updates,
+        *,
+        average_from: float | None,
+        previous: State | None,
+        scales: LossScales | None,
+    ) -> State:
+        """Return the student after the steps of a round, or the student itself if the guard does not accept them."""
+        options = self.options
+        indices = self.data.public_indices(self.round.index, options.steps, options.batch_size)
+        batches = TeacherBatches.of_steps(indices, options, self.engine)
+        targets = self._targets(clients, student, batches)
+        average_logits = None
+        if options.guard is not None:
+            average_logits = self._public_logits(student, batches)
+            if not ensemble_looks_better(average_logits, targets):
+                return student
+
+        trained = [name for name in self.parameters if name in clients]
+        region = None
+        if options.trust_region is not None and previous is not None:
+            region = TrustRegion.around(student, previous, trained, options.trust_region)
+        rows = indices.shape[1]
+        shares_steps = options.share_steps and 1 < self.ranks.size <= rows
+        with torch.enable_grad():
+            refined = self.train(
+                student,
+                self._pairs(indices, batches, targets, shares_steps),
+                average_from=average_from,
+                scales=scales,
+                total_rows=rows if shares_steps else None,
+                names=trained,
+                region=region,
+            )
+        # Some kernels of a GPU do not give the same bits twice, so ranks may differ in the last ones.
+        self.ranks.broadcast_(refined.values())
+        # A result that is not finite is left to the caller.
+        if average_logits is not None and is_finite(refined):
+            refined_entropy = predicted_class_entropy(self._public_logits(refined, batches))
+            if refined_entropy <= predicted_class_entropy(average_logits):
+                return student
+        return refined
+
+    def _targets(self, clients: Updates, student: State, batches: TeacherBatches) -> Tensor:
+        """Compute the teachers' mean logits (N, K) on the rows of the batches. A collective."""
+        example = next(iter(student.values()))
+        secure = self.round.secure
+        if secure is None:
+            total = self._sum_of_logits(clients, student, batches)
+            mean = total.values / clients.clients
+            return mean.to(example.device, total.logit_dtype)
+        integers = secure.logit_sum
+        if integers is None:
+            integers = self._sum_of_logits(clients, student, batches).values
+        mean = secure.sums.real(integers) / clients.clients
+        return mean.to(example.device, example.dtype)
+
+    def _sum_of_logits(self, clients: Updates, student: State, batches: TeacherBatches) -> "_LogitSum":
+        """Add up the logits of all ranks' teachers. A collective.
+
+        Sums are in double precision, so that they do not depend on the order of ranks, or integers if they are secure.
+        """
+        count = len(clients.places)
+        states = expand(student, max(1, count))
+        if count:
+            states |= clients.own
+        device = next(iter(student.values())).device
+        sums = []
+        for logits in batches.logits(self.engine, states, lambda rows: self.data.public_images(rows, device)):
+            if not count:
+                # A rank without clients takes part in the collective; the student's logits have the right shape.
+                logits = torch.zeros_like(logits)
+            values = double(logits)
+            if self.round.secure is not None:
+                values = self.round.secure.sums.to_integers(values, clients.clients)
+            sums.append(values.sum(0))
+            logit_dtype = logits.dtype
+        total = torch.cat(sums)
+        self.ranks.sum_([total])
+        return _LogitSum(total, logit_dtype)
 
     def _pairs(
-        self, indices: Tensor, batches: TeacherBatches, targets: Tensor, divided: bool
+        self, indices: Tensor, batches: TeacherBatches, targets: Tensor, shares_steps: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images (B, ...) and the teachers' mean logits (B, K), a pair a step; where ``divided``, this rank's rows."""
+        """Yield the images (B, ...) and the teachers' mean logits (B, K) of each step.
+
+        If ranks share the steps, these are only this rank's rows.
+        """
         device = targets.device
-        own = slice(self.ranks.rank, None, self.ranks.size) if divided else slice(None)
-        for step, rows in enumerate(self.progress(indices)):
-            yield self.data.public_images(rows[own], device), targets[to_device_async(batches.rows[step, own], device)]
+        local_rows = slice(self.ranks.rank, None, self.ranks.size) if shares_steps else slice(None)
+        for step, step_indices in enumerate(self.round.progress(indices)):
+            images = self.data.public_images(step_indices[local_rows], device)
+            target_rows = to_device_async(batches.rows[step, local_rows], device)
+            yield images, targets[target_rows]
 
     def _public_logits(self, state: State, batches: TeacherBatches) -> Tensor:
-        """Logits (N, K) of one state on the rows of the batches, in evaluation mode."""
+        """Compute the logits (N, K) of one state on the rows of the batches, in evaluation mode. A collective."""
         device = next(iter(state.values())).device
         model = expand(state, 1)
-        # An image counts as often as among the teachers' logits.
+        # Each image is passed once, and its logits are repeated as often as it is among the rows.
         distinct, rows = torch.cat(batches.batches).unique(return_inverse=True)
-        parts = [
-            self.engine.shared_logits(model, self.data.public_images(part, device))[0]
-            for part in distinct.split(PUBLIC_BATCH)
-        ]
+        parts = []
+        for indices in distinct.split(PUBLIC_BATCH):
+            images = self.data.public_images(indices, device)
+            parts.append(self.engine.shared_logits(model, images)[0])
         logits = torch.cat(parts)[rows.to(device)]
-        self.ranks.broadcast_([logits])  # all ranks must decide alike
+        # All ranks must come to the same decision.
+        self.ranks.broadcast_([logits])
         return logits
 
-    def _own_sums(
-        self, teachers: Updates, student: State, batches: TeacherBatches, device: torch.device
-    ) -> Iterator[tuple[Tensor, torch.dtype]]:
-        """Yield, for each batch, the sum (B, K) of the logits of this rank's teachers, if any, and the logits' dtype.
-
-        Sums are in double precision, or in whole numbers where they are secure ones.
-        """
-        count = len(teachers.places)
-        states = expand(student, max(1, count)) | (teachers.own if count else {})
-        for logits in batches.logits(self.engine, states, lambda rows: self.data.public_images(rows, device)):
-            values = double(logits if count else torch.zeros_like(logits))
-            if self.secure is not None:
-                values = self.secure[0].to_integers(values, teachers.clients)
-            yield values.sum(0), logits.dtype
-
     def _accuracy(self, state: State) -> float:
-        """Share of the server's validation labels that a state gets right."""
-        right = total = 0
-        for x, y in self.data.validation_batches(next(iter(state.values())).device):
-            logits = self.engine.shared_logits(expand(state, 1), x)[0]
-            hits = (logits > 0) == y.bool() if y.dim() > 1 else logits.argmax(-1) == y
-            right, total = right + int(hits.sum()), total + hits.numel()
-        return right / total
+        """Compute the share of the server's validation labels that a state predicts."""
+        device = next(iter(state.values())).device
+        correct = 0
+        total = 0
+        for images, labels in self.data.validation_batches(device):
+            logits = self.engine.shared_logits(expand(state, 1), images)[0]
+            if labels.dim() > 1:
+                hits = (logits > 0) == labels.bool()
+            else:
+                hits = logits.argmax(-1) == labels
+            correct += int(hits.sum())
+            total += hits.numel()
+        return correct / total
 
     def train(
         self,
         student: State,
         batches: Iterable[tuple[Tensor, Tensor]],
+        *,
         average_from: float | None = None,
         scales: LossScales | None = None,
-        rows: int | None = None,
+        total_rows: int | None = None,
         names: Collection[str] | None = None,
         region: TrustRegion | None = None,
     ) -> State:
-        """The state after the student's steps, each on images (B, ...) and the teachers' mean logits (B, K).
+        """Take the student's steps.
 
-        Where images are divided among the ranks, ``rows`` is their number on all of them. Of the parameters those among
-        ``names`` are trained, by default all. What is scored, and the result, is the state in the trust ``region``.
+        Args:
+            student: State to start from, which is not changed.
+            batches: Images (B, ...) and the teachers' mean logits (B, K) of each step.
+            average_from: Return the mean of the states from this share of the steps on.
+            scales: Loss scales in float16.
+            total_rows: Number of images of a step on all ranks, if they are divided among the ranks. Every rank's
+                gradients are then added up, a collective in each step.
+            names: Train only those of the parameters that are among these.
+            region: Trust region into which states are moved before they are scored or returned.
+
+        Returns:
+            The state after the steps or, if the student is validated, the best of those that were scored.
         """
-        options, engine, training = self.options, self.engine, self.options.student_mode == "train"
+        options = self.options
         state = {key: value.detach().clone().unsqueeze(0) for key, value in student.items()}
-        names = state if names is None else names
-        trained = {key: state[key].requires_grad_() for key in self.parameters if key in names}
+        candidates = state if names is None else names
+        trained = {key: state[key].requires_grad_() for key in self.parameters if key in candidates}
         leaves = list(trained.values())
         optimizer = options.make_optimizer(leaves, masked=scales is not None)
-        best = (self._accuracy(student), student) if options.validate_every else None
-        averages: State = {}
-        device = leaves[0].device
-        streams = Streams.derived(self.seed, "dropout-server", self.round, clients=[0], device=device)
-        first = options.steps if average_from is None else math.ceil(round(average_from * options.steps, 9))
-        for step, (x, teacher) in enumerate(batches):
+        streams = Streams.derived(
+            self.round.seed, "dropout-server", self.round.index, clients=[0], device=leaves[0].device
+        )
+        average = _RunningMean(first_step=self._first_averaged_step(average_from))
+        best_state = student
+        best_accuracy = self._accuracy(student) if options.validate_every else 0.0
+        for step, (images, targets) in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate(step)
-            given = state if scales is None else scales.enter(state, STUDENT)
-            logits = engine.logits(given, x.unsqueeze(0), training=training, streams=streams.fork("step", step))
-            logits = logits if scales is None else scales.leave(logits, STUDENT)
-            loss = distillation_loss(logits[0], teacher, options.temperature, self.multilabel)
+            logits = self._student_logits(state, images, scales, streams.fork("step", step))
+            loss = distillation_loss(logits, targets, options.temperature, self.multilabel)
             optimizer.zero_grad()
-            if rows is not None:
-                loss = loss * (len(x) / rows)
+            if total_rows is not None:
+                # The gradients of all ranks then add up to that of the mean over all rows.
+                loss = loss * (len(images) / total_rows)
             loss.backward()
             gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-            if rows is not None:
+            if total_rows is not None:
                 self.ranks.sum_(gradients)
             if scales is not None and isinstance(optimizer, MaskedOptimizer):
                 optimizer.step_rows(scales.update(gradients, STUDENT))
             else:
                 optimizer.step()
-            if step >= first:
-                for key, value in _first(trained).items():
-                    averages[key] = averages.get(key, value).lerp(value, 1 / (step - first + 1))
-            if best and ((step + 1) % options.validate_every == 0 or step + 1 == options.steps):
-                reached = _within(region, _first(state) | averages)
-                best = max(best, (self._accuracy(reached), reached), key=lambda pair: pair[0])
-        return best[1] if best else _within(region, _first(state) | averages)
+            average.update(step, trained)
+            if options.validate_every and self._is_validated(step):
+                candidate = _within(region, _unstacked(state) | average.mean)
+                accuracy = self._accuracy(candidate)
+                if accuracy > best_accuracy:
+                    best_accuracy = accuracy
+                    best_state = candidate
+        if options.validate_every:
+            return best_state
+        return _within(region, _unstacked(state) | average.mean)
+
+    def _student_logits(self, state: State, images: Tensor, scales: LossScales | None, streams: Streams) -> Tensor:
+        """Compute the logits (B, K) of the student (1, ...)."""
+        training = self.options.student_mode == "train"
+        if scales is None:
+            return self.engine.logits(state, images.unsqueeze(0), training=training, streams=streams)[0]
+        scaled = scales.enter(state, STUDENT)
+        logits = self.engine.logits(scaled, images.unsqueeze(0), training=training, streams=streams)
+        return scales.leave(logits, STUDENT)[0]
+
+    def _first_averaged_step(self, average_from: float | None) -> int:
+        """Return the first step, counted from 0, whose state is averaged; behind the last if none is."""
+        if average_from is None:
+            return self.options.steps
+        # Rounded first: 0.3 · 10 is a little more than 3.
+        return math.ceil(round(average_from * self.options.steps, 9))
+
+    def _is_validated(self, step: int) -> bool:
+        """Return whether the student is scored after a step, counted from 0."""
+        steps_taken = step + 1
+        return steps_taken % self.options.validate_every == 0 or steps_taken == self.options.steps
+
+
+class _LogitSum(NamedTuple):
+    """A sum of logits (N, K), and the number format of the logits themselves."""
+
+    values: Tensor
+    logit_dtype: torch.dtype
+
+
+class _RunningMean:
+    """The mean of tensors (1, ...) over the steps from the first one that counts; empty before it."""
+
+    def __init__(self, first_step: int) -> None:
+        self.first_step = first_step
+        self.mean: State = {}
+
+    def update(self, step: int, tensors: State) -> None:
+        """Add the tensors after a step."""
+        if step < self.first_step:
+            return
+        count = step - self.first_step + 1
+        for key, value in _unstacked(tensors).items():
+            self.mean[key] = self.mean.get(key, value).lerp(value, 1 / count)
 
 
 def _within(region: TrustRegion | None, state: State) -> State:
     return state if region is None else region.project(state)
 
 
-def _first(stacked: State) -> State:
-    return {key: value.detach()[0].clone() for key, value in stacked.items()}
+def _unstacked(stack: State) -> State:
+    """Copy the only state of a stack (1, ...)."""
+    return {key: value.detach()[0].clone() for key, value in stack.items()}

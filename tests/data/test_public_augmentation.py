@@ -14,7 +14,7 @@ from perada.core.states import get_state, parameter_keys, stack
 from perada.data import FederatedData, FederatedDataModule
 from perada.data.batches.transforms import Preparation
 from perada.engine import Engine
-from perada.server import Distillation, Distiller
+from perada.server import Distillation, DistillationRound, Distiller
 from tests.options import sections
 
 COUNT = 7
@@ -130,7 +130,7 @@ def test_teachers_and_student_see_the_same_images(kind, mode):
     student, *teachers = [network() for _ in range(3)]
     made = served()
     options = Distillation(3, batch_size=4, lr=0.1, optimizer="sgd", schedule="constant", teacher_mode=mode)
-    distiller = Distiller(Engine(network(), kind), options, parameter_keys(student), made, round=1)
+    distiller = Distiller(Engine(network(), kind), options, parameter_keys(student), made, DistillationRound(1))
     refined = distiller(get_state(student), stack([get_state(teacher) for teacher in teachers]))
 
     plain = copy.deepcopy(student).eval()

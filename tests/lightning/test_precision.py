@@ -388,7 +388,7 @@ def test_distillation_reads_nothing_from_the_device(scaling, kind):
     pairs = [(torch.randn(4, 3, 16, 16), torch.randn(4, CLASSES)) for _ in range(3)]
     options = Distillation(3, lr=0.05, optimizer=kind)
     with torch.autocast("cpu", torch.float16, enabled=scaling is not None, cache_enabled=False), DeviceReads() as reads:
-        Distiller(Engine(model, "folded"), options, keys, None).train(state, pairs, 0.5, scales=scales)
+        Distiller(Engine(model, "folded"), options, keys, None).train(state, pairs, average_from=0.5, scales=scales)
     assert reads.found == []
 
 

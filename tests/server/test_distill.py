@@ -12,7 +12,7 @@ from torch.distributions import Bernoulli, Categorical, kl_divergence
 
 from perada.core.states import get_state, parameter_keys, stack
 from perada.engine import Engine
-from perada.server import Distillation, Distiller, distillation_loss
+from perada.server import Distillation, DistillationRound, Distiller, distillation_loss
 
 
 def logits(seed, rows=6, classes=4):
@@ -143,16 +143,17 @@ def test_dropout_of_the_student_follows_from_seed_and_round():
     initial, names = get_state(student), parameter_keys(student)
 
     def weight(kind, mode="train", **of):
-        distiller = Distiller(Engine(network(), kind), Distillation(2, student_mode=mode), names, None, **of)
+        options, context = Distillation(2, student_mode=mode), DistillationRound(**of)
+        distiller = Distiller(Engine(network(), kind), options, names, None, context)
         torch.rand(1)  # torch's own stream has no say
         return distiller.train(initial, batches)["5.weight"]
 
-    one, other = weight("folded", round=3, seed=1), weight("loop", round=3, seed=1)
+    one, other = weight("folded", index=3, seed=1), weight("loop", index=3, seed=1)
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
-    assert torch.equal(one, weight("folded", round=3, seed=1))
-    for unlike in ({"round": 3, "seed": 2}, {"round": 4, "seed": 1}):
+    assert torch.equal(one, weight("folded", index=3, seed=1))
+    for unlike in ({"index": 3, "seed": 2}, {"index": 4, "seed": 1}):
         assert not torch.allclose(one, weight("folded", **unlike))
-    assert torch.equal(weight("folded", "eval", round=3), weight("folded", "eval", round=4))
+    assert torch.equal(weight("folded", "eval", index=3), weight("folded", "eval", index=4))
 
 
 @pytest.mark.parametrize(("average_from", "counted"), [(0.0, [1, 2, 3, 4]), (0.5, [3, 4]), (0.6, [4]), (1.0, [])])
@@ -162,7 +163,7 @@ def test_the_students_states_are_averaged_along_the_way(average_from, counted):
     initial, names, engine = get_state(student), parameter_keys(student), Engine(network(), "loop")
     options = Distillation(4, lr=0.05, schedule="constant")
     distiller = Distiller(engine, options, names, None)
-    out = distiller.train(initial, batches, average_from)
+    out = distiller.train(initial, batches, average_from=average_from)
     after = {steps: distiller.train(initial, batches[:steps]) for steps in counted or [4]}
     for key in names:
         torch.testing.assert_close(out[key], sum(state[key] for state in after.values()) / len(after))

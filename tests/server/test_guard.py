@@ -92,7 +92,7 @@ def test_teachers_that_predict_fewer_classes_than_the_average_are_not_followed()
     teachers = [model(0), model(0, 4.0)]
     refined, distiller, public = distil(student, teachers, "predictions")
     assert all(torch.equal(value, get_state(student)[key]) for key, value in refined.items())
-    assert distiller.metrics == {"server/distilled": 0.0}
+    assert distiller.report.metrics == {"server/distilled": 0.0}
     assert public.read == 2 * IMAGES  # by the teachers and by the average: no step was taken
     unguarded, _, _ = distil(student, teachers, None)
     assert not torch.equal(unguarded["bias"], refined["bias"])
@@ -102,7 +102,7 @@ def test_teachers_that_agree_with_the_average_on_each_image_change_nothing():
     student, teachers = model(), [model(1, 0.2), model(2, 0.2)]
     refined, distiller, _ = distil(student, teachers, "predictions")
     assert torch.equal(refined["bias"], get_state(student)["bias"])
-    assert distiller.metrics["server/distilled"] == 0
+    assert distiller.report.metrics["server/distilled"] == 0
 
 
 def test_teachers_that_predict_more_evenly_are_followed_as_without_a_guard():
@@ -110,8 +110,8 @@ def test_teachers_that_predict_more_evenly_are_followed_as_without_a_guard():
     refined, distiller, _ = distil(student, teachers, "predictions")
     expected, plain, _ = distil(student, teachers, None)
     assert all(torch.equal(value, expected[key]) for key, value in refined.items())
-    assert distiller.metrics == {"server/distilled": 1.0}
-    assert plain.metrics == {}
+    assert distiller.report.metrics == {"server/distilled": 1.0}
+    assert plain.report.metrics == {}
 
 
 def test_teachers_that_disagree_with_the_average_on_most_images_are_not_followed():
@@ -126,7 +126,7 @@ def test_teachers_that_disagree_with_the_average_on_most_images_are_not_followed
     assert predicted_class_entropy(shuffled(x)) > predicted_class_entropy(student(x))
     assert (shuffled(x).argmax(1) == student(x).argmax(1)).double().mean() <= 0.5
     assert torch.equal(refined["weight"], get_state(student)["weight"])
-    assert distiller.metrics["server/distilled"] == 0
+    assert distiller.report.metrics["server/distilled"] == 0
 
 
 @pytest.mark.parametrize(("weight", "diverged"), [(0.0, False), (math.nan, True)])
@@ -135,11 +135,11 @@ def test_a_student_that_ends_less_even_than_the_average_is_dropped(weight, diver
     student, teachers = confused(), [model(), model(1, 0.3)]
     distiller = Distiller(Engine(model()), Distillation(4, guard="predictions"), parameter_keys(student), Public())
     ended = get_state(model(0)) | {"weight": torch.full((CLASSES, CLASSES), weight).double()}
-    distiller.train = lambda *_: ended
+    distiller.train = lambda *_, **__: ended
     refined = distiller(get_state(student), stack([get_state(teacher) for teacher in teachers]))
     assert all(torch.equal(value, get_state(student)[key]) for key, value in refined.items())
-    assert distiller.diverged == diverged
-    assert distiller.metrics == {"server/distilled": 0.0}
+    assert distiller.report.diverged == diverged
+    assert distiller.report.metrics == {"server/distilled": 0.0}
 
 
 def task(multilabel=False):
@@ -178,7 +178,7 @@ def run(multilabel=False, **options):
 
 def test_each_round_is_told_in_the_metrics_and_secure_sums_decide_alike():
     plain, summed = run(), run(secure_sums=SecureSums(fraction_bits=40))
-    decisions = [row["server/distilled"] for row in plain.metrics["rounds"]]
+    decisions = [row["server/distilled"] for row in plain.report.metrics["rounds"]]
     assert {*decisions} == {0.0, 1.0}
     assert [row["server/distilled"] for row in summed.metrics["rounds"]] == decisions
 

@@ -114,7 +114,7 @@ def test_a_student_that_diverges_is_not_moved_back_but_dropped(wrong):
     if math.isnan(wrong):
         states["4.weight"][0] = wrong
     refined = distiller(get_state(student), states, previous=get_state(previous))
-    assert distiller.diverged
+    assert distiller.report.diverged
     assert all(torch.equal(value, get_state(student)[key]) for key, value in refined.items())
 
 
