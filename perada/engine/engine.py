@@ -25,6 +25,10 @@ from perada.engine.fold import Fold, fold
 from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
 
 EngineName = Literal["auto", "folded", "loop"]
+NUMBERS_AT_ONCE_CPU = 3 * 2**19
+"""Numbers in the images that run at once in evaluation: 512 images of 3×32×32."""
+NUMBERS_AT_ONCE_GPU = 3 * 2**27
+NUMBERS_PER_TOKEN = 32
 
 
 class Engine:
@@ -62,32 +66,39 @@ class Engine:
                 )
             if kind == "auto":
                 warnings.warn(f"engine='auto' takes the loop over clients: {message}", stacklevel=2)
-        self.kind: Literal["folded", "loop"] = "loop" if kind == "loop" or folded.missing else "folded"
+        self.kind: Literal["folded", "loop"] = "folded"
+        self._fold = folded
+        if kind == "loop" or folded.missing:
+            self.kind = "loop"
+            # The loop runs the single model, but its dropout layers must draw from the clients' streams too.
+            self._fold = fold(model, random_only=True)
         self.trunk: FrozenTrunk | None = None
         self._single = model
         self._tied = tied_names(model)
-        self._full_batch: ModelCall = _call if compile is None else torch.compile(_call, **compile)
-        self._fold = folded if self.kind == "folded" else fold(model, random_only=True)
+        self._full_batch: ModelCall = _call
+        if compile is not None:
+            self._full_batch = torch.compile(_call, **compile)
 
     @property
     def runs(self) -> nn.Module:
-        """The module that passes run through: the stacked model, or the single one with its own dropout layers."""
+        """The module through which passes run: the stacked model, or the single one with per-client dropout layers."""
         return self._fold.model
 
     def folded(self, random_only: bool = False) -> Fold:
         """Fold the model anew, with the frozen trunk if one was found."""
-        wrap = None if self.trunk is None else self.trunk.wrap
-        return fold(self.model, random_only=random_only, wrap=wrap)
+        if self.trunk is None:
+            return fold(self.model, random_only=random_only)
+        return fold(self.model, random_only=random_only, wrap=self.trunk.wrap)
 
     def find_trunk(self, image: Tensor, least_share: float = 0.0) -> FrozenTrunk | None:
-        """Find what of the model no trained tensor precedes; from then on, images may be given as its features.
+        """Find the part of the model that no trained tensor precedes. From then on, its features may replace images.
 
         Args:
             image: An example (channels, height, width), prepared and on the model's device.
-            least_share: Share of a pass's floating-point operations that it must save, or it is not used.
+            least_share: Share of a pass's floating-point operations that it must save to be used.
 
         Returns:
-            The trunk, which stays once it was found; None if there is none.
+            The trunk, which is searched once; None if there is none.
         """
         if self.trunk is None:
             self.trunk = find_trunk(self.model, image, least_share)
@@ -98,8 +109,8 @@ class Engine:
         return self.trunk
 
     def features(self, x: Tensor) -> Tensor:
-        """Compute features (B, F) of images (B, channels, height, width), which may stand for them in other methods."""
-        assert self.trunk is not None
+        """Compute features (B, F) of images (B, channels, height, width), which other methods take in their place."""
+        assert self.trunk is not None, "call find_trunk first"
         return self.trunk.features(self._single, self.format(x))
 
     def logits(
@@ -118,7 +129,7 @@ class Engine:
             states: Stack with leading axis C; in training, running statistics in it are updated in place.
             x: Images (C, B, channels, height, width), or their features (C, B, F).
             training: Training mode: batch statistics, dropout.
-            counts: Real rows of each client; the rest of its B rows is padding. ``None``: all are real.
+            counts: Number of real rows of each client; its other rows are padding. ``None``: all are real.
             streams: The clients' random streams for this pass, needed in training where there is dropout.
             batch_statistics: In evaluation mode, normalise by the statistics of each state's images wherever training
                 would (:func:`~perada.core.states.batch_norms`). Running statistics stay as they are, and nothing is
@@ -140,8 +151,9 @@ class Engine:
         batch_statistics: bool = False,
     ) -> Tensor:
         """Compute logits as :meth:`logits` does; ``full_batch`` calls the model where no row is padding."""
-        padded = counts is not None and any(count != x.shape[1] for count in counts)
-        real = tuple(counts) if counts is not None and padded else None
+        real_counts: tuple[int, ...] | None = None
+        if counts is not None and any(count != x.shape[1] for count in counts):
+            real_counts = tuple(counts)
         if training:
             train_mode(self._fold.model)
         else:
@@ -151,8 +163,10 @@ class Engine:
                     norm.train()
                 states = self._with_own_buffers(states)
         run = self._folded if self.kind == "folded" else self._loop
-        logits = run(states, x, full_batch, real, streams)
-        return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        logits = run(states, x, full_batch, real_counts, streams)
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            return logits.float()
+        return logits
 
     def outputs(
         self,
@@ -164,7 +178,7 @@ class Engine:
         counts: Sequence[int] | None = None,
         streams: Streams | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute logits (C, B, K), as :meth:`logits` does, and what the module ``head`` got for them, (C, B, F)."""
+        """Compute logits (C, B, K), as :meth:`logits` does, and the inputs (C, B, F) of the module called ``head``."""
         head_inputs: list[Tensor] = []
         module = self._fold.model.get_submodule(head)
         hook = module.register_forward_pre_hook(lambda _, args: head_inputs.append(args[0]))
@@ -190,7 +204,7 @@ class Engine:
 
     @property
     def has_batch_norms(self) -> bool:
-        """Whether the logits of an image depend on its batch where norms use the statistics of batches."""
+        """Whether the logits of an image depend on its batch if norms use the statistics of batches."""
         return bool(batch_norms(self.model))
 
     def shared_logits(
@@ -201,19 +215,22 @@ class Engine:
         Args:
             states: Stack (C, ...).
             x: Images (B, ...) or their features.
-            rows: At most about so many rows run at once, an image counted for each state; of many images, a group at a
-                time of one state. By default 512 images of 32×32 on a CPU, whose caches larger batches outgrow, and
-                131,072 on a GPU; fewer for larger images, at least 16. A token of a text counts as 32 numbers, since
-                the model makes a vector of it.
-            batch_statistics: Take the images as one batch, by whose statistics norms normalise as in :meth:`logits`:
-                however many they are, they run at once.
+            rows: Largest number of rows that run at once, where an image counts once for each state. If there are more
+                images than that, one state at a time runs on groups of them. By default 512 images of 32×32 on a CPU,
+                whose caches larger batches outgrow, and 131,072 on a GPU; fewer for larger images, at least 16. A token
+                of a text counts as 32 numbers, since the model turns it into a vector.
+            batch_statistics: Normalise by the statistics of all the images, as in :meth:`logits`, which run at once
+                then.
 
         Returns:
             Logits (C, B, K).
         """
         if rows is None:
-            numbers = x[0].numel() * (1 if x.is_floating_point() else 32)
-            rows = max(16, 3 * 2 ** (27 if x.is_cuda else 19) // numbers)
+            numbers_per_row = x[0].numel()
+            if not x.is_floating_point():
+                numbers_per_row *= NUMBERS_PER_TOKEN
+            numbers_at_once = NUMBERS_AT_ONCE_GPU if x.is_cuda else NUMBERS_AT_ONCE_CPU
+            rows = max(16, numbers_at_once // numbers_per_row)
         states_at_once = max(1, rows // len(x))
         images_at_once = len(x) if batch_statistics else rows
         count = len(next(iter(states.values())))
@@ -222,10 +239,10 @@ class Engine:
             for start in range(0, count, states_at_once):
                 chunk = {name: value[start : start + states_at_once] for name, value in states.items()}
                 clients = min(states_at_once, count - start)
-                groups = [
-                    self.logits(chunk, group.expand(clients, *group.shape), batch_statistics=batch_statistics)
-                    for group in x.split(images_at_once)
-                ]
+                groups = []
+                for group in x.split(images_at_once):
+                    images = group.expand(clients, *group.shape)
+                    groups.append(self.logits(chunk, images, batch_statistics=batch_statistics))
                 parts.append(torch.cat(groups, 1))
         return torch.cat(parts)
 
@@ -239,10 +256,10 @@ class Engine:
     ) -> Tensor:
         """Run all clients as one batch."""
         clients, rows = x.shape[:2]
-        # Batches with padding, each of another shape, would be compiled again and again.
+        # A compiler would start again for each padded batch, since the shapes of the real rows differ.
         call = full_batch if counts is None else _call
-        self._fold.context.begin(clients, counts, streams)
-        self._fold.context.together = x.is_cuda or call is not _call
+        together = x.is_cuda or call is not _call
+        self._fold.context.begin(clients, counts, streams, together=together)
         tensors = dict(states)
         for name in self._fold.row_keys & states.keys():
             tensors[name] = states[name].repeat_interleave(rows, 0).flatten(0, 1)
@@ -250,10 +267,12 @@ class Engine:
         return logits.view(clients, rows, *logits.shape[1:])
 
     def format(self, x: Tensor) -> Tensor:
-        """What to give to the model for images, in the engine's memory format, or for features of images."""
+        """Return the model's input for images, in the engine's memory format, or for features of images."""
         if self.trunk is not None:
             x = self.trunk.feed(x)
-        return x.to(memory_format=self.memory_format) if x.dim() == 4 else x
+        if x.dim() == 4:
+            return x.to(memory_format=self.memory_format)
+        return x
 
     def _loop(
         self,
@@ -266,10 +285,11 @@ class Engine:
         """Run one client after another."""
         outputs = []
         for client, images in enumerate(x):
-            real = images if counts is None else images[: counts[client]]
-            self._fold.context.begin(1, None, None if streams is None else streams[client : client + 1])
+            real_images = images if counts is None else images[: counts[client]]
+            client_streams = None if streams is None else streams[client : client + 1]
+            self._fold.context.begin(1, None, client_streams)
             state = {name: value[client] for name, value in states.items()}
-            logits = full_batch(self._fold.model, state, self.format(real), self._tied)
+            logits = full_batch(self._fold.model, state, self.format(real_images), self._tied)
             outputs.append(_padded(logits, len(images)))
         return torch.stack(outputs)
 
@@ -290,15 +310,20 @@ def _call(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str
 
 
 def _padded(values: Tensor, rows: int) -> Tensor:
-    """``values`` (B, ...) with zeros behind them, up to so many rows."""
+    """Append rows of zeros to values (B, ...) up to a number of rows."""
     padding = values.new_zeros(rows - len(values), *values.shape[1:])
-    return torch.cat([values, padding]) if len(padding) else values
+    if len(padding) == 0:
+        return values
+    return torch.cat([values, padding])
 
 
 def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
-    """Losses (C, B) of every image, padding included, for logits (C, B, K).
+    """Compute the loss (C, B) of every image, padding included.
 
-    Cross-entropy of classes (C, B); if ``multilabel`` binary cross-entropy of 0/1 labels (C, B, K), mean over labels.
+    Args:
+        logits: Logits (C, B, K).
+        y: Classes (C, B) for the cross-entropy or, if ``multilabel``, labels (C, B, K) of 0 and 1.
+        multilabel: Compute the binary cross-entropy instead, mean over labels.
     """
     if multilabel:
         return F.binary_cross_entropy_with_logits(logits, y.to(logits), reduction="none").mean(-1)
@@ -306,12 +331,12 @@ def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
 
 
 def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: bool) -> Tensor:
-    """Each client's task loss (C,): the mean of :func:`row_losses` over its first ``counts`` rows, the real ones."""
+    """Compute each client's task loss (C,): the mean of :func:`row_losses` over its ``counts`` real rows."""
     return client_means(row_losses(logits, y, multilabel), counts)
 
 
 def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each client's mean (C, ...) of ``values`` (C, B, ...) over its first ``counts`` rows, the real ones."""
+    """Compute each client's mean (C, ...) of ``values`` (C, B, ...) over its first ``counts`` rows, the real ones."""
     if all(count == values.shape[1] for count in counts):
         return values.mean(1)
     real = real_rows(counts, values.shape[1], values.device)

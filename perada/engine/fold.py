@@ -51,10 +51,14 @@ ROW_PARAMETERS: dict[type[nn.Module], frozenset[str]] = {}
 
 @dataclass
 class Fold:
-    """A folded model, which shares every frozen module with the single one; its ``context`` is set before each pass.
+    """A folded model, which shares every frozen module with the single one.
 
-    Parameters whose state names are in ``row_keys`` are repeated over each client's rows. ``missing`` are modules with
-    trained parameters and no twin, ``{module path: class name}``: with any, the model cannot be run stacked.
+    Attributes:
+        model: The stacked model.
+        context: Facts about the pass under way, which the engine sets before each pass.
+        row_keys: State names of the parameters that are repeated over each client's rows.
+        missing: Modules with trained parameters that have no twin, ``{module path: class name}``. If there are any, the
+            model cannot be run stacked.
     """
 
     model: nn.Module
@@ -70,7 +74,7 @@ def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = Non
         model: The single model; ``requires_grad`` tells what is trained.
         random_only: Replace only the layers that draw random numbers, for the loop over clients: it runs the single
             model, but must draw from the same streams.
-        wrap: Puts something around what stands at a path.
+        wrap: Returns the module to put in the place of a module at a path.
     """
     folder = _Folder(random_only, wrap)
     return Fold(folder.visit(model, ""), folder.context, frozenset(folder.row_keys), folder.missing)
@@ -85,13 +89,16 @@ class _Folder:
         self.missing: dict[str, str] = {}
         self._random_only = random_only
         self._wrap = wrap
-        self._seen: dict[int, nn.Module] = {}  # a module may stand in several places, and so must its twin
+        # By the module's id: a module may stand in several places, and its twin must then, too.
+        self._seen: dict[int, nn.Module] = {}
 
     def visit(self, module: nn.Module, path: str) -> nn.Module:
-        """Return what stands for a module in the folded model."""
+        """Return the module that takes the place of a module in the folded model."""
         if id(module) not in self._seen:
             replacement = self._replacement(module, path)
-            self._seen[id(module)] = replacement if self._wrap is None else self._wrap(replacement, path)
+            if self._wrap is not None:
+                replacement = self._wrap(replacement, path)
+            self._seen[id(module)] = replacement
         return self._seen[id(module)]
 
     def _replacement(self, module: nn.Module, path: str) -> nn.Module:
@@ -114,7 +121,7 @@ class _Folder:
         return self._container(module, path)
 
     def _container(self, module: nn.Module, path: str) -> nn.Module:
-        """Return a module that holds what stands for its children; the module itself if nothing changes."""
+        """Return a copy of a container with replaced children, or the container itself if none is replaced."""
         owner = None if self._random_only else OWNER_TWINS.get(type(module))
         param_dicts = owner.param_dicts(module) if owner else frozenset()
         children: dict[str, nn.Module | None] = {}
@@ -126,12 +133,13 @@ class _Folder:
         if owner and param_dicts:
             twin: nn.Module = owner(module, children, self.context)
             return twin
-        unchanged = all(children[name] is child for name, child in module._modules.items())
-        return module if unchanged else shell(module, children)
+        if all(children[name] is child for name, child in module._modules.items()):
+            return module
+        return shell(module, children)
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in training."""
+    """Return whether a module draws random numbers in training."""
     return type(module) in RANDOM_TWINS and drop_rate(module) > 0
 
 
@@ -139,14 +147,16 @@ def without_dropout(model: nn.Module) -> nn.Module:
     """Set the rate of every layer that draws random numbers to 0, in place, and return the model."""
     for module in model.modules():
         if draws(module):
-            setattr(module, "p" if drop_rate(module) == getattr(module, "p", None) else "drop_prob", 0.0)
+            is_torch = drop_rate(module) == getattr(module, "p", None)
+            setattr(module, "p" if is_torch else "drop_prob", 0.0)
     return model
 
 
 def shell(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
-    """Copy a container, sharing everything it holds but its children."""
+    """Copy a container, sharing everything except its children."""
     shell = copy.copy(module)
     shell._parameters = dict(module._parameters)
-    shell._buffers = module._buffers  # the very dictionary: a model that is moved puts new tensors into it
+    # The same dictionary, not a copy: a model that is moved to another device puts new tensors into it.
+    shell._buffers = module._buffers
     shell._modules = children
     return shell

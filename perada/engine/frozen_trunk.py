@@ -10,7 +10,7 @@ those are *needed* without whose output the logits change. In the end features m
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from perada.core.states import clone, tied_names, train_mode
 from perada.engine.fold import draws, fold
 from perada.engine.stacked_layers import StackedDropout
+from perada.engine.substitutes import WrappingSubstitute
 
 
 class _Enough(Exception):
@@ -54,7 +55,7 @@ class FrozenTrunk:
 
     def wrap(self, module: nn.Module, path: str) -> nn.Module:
         """What stands in a folded model for the module at ``path``."""
-        return Constant(module, path, self) if path in self.shapes else module
+        return ConstantModule(module, path, self) if path in self.shapes else module
 
     def parts(self, features: Tensor) -> dict[str, Tensor]:
         """What of the features (R, F) each module gave, still flattened."""
@@ -81,7 +82,7 @@ class FrozenTrunk:
         return x_R.new_full((), torch.nan if self.spoil else 0.0).expand(self.rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
-        """Features (R, F) of images (R, ...), through a model with this trunk's :class:`Constant` modules."""
+        """Features (R, F) of images (R, ...), through a model with this trunk's :class:`ConstantModule` instances."""
         self._given = None
         self._seen = {}
         with suppress(_Enough), torch.no_grad():
@@ -107,23 +108,8 @@ class FrozenTrunk:
         return out
 
 
-class Wrapper(nn.Module):
-    """Stands in a model for one of its modules."""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        self.original = original
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever it is there
-        """Whatever else is asked of the original, as by a parent that reads its options."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("original"), name)
-
-
-class Constant(Wrapper):
-    """Stands in for a constant module."""
+class ConstantModule(WrappingSubstitute):
+    """Takes the place of a constant module."""
 
     def __init__(self, original: nn.Module, path: str, trunk: FrozenTrunk) -> None:
         super().__init__(original)
@@ -131,7 +117,7 @@ class Constant(Wrapper):
         self.trunk = trunk
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """What the original gives, computed now or given before."""
+        """Return the output of the original, computed now or cut from the features of this pass."""
         return self.trunk.output(self.path, lambda: self.original(x, *args, **kwargs), x)
 
 

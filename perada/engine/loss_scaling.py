@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training in float16: one loss scale per client, and optimisers of which some clients skip a step.
 
-Small gradients are zero in float16, so they are multiplied by a scale within the network, and divided by it as they
-leave it: what reaches parameters is never scaled. A client whose gradient is not finite skips the step, and its scale
-shrinks; after a number of good steps in a row it grows (Micikevicius et al., ICLR 2018). Neither waits for the device.
+Small gradients would be zero in float16. They are multiplied by a scale within the network, and divided by it as they
+leave it: the gradients of parameters are not scaled. A client whose gradient is not finite skips the step, and its
+scale shrinks; after a number of good steps in a row it grows (Micikevicius et al., ICLR 2018). Nothing here waits for
+the device.
 """
 
 from abc import ABC, abstractmethod
@@ -21,14 +22,24 @@ LossScale = tuple[float, int]
 
 
 class LossScales:
-    """The loss scales (C,) of C clients while they train; all begin at ``start``, or torch's initial scale.
+    """The loss scales (C,) of C clients while they train.
 
-    Their ``options`` are those of torch's scaler, which itself is never used.
+    Args:
+        options: Torch's scaler, of which only the options are read.
+        clients: C.
+        start: Scale from which all clients start; ``None`` for torch's initial one.
+        device: Where the scales are.
+
+    Attributes:
+        scale: Scale (C,) of each client.
+        good_steps: Number (C,) of good steps in a row since a scale last changed.
+        skipped: Number (C,) of skipped steps.
+        stepped: Whether (C,) a client took any step.
     """
 
     def __init__(self, options: GradScaler, clients: int, start: LossScale | None, device: torch.device) -> None:
         self.options = options
-        self.start = start or (options.get_scale(), 0)
+        self.start: LossScale = (options.get_scale(), 0) if start is None else start
         scale, good_steps = self.start
         self.scale = torch.full((clients,), scale, device=device)
         self.good_steps = torch.full((clients,), good_steps, device=device)
@@ -36,30 +47,36 @@ class LossScales:
         self.stepped = torch.zeros(clients, dtype=torch.bool, device=device)
 
     def enter(self, states: State, rows: slice) -> State:
-        """Tensors to hand to the network in the place of ``states`` (C, ...): gradients leave it divided."""
+        """Return the tensors to pass to the network in the place of ``states`` (C, ...): it divides their gradients."""
         inverse = 1 / self.scale[rows]
         scaled = dict(states)
         for key, value in states.items():
             if value.requires_grad:
-                scaled[key] = _scaled(
-                    value.view_as(value), inverse
-                )  # a view: hooks of the leaf would be there for good
+                # A hook of the leaf itself would stay for good, that of a view goes with the pass.
+                scaled[key] = _scaled(value.view_as(value), inverse)
         return scaled
 
     def leave(self, logits: Tensor, rows: slice) -> Tensor:
-        """The network's logits (C, ...): gradients enter it multiplied."""
-        return _scaled(logits, self.scale[rows].clone())  # of now: the backward pass may come after a change
+        """Return the network's logits (C, ...), whose gradients are multiplied in the backward pass."""
+        # A copy of the present scales, which may change before the backward pass.
+        return _scaled(logits, self.scale[rows].clone())
 
     def update(self, gradients: Sequence[Tensor], rows: slice) -> Tensor:
-        """Change the scales of some clients by their gradients (C, ...), in single precision at least.
+        """Adjust the scales of the clients in ``rows``.
 
-        It gives (C,) whose gradients are all finite: who is to take the step.
+        Args:
+            gradients: Their gradients (C, ...), in single precision at least.
+            rows: Which clients take part in the step.
+
+        Returns:
+            Whether (C,) all gradients of a client are finite, so that it takes the step.
         """
         options = self.options
         scale = self.scale[rows]
         good_steps = self.good_steps[rows]
         finite = torch.ones_like(self.stepped[rows])
-        if gradients:  # the largest magnitude is NaN or infinite if any entry is
+        if gradients:
+            # The largest magnitude is NaN or infinite if any entry is.
             largest = [torch.linalg.vector_norm(value.reshape(len(value), -1), torch.inf, 1) for value in gradients]
             finite = torch.stack(largest).isfinite().all(0)
         good_steps.add_(1).mul_(finite)
@@ -73,50 +90,62 @@ class LossScales:
         return finite
 
     def settle(self, sound: Tensor, ranks: Ranks) -> LossScale:
-        """Choose the scale that the clients of the next round start from. A collective: all ranks call it.
+        """Choose the scale from which the clients of the next round start. A collective: all ranks call it.
 
-        It is the smallest with which a client ended on any rank, of those that took a step if any did.
+        It is the smallest final scale of the clients on all ranks, of those that took a step if any did.
 
         Args:
-            sound: Whose training stayed finite, (C,); others do not count.
+            sound: Whether (C,) a client's training stayed finite; others do not count.
             ranks: The processes.
         """
-        stepped = self.stepped[sound].tolist()
-        scales = list(zip(self.scale[sound].tolist(), self.good_steps[sound].tolist(), strict=True))
-        ends = [scale for scale, took_step in zip(scales, stepped, strict=True) if took_step]
-        gathered = ranks.gather((ends, scales))
-        of_stepped = [scale for own_ends, _ in gathered for scale in own_ends]
-        of_all = [scale for _, own_scales in gathered for scale in own_scales]
-        return min(of_stepped or of_all, default=self.start)
+        all_scales = []
+        scales_of_stepped = []
+        rows = zip(
+            self.scale[sound].tolist(), self.good_steps[sound].tolist(), self.stepped[sound].tolist(), strict=True
+        )
+        for scale, good_steps, stepped in rows:
+            all_scales.append((scale, good_steps))
+            if stepped:
+                scales_of_stepped.append((scale, good_steps))
+        gathered = ranks.gather((scales_of_stepped, all_scales))
+        candidates: list[LossScale] = []
+        for of_stepped, _ in gathered:
+            candidates += of_stepped
+        if not candidates:
+            for _, of_all in gathered:
+                candidates += of_all
+        return min(candidates, default=self.start)
 
 
 class KeptScales:
-    """What clients and student start the next round from: scales that began afresh would cost skipped steps."""
+    """The scales from which clients and student start the next round, since a fresh start would cost skipped steps."""
 
     def __init__(self, options: GradScaler | None) -> None:
         self.options = options
-        self._kept: dict[str, LossScale] = {}
+        self._scales: dict[str, LossScale] = {}
 
-    def open(self, whose: str, count: int, device: torch.device) -> LossScales | None:
-        """Scales of ``count`` states, "clients" or "student"; ``None`` where losses are not scaled."""
-        return None if self.options is None else LossScales(self.options, count, self._kept.get(whose), device)
+    def open(self, role: str, count: int, device: torch.device) -> LossScales | None:
+        """Return the scales of ``count`` states, of "clients" or the "student"; ``None`` if losses are not scaled."""
+        if self.options is None:
+            return None
+        return LossScales(self.options, count, self._scales.get(role), device)
 
-    def close(self, whose: str, scales: LossScales | None, sound: Tensor, ranks: Ranks) -> None:
-        """Keep what :meth:`LossScales.settle` gives."""
+    def close(self, role: str, scales: LossScales | None, sound: Tensor, ranks: Ranks) -> None:
+        """Keep the result of :meth:`LossScales.settle` for the next round. A collective."""
         if scales is not None:
-            self._kept[whose] = scales.settle(sound, ranks)
+            self._scales[role] = scales.settle(sound, ranks)
 
     def state_dict(self) -> dict[str, LossScale]:
-        """For a checkpoint."""
-        return dict(self._kept)
+        """Return the scales for a checkpoint."""
+        return dict(self._scales)
 
     def load_state_dict(self, saved: dict[str, LossScale]) -> None:
-        """Take the place of the one that wrote ``saved``."""
-        self._kept = dict(saved)
+        """Restore the scales of a checkpoint."""
+        self._scales = dict(saved)
 
 
 def _scaled(value: Tensor, factors: Tensor) -> Tensor:
-    """Let the gradient of ``value`` (C, ...) be multiplied by ``factors`` (C,), and return it."""
+    """Multiply the gradient of ``value`` (C, ...) by ``factors`` (C,) in the backward pass; return the value."""
     if value.requires_grad:
         rows = per_client(factors, value)
         value.register_hook(lambda gradient: gradient * rows)
@@ -124,13 +153,13 @@ def _scaled(value: Tensor, factors: Tensor) -> Tensor:
 
 
 class MaskedOptimizer(torch.optim.Optimizer, ABC):
-    """Steps the clients it is told, with the arithmetic of ``torch.optim`` on stacked parameters (C, ...).
+    """Base class of optimisers of stacked parameters (C, ...) in which only some clients take a step.
 
-    A client that skips keeps its parameters, its moments and its number of steps as they were.
+    The arithmetic is that of ``torch.optim``. A client that skips a step keeps its parameters, moments and step count.
     """
 
     def step_rows(self, stepping: Tensor) -> None:
-        """Take a step for the clients ``stepping`` (C,); the others' gradients may be anything."""
+        """Take a step for the clients ``stepping`` (C,), true or false; the gradients of the others are not used."""
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -141,7 +170,14 @@ class MaskedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
-        """Step ``parameter`` (C, ...), where ``rows`` (C, 1, ...) is 1 and not 0, as is the gradient there."""
+        """Update a parameter in place.
+
+        Args:
+            parameter: Parameter (C, ...).
+            gradient: Its gradient, 0 for clients that skip the step.
+            rows: 1 for the clients that take the step and 0 for the others, (C, 1, ...).
+            group: Options such as the learning rate.
+        """
 
 
 class MaskedSGD(MaskedOptimizer):
@@ -157,7 +193,9 @@ class MaskedSGD(MaskedOptimizer):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            gradient = state["momentum_buffer"].mul_(1 - rows * (1 - group["momentum"])).add_(gradient) * rows
+            # The buffer of a client that skips is multiplied by 1.
+            decay = 1 - rows * (1 - group["momentum"])
+            gradient = state["momentum_buffer"].mul_(decay).add_(gradient) * rows
         parameter.sub_(gradient, alpha=group["lr"])
 
 
@@ -177,7 +215,8 @@ class MaskedAdam(MaskedOptimizer):
         beta1, beta2 = self.betas
         if not state:
             state["step"] = parameter.new_zeros(len(parameter))
-            state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
         decay = rows * group["weight_decay"]
         if self.decoupled:
             parameter.mul_(1 - decay * group["lr"])
@@ -186,6 +225,8 @@ class MaskedAdam(MaskedOptimizer):
         steps = state["step"].add_(rows.flatten()).view_as(rows)
         mean = state["exp_avg"].lerp_(gradient, rows * (1 - beta1))
         square = state["exp_avg_sq"].mul_(1 - rows * (1 - beta2)).addcmul_(gradient, gradient, value=1 - beta2)
-        steps = steps.clamp(min=1)  # 0 before the first step that is not skipped
+        # A client has taken 0 steps until the first that it does not skip, and the bias corrections divide by 0.
+        steps = steps.clamp(min=1)
         scale = (square / (1 - beta2**steps)).sqrt().add_(self.eps)
-        parameter.addcdiv_(mean * (rows / (1 - beta1**steps)), scale, value=-group["lr"])
+        corrected_mean = mean * (rows / (1 - beta1**steps))
+        parameter.addcdiv_(corrected_mean, scale, value=-group["lr"])

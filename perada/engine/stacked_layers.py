@@ -23,11 +23,17 @@ from perada.engine.frozen_layers import autocast_dtype, is_small_map, pixel_tap
 
 @dataclass
 class FoldContext:
-    """What the twins need to know of the forward pass under way, set by the engine before it.
+    """Facts about the forward pass under way, which the engine sets and the twins read.
 
-    ``counts`` are the real rows of each of C ``clients``, the rest being padding; ``None`` when every row is real.
-    ``draws`` layers have drawn from the ``streams`` in this pass. ``together`` normalises all clients' batches by one
-    call where they are full: two copies more, but not a kernel for each client, which is what a GPU waits for.
+    The layers of a model are called by its own ``forward``, so the engine cannot pass these as arguments.
+
+    Attributes:
+        clients: C.
+        counts: Number of real rows of each client, the others being padding; ``None`` if every row is real.
+        streams: The clients' random streams.
+        draws: Number of layers that have drawn from the streams in this pass.
+        together: Normalise the full batches of all clients by one call. It copies twice, but does not launch a kernel
+            for each client, for which a GPU would wait.
     """
 
     clients: int = 1
@@ -36,15 +42,22 @@ class FoldContext:
     draws: int = 0
     together: bool = False
 
-    def begin(self, clients: int, counts: tuple[int, ...] | None, streams: Streams | None) -> None:
+    def begin(
+        self, clients: int, counts: tuple[int, ...] | None, streams: Streams | None, *, together: bool = False
+    ) -> None:
         """Start a pass."""
         self.clients = clients
         self.counts = counts
         self.streams = streams
+        self.together = together
         self.draws = 0
 
     def next_streams(self) -> Streams:
-        """The streams of the next layer that draws; a RuntimeError where the pass was given none."""
+        """Return the streams of the next layer that draws.
+
+        Raises:
+            RuntimeError: If the pass has no streams.
+        """
         if self.streams is None:
             raise RuntimeError("the model drops at random in training, and no streams were given to draw from")
         self.draws += 1
@@ -57,25 +70,27 @@ def _split_clients(x_R: Tensor, clients: int) -> Tensor:
 
 
 class StackedLayer(nn.Module):
-    """Base of the stacked twins: holds the original's tensors under their names, to be replaced by stacked ones.
+    """Base class of the stacked twins.
 
-    The stacked tensors are handed in for each forward pass by ``torch.func.functional_call``. A parameter of the
-    original that is not trained stays as it is, without a client axis.
+    A twin registers the original's tensors under their names. For each forward pass ``torch.func.functional_call``
+    replaces them by stacked ones. A parameter that is not trained stays as it is, without a client axis.
     """
 
     like_torch: ClassVar[bool] = True
-    """Whether the original computes what the layer of torch does that it is derived from."""
+    """Whether the original computes the same as the layer of torch from which it is derived."""
 
     def __init__(self, original: nn.Module, context: FoldContext) -> None:
         super().__init__()
-        self.original: list[Any] = [original]  # in a list: not a child, so that names stay those of the single model
+        # In a list, so that it is no child: the names of tensors stay those of the single model.
+        self.original: list[Any] = [original]
         self.context = context
         parameters = dict(original.named_parameters(recurse=False))
         self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
         self.merged = {name for name, parameter in parameters.items() if isinstance(parameter, Merged)}
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
-        for name, buffer in original._buffers.items():  # also those that are None
+        # Not named_buffers(), which leaves out those that are None.
+        for name, buffer in original._buffers.items():
             self.register_buffer(name, buffer)
 
     def stacked(self, name: str) -> Tensor | None:
@@ -90,7 +105,7 @@ class StackedLayer(nn.Module):
         value: Tensor = getattr(self, name)
         if name in self.frozen:
             return value
-        # A merged weight is not trained. It is the same for all where its client axis was expanded, with a stride of 0.
+        # A merged weight is not trained. It is the same for all clients if its client axis was expanded (stride 0).
         if name in self.merged and (len(value) == 1 or value.stride(0) == 0):
             return value[0]
         return None
@@ -120,7 +135,9 @@ class StackedLinear(StackedLayer):
             out = F.linear(x_R, common_weight)
             if bias is None:
                 return out
-            return self.affine(out, [1] * (out.dim() - 1) + [-1], ("", "bias"))
+            leading_axes = out.dim() - 1
+            shape = [1] * leading_axes + [-1]
+            return self.affine(out, shape, ("", "bias"))
         x_CND = x_R.reshape(self.context.clients, -1, x_R.shape[-1])
         out = _batched_linear(x_CND, self.weight, bias)
         return out.reshape(*x_R.shape[:-1], out.shape[-1])
@@ -171,7 +188,7 @@ def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     """(C, N, D_in), (C, D_out, D_in), (C, D_out) to (C, N, D_out)."""
     if bias is not None:
         return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
-    # A function of one's own is not cast by autocast, as torch's product would be.
+    # Autocast does not cast the inputs of a custom autograd function, as it would those of torch's product.
     dtype = autocast_dtype(x_CND, weight)
     if dtype is not None:
         x_CND = x_CND.to(dtype)
@@ -181,9 +198,10 @@ def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 class _BatchedProduct(torch.autograd.Function):
-    """(C, N, D_in), (C, D_out, D_in) to (C, N, D_out), with a gradient of the weights that lies in memory as they do.
+    """The product of (C, N, D_in) and (C, D_out, D_in), as (C, N, D_out).
 
-    That of torch's own product lies transposed, and is copied for each optimiser.
+    The gradient of the weights has their memory layout. That of torch's own product is transposed, and would be copied
+    for each optimiser.
     """
 
     @staticmethod
@@ -216,8 +234,8 @@ class StackedBatchNorm(StackedLayer):
         means = self.running_mean
         variances = self.running_var
         if momentum is None and self.training and means is not None and variances is not None:
-            # Without a momentum running statistics are cumulative means, of which batch_norm knows nothing: with a
-            # momentum of 1 it writes the batch's statistics.
+            # Without a momentum running statistics are cumulative means, which batch_norm does not support. With a
+            # momentum of 1 it writes the statistics of the batch.
             batch_means = torch.zeros_like(means)
             batch_variances = torch.zeros_like(variances)
             out = self._normalise(x_R, batch_means, batch_variances, momentum=1.0)
@@ -260,7 +278,8 @@ class StackedBatchNorm(StackedLayer):
         for client, (x, (mean, variance, weight, bias)) in enumerate(zip(parts, tensors, strict=True)):
             real = x if counts is None else x[: counts[client]]
             out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
-            if out.shape != x.shape:  # padding gives zeros
+            if out.shape != x.shape:
+                # Rows of padding become zeros.
                 out = torch.cat([out, x.new_zeros(x[len(out) :].shape)])
             outputs.append(out)
         return _joined(outputs)
@@ -288,10 +307,14 @@ class StackedNorm(StackedLayer):
         """Normalise (R, ..., D) by layers, or (R, D, ...) by groups."""
         norm = self.original[0]
         if isinstance(norm, nn.GroupNorm):
-            shape = [1, norm.num_channels] + [1] * (x_R.dim() - 2)
-            return self.affine(F.group_norm(x_R, norm.num_groups, None, None, norm.eps), shape)
-        shape = [1] * (x_R.dim() - len(norm.normalized_shape)) + list(norm.normalized_shape)
-        return self.affine(F.layer_norm(x_R, norm.normalized_shape, None, None, norm.eps), shape)
+            image_axes = x_R.dim() - 2
+            shape = [1, norm.num_channels] + [1] * image_axes
+            normalised = F.group_norm(x_R, norm.num_groups, None, None, norm.eps)
+            return self.affine(normalised, shape)
+        leading_axes = x_R.dim() - len(norm.normalized_shape)
+        shape = [1] * leading_axes + list(norm.normalized_shape)
+        normalised = F.layer_norm(x_R, norm.normalized_shape, None, None, norm.eps)
+        return self.affine(normalised, shape)
 
 
 class StackedDropout(StackedLayer):
@@ -302,15 +325,18 @@ class StackedDropout(StackedLayer):
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Drop single elements of (R, ...)."""
-        return x_R * self.mask(x_R, x_R.dim()) if self.training else x_R
+        if not self.training:
+            return x_R
+        return x_R * self.mask(x_R, x_R.dim())
 
     def mask(self, x_R: Tensor, dims: int) -> Tensor:
-        """Draw 0 or 1/(1-p) for all that has one place in the first ``dims`` axes.
+        """Draw a mask of 0 or 1/(1-p) along the first ``dims`` axes.
 
         Returns:
-            The mask (R, ...), of size 1 along the other axes.
+            The mask (R, ...), of size 1 along the other axes, which are kept or dropped as one.
         """
-        shape = [*x_R.shape[:dims], *[1] * (x_R.dim() - dims)]
+        trailing_axes = x_R.dim() - dims
+        shape = [*x_R.shape[:dims]] + [1] * trailing_axes
         rate = drop_rate(self.original[0])
         threshold = round(rate * 2**16) - 2**15
         if threshold >= 2**15:
@@ -325,11 +351,13 @@ class StackedChannelDropout(StackedDropout):
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Drop channels of (R, D, ...)."""
-        return x_R * self.mask(x_R, 2) if self.training else x_R
+        if not self.training:
+            return x_R
+        return x_R * self.mask(x_R, 2)
 
 
 def drop_rate(module: nn.Module) -> float:
-    """Probability of dropping: ``p`` of torch's layers, ``drop_prob`` of timm's."""
+    """Return a layer's probability of dropping: ``p`` of torch's layers, ``drop_prob`` of timm's."""
     rate = getattr(module, "p", None)
     if rate is None:
         rate = getattr(module, "drop_prob", None)

@@ -30,8 +30,8 @@ from perada.core.seeding import Streams
 from perada.core.states import Merged, State, train_mode, trained_keys
 from perada.engine.engine import Engine, real_rows, row_losses
 from perada.engine.fold import fold, shell
-from perada.engine.frozen_trunk import Wrapper
 from perada.engine.stacked_layers import StackedLayer
+from perada.engine.substitutes import WrappingSubstitute
 from perada.privacy.clipping import at_least_float32, clipping_factors, sum_outer_products
 from perada.privacy.options import Privacy
 from perada.server.aggregate import double, double_dtype
@@ -348,7 +348,7 @@ def silence_hook_warnings() -> Iterator[None]:
         yield
 
 
-class _ClonedOutput(Wrapper):
+class _ClonedOutput(WrappingSubstitute):
     """Gives a copy of a layer's output, which the network may change in place.
 
     torch forbids that for the output itself where the layer has a backward hook.

@@ -65,7 +65,7 @@ def test_one_layer_serves_both_memory_formats_in_turn():
     expected = conv(x)
     for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
         torch.testing.assert_close(layer(x.to(memory_format=memory_format)), expected)
-    assert len(layer._kept) == 2  # otherwise torch's own convolution was compared with itself
+    assert len(layer._cache) == 2  # otherwise torch's own convolution was compared with itself
 
 
 def test_a_norm_without_running_statistics_stays_as_it_is():
@@ -201,7 +201,7 @@ def test_no_more_than_two_matrices_of_a_layer_are_kept():
     for side in (1, 2, 3, 2, 1):
         x = torch.randn(2, 3, side, side)
         torch.testing.assert_close(frozen(x), conv(x))
-    assert len(frozen[0]._kept) == 2
+    assert len(frozen[0]._cache) == 2
 
 
 def test_a_convolution_with_a_hook_runs_it_whenever_it_was_registered():
@@ -274,7 +274,7 @@ def test_networks_of_timm_have_the_same_logits_and_gradients_of_their_images(nam
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.detach().abs().max()))
     got, wanted = (torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs))
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12 * float(wanted.abs().max()))
-    assert any(isinstance(layer, FrozenConv2d) and layer._kept for layer in frozen.modules())
+    assert any(isinstance(layer, FrozenConv2d) and layer._cache for layer in frozen.modules())
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -178,7 +178,7 @@ def run(multilabel=False, **options):
 
 def test_each_round_is_told_in_the_metrics_and_secure_sums_decide_alike():
     plain, summed = run(), run(secure_sums=SecureSums(fraction_bits=40))
-    decisions = [row["server/distilled"] for row in plain.report.metrics["rounds"]]
+    decisions = [row["server/distilled"] for row in plain.metrics["rounds"]]
     assert {*decisions} == {0.0, 1.0}
     assert [row["server/distilled"] for row in summed.metrics["rounds"]] == decisions
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base classes of modules that take the place of another module in a model."""
+
+from typing import Any
+
+from torch import nn
+
+
+class Substitute(nn.Module):
+    """Takes the place of a module, and answers for it whatever else is asked of it.
+
+    Parents read options of their children, such as ``stride``, and adapters the weight of the layer that they wrap.
+    """
+
+    def _replaced(self) -> nn.Module:
+        """Return the module whose place this one has taken.
+
+        A method, not a property: an AttributeError in a property would end in ``__getattr__``, and so in a recursion.
+        """
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the other module has there
+        """Return an attribute of the other module if this one does not have it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._replaced(), name)
+
+
+class WrappingSubstitute(Substitute):
+    """Has the module whose place it takes as a child, so that passes can run through it."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original = original
+
+    def _replaced(self) -> nn.Module:
+        # Not `self.original`, whose lookup would recurse in an object without a child, such as one being unpickled.
+        replaced: nn.Module = nn.Module.__getattr__(self, "original")
+        return replaced
+
+
+class FrozenSubstitute(Substitute):
+    """Takes the place of a layer of which nothing is trained, and leaves the tensors where they are.
+
+    The layer is no child: the names of tensors stay those of the single model.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        # In a list, since an attribute that is a module would become a child.
+        self.original: list[Any] = [original]
+
+    def _replaced(self) -> nn.Module:
+        replaced: nn.Module = self.__dict__["original"][0]
+        return replaced
