@@ -36,7 +36,8 @@ class WrappingSubstitute(Substitute):
 
     def _replaced(self) -> nn.Module:
         # Not `self.original`, whose lookup would recurse in an object without a child, such as one being unpickled.
-        replaced: nn.Module = nn.Module.__getattr__(self, "original")
+        replaced = nn.Module.__getattr__(self, "original")
+        assert isinstance(replaced, nn.Module)
         return replaced
 
 
