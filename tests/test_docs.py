@@ -193,6 +193,8 @@ APART = ("README.md", "docs/privacy.md")
 
 FOLLOWED = [page for page in with_blocks("python", "shell", "yaml") if page not in APART]
 LONG = (
+    "adapters",
+    "algorithms",
     "choosing",
     "compare",
     "data",
@@ -201,6 +203,7 @@ LONG = (
     "inference",
     "joining",
     "own_images",
+    "performance",
     "report",
     "results",
     "shifts",

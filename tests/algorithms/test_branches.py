@@ -149,7 +149,7 @@ def test_branches_count_in_what_is_trained_and_sent():
         assert found["comm/down_mb"] == pytest.approx(3 * 8 * received / 1e6)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("algorithm", "adapter"), ADAPTERS)
 def test_plain_peft_loads_complete_adapters(algorithm, adapter, tmp_path):
     found, x = finetune(algorithm, adapter=adapter), task().public[:][0]
@@ -162,7 +162,7 @@ def test_plain_peft_loads_complete_adapters(algorithm, adapter, tmp_path):
         torch.testing.assert_close(model(x), found.global_model()(x), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("algorithm", "adapter"), ADAPTERS)
 def test_a_client_joins(algorithm, adapter):
     def single(data):

@@ -104,7 +104,7 @@ def test_without_a_pull_clients_stand_alone(engine):
         (APFL(alpha=1.0), {}),
     ],
 )
-@pytest.mark.every(10)
+@pytest.mark.every(20)
 def test_global_models_that_are_those_of_fedavg(engine, problem, algorithm, options):
     assert_equal_global(train(algorithm, engine, problem, **options), fedavg(engine, problem))
 
@@ -127,7 +127,7 @@ def test_apfl_of_alpha_one_is_standalone(engine):
     assert_equal_personal(train(APFL(alpha=1.0), engine), train("standalone", engine))
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @WAYS
 def test_one_mode_of_perada_is_perada(engine, problem):
     run, alone = train(FedEnsemble(base=NO_KD, modes=1, strata=2), engine, problem), train(NO_KD, engine, problem)

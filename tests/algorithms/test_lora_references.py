@@ -326,6 +326,6 @@ def test_three_rounds(method, federation, optimizer, engine):
 @pytest.mark.parametrize("federation", FEDERATIONS)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups:UserWarning")
-@pytest.mark.every(34)
+@pytest.mark.slow
 def test_three_rounds_with_groups(method, federation, engine):
     compare(method, federation, "sgd", engine, groups=2)

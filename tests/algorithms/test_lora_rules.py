@@ -92,6 +92,7 @@ def test_each_of_several_global_models_is_aggregated_so():
     assert all("updates/lora_error" in record for record in run.metrics["rounds"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("algorithm", ["ffa_lora", "rolora"])
 def test_with_one_factor_alike_there_is_no_residual(algorithm):
     run = finetune(algorithm, "net-adapter", diagnostics=["lora_residual"])

@@ -100,6 +100,7 @@ def check_all_ways(path, expected, tolerance=1.0):
             assert torch.equal(preprocessing().batch([opened]), preprocessing().batch([path]))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("mode", MODES + DEEP_MODES)
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "ICNS"])  # which has 1024 pixels at least
 def test_every_mode_in_every_format(tmp_path, kind, mode):
@@ -258,7 +259,7 @@ def tiff(path, mode, compression=None, **texts):
     return shown(pattern(mode))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "I;16", "1", "F", "CMYK", "LAB"])
 @pytest.mark.parametrize("compression", [None, "tiff_lzw"])
 def test_tiff_of_every_orientation(tmp_path, mode, compression):

@@ -37,6 +37,7 @@ KINDS = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32, torch.int16])
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 1, 1)])

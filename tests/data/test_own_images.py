@@ -146,7 +146,7 @@ def chosen(keys, share, seed, clients=None, classes=None, known=None):
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
 @pytest.mark.parametrize("size", [2, 3, 12, 13, 60, 400])
-@pytest.mark.every(4)
+@pytest.mark.every(10)
 def test_an_image_that_comes_or_goes_moves_no_other(size, share):
     """But for one where a client has a single test image, or a single one to train on, and nothing is remembered."""
     moved = 0

@@ -167,6 +167,7 @@ def test_dirichlet_gives_train_and_test_the_same_proportions(alpha):
     assert test.sum(1).min() >= 1
 
 
+@pytest.mark.slow
 def test_dirichlet_concentration_is_as_asked():
     """A share has mean 1/M and variance (1/M)(1 - 1/M)/(M·alpha + 1)."""
     for alpha in (0.1, 1.0, 50.0):
@@ -318,6 +319,7 @@ def test_of_each_stratum_its_share_is_drawn_without_bias():
     assert (np.abs(often - 90) < 5 * 7.9).all()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "partition", [IID(10_000), Dirichlet(10_000, 0.05), Shards(10_000, 2), DominantClass(10_000)], ids=repr
 )

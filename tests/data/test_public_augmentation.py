@@ -164,6 +164,7 @@ def fit(tiny, data=None, **changes):
     return perada.finetune(tiny.net(), data, **sections(**given))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits_and_keeps_its_augmentation(tiny, tmp_path):
     whole = fit(tiny)
     options = {"logger": True, "default_root_dir": str(tmp_path)}
@@ -179,6 +180,7 @@ def test_a_resumed_run_has_the_same_bits_and_keeps_its_augmentation(tiny, tmp_pa
         fit(tiny, ckpt_path=str(saved), data_options={"augment_public": False}, **options)
 
 
+@pytest.mark.slow
 def test_features_are_not_kept_of_augmented_public_images(tiny):
     """The frozen layers see each changed image; only test images are always the same."""
     found = []

@@ -54,6 +54,7 @@ def test_office_home_has_its_labels_domains_and_a_share_of_each_for_testing(offi
     assert OfficeHome(str(office_home), test_share=0.2, train=False).manifest.paths == test.manifest.paths
 
 
+@pytest.mark.slow
 def test_each_domain_of_office_home_is_a_client_and_no_image_is_read_for_its_label(office_home, monkeypatch):
     reads = []
     read = OfficeHome.read
@@ -68,6 +69,7 @@ def test_each_domain_of_office_home_is_a_client_and_no_image_is_read_for_its_lab
     assert of == [{domain} for domain in DOMAINS]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_read_the_same_batches(office_home):
     def batches(workers):

@@ -337,6 +337,7 @@ RECIPE = {
 }
 
 
+@pytest.mark.slow
 def test_a_recipe_names_the_set_and_a_site_gets_the_images_of_its_own_device(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(RECIPE))

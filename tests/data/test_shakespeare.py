@@ -231,6 +231,7 @@ def test_two_rounds_are_those_of_a_plain_loop(root, algorithm, engine):
     assert run.metrics["rounds"][-1]["global/global_test"] == pytest.approx(float(right.float().mean()))
 
 
+@pytest.mark.slow
 def test_two_rounds_of_an_ensemble_are_those_of_a_plain_loop(root):
     """One stratum: all clients train mode 0 in one round of the age, and mode 1 in the other."""
     options = {"algorithm_options": {"modes": 2, "strata": 1}}
@@ -247,6 +248,7 @@ def test_two_rounds_of_an_ensemble_are_those_of_a_plain_loop(root):
     assert run.metrics["rounds"][-1]["global/global_test"] == pytest.approx(accuracy)
 
 
+@pytest.mark.slow
 def test_perada_distils_on_public_sequences_and_measures_them(root):
     data = served(root, public_fraction=0.2, batch_size=4)
     (found,) = finetune(
@@ -323,6 +325,7 @@ SMALL = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu", "--trainer.
 SMALL += ["--model.backbone=char_lstm_8", "--data.batch_size=4", "--federated.clients_per_round=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

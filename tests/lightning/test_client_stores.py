@@ -53,7 +53,7 @@ def assert_same(run, expected):
 
 
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg_ft", "apfl"])
-@pytest.mark.every(3)
+@pytest.mark.slow
 def test_results_do_not_depend_on_where_clients_are(tiny, tmp_path, algorithm):
     expected = fit(tiny, tmp_path / "device", "device", 3, algorithm=algorithm)
     for store in ("host", "disk", "auto"):
@@ -107,6 +107,7 @@ def test_killed_while_it_stores_its_clients_a_run_goes_on_from_its_checkpoint(ti
     assert_same(fit(tiny, tmp_path, ckpt_path=saved_in(tmp_path)), whole)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_names_and_old_files_go(tiny, tmp_path):
     fit(tiny, tmp_path, rounds=6, clients_per_round=5)
     saved = torch.load(saved_in(tmp_path), weights_only=True)["perada"]["federation"]["clients"]

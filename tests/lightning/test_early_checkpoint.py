@@ -33,7 +33,7 @@ def test_last_is_the_newest_of_the_same_experiment(tiny, tmp_path, other):
     assert len(fit(tiny, tmp_path, 2, ckpt_path="last").metrics["rounds"]) == 2
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("other", "message"),
     [

@@ -361,7 +361,7 @@ class DeviceReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("scaling", [None, LossScaling(2.0**20, 2.0, 0.5, 2)], ids=["single", "float16"])
 @pytest.mark.parametrize("adapter", ["residual", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.every(2)
+@pytest.mark.slow
 def test_local_steps_read_nothing_from_the_device(scaling, adapter):
     """PerAda with momentum, clipping, dropout and BatchNorm, on clients of unequal batches."""
     options = {"dropout": 0.3} if adapter == "residual" else {}
@@ -392,7 +392,7 @@ def test_distillation_reads_nothing_from_the_device(scaling, kind):
     assert reads.found == []
 
 
-@pytest.mark.slow
+@pytest.mark.every(2)
 @pytest.mark.parametrize("half", [0.002, 0.0005])
 def test_one_line_says_where_bfloat16_is_the_slower_one(monkeypatch, caplog, half):
     monkeypatch.setattr(setup, "product_seconds", lambda dtype: half if dtype == torch.bfloat16 else 0.001)

@@ -95,7 +95,7 @@ CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "
     ],
     ids=["swapped", "renamed", "unnamed", "images swapped", "other images"],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(10)
 def test_other_clients_are_refused(tmp_path, kind, options, change, message):
     given = {"names": NAMES, "kind": kind, "public": 20}
     if options:

@@ -257,6 +257,7 @@ def test_a_budget_that_is_spent_ends_the_run_and_its_resumption(tmp_path, monkey
     assert [record["round"] for record in longer.metrics["rounds"]] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_in_the_test_mode_a_round_is_counted_once_since_its_noise_is_the_same(tmp_path):
     options = {"privacy": LEVELS["images"]["privacy"] | {"secure_rng": False}}
     whole = fit(tmp_path / "whole", **options)

@@ -182,7 +182,7 @@ OVERWRITES = "ignore:Checkpoint directory .* exists and is not empty:UserWarning
 
 @pytest.mark.parametrize("algorithm", ALIKE, ids=repr)
 @pytest.mark.filterwarnings(OVERWRITES)
-@pytest.mark.every(4)
+@pytest.mark.slow
 def test_two_rounds_and_two_more_are_four(tmp_path, algorithm):
     privacy = {"noise_multiplier": 8.0, "delta": DELTA, "max_norm": 0.6}
     options = {"dropout": 0.4, "momentum": 0.5, "batch_size": 8, "local_epochs": 1}

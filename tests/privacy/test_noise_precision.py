@@ -86,7 +86,7 @@ def test_all_coordinates_get_the_stated_noise(engine, dtype, precision):
 @pytest.mark.parametrize(
     "adapter", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("lora", "full")), "bottleneck", "head"]
 )
-@pytest.mark.every(8)
+@pytest.mark.slow
 def test_computing_in_half_precision_trains_in_single(adapter, engine):
     """Of a real backbone, whose layers the trainer's precision casts."""
     random = torch.Generator().manual_seed(0)

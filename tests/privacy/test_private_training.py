@@ -68,7 +68,7 @@ def test_three_rounds_equal_the_plain_loop(case, sigma, engine):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "ditto"])
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_full_batches_without_bound_and_noise_are_ordinary_training(case):
     algorithm, _, options = CASES[case]
     options = options | {"batch_size": "full", "local_epochs": 4}

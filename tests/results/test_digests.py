@@ -196,6 +196,7 @@ def save_until(left, folder):
     os._exit(0)
 
 
+@pytest.mark.slow
 @FORKS
 def test_a_save_that_is_killed_at_any_file_operation_leaves_one_run(tmp_path):
     """Every operation on a file after the first may be the last; what is read is all old, or all new."""

@@ -92,7 +92,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(monkeypatch, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.repos, server.url = {}, f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # else it ends after half a second
     for module in (huggingface_hub.constants, huggingface_hub.file_download, huggingface_hub.hf_api):
         for name, value in (("ENDPOINT", server.url), ("HF_HUB_OFFLINE", False)):
             monkeypatch.setattr(module, name, value, raising=False)

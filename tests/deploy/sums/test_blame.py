@@ -162,7 +162,6 @@ def test_random_shares_at_the_end_spoil_nothing_and_are_named(tiny, tmp_path, ca
     assert_mean_of(coordinator, transport.workers, made.names[1:])
 
 
-@pytest.mark.slow
 def test_random_shares_where_all_are_needed_end_the_run_with_a_name(tiny, tmp_path):
     """Of three sites each is needed: the first round is void, and no site trains for a second one."""
     made = parties(tiny, tmp_path, "fedavg", rounds=3)

@@ -68,7 +68,7 @@ def parties(tiny, tmp_path, algorithm="perada", *, loop=None, secure=None, **opt
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.every(24)
+@pytest.mark.every(60)
 def test_a_deployed_run_equals_its_simulation(case, tiny, tmp_path):
     algorithm, options = CASES[case]
     assert_equal(parties(tiny, tmp_path, algorithm, rounds=3, every=3, **options))
@@ -263,7 +263,7 @@ def test_a_server_that_was_stopped_with_all_workers_has_a_void_round(tiny, tmp_p
     assert second.summed == made.names
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["fedavg", "perada"])
 def test_scores_are_those_of_the_simulation_and_no_site_tells_its_own(algorithm, tiny, tmp_path):
     made = parties(tiny, tmp_path, algorithm, module={"metric": ["accuracy", "auroc"]})

@@ -310,7 +310,7 @@ def without(*gone):
     return lie
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [

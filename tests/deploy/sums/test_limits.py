@@ -61,7 +61,7 @@ def sent_after(client, shift):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.every(6)
+@pytest.mark.every(7)
 def test_the_page_says_whose_updates_depend_on_former_rounds(case, tiny, tmp_path):
     algorithm, options = CASES[case]
     worker = parties(tiny, tmp_path, algorithm, **options).worker(0)

@@ -40,6 +40,7 @@ def test_a_site_is_told_what_leaves_it_and_among_whom_it_hides(tiny, tmp_path):
     assert format_sums(client, alone).endswith("2 of 1 others: site1; too few, and no sum will be made")
 
 
+@pytest.mark.slow
 def test_status_shows_who_was_in_which_sum_and_why_in_none(tiny, tmp_path, capsys):
     made = parties(tiny, tmp_path, "fedavg", rounds=3, sizes=FOUR)
 

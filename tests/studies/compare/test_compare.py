@@ -858,6 +858,7 @@ BALANCED = {"class_path": "BalancedDirichlet", "init_args": {"num_clients": 4, "
 CHANGED = {"data": {"flip": True, "partition": BALANCED}, "lr_local": 0.3}
 
 
+@pytest.mark.slow
 def test_variants_are_rows_of_several_changes_each(recipe, tmp_path, monkeypatch):
     section = {"recipes": [recipe], "algorithms": ["ditto", "fedavg"], "variants": {"as it is": {}, "both": CHANGED}}
     (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"compare": section, "training": {"lr_local": 0.7}}))
