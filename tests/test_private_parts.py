@@ -183,7 +183,9 @@ def test_lightning_cli_has_the_methods_that_perada_overrides_and_calls(monkeypat
     for name in ("_parse_ckpt_path", "_run_subcommand"):
         monkeypatch.setattr(LightningCLI, name, lambda self, *args, name=name: called.append((name, *args)))
     args = ["fit", "--trainer.accelerator=cpu", "--trainer.logger=false"]
-    cli = LightningCLI(BoringModel, args=args, save_config_callback=None, seed_everything_default=False)
+    # Without these options it would warn, or write files.
+    options = {"save_config_callback": None, "seed_everything_default": False, "load_from_checkpoint_support": False}
+    cli = LightningCLI(BoringModel, args=args, **options)
     assert called == [("_parse_ckpt_path",), ("_run_subcommand", "fit")]
     assert cli._get(cli.config_init, "trainer").accelerator == "cpu"
     assert {"fit", "validate", "test", "predict"} <= cli._subcommand_parsers.keys()
