@@ -116,8 +116,10 @@ class Cards:
         text = "---\nlibrary_name: peft\n---\n"
         if path.is_file():
             text = path.read_text(encoding="utf-8")
-        is_on_hub = self.run.info["pretrained"] is True and self.base is not None and "/" in self.base
-        with_header = _set_header(text, self.license, self.base if is_on_hub else None)
+        hub_name = None
+        if self.run.info["pretrained"] is True and self.base is not None and "/" in self.base:
+            hub_name = self.base
+        with_header = _set_header(text, self.license, hub_name)
         other_parts = "\n\n".join(filter(None, _WRITTEN_PART.split(with_header))).rstrip()
         written_part = f"{_CARD_START}\n{self._text(client, backbone)}\n{_CARD_END}\n"
         path.write_text(f"{other_parts}\n\n{written_part}", encoding="utf-8")
@@ -137,13 +139,14 @@ class Cards:
             client_name = code(info["adapter_of"])
         # A copy of the global adapter reveals no more of a client than that.
         private_client = client if client in self._clients_with_adapter else None
+        scores = _scores(self.run.metrics, client) if self.scores else None
         return render_template(
             "adapter",
             client=client,
             client_name=client_name,
             client_images=client_images,
             joined=client in self._images_of_joined,
-            scores=_scores(self.run.metrics, client) if self.scores else None,
+            scores=scores,
             backbone=backbone,
             privacy=privacy_card(info.get("privacy"), private_client, self._images_of_joined, client_name),
             **self._facts,
@@ -192,7 +195,8 @@ def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # what
         ValueError, KeyError or TypeError: If it is not the record of a private run of so many clients.
     """
     for level, content in record.items():
-        options_of(Privacy if level == "sample" else ClientPrivacy, level, dict(content["options"]))
+        options_class = Privacy if level == "sample" else ClientPrivacy
+        options_of(options_class, level, dict(content["options"]))
         values_by_client = [content[name] for name in _CLIENT_LISTS[level]]
         check_list(values_by_client, None, num_clients)
         numbers = [content.get("others", 0)]
@@ -225,7 +229,9 @@ def joined_record(record: Record, client_record: Record) -> dict[str, Any]:
     for level, content in record.items():
         joined[level] = dict(content)
         for name in _CLIENT_LISTS[level]:
-            new_values = client_record["sample"][name] if level == "sample" else [0.0]
+            new_values = [0.0]
+            if level == "sample":
+                new_values = client_record["sample"][name]
             joined[level][name] = [*content[name], *new_values]
     return joined
 
@@ -294,7 +300,9 @@ def protection(record: Record | None, client: int | None) -> str:
 
 def _largest_of_others(level: str, content: Record, client: int | None) -> float | None:
     """Return the largest ε of all other clients; None if there are none."""
-    values = content["server" if level == "sample" else "epsilon"]
+    # Only what a client sent can reach another client's adapter.
+    ledger = "server" if level == "sample" else "epsilon"
+    values = content[ledger]
     others = [float(value) for other, value in enumerate(values) if other != client]
     if "others" in content:
         others.append(float(content["others"]))
@@ -307,7 +315,11 @@ def record_of_one(record: Record, client: int) -> dict[str, dict[str, Any]]:
     for level, content in record.items():
         shared[level] = {}
         for name, value in content.items():
-            shared[level][name] = [value[client]] if isinstance(value, list) else value
+            # Lists have one value per client.
+            if isinstance(value, list):
+                shared[level][name] = [value[client]]
+            else:
+                shared[level][name] = value
         largest_of_others = _largest_of_others(level, content, client)
         if largest_of_others is not None:
             shared[level]["others"] = largest_of_others

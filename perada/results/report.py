@@ -128,21 +128,27 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     """
     all_rows = []
     for row in (header, *rows):
-        all_rows.append([printable(cell).replace("|", "¦") for cell in row])
+        all_rows.append([printable(text).replace("|", "¦") for text in row])
     widths = []
     rules = []
     for column in range(len(header)):
-        is_left = column < left
         longest = max(len(row[column]) for row in all_rows)
-        width = max(longest, 1 if is_left else 2)  # a rule has at least three characters
+        # Markdown needs three characters for a rule, of which a colon at its end aligns the column right.
+        if column < left:
+            width = max(longest, 1)
+            rules.append("-" * (width + 2))
+        else:
+            width = max(longest, 2)
+            rules.append("-" * (width + 1) + ":")
         widths.append(width)
-        rules.append("-" * (width + 1) + ("-" if is_left else ":"))
     lines = []
     for row in all_rows:
         cells = []
-        for column, cell in enumerate(row):
-            width = widths[column]
-            cells.append(cell.ljust(width) if column < left else cell.rjust(width))
+        for column, text in enumerate(row):
+            if column < left:
+                cells.append(text.ljust(widths[column]))
+            else:
+                cells.append(text.rjust(widths[column]))
         lines.append(f"| {' | '.join(cells)} |")
     lines.insert(1, f"|{'|'.join(rules)}|")
     return "\n".join(lines)
@@ -195,7 +201,9 @@ def client_table(
     rows.append(["mean ± std", "", *(_mean_cell(name, values) for name, values in scores.items())])
     titles = [title(name) for name in scores]
     text = table(["client", "training images", *titles], rows)
-    return f"{text}\n\n{TEST_MODE}" if test_mode else text
+    if test_mode:
+        text += f"\n\n{TEST_MODE}"
+    return text
 
 
 def notes_on_means(
@@ -220,7 +228,9 @@ def notes_on_means(
                 f"{title(score)} is {value}."
             )
         else:
-            rounds = "the last round" if span == 1 else f"the last {span} rounds"
+            rounds = f"the last {span} rounds"
+            if span == 1:
+                rounds = "the last round"
             lines.append(
                 f"Mean of {title(score)} over the {sum(recent)} of {len(recent)} clients that took part in {rounds}: "
                 f"{value}."
