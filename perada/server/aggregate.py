@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server's rule is given, how it averages, and the base of rules."""
+"""Updates of clients, their mean, and the base classes of server rules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,10 +19,15 @@ WITHOUT_DOUBLE = {"mps"}
 
 
 def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
-    """Weights (C,) of clients, in float64, that sum to one.
+    """Return the weights (C,) of clients, in float64, that sum to one.
 
-    They are ``"uniform"`` (PerAda, Algorithm 1, line 18), or each client's share of the images (FedAvg), of which
-    ``samples`` has the numbers. Another word is a ValueError.
+    Args:
+        weighting: ``"uniform"`` (PerAda, Algorithm 1, line 18), or ``"samples"`` for each client's share of the images
+            (FedAvg).
+        samples: Number of images of each client.
+
+    Raises:
+        OptionError: If there is no such weighting.
 
     >>> client_weights("samples", [1, 3]).tolist()
     [0.25, 0.75]
@@ -35,7 +40,7 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
 
 
 class Updates:
-    """What the C clients of a round sent, by name, each on the rank that trained it.
+    """What the C clients of a round sent, by name, each part on the rank that trained it.
 
     This is not a dictionary, because reading the tensors of all clients is a collective: all ranks must call
     :meth:`gathered` alike. :meth:`mean` is one, too, but moves only one state.
@@ -56,7 +61,9 @@ class Updates:
     ) -> None:
         rows = len(next(iter(own.values()))) if own else 0
         self.own: State = dict(own)
-        self.places = list(range(rows)) if places is None else list(places)
+        self.places = list(range(rows))
+        if places is not None:
+            self.places = list(places)
         self.clients = rows if clients is None else clients
         self.ranks = ranks or Ranks()
         self._gathered: State = {}
@@ -73,7 +80,7 @@ class Updates:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of what was sent, in the order in which it was."""
+        """Names of the tensors that were sent, in their order."""
         return tuple(self.own)
 
     def __contains__(self, name: object) -> bool:
@@ -82,7 +89,7 @@ class Updates:
     def gathered(self, name: str) -> Tensor:
         """Gather the tensor (C, ...) of all clients on every rank.
 
-        This is a collective: all ranks must ask for the same names in the same order, or the job hangs.
+        This is a collective: all ranks must gather the same names in the same order, or the job hangs.
 
         Raises:
             KeyError: If nothing was sent by this name.
@@ -141,10 +148,10 @@ class Updates:
                 largest[name] = value.new_full(value.shape[1:], torch.iinfo(value.dtype).min)
         self.ranks.sum_(sums.values())
         self.ranks.max_(largest.values())
-        return {
-            name: _rounded(sums[name], value.dtype) if name in sums else largest[name]
-            for name, value in self.own.items()
-        }
+        means: State = {}
+        for name, value in self.own.items():
+            means[name] = _rounded(sums[name], value.dtype) if name in sums else largest[name]
+        return means
 
 
 def mean(updates: Updates | Mapping[str, Tensor], weights: Tensor) -> State:
@@ -166,13 +173,13 @@ def mean(updates: Updates | Mapping[str, Tensor], weights: Tensor) -> State:
 
 
 def _beside(stack: Mapping[str, Tensor], weights: Tensor) -> Tensor:
-    """The weights where the stack is, sent once and not for each tensor."""
+    """Copy the weights to the device of the stack: once, and not for each tensor."""
     device = next((value.device for value in stack.values()), weights.device)
     return to_device_async(weights.to(double_dtype(device)), device)
 
 
 def double(value: Tensor) -> Tensor:
-    """``value`` in double precision, or in single where the device has no double.
+    """Convert to double precision, or to single if the device has no double.
 
     Sums of so many bits, once rounded, do not depend on the order in which ranks add them.
     """
@@ -180,7 +187,7 @@ def double(value: Tensor) -> Tensor:
 
 
 def double_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 where the device has no double precision."""
+    """Return float64, or float32 if the device has no double precision."""
     return torch.float32 if device.type in WITHOUT_DOUBLE else torch.float64
 
 
@@ -191,23 +198,26 @@ def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A sum in double precision as a ``dtype``, by way of 41 bits: so it does not depend on the order of the summands.
+    """Round a sum in double precision to 41 bits, and then to a ``dtype``.
 
-    The exact mean of a few numbers often lies halfway between two neighbours, and the last bit of the sum would decide.
+    The result does not depend on the order of the summands. The exact mean of a few numbers often lies halfway between
+    two neighbours of the dtype, and the last bit of the sum would decide between them.
     """
-    if value.dtype == torch.float64 != dtype:
-        scaled = value * (2**12 + 1)  # Veltkamp's splitting
+    if value.dtype == torch.float64 and dtype != torch.float64:
+        # Veltkamp's splitting: the rounding errors of these two operations cut off the lowest 12 bits.
+        scaled = value * (2**12 + 1)
         short = scaled - (scaled - value)
         value = torch.where(short.isfinite(), short, value)
     return value.to(dtype)
 
 
-_INNER = "aggregate/"  # prefix of what the inner rule of a composed rule keeps
+_INNER = "aggregate/"
+"""Prefix of the inner rule's tensors in the state of a composed rule."""
 
 
 @dataclass
 class Aggregation:
-    """What a rule is given in a round.
+    """The input of a rule in a round.
 
     Attributes:
         updates: What the clients sent; it may lack names of ``previous``. ``updates.gathered(name)`` is the tensor
@@ -217,14 +227,14 @@ class Aggregation:
         previous: Global state before the round.
         parameters: Names of trained parameters. Other names are running statistics and counters.
         round: Counted from 0.
-        state: The rule's own tensors, kept between rounds and in checkpoints; empty at first. The rule replaces
-            entries, and does not change tensors in place.
+        state: The rule's own tensors, which are kept between rounds and in checkpoints; empty at first. The rule
+            replaces entries and does not change tensors in place.
         predict: ``predict(models, N, labelled)`` gives probabilities (C, N, K) of models (C, ...) on N of the server's
             images, fewer where there are fewer, and the labels as 0 and 1 (N, K). They are public ones, which the seed
             and the round draw, and have no labels (None), or the first ``labelled`` ones. All ranks call it alike.
             None unless the rule says what it ``needs``.
         factors: The pairs of LoRA's factors among the parameters.
-        metrics: What the rule measures, for the metrics of the round; it adds entries.
+        metrics: Metrics of the round, to which the rule adds its own.
     """
 
     updates: Updates
@@ -243,17 +253,17 @@ class Aggregation:
 
 
 class ServerRule(Options, ABC):
-    """How the server aggregates: call it with an :class:`Aggregation`, get the next global state.
+    """Base class of server rules: call one with an :class:`Aggregation` to get the next global state.
 
-    A rule holds options only, and one that is out of its range is a ValueError. What it remembers goes to
+    A rule has only options; it raises a ValueError for one that is out of range. What it must remember goes to
     :attr:`Aggregation.state`.
 
     Attributes:
-        weighted: Whether the clients' weights count. If not, ``weighting='samples'`` is refused.
-        function_of_mean: Whether the result follows from the mean of the updates and from earlier results alone, so
-            that the mean's noise protects it. Privacy of whole clients accepts only such rules, and tries at set-up
-            whether it is true.
-        needs: Images of the server's whose predictions it looks at: ``public`` or ``labelled`` ones, or None.
+        weighted: Whether the clients' weights matter. If not, ``weighting='samples'`` is rejected.
+        function_of_mean: Whether the result depends only on the mean of the updates and on earlier results, so that
+            noise on the mean protects it. Client-level privacy accepts only such rules, and checks at set-up that it
+            is true.
+        needs: Images of the server on which it needs predictions: ``public`` or ``labelled`` ones, or None.
         needs_factors: Whether clients must send both of LoRA's factors of a layer.
     """
 
@@ -264,11 +274,11 @@ class ServerRule(Options, ABC):
 
     @property
     def kind(self) -> str:
-        """What saved tensors belong to: training resumes only with a rule of the same kind."""
+        """Identifies the owner of saved tensors: training resumes only with a rule of the same kind."""
         return type(self).__name__
 
     def check(self, clients: int) -> None:
-        """Refuse, by a ValueError, to aggregate the updates of so few clients. Most rules accept any number."""
+        """Raise a ValueError if the rule needs more clients in a round. Most rules accept any number."""
 
     @abstractmethod
     def __call__(self, aggregation: Aggregation) -> State:
@@ -289,7 +299,10 @@ class Mean(ServerRule):
 
 
 class ComposedRule(ServerRule):
-    """A rule on the result of another one. A class states ``function_of_mean`` for the case that this is the mean."""
+    """Base class of rules on the result of an inner rule.
+
+    A class sets ``function_of_mean`` for the case that the inner rule is the mean.
+    """
 
     def __init__(self, aggregate: ServerRule | None) -> None:
         if aggregate is not None and not isinstance(aggregate, ServerRule):
@@ -306,15 +319,15 @@ class ComposedRule(ServerRule):
 
     @property
     def kind(self) -> str:
-        """The class, and the kind of the inner rule."""
+        """Name of the class, and the kind of the inner rule."""
         return f"{type(self).__name__} on {self.aggregate.kind}"
 
     def check(self, clients: int) -> None:
-        """Refuse what the inner rule refuses."""
+        """Raise the errors of the inner rule."""
         self.aggregate.check(clients)
 
     def _aggregate(self, aggregation: Aggregation) -> State:
-        """Result of the inner rule, whose tensors stay apart from this rule's."""
+        """Apply the inner rule, whose state is kept apart from this rule's by a prefix."""
         inner = {key.removeprefix(_INNER): state for key, state in aggregation.state.items() if key.startswith(_INNER)}
         result = self.aggregate(replace(aggregation, state=inner))
         aggregation.state.update({_INNER + key: state for key, state in inner.items()})

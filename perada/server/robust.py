@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server rules that compare clients' updates as a whole, and so withstand some that are wrong or hostile."""
+"""Server rules that compare complete updates of clients, and so withstand some that are wrong or hostile."""
 
-import itertools
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -10,15 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_integer, check_number, floor_share
-from perada.core.states import State
+from perada.core.states import State, expand, per_client
 from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updates, client_weights, double, mean
 
 _STEPS = 1000
+"""Largest number of Weiszfeld's steps."""
 _TOLERANCE = 1e-12
+"""Largest change of a weight at which Weiszfeld's steps end."""
 
 
 class Krum(ServerRule):
-    """The mean of the updates that have close neighbours (multi-Krum; Blanchard et al., NeurIPS 2017).
+    """Average the updates that have close neighbours (multi-Krum; Blanchard et al., NeurIPS 2017).
 
     Of C clients, f are suspected. A client's score is the sum of the squared distances to its C − f − 2 closest others;
     those with the lowest scores are averaged. The distances are those of all floating-point tensors together.
@@ -37,12 +38,15 @@ class Krum(ServerRule):
         self.keep = keep
 
     def check(self, clients: int) -> None:
-        """Refuse so few clients a round that none is suspected, or that the suspected ones could be close together."""
+        """Raise an OptionError if a round has too few clients for any to be suspected, or fewer than 2 f + 3."""
         share = self.suspected
-        enough = next(count for count in itertools.count(clients) if 1 <= floor_share(share, count) <= (count - 3) / 2)
+        suspects = floor_share(share, clients)
+        enough = clients
+        while not 1 <= floor_share(share, enough) <= (enough - 3) / 2:
+            enough += 1
         if enough != clients:
             raise OptionError(
-                f"suspected={share!r} suspects {floor_share(share, clients)} of {clients} clients a round; Krum "
+                f"suspected={share!r} suspects {suspects} of {clients} clients a round; Krum "
                 f"must suspect one at least and needs 2 f + 3 clients to suspect f, here {enough}; sample more, or "
                 "change suspected",
                 name="suspected",
@@ -54,21 +58,26 @@ class Krum(ServerRule):
         distances = squared_distances(inner_products(aggregation)).nan_to_num(torch.inf)
         clients = len(distances)
         suspects = floor_share(self.suspected, clients)
-        distances.fill_diagonal_(torch.inf)  # no neighbour of its own
-        scores = distances.sort(1)[0][:, : max(1, clients - suspects - 2)].sum(1)
-        kept = clients - suspects if self.keep is None else min(self.keep, clients)
-        chosen = scores.argsort(stable=True)[:kept].sort()[0]
-        return mean(_rows(aggregation, chosen), client_weights("uniform", [1] * kept))
+        # No client is its own neighbour.
+        distances.fill_diagonal_(torch.inf)
+        num_neighbours = max(1, clients - suspects - 2)
+        scores = distances.sort(1).values[:, :num_neighbours].sum(1)
+        num_kept = clients - suspects
+        if self.keep is not None:
+            num_kept = min(self.keep, clients)
+        # A stable sort lets the first of several clients with equal scores win on every device.
+        best = scores.argsort(stable=True)[:num_kept]
+        return mean(_rows(aggregation, best.sort().values), client_weights("uniform", [1] * num_kept))
 
 
 class GeometricMedian(ServerRule):
-    """The state whose weighted sum of distances to the clients' is smallest (RFA; Pillutla et al., IEEE TSP 2022).
+    """Find the state whose weighted sum of distances to the clients' is smallest (RFA; Pillutla et al., IEEE TSP 2022).
 
-    It withstands clients of less than half of the weight. The distances are those of all floating-point tensors
-    together. It is found by Weiszfeld's steps, smoothed as in the paper.
+    It withstands hostile clients of less than half of the weight. The distances are those of all floating-point tensors
+    together. The state is found by Weiszfeld's steps, smoothed as in the paper.
 
     Args:
-        smoothing: Distances below it count as it, as a share of the median distance.
+        smoothing: Lower limit of distances, as a share of the median distance.
     """
 
     def __init__(self, smoothing: float = 1e-6) -> None:
@@ -84,31 +93,36 @@ class GeometricMedian(ServerRule):
         chosen = sound.nonzero().flatten()
         products = products[chosen][:, chosen]
         own_weights = aggregation.weights.to(products)[chosen]
-        first = (
-            squared_distances(products).clamp(min=0).sqrt() @ own_weights
-        ).argmin()  # a far update would blur the mean
-        share = torch.eye(len(own_weights), dtype=own_weights.dtype)[first]
-        for _ in range(_STEPS):  # the state is a mean of the updates, so its distances follow from their products
-            squares = products.diagonal() - 2 * products @ share + share @ products @ share
+        # The most central update is the start: far updates would make the mean inexact.
+        pairwise = squared_distances(products).clamp(min=0).sqrt()
+        start = (pairwise @ own_weights).argmin()
+        shares = torch.eye(len(own_weights), dtype=own_weights.dtype)[start]
+        for _ in range(_STEPS):
+            # The state is a mean of the updates, so its distances from them follow from their inner products.
+            squares = products.diagonal() - 2 * products @ shares + shares @ products @ shares
             distances = squares.clamp(min=0).sqrt()
-            least = self.smoothing * distances.median()
-            pull = own_weights / distances.clamp(min=least) if least > 0 else own_weights * (distances <= 0)
-            before = share
-            share = pull / pull.sum()
-            if (share - before).abs().max() <= _TOLERANCE:
+            limit = self.smoothing * distances.median()
+            if limit > 0:
+                pull = own_weights / distances.clamp(min=limit)
+            else:
+                # Most of the updates are this very state.
+                pull = own_weights * (distances <= 0)
+            previous_shares = shares
+            shares = pull / pull.sum()
+            if (shares - previous_shares).abs().max() <= _TOLERANCE:
                 break
-        return mean(_rows(aggregation, chosen), share.cpu())
+        return mean(_rows(aggregation, chosen), shares.cpu())
 
 
 class NormClipping(ComposedRule):
-    """Shortens each client's change to a norm, and aggregates what is left (Sun et al., 2019).
+    """Clip each client's change to a norm, and aggregate the clipped updates (Sun et al., 2019).
 
-    The norm is that of all parameters together. Running statistics are shortened by themselves, to the median of their
-    norms: honest ones may be far longer than any change of parameters.
+    The norm is that of all parameters together. Running statistics are clipped separately, to the median of their
+    norms: honest ones may change far more than any parameter.
 
     Args:
-        max_norm: The largest norm of a change of parameters. Default: the median of the round's.
-        aggregate: What is done with the shortened updates. Default: the mean.
+        max_norm: Largest norm of a change of parameters. Default: the median of the round's norms.
+        aggregate: Rule for the clipped updates. Default: the mean.
     """
 
     def __init__(self, max_norm: float | None = None, aggregate: ServerRule | None = None) -> None:
@@ -128,12 +142,13 @@ class NormClipping(ComposedRule):
             norms = inner_products(aggregation, names).diagonal().clamp(min=0).sqrt()
             limit = norms.nanmedian() if max_norm is None else max_norm
             scale = (limit / norms).clamp(max=1).nan_to_num(1.0).where(norms.isfinite(), 0)
-            updates |= {name: _shortened(updates[name], aggregation.previous[name], scale) for name in names}
+            for name in names:
+                updates[name] = _scale_change(updates[name], aggregation.previous[name], scale)
         return self._aggregate(replace(aggregation, updates=Updates(updates)))
 
 
 class FLTrust(ServerRule):
-    """The mean, in which a client counts as much as its predictions move where the server knows that they should.
+    """Average with weights by how far a client's predictions move in the direction that the server knows to be right.
 
     After Cao et al. (NDSS 2021), whose server trains on a few images with labels, and gives a client the cosine of its
     change and the server's, if it is above 0. Here the change is that of the predictions, so that nothing is trained:
@@ -165,22 +180,21 @@ class FLTrust(ServerRule):
         return NormClipping()(replace(aggregation, weights=trust / trust.sum()))
 
     def trust(self, aggregation: Aggregation) -> Tensor:
-        """The clients' weights (C,) from 0 to 1, before they are divided by their sum."""
+        """Compute the clients' weights (C,) from 0 to 1, before they are divided by their sum."""
         if aggregation.predict is None:
             raise ValueError("FLTrust needs predictions on images, and Aggregation.predict is None; give it")
-        before, _ = aggregation.predict(
-            {key: value[None] for key, value in aggregation.previous.items()}, self.images, self.labels
-        )
+        previous = expand(aggregation.previous, 1)
+        before, _ = aggregation.predict(previous, self.images, self.labels)
         after, targets = aggregation.predict(aggregation.updates, self.images, self.labels)
         moved = (double(after) - double(before)).flatten(1).cpu()
         sound = moved.isfinite().all(1)
         if not sound.any():
             return torch.zeros(len(moved), dtype=torch.float64)
         if targets is None:
-            towards = moved[sound].quantile(0.5, dim=0)
+            direction = moved[sound].quantile(0.5, dim=0)
         else:
-            towards = (double(targets) - double(before[0])).flatten().cpu()
-        return F.cosine_similarity(moved, towards[None]).clamp(min=0).where(sound, 0)
+            direction = (double(targets) - double(before[0])).flatten().cpu()
+        return F.cosine_similarity(moved, direction.unsqueeze(0)).clamp(min=0).where(sound, 0)
 
 
 def inner_products(aggregation: Aggregation, names: Collection[str] | None = None) -> Tensor:
@@ -200,25 +214,29 @@ def inner_products(aggregation: Aggregation, names: Collection[str] | None = Non
             continue
         if names is not None and name not in names:
             continue
-        # From the state before the round: between rows far from zero, differences would be lost.
+        # Relative to the state before the round: products of rows far from zero would lose their differences.
         change = (double(value) - double(aggregation.previous[name]).to(value.device)).flatten(1)
-        with torch.autocast(value.device.type, enabled=False):  # it would multiply in half precision
+        # Autocast would multiply in half precision.
+        with torch.autocast(value.device.type, enabled=False):
             products += (change @ change.T).to("cpu", torch.float64)
     return products
 
 
 def squared_distances(products: Tensor) -> Tensor:
-    """Squared distances (C, C) of vectors whose inner products (C, C) are aggregation."""
+    """Compute the squared distances (C, C) of vectors from their inner products (C, C)."""
     squares = products.diagonal()
-    return squares[:, None] + squares - 2 * products
+    return squares.unsqueeze(1) + squares - 2 * products
 
 
 def _rows(aggregation: Aggregation, chosen: Tensor) -> State:
+    """Select the updates of some clients. A collective."""
     return {name: value[chosen.to(value.device)] for name, value in aggregation.updates.gathered_all().items()}
 
 
-def _shortened(value: Tensor, previous: Tensor, scale: Tensor) -> Tensor:
+def _scale_change(value: Tensor, previous: Tensor, scale: Tensor) -> Tensor:
+    """Multiply the clients' changes of a tensor (C, ...) by factors (C,)."""
     start = double(previous).to(value.device)
-    share = scale.to(start).view(-1, *[1] * start.dim())
-    change = (double(value) - start).where(share > 0, 0)  # of what is not finite, nothing is left
-    return (start + share * change).to(value.dtype)
+    factors = per_client(scale.to(start), value)
+    # A change that is not finite has the factor 0, but 0 · NaN is NaN.
+    change = (double(value) - start).where(factors > 0, 0)
+    return (start + factors * change).to(value.dtype)

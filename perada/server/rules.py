@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server rules: how the clients' updates of a round become the next global state."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
 
@@ -16,7 +15,7 @@ from perada.server.robust import FLTrust, GeometricMedian, Krum, NormClipping
 
 
 class _Coordinatewise(ServerRule):
-    """A rule on the sorted values of each coordinate. A NaN counts as the largest."""
+    """Base class of rules on the sorted values of each coordinate. A NaN counts as the largest value."""
 
     weighted = False
 
@@ -32,23 +31,27 @@ class _Coordinatewise(ServerRule):
 
     @abstractmethod
     def _reduce(self, ordered: Tensor) -> Tensor:
-        """What the rule makes (...) of the values (C, ...), which rise along C."""
+        """Reduce the values (C, ...), sorted along C in ascending order, to one (...)."""
 
 
 class Median(_Coordinatewise):
-    """The coordinate-wise median (Yin et al., ICML 2018, Algorithm 1, option I).
+    """Take the coordinate-wise median (Yin et al., ICML 2018, Algorithm 1, option I).
 
-    It withstands nonsense from fewer than half of the clients. Of an even number, the two in the middle are averaged.
+    It withstands arbitrary values from fewer than half of the clients. The median of an even number of clients is the
+    mean of the two in the middle.
     """
 
     def _reduce(self, ordered: Tensor) -> Tensor:
         low = ordered[(len(ordered) - 1) // 2]
         high = ordered[len(ordered) // 2]
-        return low.clone() if len(ordered) % 2 else low / 2 + high / 2  # halved first: the sum may not fit in float16
+        if len(ordered) % 2:
+            return low.clone()
+        # Halved first, since the sum could overflow in float16.
+        return low / 2 + high / 2
 
 
 class TrimmedMean(_Coordinatewise):
-    """The coordinate-wise mean without the lowest and highest values (Yin et al., ICML 2018, Algorithm 1, option II).
+    """Average each coordinate without its lowest and highest values (Yin et al., ICML 2018, Algorithm 1, option II).
 
     Args:
         trim: Share of the clients dropped at each end, between 0 and 1/2: ``floor(trim * C)`` of C clients.
@@ -59,9 +62,11 @@ class TrimmedMean(_Coordinatewise):
         self.trim = trim
 
     def check(self, clients: int) -> None:
-        """Refuse so few clients a round that none would be dropped."""
+        """Raise an OptionError if so few clients take part in a round that none would be dropped."""
         if floor_share(self.trim, clients) == 0:
-            need = next(c for c in range(clients + 1, math.ceil(1 / self.trim) + 2) if floor_share(self.trim, c))
+            need = clients + 1
+            while floor_share(self.trim, need) == 0:
+                need += 1
             raise OptionError(
                 f"trim={self.trim!r} drops none of {clients} clients a round; sample at least {need}, or raise trim",
                 name="trim",
@@ -71,22 +76,22 @@ class TrimmedMean(_Coordinatewise):
     def _reduce(self, ordered: Tensor) -> Tensor:
         cut = floor_share(self.trim, len(ordered))
         remaining = ordered[cut : len(ordered) - cut]
-        return mean({"": remaining}, client_weights("uniform", [1] * len(remaining)))[
-            ""
-        ]  # halves are summed as elsewhere
+        # By the common function, which sums half precision in double precision.
+        means = mean({"coordinates": remaining}, client_weights("uniform", [1] * len(remaining)))
+        return means["coordinates"]
 
 
 class ModifiedLocalGD(ComposedRule):
-    """Pulls the aggregate back to where the run began: w ← (1 − α_k) w⁰ + α_k · aggregate.
+    """Pull the aggregate back to the initial state of the run: w ← (1 − α_k) w⁰ + α_k · aggregate.
 
-    Zhu, Vardhan & Mazumdar, Algorithm 3 (Modified Local-GD). Parameters and running statistics are moved so. Counters
+    Zhu, Vardhan & Mazumdar, Algorithm 3 (Modified Local-GD). It applies to parameters and running statistics; counters
     take the aggregate's value.
 
     Args:
         alpha: A constant α instead of the schedule. With 1 this is ``aggregate``, to the last bit.
         power: The schedule α_k = 1 − (k + 1)^−power for rounds k = 1, 2, …; the paper's example is 1. Its theorem needs
             Σ (1 − α_k) = ∞, and so a power of at most 1.
-        aggregate: What is pulled back. Default: the mean.
+        aggregate: Rule whose result is pulled back. Default: the mean.
     """
 
     function_of_mean = True
@@ -99,12 +104,15 @@ class ModifiedLocalGD(ComposedRule):
         self.power = power
 
     def share(self, round: int) -> float:
-        """The α of a round, counted from 0.
+        """Return the α of a round, counted from 0.
 
         >>> [ModifiedLocalGD().share(round) for round in (0, 1, 3)]
         [0.5, 0.6666666666666667, 0.8]
         """
-        return 1 - (round + 2) ** -self.power if self.alpha is None else self.alpha
+        if self.alpha is not None:
+            return self.alpha
+        # The paper counts rounds from 1.
+        return 1 - (round + 2) ** -self.power
 
     def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
@@ -119,12 +127,14 @@ class ModifiedLocalGD(ComposedRule):
         for key, end in target.items():
             exact = torch.promote_types(end.dtype, torch.float32)
             start = initial[key].to(end.device, exact)
-            moved[key] = ((1 - alpha) * start + alpha * end.to(exact)).to(end.dtype) if end.is_floating_point() else end
+            moved[key] = end
+            if end.is_floating_point():
+                moved[key] = ((1 - alpha) * start + alpha * end.to(exact)).to(end.dtype)
         return moved
 
 
 class _Optimizer(ComposedRule):
-    """Treats the aggregate's change Δ of the parameters as minus a gradient, and takes a step with it."""
+    """Base class of rules that take a step with the aggregate's change Δ of the parameters as the negative gradient."""
 
     function_of_mean = True
 
@@ -134,12 +144,13 @@ class _Optimizer(ComposedRule):
         self.lr = lr
 
     def __call__(self, aggregation: Aggregation) -> State:
-        target = self._aggregate(aggregation)  # whose statistics stay: a variance that overshot could become negative
-        return target | {
-            key: self._moved(aggregation, key, value)
-            for key, value in target.items()
-            if key in aggregation.parameters and value.is_floating_point()
-        }
+        target = self._aggregate(aggregation)
+        result = dict(target)
+        # Running statistics stay those of the aggregate: a variance that overshot could become negative.
+        for key, value in target.items():
+            if key in aggregation.parameters and value.is_floating_point():
+                result[key] = self._moved(aggregation, key, value)
+        return result
 
     def _moved(self, aggregation: Aggregation, key: str, target: Tensor) -> Tensor:
         exact = torch.promote_types(target.dtype, torch.float32)  # τ² and small changes would vanish in half precision
@@ -149,17 +160,17 @@ class _Optimizer(ComposedRule):
 
     @abstractmethod
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
-        """Direction of the step for Δ = ``delta``; reads and replaces ``state[...][key]``."""
+        """Compute the direction of the step for Δ = ``delta``; read and replace ``state[...][key]``."""
 
 
 def _kept(state: dict[str, State], name: str, key: str, delta: Tensor, start: float) -> Tensor:
-    """``state[name][key]`` where Δ is; before the first round, ``start`` everywhere."""
+    """Return ``state[name][key]`` on Δ's device; before the first round, ``start`` everywhere."""
     return state.get(name, {}).get(key, torch.full_like(delta, start)).to(delta)
 
 
-def _keep(state: dict[str, State], name: str, key: str, value: Tensor) -> Tensor:
+def _keep(state: dict[str, State], name: str, key: str, value: Tensor) -> None:
+    """Set ``state[name][key]`` for the next round, without changing the dictionary that a checkpoint may hold."""
     state[name] = state.get(name, {}) | {key: value}
-    return value
 
 
 class FedAvgM(_Optimizer):
@@ -178,10 +189,14 @@ class FedAvgM(_Optimizer):
 
     def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
-        return self._aggregate(aggregation) if (self.lr, self.momentum) == (1, 0) else super().__call__(aggregation)
+        if self.lr == 1 and self.momentum == 0:
+            return self._aggregate(aggregation)
+        return super().__call__(aggregation)
 
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
-        return _keep(state, "momentum", key, self.momentum * _kept(state, "momentum", key, delta, 0.0) + delta)
+        momentum = self.momentum * _kept(state, "momentum", key, delta, 0.0) + delta
+        _keep(state, "momentum", key, momentum)
+        return momentum
 
 
 class FedAdam(_Optimizer):
@@ -214,13 +229,14 @@ class FedAdam(_Optimizer):
         self.tau = tau
 
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
-        first = _kept(state, "momentum", key, delta, 0.0)
-        first = _keep(state, "momentum", key, self.beta1 * first + (1 - self.beta1) * delta)
-        second = self._second(_kept(state, "variance", key, delta, self.tau**2), delta.square())
-        return first / (_keep(state, "variance", key, second).sqrt() + self.tau)
+        momentum = self.beta1 * _kept(state, "momentum", key, delta, 0.0) + (1 - self.beta1) * delta
+        _keep(state, "momentum", key, momentum)
+        variance = self._second(_kept(state, "variance", key, delta, self.tau**2), delta.square())
+        _keep(state, "variance", key, variance)
+        return momentum / (variance.sqrt() + self.tau)
 
     def _second(self, v: Tensor, squared: Tensor) -> Tensor:
-        """Next v, given Δ²."""
+        """Compute the next v, given Δ²."""
         return self.beta2 * v + (1 - self.beta2) * squared
 
 
@@ -272,7 +288,7 @@ SERVER_RULES: dict[str, Callable[[], ServerRule]] = {
 
 
 def make_rule(name: str | ServerRule) -> ServerRule:
-    """The rule called ``name`` with its default options; a :class:`ServerRule` is returned as it is.
+    """Return the rule called ``name`` with its default options; a :class:`ServerRule` is returned as it is.
 
     >>> make_rule("trimmed_mean").trim
     0.1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over clients in whole numbers modulo 2⁶⁴, as those of secure aggregation are, and what can be made of them."""
+"""Sums over clients in integers modulo 2⁶⁴, as in secure aggregation, and means computed from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +14,19 @@ from perada.server.aggregate import Updates, double
 
 @dataclass(frozen=True)
 class SecureSums:
-    """The server gets to see sums over a round's clients, and nothing of a single one.
+    """Let the server see only sums over a round's clients.
 
-    Numbers are rounded to multiples of 2^−``fraction_bits``, and added up modulo 2⁶⁴, in which masks of sites are
-    uniform and cancel exactly (Bonawitz et al., CCS 2017). A simulation has the same numbers without masks.
+    Numbers are rounded to multiples of 2^−``fraction_bits`` and added up modulo 2⁶⁴, where the masks of sites are
+    uniform and cancel exactly (Bonawitz et al., CCS 2017). A simulation computes the same numbers without masks.
 
     Args:
-        min_sites: Clients in a sum at least; a round with fewer is void. Of a sum of two, each knows the other's part.
+        min_sites: Smallest number of clients in a sum; a round with fewer is void. In a sum of two, each knows the
+            other's part.
         threshold: More than this share of a round's clients must stay until its end; at least 2/3. Up to half of
             ``min_sites`` may then collude with the server: to have two lists of one sum signed, it needs the help of
             2 :meth:`least` − n of n sites.
-        fraction_bits: Bits behind the point. A mean is off by at most 2^−(``fraction_bits`` + 1). What does not fit in
-            the bits before the point counts as broken; nothing is clipped.
+        fraction_bits: Bits behind the binary point. The error of a mean is at most 2^−(``fraction_bits`` + 1). An
+            update that does not fit into the bits before the point is dropped; nothing is clipped.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -43,15 +44,15 @@ class SecureSums:
         check_integer("secure_sums: fraction_bits", self.fraction_bits, 8, le=40)
 
     def least(self, sites: int) -> int:
-        """How many of so many sites must be there at the end."""
+        """Return how many of a round's sites must stay until its end."""
         return max(self.min_sites, int(self.threshold * sites) + 1)
 
     def limit(self, sites: int) -> float:
-        """What a magnitude must be below, so that the sum over so many sites does not wrap around."""
+        """Return the bound below which magnitudes must be, so that the sum over the sites does not overflow."""
         return 2.0 ** (62 - self.fraction_bits) / sites
 
     def to_integers(self, values: Tensor, sites: int) -> Tensor:
-        """The nearest multiples as whole numbers (int64, by two's complement modulo 2⁶⁴); halves go to the even one.
+        """Round to multiples of 2^−``fraction_bits``, as integers (int64); halves are rounded to even.
 
         Raises:
             ValueError: If a value is not finite, or too large for the sum over so many ``sites``.
@@ -61,8 +62,14 @@ class SecureSums:
         """
         values = double(values)
         limit = self.limit(sites)
-        least, most = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)
-        if not -limit < least <= most < limit:  # of NaN too
+        smallest = 0.0
+        largest = 0.0
+        if values.numel():
+            extremes = values.aminmax()
+            smallest = float(extremes.min)
+            largest = float(extremes.max)
+        # Written such that NaN, which compares false, is rejected too.
+        if not -limit < smallest <= largest < limit:
             wrong = values[~(values.abs() < limit)][0]
             raise ValueError(
                 f"{float(wrong)} cannot be added up by {sites} sites with fraction_bits="
@@ -72,7 +79,7 @@ class SecureSums:
         return (values * 2.0**self.fraction_bits).round_().to(torch.int64)
 
     def real(self, total: Tensor) -> Tensor:
-        """The real numbers of a sum, in double precision.
+        """Convert a sum of integers to real numbers, in double precision.
 
         >>> SecureSums(fraction_bits=8).real(torch.tensor([384 - 64])).tolist()
         [1.25]
@@ -80,34 +87,48 @@ class SecureSums:
         return total.double() * 2.0**-self.fraction_bits
 
     def summable(self, updates: Updates, shares: Sequence[float], places: Sequence[int]) -> list[int]:
-        """Those of the clients at the ``places`` whose states, times their shares (C,), can be added up."""
-        most = torch.zeros(updates.clients, dtype=torch.float64)
+        """Select the clients whose states, times their shares (C,), can be added up. A collective.
+
+        Args:
+            updates: What the clients sent.
+            shares: Weight of each client.
+            places: Clients to select from, by their place among all.
+        """
+        magnitudes = torch.zeros(updates.clients, dtype=torch.float64)
         for value in updates.own.values():
             if len(value) and value[0].numel():
-                largest = double(value).reshape(len(value), -1).abs().amax(1).to(most)
-                most[updates.places] = torch.maximum(most[updates.places], largest)
-        updates.ranks.sum_([most])
-        return [place for place in places if float(most[place]) * shares[place] < self.limit(updates.clients)]
+                largest = double(value).reshape(len(value), -1).abs().amax(1).to(magnitudes)
+                magnitudes[updates.places] = torch.maximum(magnitudes[updates.places], largest)
+        # Each rank has zeros for the clients of the others.
+        updates.ranks.sum_([magnitudes])
+        limit = self.limit(updates.clients)
+        return [place for place in places if float(magnitudes[place]) * shares[place] < limit]
 
     def mean(self, updates: Updates, shares: Sequence[float]) -> State:
-        """The weighted mean of what clients sent, from sums of whole numbers; ``shares`` (C,) need not add up to one.
+        """Compute the weighted mean of the updates from sums of integers. A collective.
 
-        Counters of BatchNorm are averaged too, and rounded: their maximum is not a sum.
+        Counters of BatchNorm are averaged too, and rounded, since their maximum is not a sum.
+
+        Args:
+            updates: What the clients sent.
+            shares: Weight of each client; they need not sum to one.
         """
-        own_shares = torch.tensor([shares[place] for place in updates.places], dtype=torch.float64)
-        sums = dict[str, Tensor]()
-        all_shares = sum(shares)
+        local_shares = torch.tensor([shares[place] for place in updates.places], dtype=torch.float64)
+        total_share = sum(shares)
+        sums: State = {}
         for key, value in updates.own.items():
-            shared = double(value) * per_client(own_shares.to(value.device), value)
-            sums[key] = self.to_integers(shared, updates.clients).sum(0)
+            weighted = double(value) * per_client(local_shares.to(value.device), value)
+            sums[key] = self.to_integers(weighted, updates.clients).sum(0)
         updates.ranks.sum_(sums.values())
-        means = {key: self.real(total) / all_shares for key, total in sums.items()}
-        return {
-            key: (means[key] if value.is_floating_point() else means[key].round()).to(value.dtype)
-            for key, value in updates.own.items()
-        }
+        means: State = {}
+        for key, value in updates.own.items():
+            mean = self.real(sums[key]) / total_share
+            if not value.is_floating_point():
+                mean = mean.round()
+            means[key] = mean.to(value.dtype)
+        return means
 
     def rows(self, updates: Updates, shares: Sequence[float]) -> Updates:
-        """What the server gets to see: the mean in every row."""
+        """Replace every client's row by the mean, which is all that the server may see."""
         mean = self.mean(updates, shares)
         return Updates(expand(mean, len(updates.places)), updates.places, updates.clients, updates.ranks)
