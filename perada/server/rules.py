@@ -112,7 +112,7 @@ class ModifiedLocalGD(ComposedRule):
         if self.alpha is not None:
             return self.alpha
         # The paper counts rounds from 1.
-        return 1 - (round + 2) ** -self.power
+        return 1 - float((round + 2) ** -self.power)
 
     def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
