@@ -30,8 +30,8 @@ def find_journals(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
     for path in map(Path, saved.get("journals", [])):
         moved = Path(os.path.normpath(folder / os.path.relpath(path, former_folder)))
         # Journals are written to, and a checkpoint from elsewhere may name any file.
-        named = [candidate for candidate in (path, moved) if candidate.name == JOURNAL and candidate.is_file()]
-        existing = [candidate for candidate in named if not candidate.is_symlink()]
+        files = [candidate for candidate in (path, moved) if candidate.name == JOURNAL and candidate.is_file()]
+        existing = [candidate for candidate in files if not candidate.is_symlink()]
         # That of the checkpoint's own run is missed where it is read, with an error.
         if not existing and path.parent != former_folder:
             rank_zero_warn(
