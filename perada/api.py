@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python call: the same objects as a recipe's, built from arguments, and the names that options have in both."""
+"""The Python call: the same objects as a recipe's, built from arguments."""
 
 import inspect
 import re
@@ -36,7 +36,7 @@ from perada.results.run import Run
 from perada.server import Distillation, SecureSums, ServerRule, make_rule
 from perada.server.aggregate import Weighting
 
-__all__ = ["FULL_NAMES", "argument_texts", "finetune", "full_name", "make_trainer"]
+__all__ = ["argument_texts", "finetune", "make_trainer"]
 SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
 """Sections of a recipe and the classes whose arguments they have."""
 OPTION_CLASSES: dict[str, type] = {
@@ -330,36 +330,6 @@ def _distillation(
     if algorithm.uses_distillation:
         rank_zero_info(f"{type(algorithm).__name__} runs without distillation: the data has no public set")
     return replace(options, steps=0)
-
-
-def _full_names() -> dict[str, str]:
-    """Return the name in recipes of each argument of :func:`finetune` that has another one there."""
-    arguments = inspect.signature(finetune).parameters.keys() - {"data", *OPTION_CLASSES}
-    names = {}
-    for section, kind in {**SECTIONS, "training": Training}.items():
-        for name in inspect.signature(kind).parameters:
-            if name in arguments:
-                names[name] = f"{section}.{name}"
-    names["rounds"] = "trainer.max_epochs"
-    names["eval_every"] = "trainer.check_val_every_n_epoch"
-    names["seed"] = "seed_everything"
-    return names
-
-
-FULL_NAMES = _full_names()
-"""The options of recipes and command lines that arguments of :func:`finetune` are; both names can be used there."""
-
-
-def full_name(name: str) -> str:
-    """Return the name of an option in recipes.
-
-    >>> full_name("rounds"), full_name("lr_local"), full_name("distillation.steps")
-    ('trainer.max_epochs', 'training.lr_local', 'distillation.steps')
-    """
-    first, dot, rest = name.partition(".")
-    if first in FULL_NAMES:
-        return f"{FULL_NAMES[first]}{dot}{rest}"
-    return name
 
 
 def argument_texts(documented: Callable[..., Any]) -> dict[str, str]:

@@ -183,18 +183,16 @@ def arguments_of(kind: type) -> Parts:
 
 
 def options() -> dict[str, Parts]:
-    """Options of recipes by their full names with types and defaults; of the short names what they stand for."""
-    from perada.api import FULL_NAMES
+    """Options of recipes by their names, with types and defaults."""
     from perada.cli.parser import TRAINER_TEXTS, recipe_schema
     from perada.models.adapted import ADAPTERS
 
     top = recipe_schema()["properties"]
-    full = {name: one for name, one in top.items() if name not in FULL_NAMES and name != "compare"}
-    out = dict(_options(full, ""))
+    out = dict(_options({name: schema for name, schema in top.items() if name != "compare"}, ""))
     lightning = {name: {"": "as Lightning has it"} for name in TRAINER_TEXTS if name.startswith("trainer.")}
     out = {name: parts for name, parts in out.items() if not name.startswith("trainer.")} | lightning
     out["model.adapter"] |= dict.fromkeys(ADAPTERS, "")
-    return out | {name: {"": f"is {target}"} for name, target in FULL_NAMES.items()}
+    return out
 
 
 def _options(properties: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Parts]]:

@@ -105,20 +105,17 @@ def call(parts: Parts) -> str:
 
 
 def options(found: dict[str, Parts]) -> list[str]:
-    short = {parts[""].removeprefix("is "): name for name, parts in found.items() if parts[""].startswith("is ")}
     rows, named = [], []
     for name, parts in found.items():
-        if parts[""].startswith("is "):
-            continue
         values, _, default = parts[""].rpartition(" = ") if " = " in parts[""] else (parts[""], "", "")
         if chosen := [part for part in parts if part]:
             named.append((code([name]), code(chosen)))
-        rows.append(
-            (code([name]), code([short[name]] if name in short else []), values, code([default] if default else []))
-        )
-    text = "Options of `trainer` are Lightning's; these have a meaning here. [Recipes](recipes.md) explains both names."
+        rows.append((code([name]), values, code([default] if default else [])))
+    text = (
+        "Options of `trainer` are Lightning's; these have a meaning here. [Recipes](recipes.md) explains their names."
+    )
     return ["## Options of recipes", "", text, "",
-            *table(["option", "short name", "values", "default"], rows),
+            *table(["option", "values", "default"], rows),
             "Names that stand for classes, and classes that are known by their names alone:", "",
             *table(["option", "names"], named)]  # fmt: skip
 

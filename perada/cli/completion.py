@@ -91,11 +91,8 @@ def _options(command: str) -> dict[str, list[str]]:
     options = dict(facts()["commands"][command]["options"])
     # These take the options of recipes too.
     if command in ("fit", "validate", "test", "predict", "check", "compare"):
-        recipe_options = facts()["recipe_options"]
-        for name, values in recipe_options.items():
+        for name, values in facts()["recipe_options"].items():
             options[f"--{name}"] = values
-        for short_name, full_name in facts()["short_names"].items():
-            options[f"--{short_name}"] = recipe_options.get(full_name, [])
     return options
 
 

@@ -13,7 +13,7 @@ from pytorch_lightning.loggers import Logger
 from torch.utils.data import Dataset
 
 import perada.data
-from perada.cli.parser import full_names
+from perada.cli.parser import resolve_names
 from perada.cli.recipes import recipe_text
 from perada.cli.runs import PeradaCLI
 from perada.core.checks import check_integer
@@ -292,7 +292,7 @@ def _class_names_of(dataset: object) -> tuple[str, ...] | None:
 
 
 def _parse_recipe(text: bytes, source: str) -> dict[str, Any]:
-    """Parse a recipe, with full names of options.
+    """Parse a recipe, with classes in place of names.
 
     Args:
         text: Content of its file.
@@ -301,7 +301,7 @@ def _parse_recipe(text: bytes, source: str) -> dict[str, Any]:
     Raises:
         ValueError: If it names a file with options: a site approves the text, and such a file may change.
     """
-    content = full_names(parse_yaml(text, source))
+    content = resolve_names(parse_yaml(text, source))
     if (content.get("trainer") or {}).get("callbacks"):
         raise ValueError("callbacks cannot be deployed: no Trainer is there to call them; leave them out")
     data = content.get("data")

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from jsonargparse import ArgumentParser
 
-from perada.api import FULL_NAMES, OPTION_CLASSES
+from perada.api import OPTION_CLASSES
 from perada.cli.main import COMMANDS, Tree
 from perada.cli.options import COMMANDS_FILE, RECIPE_COMMANDS, SECTIONS_OF_RECIPES, CommandFacts, Facts
 from perada.cli.parser import class_names
@@ -40,7 +40,6 @@ def describe() -> Facts:
             options_by_name[name] = values
     return {
         "lightning": version("pytorch-lightning"),
-        "short_names": dict(FULL_NAMES),
         "sections": list(SECTIONS_OF_RECIPES),
         "recipe_options": options_by_name,
         "commands": commands,

@@ -7,7 +7,7 @@
 
 import json
 from argparse import ArgumentError
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -41,7 +41,6 @@ class Facts(TypedDict):
     """Content of ``commands.json``."""
 
     lightning: str  # version whose Trainer has the options that are listed
-    short_names: dict[str, str]  # of options, and the full names that they stand for
     sections: list[str]  # options that stand for a group of others
     recipe_options: dict[str, list[str]]
     commands: dict[str, CommandFacts]
@@ -101,7 +100,7 @@ def check_options(command: str, words: Sequence[str]) -> None:
                 continue
             proposals = near_names(option, facts()["commands"][command]["options"])
             if not proposals:
-                proposals = [f"--{name}" for name in nearest(option[2:], _recipe_options(), facts()["short_names"])]
+                proposals = [f"--{name}" for name in nearest(option[2:], _recipe_options())]
         else:
             proposals = near_names(option, options)
         remedy = (
@@ -130,14 +129,14 @@ def check_recipe(path: Path) -> None:
             if name == key and isinstance(value, dict) and value:
                 # A misspelt section: its first option tells more.
                 wrong_name = f"{name}.{next(iter(value))}"
-            proposals = nearest(wrong_name, options, facts()["short_names"])
+            proposals = nearest(wrong_name, options)
             remedy = f"did you mean {' or '.join(proposals)}?" if proposals else "`perada fit --help` lists the options"
             raise YamlFileError(f"{path}: there is no option {name!r}; {remedy}")
 
 
 def _recipe_options() -> set[str]:
     """Return the names of all options of recipes, without dashes."""
-    return {*facts()["recipe_options"], *facts()["sections"], *facts()["short_names"]}
+    return {*facts()["recipe_options"], *facts()["sections"]}
 
 
 def _exists(name: str, options: Collection[str]) -> bool:
@@ -159,41 +158,33 @@ def _may_be_lightnings(name: str) -> bool:
     return name.startswith("trainer.") and version("pytorch-lightning") != facts()["lightning"]
 
 
-def nearest(wrong_name: str, options: Collection[str], full_names: Mapping[str, str]) -> list[str]:
+def nearest(wrong_name: str, options: Collection[str]) -> list[str]:
     """Return the options that a wrong name may stand for.
 
     Args:
         wrong_name: Name of an option that does not exist.
         options: Names of all options.
-        full_names: Full names of options by their short names.
 
-    >>> nearest("trainer.rounds", ["trainer.max_epochs", "trainer.max_steps"], {"rounds": "trainer.max_epochs"})
+    >>> nearest("trainer.rounds", ["trainer.max_epochs", "trainer.max_steps"])
     ['trainer.max_epochs']
-    >>> nearest("model.adaptr", ["model.adapter", "data.dataset"], {})
+    >>> nearest("model.adaptr", ["model.adapter", "data.dataset"])
     ['model.adapter']
     """
     section, _, last = wrong_name.rpartition(".")
-    full_options = [name for name in options if name not in full_names]
-    # What each word may stand for: the last part of an option's name, a name used elsewhere, or a short name.
+    # What each word may stand for: the last part of an option's name, or a name used elsewhere.
     meanings: dict[str, list[str]] = {}
-    for name in full_options:
+    for name in options:
         meanings.setdefault(name.rpartition(".")[2], []).append(name)
-    synonyms = dict(names_elsewhere())
-    for short_name, name in full_names.items():
-        synonyms[short_name] = (name,)
-    for word, targets in synonyms.items():
-        existing = [name for name in targets if name in full_options or name.rpartition(".")[0] in full_options]
+    for word, targets in names_elsewhere().items():
+        existing = [name for name in targets if name in options or name.rpartition(".")[0] in options]
         if existing:
             meanings[word] = existing
-    if not section:
-        for short_name in full_names:
-            meanings[short_name] = [short_name]
 
     word = last.replace("-", "_").lower()
     if word not in meanings:
         word = "".join(near_names(word, meanings))  # at most one
     if not word:
-        return near_names(wrong_name, full_options)
+        return near_names(wrong_name, options)
     in_section = [name for name in meanings[word] if section and name.startswith(f"{section}.")]
     return in_section or meanings[word]
 

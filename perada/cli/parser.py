@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of recipes: short and full names, classes by name, `--help`, and a JSON schema for editors."""
+"""Options of recipes: classes by name, `--help`, and a JSON schema for editors."""
 
 import inspect
 import json
@@ -21,11 +21,10 @@ from jsonargparse import ArgumentParser, Namespace, get_loader
 from pytorch_lightning.cli import LightningArgumentParser
 
 from perada.algorithms import ALGORITHM_NAMES, ALGORITHMS, VARIANTS, Algorithm, with_server_rule
-from perada.api import FULL_NAMES, OPTION_CLASSES, SECTIONS, argument_texts, full_name
+from perada.api import OPTION_CLASSES, SECTIONS, argument_texts
 from perada.cli.options import TEXTS
 from perada.cli.parser_errors import missing_module, subclasses
-from perada.cli.recipes import recipe_files, recipe_names
-from perada.core.yaml_files import read_yaml
+from perada.cli.recipes import recipe_files
 from perada.data import ImageSet, Partition
 from perada.server import SERVER_RULES, ServerRule
 from perada.studies.compare.entries import spec_of, words_of
@@ -42,7 +41,7 @@ TRAINER_TEXTS: dict[str, str] = TEXTS["lightning"]
 
 
 class RecipeParser(LightningArgumentParser):
-    """Parses recipes in which options, algorithms and server rules may have short names."""
+    """Parses recipes that name algorithms and server rules."""
 
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:
         """Parse the text of a recipe."""
@@ -51,17 +50,17 @@ class RecipeParser(LightningArgumentParser):
         except yaml.YAMLError:  # the parser reports it
             recipe = None
         if isinstance(recipe, dict):
-            with_full_names = full_names(recipe)
-            if with_full_names != recipe:
-                content = yaml.safe_dump(with_full_names, sort_keys=False, allow_unicode=True)
+            resolved = resolve_names(recipe)
+            if resolved != recipe:
+                content = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True)
         parsed: Namespace = super().parse_string(content, *args, **kwargs)
         return parsed
 
 
 def spelt_out(args: Sequence[str]) -> list[str]:
-    """Expand a command line: options to full names, recipes to files, algorithms and server rules to classes.
+    """Expand a command line: recipes to files, and algorithms and server rules to classes.
 
-    >>> spelt_out(["--rounds", "3", "--algorithm", "perada_no_kd"])[:3]
+    >>> spelt_out(["--trainer.max_epochs", "3", "--federated.algorithm", "perada_no_kd"])[:3]
     ['--trainer.max_epochs', '3', '--federated.algorithm=perada.algorithms.perada.PerAda']
     """
     expanded: list[str] = []
@@ -74,7 +73,7 @@ def spelt_out(args: Sequence[str]) -> list[str]:
         if not option.startswith("--"):
             expanded.append(word)
             continue
-        name = full_name(option[2:])
+        name = option[2:]
         if not equals and name in ("config", *BY_NAME):  # the value is the next word
             value = next(words, "")
         if name == "config" and value:
@@ -93,55 +92,30 @@ def spelt_out(args: Sequence[str]) -> list[str]:
 
 
 def _value_of(name: str, args: Sequence[str]) -> str | None:
-    """Return the value of an option, by either of its names, on a command line; None if it has none."""
+    """Return the value of an option on a command line; None if it has none."""
     for position, word in enumerate(args):
         option, equals, value = word.partition("=")
-        if option.startswith("--") and full_name(option[2:]) == name:
+        if option == f"--{name}":
             return value if equals else "".join(args[position + 1 : position + 2])
     return None
 
 
 def typed_names(args: Sequence[str]) -> dict[str, str]:
-    """Return the name that was typed for each option, on the command line or in a recipe, by its full name."""
-    names: dict[str, str] = {}
-    for recipe in recipe_names(args):
-        for path in recipe_files(recipe):
-            for name in read_yaml(path):
-                if full_name(name) != name:
-                    names[full_name(name)] = name
-    for word in args:
-        option = word.partition("=")[0]
-        if option.startswith("--"):
-            names[full_name(option[2:])] = option
-    return names
+    """Return each option of a command line as it was typed, by its name."""
+    options = [word.partition("=")[0] for word in args]
+    return {option[2:]: option for option in options if option.startswith("--")}
 
 
-def full_names(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe with full names of options, and with classes in place of names of algorithms and server rules.
+def resolve_names(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe with classes in place of names of algorithms and server rules.
 
-    >>> full_names({"rounds": 3, "trainer": {"devices": 1}})
-    {'trainer': {'devices': 1, 'max_epochs': 3}}
+    >>> resolve_names({"federated": {"server_rule": "median"}})
+    {'federated': {'server_rule': {'class_path': 'Median'}}}
+
+    Raises:
+        ValueError: If an option of a section of its own is among those of the loop.
     """
     out = {name: dict(value) if isinstance(value, dict) else value for name, value in content.items()}
-    # Options with fewer sections first: an algorithm comes before its arguments.
-    short_names = sorted(FULL_NAMES.keys() & content.keys(), key=lambda name: FULL_NAMES[name].count("."))
-    for name in short_names:
-        *sections, last = FULL_NAMES[name].split(".")
-        value = out.pop(name)
-        inner = out
-        for section in sections:
-            below: Any = inner.get(section) or {}
-            if isinstance(below, str) and section != "algorithm":
-                raise ValueError(f"{name} cannot be given beside {section}: {below}, a file; put it into that file")
-            inner[section] = {"class_path": below} if isinstance(below, str) else dict(below)
-            inner = inner[section]
-        if sections[-1:] == ["algorithm"]:
-            init_args = dict(inner.get("init_args") or {})
-            inner["init_args"] = init_args
-            inner = init_args
-        if last in inner:
-            raise ValueError(f"{name} and {FULL_NAMES[name]} are the same option; give it once")
-        inner[last] = value
     for name in ALWAYS_SET:
         if name in out and out[name] is None:
             # As for the other sections, null resets what recipes below have set.
@@ -261,7 +235,7 @@ def class_names() -> dict[str, list[str]]:
 
 
 END = """\
-Both names of an option can be used, on the command line and in recipes. NAME.CHILD sets an argument of a class:
+Recipes have the same names, with a section for each part before a dot. NAME.CHILD sets an argument of a class:
 --data.partition.alpha=0.1, --privacy.target_epsilon=3.
   --help WORD                the options with that word in their names, such as --help lr
   --help all                 every option, also those of Lightning's trainer that are seldom needed
@@ -305,11 +279,9 @@ def _is_option(action: Action) -> bool:
 
 
 def _option_names(action: Action) -> list[str]:
-    """Return the short and full names of an option, with dashes."""
-    short_names = [f"--{name}" for name, full in FULL_NAMES.items() if full == action.dest]
+    """Return the names of an option, with dashes."""
     # jsonargparse adds NAME+ for lists.
-    full_option_names = [name for name in action.option_strings if not name.endswith("+")]
-    return list(dict.fromkeys([*short_names, *full_option_names]))
+    return [name for name in action.option_strings if not name.endswith("+")]
 
 
 def _format_options(actions: Iterable[Action]) -> str:
@@ -367,15 +339,6 @@ def recipe_schema() -> Schema:
         top[name] = _arguments(options_class) if name in ALWAYS_SET else _value(options_class | None)
     top["ckpt_path"] = {"type": ["string", "null"]}
     top["weights_only"] = {"type": ["boolean", "null"]}
-    for name, full in FULL_NAMES.items():
-        option: Schema = {"properties": top}
-        for part in full.split("."):
-            # Of a class or its name, the class has the arguments.
-            with_properties = [choice for choice in option.get("anyOf", ()) if "properties" in choice]
-            if with_properties:
-                option = with_properties[0]
-            option = option.get("properties", {}).get(part, {})
-        top[name] = option
     top["compare"] = {"type": "object", "description": "What `perada compare` runs; the rest is for every run."}
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, "title": "perada recipe", **_object(top)}

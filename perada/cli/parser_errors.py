@@ -89,7 +89,7 @@ def unknown_option(message: str, options: list[str]) -> OptionError | None:
         arguments = inspect.signature(getattr(sys.modules[module], name)).parameters
         options = [f"{key.rpartition('.')[0]}.{argument}" for argument in arguments]
     dashes = parts.get("dashes") or ""
-    proposals = [f"{dashes}{name}" for name in nearest(key, options, facts()["short_names"])]
+    proposals = [f"{dashes}{name}" for name in nearest(key, options)]
     remedy = f"did you mean {' or '.join(proposals)}?" if proposals else ""
     if class_path and not proposals:
         remedy = f"its options are {', '.join(arguments)}" if arguments else "it has no options"

@@ -25,7 +25,7 @@ from perada.cli.parser import (
     ALWAYS_SET,
     RecipeParser,
     explained,
-    full_names,
+    resolve_names,
     spelt_out,
     typed_names,
     with_own_classes,
@@ -173,7 +173,7 @@ class PeradaCLI(LightningCLI):
     def _check_rounds(rounds: int | None) -> None:
         """Reject 0 rounds, which nobody asks for on purpose; -1 sets no limit."""
         if rounds not in (None, -1):
-            check_integer("max_epochs", rounds, hint="it is the number of rounds, --rounds")
+            check_integer("max_epochs", rounds, hint="it is the number of rounds, --trainer.max_epochs")
 
     @property
     def loop(self) -> FederatedLoop:
@@ -325,7 +325,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
             options.append(word)
     if not paths:
         raise ValueError("give a recipe: perada check RECIPE; `perada ls` lists those that ship")
-    recipes = [full_names(read_yaml(path)) for path in paths]
+    recipes = [resolve_names(read_yaml(path)) for path in paths]
     result = find_problems(recipes, options)
     for title, lines in (("Errors", result.errors), ("Warnings", result.warnings)):
         if lines:

@@ -47,11 +47,6 @@ class OptionError(ValueError):
         """Name of the option with its section before a dot, as recipes and command lines have it."""
         return self.name.replace(": ", ".")
 
-    def renamed(self, name: str) -> "OptionError":
-        """Return the same error for a caller who set the option under another name."""
-        message = name + str(self).removeprefix(self.name)
-        return OptionError(message, name=name, value=self.value, remedy=self.remedy)
-
 
 class OptionTypeError(OptionError, TypeError):
     """Raised for an option whose value has the wrong type."""

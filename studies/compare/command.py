@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
-from perada.api import argument_texts, full_name
+from perada.api import argument_texts
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
 from perada.studies.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
 from perada.studies.compare.results import NO_POINT, Results, Trial, choose, score, score_text
@@ -205,7 +205,7 @@ def _split_words(words: list[str], parser: ArgumentParser) -> SplitWords:
     destination = split.of_compare
     option = ""
     for word in words:
-        name, equals, value = word.partition("=")
+        name, equals, _ = word.partition("=")
         is_option = word.startswith("-") and not word[1:2].isdigit()  # -1 is a value
         if not is_option:
             # Further values of a repeatable option: --tune A=1 B=2.
@@ -219,7 +219,7 @@ def _split_words(words: list[str], parser: ArgumentParser) -> SplitWords:
         else:
             option = ""
             destination = split.of_fit
-            destination.append(f"--{full_name(name[2:])}{equals}{value}")
+            destination.append(word)
     return split
 
 

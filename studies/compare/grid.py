@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from perada.api import full_name
 from perada.core.seeding import derive_seed
 
 Point = dict[str, str]
@@ -93,7 +92,7 @@ def parse_grid(arguments: Sequence[str], option: str = "--tune") -> Grid:
     for argument in arguments:
         name, _, values_text = argument.removeprefix("--").partition("=")
         values = split_values(values_text)
-        options = [full_name(part) for part in options_of(name)]
+        options = options_of(name)
         if not values or not all(options):
             raise ValueError(
                 f"{option} {argument!r} cannot be read: give NAME=V1,V2,..., for example training.lr_local=0.01,0.1"
@@ -117,7 +116,7 @@ def check_free(name: str, where: str) -> None:
         name: Name of the option.
         where: Beginning of the message.
     """
-    reason = _FIXED.get(full_name(name))
+    reason = _FIXED.get(name)
     if reason is not None:
         raise ValueError(f"{where}: {reason}, so it cannot be tuned or varied")
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import yaml
 from jsonargparse import Namespace
 
-from perada.api import full_name
 from perada.core.checks import check_installed
 from perada.core.text import near_names
 from perada.federation.metrics import score_names
@@ -173,7 +172,7 @@ def parse_variants(arguments: Sequence[str]) -> dict[str, Point]:
         for option, value in leaves(changes):
             check_free(option, f"--variants {name!r}")
             value_text = value if isinstance(value, str) else json.dumps(value)
-            variants[name][full_name(option)] = value_text
+            variants[name][option] = value_text
     return variants
 
 

@@ -13,7 +13,7 @@ from ..recipes import recipe
 
 WRONG = {
     "lerning_rate": 3,
-    "rounds": "many",
+    "trainer": {"max_epochs": "many"},
     "model": {"lr_locl": 3},
     "data": {"batch_size": -3, "partition": {"init_args": {"alhpa": 3}}},
     "federated": {"clients_per_round": 9, "weighting": "sample"},
@@ -44,7 +44,7 @@ def checked(capsys, *words, code=0):
 
 
 def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
-    words = ["--trainer.precision=64", "--xyz", "3", "--lr_personal=-1"]
+    words = ["--trainer.precision=64", "--xyz", "3", "--training.lr_personal=-1"]
     first, *said, _, last = checked(capsys, "tiny.yaml", "wrong.yaml", *words, code=1)
     wanted = [
         "training.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'lion'",
@@ -54,7 +54,7 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
         "trainer.max_epochs: must be an integer, got",
         "unrecognized arguments: --xyz",
         "does not accept option 'lr_locl'; did you mean training.lr_local?",
-        "'lerning_rate' is not accepted; did you mean training.lr_local or training.lr_personal",
+        "'lerning_rate' is not accepted; did you mean training.lr_local or training.lr_personal or distillation.lr",
         "privacy: noise_multiplier=1.0 and target_epsilon=3.0: give one of them",
         "lr_personal must be a finite number >= 0, got -1.0",
         "batch_size must be an integer >= 1 or 'full', got -3",
@@ -69,7 +69,9 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("words", [["tiny.yaml", "--rounds", "7"], ["--rounds=7", "--config", "tiny.yaml"]], ids=str)
+@pytest.mark.parametrize(
+    "words", [["tiny.yaml", "--trainer.max_epochs", "7"], ["--trainer.max_epochs=7", "--config", "tiny.yaml"]], ids=str
+)
 def test_what_can_be_run_is_described_and_nothing_is_trained(capsys, tmp_path, monkeypatch, words):
     monkeypatch.setattr("perada.federation.federation.Federation.begin_round", None)  # no round can be begun
     (said,) = checked(capsys, *words)
@@ -82,14 +84,14 @@ def test_warnings_of_the_set_up_are_said(capsys, monkeypatch):
         warnings.warn("something looks odd", stacklevel=2)
 
     monkeypatch.setattr("perada.lightning.setup.check_images", warned)
-    one, said, _, last = checked(capsys, "tiny.yaml", "--algorithm=fedavg", "--distillation.steps=0")
+    one, said, _, last = checked(capsys, "tiny.yaml", "--federated.algorithm=fedavg", "--distillation.steps=0")
     assert one == "Warnings (1):" and last.startswith("The recipe is valid: ")
     assert said == "- something looks odd"
 
 
 def test_what_would_not_be_private_is_said(capsys):
     words = [
-        "--algorithm=fedavg",
+        "--federated.algorithm=fedavg",
         "--distillation.steps=0",
         "--privacy.noise_multiplier=1",
         "--privacy.delta=0.5",
@@ -106,8 +108,11 @@ def test_what_would_not_be_private_is_said(capsys):
     ("words", "says"),
     [
         (["--data.dataset=Digts"], "data.dataset: there is no class 'Digts'; did you mean 'Digits'?"),
-        (["--adapter=bottleneck"], "adapter 'bottleneck' does not fit backbone 'test_resnet'"),
-        (["--algorithm=fedbn", "--server_rule=kurm"], "federated.server_rule: there is no class 'kurm'"),
+        (["--model.adapter=bottleneck"], "adapter 'bottleneck' does not fit backbone 'test_resnet'"),
+        (
+            ["--federated.algorithm=fedbn", "--federated.server_rule=kurm"],
+            "federated.server_rule: there is no class 'kurm'",
+        ),
     ],
 )
 def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words, says):
@@ -167,11 +172,11 @@ def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
     from opacus.accountants import RDPAccountant
 
     words = [
-        "--algorithm=fedavg",
+        "--federated.algorithm=fedavg",
         "--distillation.steps=0",
         "--data.batch_size=8",
         "--data.public_fraction=0",
-        "--rounds=4",
+        "--trainer.max_epochs=4",
     ]
     words += ["--privacy.noise_multiplier=2", "--privacy.delta=0.01"]
     said = checked(capsys, "tiny.yaml", *words)
@@ -187,9 +192,9 @@ def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
 
 def test_the_noise_of_a_target_and_of_whole_clients_is_printed(capsys):
     words = [
-        "--algorithm=fedavg",
+        "--federated.algorithm=fedavg",
         "--distillation.steps=0",
-        "--rounds=4",
+        "--trainer.max_epochs=4",
         "--data.public_fraction=0",
         "--privacy.delta=0.01",
     ]
@@ -205,7 +210,7 @@ def test_the_noise_of_a_target_and_of_whole_clients_is_printed(capsys):
 
 def test_a_recipe_has_to_be_given():
     with pytest.raises(ValueError, match="give a recipe: perada check RECIPE; `perada ls` lists those that ship"):
-        main(["check", "--rounds=3"])
+        main(["check", "--trainer.max_epochs=3"])
 
 
 def test_an_error_of_the_program_is_none_of_the_recipe(monkeypatch):

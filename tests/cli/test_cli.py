@@ -397,14 +397,14 @@ def test_without_a_logger_nothing_is_written(folder, capsys):
 @pytest.mark.parametrize("rounds", ["0", "-2"])
 @pytest.mark.parametrize("command", ["fit", "check"])
 def test_no_rounds_are_refused(folder, capsys, command, rounds):
-    says = f"max_epochs must be an integer >= 1, got {rounds}; it is the number of rounds, --rounds"
+    says = f"max_epochs must be an integer >= 1, got {rounds}; it is the number of rounds, --trainer.max_epochs"
     if command == "check":
         with pytest.raises(SystemExit):
-            main(["check", "tiny.yaml", f"--rounds={rounds}"])
+            main(["check", "tiny.yaml", f"--trainer.max_epochs={rounds}"])
         assert f"- {says}" in capsys.readouterr().out
     else:
         with pytest.raises(ValueError, match=re.escape(says)):
-            main(["fit", "--config", "tiny.yaml", "--rounds", rounds])
+            main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs", rounds])
     assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
 
 

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from perada import Evaluation, FederatedClassifier, FederatedLoop, Training
-from perada.api import FULL_NAMES, OPTION_CLASSES
+from perada.api import OPTION_CLASSES
 from perada.cli import main
 from perada.cli.parser import MOST_USED, TRAINER_TEXTS
 from perada.cli.runs import PeradaCLI
@@ -45,7 +45,6 @@ def test_help_is_short_and_has_every_option_of_ours(command, capsys):
     wanted = {f"{section}.{name}" for section, kind in own.items() for name in inspect.signature(kind).parameters}
     linked = {"model.image_size", "federated.seed", "data.data", *(f"federated.{name}" for name in OPTION_CLASSES)}
     assert wanted - linked <= set(options(text))
-    assert set(FULL_NAMES) - {name for name in FULL_NAMES if FULL_NAMES[name].count(".") > 1} <= set(options(text))
 
 
 def test_what_most_need_comes_first(capsys):
@@ -60,7 +59,7 @@ def test_all_has_those_of_lightning_and_a_word_finds_some(capsys):
     every = shown(capsys, "fit", "--help=all")
     assert "--trainer.sync_batchnorm" in every
     assert "--trainer.sync_batchnorm" not in shown(capsys, "fit", "--help", "--config", "quickstart")
-    assert options(shown(capsys, "fit", "--help", "lr_local")) == ["lr_local", "training.lr_local"]
+    assert options(shown(capsys, "fit", "--help", "lr_local")) == ["training.lr_local"]
     assert options(shown(capsys, "fit", "--help", "sync_b")) == ["trainer.sync_batchnorm"]
 
 

@@ -206,7 +206,8 @@ def test_an_algorithm_of_ones_own_within_another_is_made_again_from_the_recipe(t
     monkeypatch.chdir(tmp_path)
     base = {"class_path": "my_algorithms_within.Own"}
     recipe = RECIPE | {"data": RECIPE["data"] | {"dataset": "Digits", "train_limit": 60, "test_limit": 30}}
-    recipe["federated"] = {"local_steps": 1} | {"algorithm": {"class_path": "FedEnsemble", "init_args": {"base": base}}}
+    recipe["training"] = {"local_steps": 1}
+    recipe["federated"] = {"algorithm": {"class_path": "FedEnsemble", "init_args": {"base": base}}}
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     main(["fit", "--config", "recipe.yaml", "--federated.algorithm.init_args.modes=2"])
     run = open_run(Path("lightning_logs/version_0"))

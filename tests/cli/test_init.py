@@ -12,12 +12,13 @@ import pytest
 import yaml
 from PIL import Image
 
-from perada import FederatedClassifier, FederatedLoop, Privacy
+from perada import FederatedClassifier, FederatedLoop
+from perada.api import OPTION_CLASSES
 from perada.cli import main
 from perada.cli.data import QUESTIONS, write_recipe
 from perada.cli.recipes import RECIPES
 from perada.cli.runs import PeradaCLI
-from perada.server import Distillation, ServerRule
+from perada.server import ServerRule
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def validator():
     return jsonschema.Draft202012Validator(recipe_schema())
 
 
-SMALL = ["--trainer.logger=false", "--trainer.accelerator=cpu", "--local_steps=1", "--data.train_limit=120"]
+SMALL = ["--trainer.logger=false", "--trainer.accelerator=cpu", "--training.local_steps=1", "--data.train_limit=120"]
 SMALL += ["--data.test_limit=20", "--trainer.enable_progress_bar=false"]
 
 
@@ -58,7 +59,7 @@ def test_what_init_writes_runs(words, capsys, validator):
     main(["init", "--yes", "--rounds", "1", "--output", "new/my.yaml", *words])
     assert "perada fit --config new/my.yaml" in capsys.readouterr().out
     written = read("new/my.yaml")
-    assert (written["rounds"], "privacy" in written) == (1, bool(words))
+    assert (written["trainer"]["max_epochs"], "privacy" in written) == (1, bool(words))
     assert [*validator.iter_errors(written)] == []
     few = ["--data.partition.num_clients=4", *([] if words else ["--distillation.steps=1"])]
     main(["fit", "--config", "new/my.yaml", *SMALL, *few])
@@ -72,7 +73,8 @@ def test_answers_are_asked_for(monkeypatch):
     main(["init"])
     assert len(asked) == len(QUESTIONS) == 4
     written = read("recipe.yaml")
-    assert (written["algorithm"], written["rounds"], "public_fraction" in written["data"]) == ("ditto", 7, False)
+    assert (written["federated"]["algorithm"], written["trainer"]["max_epochs"]) == ("ditto", 7)
+    assert "public_fraction" not in written["data"]
     with pytest.raises(FileExistsError, match=r"'recipe.yaml' exists already; choose another --output or add --force"):
         main(["init", "--yes"])
 
@@ -89,7 +91,9 @@ def test_folders_are_understood(folders, clients, layout):
     (path := Path("mine.yaml")).write_text(write_recipe("it's mine", "perada", "3", ""))
     assert read(path)["data"]["dataset"]["init_args"] == {"root": "it's mine", "layout": layout}
     words = [] if clients == 2 else ["--data.partition.num_clients=3"]  # there are few images
-    cli = PeradaCLI(["--config", "mine.yaml", "--data.public_fraction=0", "--pretrained=false", *words], run=False)
+    cli = PeradaCLI(
+        ["--config", "mine.yaml", "--data.public_fraction=0", "--model.pretrained=false", *words], run=False
+    )
     assert len(cli.datamodule.partition_dict()["train"]) == clients
 
 
@@ -130,14 +134,16 @@ def test_shipped_recipes_fit_the_schema(validator):
     ("keys", "value"),
     [
         (["trainer", "rounds"], 3),
-        (["rounds"], "many"),
-        (["model", "optimizer"], "lion"),
+        (["trainer", "max_epochs"], "many"),
+        (["rounds"], 3),
+        (["training", "optimizer"], "lion"),
         (["model", "lr_locl"], 0.1),
         (["data", "partition", "class"], "Dirichlet"),
         (["federated", "algorithm"], "fedagv"),
-        (["federated", "distillation", "stesp"], 3),
+        (["distillation", "stesp"], 3),
+        (["federated", "distillation"], {"steps": 3}),
         (["privacy"], {"epsilon": 3}),
-        (["distill_steps"], "many"),
+        (["distillation", "steps"], "many"),
         (["federated", "algorithm"], "JoiningRestOfWorld"),  # of the library's own
     ],
 )
@@ -154,20 +160,20 @@ def test_the_schema_refuses_what_is_wrong(validator, keys, value):
 def test_the_schema_has_the_defaults_of_the_classes_that_take_the_options(capsys):
     main(["schema"])
     shown = json.loads(capsys.readouterr().out)["properties"]
-    for section, kind in {"model": FederatedClassifier, "federated": FederatedLoop, "privacy": Privacy}.items():
+    kinds = {"model": FederatedClassifier, "federated": FederatedLoop} | OPTION_CLASSES
+    for section, kind in kinds.items():
         options = shown[section].get("anyOf", [shown[section]])[0]["properties"]
-        defaults = {name: one.default for name, one in signature(kind).parameters.items()}
+        parameters = signature(kind).parameters
+        defaults = {name: parameters[name].default for name in parameters if name not in OPTION_CLASSES}
         told = {name: option["default"] for name, option in options.items() if "default" in option}
         assert told == {name: defaults[name] for name in told} and len(told) >= len(defaults) - 2
-    assert shown["distill_steps"]["default"] == Distillation().steps
 
 
-def test_the_schema_explains_options_by_both_names(capsys):
+def test_the_schema_explains_options(capsys):
     main(["schema"])
     shown = json.loads(capsys.readouterr().out)["properties"]
-    assert shown["lr_local"] == shown["training"]["properties"]["lr_local"]
-    assert shown["rounds"]["description"] == "Communication rounds."
-    assert "learning rate" in shown["lr_local"]["description"].lower()
+    assert shown["trainer"]["properties"]["max_epochs"]["description"] == "Communication rounds."
+    assert "learning rate" in shown["training"]["properties"]["lr_local"]["description"].lower()
 
 
 @pytest.mark.parametrize("name", ["a long name " * 12, "comma, {brace}: #hash", "'quoted' \"twice\"", "ümläut 日本"])
@@ -193,9 +199,9 @@ def test_a_class_of_ones_own_hides_none_of_ours(capsys):
 def test_a_private_recipe_gives_the_server_none_of_the_clients_images(algorithm):
     """On digits it distils on photographs, on images of one's own not at all; its set-up has no objection."""
     write_images("hospitals/north/cat", "hospitals/north/dog", "hospitals/south/cat", "hospitals/south/dog")
-    for images, words in (("", []), ("hospitals", ["--pretrained=false"])):
+    for images, words in (("", []), ("hospitals", ["--model.pretrained=false"])):
         Path("private.yaml").write_text(write_recipe(images, algorithm, "2", "3"))
         written = read("private.yaml")
         assert not {"public_fraction", "validation_fraction"} & set(written["data"])
         assert ("public" in written["data"]) == (not images and algorithm == "perada")
-        main(["check", "private.yaml", *words, "--data.image_size=32", "--backbone=test_resnet"])
+        main(["check", "private.yaml", *words, "--data.image_size=32", "--model.backbone=test_resnet"])

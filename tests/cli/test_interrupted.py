@@ -29,7 +29,9 @@ def run(folder, signal_name, moment, rounds=6):
         "image_size": 16,
         "num_workers": 2,
     }
-    parts["federated"] = {"local_steps": 3, "algorithm": "FedAvg", "distillation": {"steps": 0}}
+    parts["federated"] = {"algorithm": "FedAvg"}
+    parts["training"] = {"local_steps": 3}
+    parts["distillation"] = {"steps": 0}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(parts))
     paths = os.pathsep.join([str(PROGRAM.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(

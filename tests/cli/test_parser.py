@@ -10,7 +10,7 @@ import yaml
 
 import perada
 from perada.algorithms import Algorithm, make_algorithm
-from perada.api import FULL_NAMES, OPTION_CLASSES
+from perada.api import OPTION_CLASSES
 from perada.cli.main import main
 from perada.cli.messages import one_line
 from perada.cli.options import names_elsewhere
@@ -51,18 +51,27 @@ def refused(*words, recipe=None):
     return one_line(caught.value)
 
 
-def test_short_names_are_those_of_the_python_call():
-    own = {"data", "trainer", "trainer_kwargs", "algorithm_options"}  # what Python alone has
-    alike = {*OPTION_CLASSES, "ckpt_path"}  # the same name everywhere
-    assert set(FULL_NAMES) == set(inspect.signature(perada.finetune).parameters) - own - alike
+def test_sections_are_arguments_of_the_python_call():
+    arguments = inspect.signature(perada.finetune).parameters
+    assert set(OPTION_CLASSES) <= set(arguments)
+    fields = {name for kind in OPTION_CLASSES.values() for name in inspect.signature(kind).parameters}
+    flat = {"lr_personal", "lr_local", "local_epochs", "local_steps"}
+    assert fields & set(arguments) == flat | {"batch_size"}  # of the data, and of the distillation
 
 
-def test_every_full_name_is_an_option():
+def test_every_name_of_another_program_stands_for_an_option():
     known = {action.dest for action in config().parser._actions}
-    for name in {*FULL_NAMES.values(), *(target for targets in names_elsewhere().values() for target in targets)}:
+    for name in {target for targets in names_elsewhere().values() for target in targets}:
         above = name.rpartition(".")[0]
         assert name in known or above in known, name
-    assert set(names_elsewhere()) & set(FULL_NAMES) == set()
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [("--rounds", "--trainer.max_epochs"), ("--seed", "--seed_everything"), ("--algorithm", "--federated.algorithm")],
+)
+def test_names_of_python_are_no_options_here_and_the_present_one_is_proposed(word, name):
+    assert refused(f"{word}=3").endswith(f"did you mean {name}?")
 
 
 @pytest.mark.parametrize("section", OPTION_CLASSES)
@@ -76,17 +85,6 @@ def test_a_section_that_is_null_has_the_defaults(section):
     assert getattr(config(recipe={section: None}).loop, section) == OPTION_CLASSES[section]()
 
 
-@pytest.mark.parametrize("where", ["words", "recipe"])
-def test_short_names_work_in_recipes_and_on_the_command_line(where):
-    given = {"rounds": 7, "lr_local": 0.5, "distillation.steps": 3, "seed": 5, "batch_size": 9, "algorithm": "ditto"}
-    given |= {"server_rule": "median"}
-    cli = config(recipe=given) if where == "recipe" else config(*(f"--{name}={value}" for name, value in given.items()))
-    assert (cli.trainer.max_epochs, cli.loop.training.lr_local, cli.loop.seed) == (7, 0.5, 5)
-    assert (cli.loop.distillation.steps, cli.datamodule.batch_size) == (3, 9)
-    assert type(cli.loop.algorithm) is perada.algorithms.Ditto
-    assert type(cli.loop.server_rule).__name__ == "Median"
-
-
 @pytest.mark.parametrize("name", ["perada_no_kd", "fedavg_ft", "fedsim_adapter"])
 def test_algorithms_have_their_names_in_recipes(name):
     made, wanted = config(recipe={"federated": {"algorithm": name}}).loop.algorithm, make_algorithm(name)
@@ -95,15 +93,11 @@ def test_algorithms_have_their_names_in_recipes(name):
 
 
 def test_an_ensemble_names_its_base():
-    recipe = {"algorithm": {"class_path": "fed_ensemble", "init_args": {"base": "perada_no_kd", "modes": 2}}}
+    algorithm = {"class_path": "fed_ensemble", "init_args": {"base": "perada_no_kd", "modes": 2}}
+    recipe = {"federated": {"algorithm": algorithm}}
     made = config(recipe=recipe).loop.algorithm
     assert (made.modes, type(made.base).__name__, made.base.distill) == (2, "PerAda", False)
     assert isinstance(made, Algorithm)
-
-
-def test_both_names_of_an_option_are_refused():
-    recipe = {"rounds": 3, "trainer": {"max_epochs": 4}}
-    assert refused(recipe=recipe) == "rounds and trainer.max_epochs are the same option; give it once"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +105,7 @@ def test_both_names_of_an_option_are_refused():
     [
         ({"trainer": {"rounds": 3}}, "trainer.max_epochs"),
         ({"trianer": {"max_epochs": 3}}, "trainer.max_epochs"),
-        ({"round": 3}, "rounds"),
+        ({"round": 3}, "trainer.max_epochs"),
         ({"max_epochs": 3}, "trainer.max_epochs"),
         ({"epochs": 3}, "trainer.max_epochs or training.local_epochs"),
         ({"model": {"lr": 1}}, "training.lr_local or training.lr_personal or distillation.lr"),
@@ -143,7 +137,7 @@ def test_a_wrong_key_of_a_recipe_proposes_the_nearest(recipe, meant):
         ("--lerning_rate=3", "--training.lr_local or --training.lr_personal or --distillation.lr"),
         ("--modl.adapter=head", "--model.adapter"),
         ("--trainer.max_epoch=3", "--trainer.max_epochs"),  # the beginning of an option, which argparse would take
-        ("--round 3", "--rounds"),
+        ("--round 3", "--trainer.max_epochs"),
         ("--clients 4", "--data.partition.num_clients"),
         ("--lambda=3", "--federated.algorithm.prox_strength"),
     ],
@@ -153,11 +147,13 @@ def test_a_wrong_option_proposes_the_nearest(words, meant):
 
 
 def test_a_class_without_such_an_option_names_those_that_it_has():
-    assert refused("--server_rule", "trimmed_mean", "--server_rule.xyzzy", "3").endswith("its options are trim")
+    assert refused("--federated.server_rule", "trimmed_mean", "--federated.server_rule.xyzzy", "3").endswith(
+        "its options are trim"
+    )
 
 
 def test_a_class_is_refused_under_the_name_that_was_typed():
-    assert refused("--algorithm", "xyzzy").startswith("--algorithm: there is no class 'xyzzy'; ")
+    assert refused("--federated.algorithm", "xyzzy").startswith("--federated.algorithm: there is no class 'xyzzy'; ")
     assert refused("--privacy", "true").startswith("--privacy: must be a mapping of options")
 
 
@@ -180,25 +176,30 @@ def test_nothing_is_proposed_for_what_is_like_nothing(words):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--rounds three", "--rounds: must be an integer, got 'three'"),
-        ("--rounds=2.5", "--rounds: must be an integer, got '2.5'"),
-        ("--trainer.max_epochs=three", "--trainer.max_epochs: must be an integer, got 'three'"),
-        ("--seed abc", "--seed: must be true or false, or an integer, got 'abc'"),
-        ("--batch_size many", "--batch_size: must be an integer, or 'full', got 'many'"),
-        ("--lr_local fast", "--lr_local: must be a number, got 'fast'"),
+        ("--trainer.max_epochs three", "--trainer.max_epochs: must be an integer, got 'three'"),
+        ("--trainer.max_epochs=2.5", "--trainer.max_epochs: must be an integer, got '2.5'"),
+        ("--seed_everything abc", "--seed_everything: must be true or false, or an integer, got 'abc'"),
+        ("--data.batch_size many", "--data.batch_size: must be an integer, or 'full', got 'many'"),
+        ("--training.lr_local fast", "--training.lr_local: must be a number, got 'fast'"),
         ("--training.channels_last maybe", "--training.channels_last: must be true or false, got 'maybe'"),
         ("--training.optimizer sdg", "--training.optimizer: must be one of 'sgd', 'adam', 'adamw', got 'sdg'"),
-        ("--adapter_options 3", "--adapter_options: must be a mapping, {NAME: VALUE}, got '3'"),
+        ("--model.adapter_options 3", "--model.adapter_options: must be a mapping, {NAME: VALUE}, got '3'"),
         ("--distillation.steps abc", "--distillation.steps: must be an integer, got 'abc'"),
-        ("--algorithm=PerAda --algorithm.prox_strength x", "--algorithm.prox_strength: must be a number, got 'x'"),
+        (
+            "--federated.algorithm=PerAda --federated.algorithm.prox_strength x",
+            "--federated.algorithm.prox_strength: must be a number, got 'x'",
+        ),
         ("--privacy.target_epsilon x", "--privacy.target_epsilon: must be a number, got 'x'"),
-        ("--rounds", "--rounds: a value is missing; write --rounds VALUE"),
-        ("--lr_local --seed 3", "--lr_local: a value is missing; write --lr_local VALUE"),
         ("--trainer.max_epochs", "--trainer.max_epochs: a value is missing; write --trainer.max_epochs VALUE"),
         (
-            "--server_rule.nope 3",
-            "--server_rule.nope: is an option of a class, and no class is named; name the class of --server_rule "
-            "first, by --server_rule=CLASS",
+            "--training.lr_local --seed_everything 3",
+            "--training.lr_local: a value is missing; write --training.lr_local VALUE",
+        ),
+        ("--trainer.max_epochs", "--trainer.max_epochs: a value is missing; write --trainer.max_epochs VALUE"),
+        (
+            "--federated.server_rule.nope 3",
+            "--federated.server_rule.nope: is an option of a class, and no class is named; name the class of "
+            "--federated.server_rule first, by --federated.server_rule=CLASS",
         ),
     ],
 )
@@ -209,7 +210,6 @@ def test_a_value_of_a_wrong_type_is_named_with_the_option_as_typed(words, says):
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        ({"rounds": "three"}, "rounds: must be an integer, got 'three'"),
         ({"trainer": {"max_epochs": "three"}}, "trainer.max_epochs: must be an integer, got 'three'"),
         ({"training": {"lr_local": "fast"}}, "training.lr_local: must be a number, got 'fast'"),
     ],
@@ -228,15 +228,10 @@ def test_so_it_is_in_a_recipe(recipe, says):
         ("--trainer.devices=[] --trainer.accelerator=cpu", "devices must be an integer >= 1, "),
         ("--trainer.devices=0,1 --trainer.accelerator=cpu", "devices must be an integer >= 1, "),
         ("--trainer.strategy=dpp", "strategy='dpp' is unknown; did you mean 'ddp'"),
-        ("--algorithm=fedpac", "--algorithm: there is no class 'fedpac'; choose one of perada, "),
+        ("--federated.algorithm=fedpac", "--federated.algorithm: there is no class 'fedpac'; choose one of perada, "),
         ("--evaluation.metric=Accuracy", "metric='Accuracy' is unknown: did you mean accuracy"),
         ("--evaluation.metric=F1Score", "metric='F1Score' is unknown: did you mean MulticlassF1Score"),
     ],
 )
 def test_devices_and_names_are_refused_in_our_words(words, says):
     assert refused(*words.split()).startswith(says)
-
-
-def test_distillation_has_its_short_name_in_front_of_its_options():
-    assert config("--distillation.steps=3").loop.distillation.steps == 3
-    assert config("--distillation.steps=3").loop.distillation.steps == 3

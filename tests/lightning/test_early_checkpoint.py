@@ -66,14 +66,21 @@ def test_the_program_finds_the_recipes_own_run(tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(federated={"distillation": {"steps": 0}})))
-    main(["fit", "--config", "tiny.yaml", "--algorithm=ditto"])
-    main(["fit", "--config", "tiny.yaml", "--algorithm=fedavg"])
-    main(["fit", "--config", "tiny.yaml", "--algorithm=ditto", "--rounds=2", "--ckpt_path=last"])
+    main(["fit", "--config", "tiny.yaml", "--federated.algorithm=ditto"])
+    main(["fit", "--config", "tiny.yaml", "--federated.algorithm=fedavg"])
+    main(["fit", "--config", "tiny.yaml", "--federated.algorithm=ditto", "--trainer.max_epochs=2", "--ckpt_path=last"])
     saved = yaml.safe_load((tmp_path / "lightning_logs" / "version_2" / "config.yaml").read_text())
     assert "version_0" in saved["ckpt_path"]
-    main(["validate", "--config", "tiny.yaml", "--algorithm=fedavg", "--ckpt_path=last"])
+    main(["validate", "--config", "tiny.yaml", "--federated.algorithm=fedavg", "--ckpt_path=last"])
     message = "ckpt_path=last: no checkpoint .* belongs to this run, and the newest, .* its partition is 'IID"
     with pytest.raises(ValueError, match=message):
         main(
-            ["fit", "--config", "tiny.yaml", "--algorithm=ditto", "--data.partition.num_clients=4", "--ckpt_path=last"]
+            [
+                "fit",
+                "--config",
+                "tiny.yaml",
+                "--federated.algorithm=ditto",
+                "--data.partition.num_clients=4",
+                "--ckpt_path=last",
+            ]
         )

@@ -199,10 +199,10 @@ def test_the_program_says_so_and_writes_no_seed(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 def test_a_run_does_not_change_its_generator_on_the_way(tmp_path, section, secure):
     def fit(secure, rounds, **more):
-        sections = {"privacy": None, section: {"noise_multiplier": 5.0, "secure_rng": secure}}
+        levels = {"privacy": None, section: {"noise_multiplier": 5.0, "secure_rng": secure}}
         common = {"adapter": "full", "algorithm": "fedavg", "data": federation(), "seed": SEED}
         saving = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True}
-        return perada.finetune(network(), **sections(rounds=rounds, **common | QUIET | saving | sections | more))
+        return perada.finetune(network(), **sections(rounds=rounds, **common | QUIET | saving | levels | more))
 
     fit(secure, 1)
     path = str(tmp_path / "saved.ckpt")

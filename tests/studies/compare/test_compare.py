@@ -435,11 +435,11 @@ def test_an_algorithm_that_there_is_not_is_refused(recipe, name, says):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_recipes_and_comparisons_mean_the_same_by_a_name(recipe, name):
     """The name is looked up in one table: as an option, in a file, and by `perada compare`."""
-    Path("named.yaml").write_text(f"algorithm: {name}\n")
-    adapter = ["--adapter=lora", "--adapter_options=null"]
+    Path("named.yaml").write_text(f"federated: {{algorithm: {name}}}\n")
+    adapter = ["--model.adapter=lora", "--model.adapter_options=null"]
     cli = PeradaCLI(["--config", recipe], run=False)
     compared = PeradaCLI(["--config", recipe, *ENTRIES[name].words(cli), *adapter], run=False).loop
-    for words in ([f"--algorithm={name}"], ["--config", "named.yaml"]):
+    for words in ([f"--federated.algorithm={name}"], ["--config", "named.yaml"]):
         loop = PeradaCLI(["--config", recipe, *words, *adapter], run=False).loop
         assert repr(loop.algorithm) == repr(compared.algorithm)
         assert repr(loop.server_rule) == repr(compared.server_rule)
@@ -516,7 +516,7 @@ def test_an_adapter_of_its_own_has_the_options_that_it_knows(recipe, given, lora
 
 @pytest.mark.slow
 def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own(recipe, tmp_path):
-    """What ``--adapter`` says on the command line is as if the recipe said it; ``--vary`` is for every algorithm."""
+    """``--model.adapter`` on the command line is as if the recipe had it; ``--vary`` is for every algorithm."""
     given = Namespace(recipes=[recipe], algorithms=["fedavg", "feddpa", "fedalt_row", "rolora"], seeds=[0], vary=[])
     given.update(
         Namespace(tune=[], set=[], variants=[], trials=None, sampler="tpe", choose_by=list(CHOSEN_BY), paper=False)
@@ -528,7 +528,7 @@ def test_an_adapter_for_all_runs_is_not_that_of_algorithms_with_one_of_their_own
         made = [make(plan.job(row, 0, "run", {}).args).model for row in plan.rows]
         return [(one.adapter, one.adapter_options) for one in made]
 
-    assert adapters("--adapter=lora", "--adapter_options={r: 2, lora_dropout: 0.1}") == [
+    assert adapters("--model.adapter=lora", "--model.adapter_options={r: 2, lora_dropout: 0.1}") == [
         ("lora", {"r": 2, "lora_dropout": 0.1}),
         ("dual_lora", {"r": 2}),
         ("dual_lora", {"r": 2, "gate": True}),
@@ -734,7 +734,7 @@ def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys)
         own = [record for record in read() if record["label"] == label]
         assert [(record["stage"], record["seed"]) for record in own] == [("tune", 1)] * 2 + [("run", 1), ("run", 2)]
         assert all(f"--data.public_fraction={share}" in record["args"] for record in own)
-    with pytest.raises(ValueError, match=r"--tune and --vary both name model\.lr_local: tune it or vary it"):
+    with pytest.raises(ValueError, match=r"--tune and --vary both name training\.lr_local: tune it or vary it"):
         main(["compare", recipe, *grid, "--vary", "training.lr_local=1,2"])
     with pytest.raises(ValueError, match=r"--vary 'a.b' cannot be read: give NAME=V1"):
         main(["compare", recipe, "--vary", "a.b"])
@@ -821,7 +821,7 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
     assert begun(capsys.readouterr().out) == []
     with pytest.raises(ValueError, match=r"is for 'perda', which is not an algorithm"):
         main([*words, "--tune", "perda:training.lr_local=1,2"])
-    with pytest.raises(ValueError, match=r"model\.lr_local is given twice"):
+    with pytest.raises(ValueError, match=r"training\.lr_local is given twice"):
         main([*words, "--tune", "training.lr_local=1,2"])
 
 
@@ -837,7 +837,11 @@ def test_settings_of_some_algorithms_reach_their_runs_only(recipe, monkeypatch):
         raise Planned
 
     monkeypatch.setattr(Comparison, "run", stop)
-    words = ["--set", "fedavg,ditto:lr_local+lr_personal=0.3", "ditto:federated.algorithm.prox_strength=7"]
+    words = [
+        "--set",
+        "fedavg,ditto:training.lr_local+training.lr_personal=0.3",
+        "ditto:federated.algorithm.prox_strength=7",
+    ]
     for before in (
         [],
         ["--training.lr_local=0.9"],
@@ -847,7 +851,7 @@ def test_settings_of_some_algorithms_reach_their_runs_only(recipe, monkeypatch):
         (plan,) = plans
         plans.clear()
         clis = {row[1]: plan.make_cli(plan.job(row, 0, "run", {}).args) for row in plan.rows}
-        rates = {name: cli.config.model.lr_local for name, cli in clis.items()}
+        rates = {name: cli.config.training.lr_local for name, cli in clis.items()}
         assert rates["fedavg"] == rates["ditto"] == 0.3
         assert rates["perada_no_kd"] != 0.3
         assert clis["ditto"].loop.algorithm.prox_strength == 7
@@ -855,7 +859,7 @@ def test_settings_of_some_algorithms_reach_their_runs_only(recipe, monkeypatch):
 
 
 BALANCED = {"class_path": "BalancedDirichlet", "init_args": {"num_clients": 4, "alpha": 2.0}}
-CHANGED = {"data": {"flip": True, "partition": BALANCED}, "lr_local": 0.3}
+CHANGED = {"data": {"flip": True, "partition": BALANCED}, "training": {"lr_local": 0.3}}
 
 
 @pytest.mark.slow
@@ -881,7 +885,7 @@ def test_variants_are_rows_of_several_changes_each(recipe, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
     words = ["compare", recipe, "--algorithms", "fedavg", WEIGHTS, *OUT]
-    words += ["--variants", "plain={}", "faster={lr_local: 3.0, lr_personal: 3.0}"]
+    words += ["--variants", "plain={}", "faster={training: {lr_local: 3.0, lr_personal: 3.0}}"]
     main(words)
     shown = capsys.readouterr().out
     assert begun(shown) == ["fedavg, plain, seed 0", "fedavg, faster, seed 0"]
@@ -905,7 +909,7 @@ def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
         (["a={seed_everything: 3}"], "--variants 'a': --seeds gives the seeds"),
         (["a={data: {evaluate_on: test}}"], "this says what is scored"),
         (
-            ["a={lr_local: 1}", "--vary=lr_local=1,2"],
+            ["a={training.lr_local: 1}", "--vary=training.lr_local=1,2"],
             "'a' and --tune or --vary both give training.lr_local: leave one out",
         ),
         (["a={lr_locl: 1}"], "lr_locl"),
@@ -1021,15 +1025,15 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
             "--choose_by personal/local_test_f1_macro: no such score with this --evaluation.metric; choose one of ",
         ),
         (
-            ["--vary", "rounds=1,2", "data.seed=0,1", "--rounds", "3"],
+            ["--vary", "trainer.max_epochs=1,2", "data.seed=0,1", "--trainer.max_epochs", "3"],
             "--trainer.max_epochs is given for every run, and tuned or var",
         ),
         (
-            ["--vary", "rounds=1,2", "data.seed=0,1", "--data.seed=3"],
+            ["--vary", "trainer.max_epochs=1,2", "data.seed=0,1", "--data.seed=3"],
             "--data.seed is given for every run, and tuned or varied",
         ),
         (
-            ["--tune=lr_local+lr_personal=0.1,1", "--lr_personal=1"],
+            ["--tune=training.lr_local+training.lr_personal=0.1,1", "--training.lr_personal=1"],
             "--training.lr_personal is given for every run, and tuned",
         ),
         (["--set", "fedavg:training.lr_local=1"], "--set 'fedavg:training.lr_local=1' is for named algorithms"),
@@ -1039,11 +1043,18 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         ),
         (
             ["--set", "fedavg:training.lr_local=1,2", "--algorithms", "fedavg"],
-            r"--set model\.lr_local must have one value for each algorithm; give --tune",
+            r"--set training\.lr_local must have one value for each algorithm; give --tune",
         ),
         (
-            ["--set", "fedavg:lr_local=1", "--tune", "fedavg:lr_personal+lr_local=1,2", "--algorithms", "fedavg"],
-            r"--set gives model\.lr_local one value, and --tune or --vary others",
+            [
+                "--set",
+                "fedavg:training.lr_local=1",
+                "--tune",
+                "fedavg:training.lr_personal+training.lr_local=1,2",
+                "--algorithms",
+                "fedavg",
+            ],
+            r"--set gives training\.lr_local one value, and --tune or --vary others",
         ),
     ],
 )
