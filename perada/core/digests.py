@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shows whether a file is the one that was written: digests of its bytes, and the number of its format."""
+"""Checksums and format versions of saved files."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from perada.core.text import printable
 
 KEY = "sha256"
-"""Entry of a JSON file with the digest of all other entries."""
+"""Entry of a JSON file that holds the digest of all other entries."""
 SUMS_FILE = "SHA256SUMS"
 """File with the digests of the others in its folder, which ``sha256sum --check`` reads."""
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -20,13 +20,15 @@ _LINE = re.compile(r"([0-9a-f]{64})  ([^/\\]+)")
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal digits."""
+    """Return the SHA-256 of a file's content, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a JSON file is to hold, with its digest first; it does not depend on spaces and the order of entries.
+    """Add a digest to the content of a JSON file, as its first entry.
+
+    The digest does not depend on spaces and on the order of entries.
 
     >>> check_sealed(sealed({"b": [1.5, None], "a": "x"}))
     {'b': [1.5, None], 'a': 'x'}
@@ -35,38 +37,50 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_sealed(content: Any) -> Any:  # noqa: ANN401  # any JSON
-    """What a JSON file holds besides its digest; anything that was written without one is returned as it is.
+    """Check the digest of a JSON file's content, and return the other entries.
+
+    Content that was written without a digest is returned as it is.
 
     Raises:
-        ValueError: If the content is not the one that :func:`sealed` was given.
+        ValueError: If the content is not the one that :func:`sealed` got.
     """
     if not isinstance(content, dict):
         return content
-    rest = {name: value for name, value in content.items() if name != KEY}
-    renamed = next((name for name, value in rest.items() if isinstance(value, str) and _DIGEST.fullmatch(value)), None)
-    if KEY not in content and renamed is None:
+    entries = {name: value for name, value in content.items() if name != KEY}
+    # A damaged name would hide the digest: an entry of another name that looks like one is an error, too.
+    has_misnamed_digest = any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in entries.values())
+    if KEY not in content and not has_misnamed_digest:
         return content
-    if renamed is not None or content[KEY] != _digest(rest):
+    if has_misnamed_digest or content[KEY] != _digest(entries):
         raise ValueError(
             f"its content is not what was written, as its entry {KEY!r} shows; take a copy that is whole, or delete "
             "that entry if you changed the file yourself"
         )
-    return rest
+    return entries
 
 
 class WrongFormat(ValueError):
-    """A file is whole, and of another release's format."""
+    """Raised for an undamaged file in the format of another release."""
 
 
-def check_format(what: Path | str, version: object, known: int) -> None:
-    """Refuse, by a :class:`WrongFormat`, what is not of the format that this release reads.
+def check_format(file: Path | str, version: object, supported: int) -> None:
+    """Check that a file has the format that this release reads.
+
+    Args:
+        file: The file, or what messages call it.
+        version: Number of its format, as read from the file.
+        supported: Number of the format that this release reads.
+
+    Raises:
+        WrongFormat: If the two differ.
 
     >>> check_format("the checkpoint", 1, 1)
     """
-    if type(version) is not int or version != known:
-        named = repr(str(what)) if isinstance(what, Path) else what
+    # Not isinstance: True is an int, too, and equals 1.
+    if type(version) is not int or version != supported:
+        name = repr(str(file)) if isinstance(file, Path) else file
         raise WrongFormat(
-            f"{named} is of format {printable(str(version)[:40])}, and this release of perada reads format {known}; "
+            f"{name} is of format {printable(str(version)[:40])}, and this release of perada reads format {supported}; "
             "read it with the release that wrote it"
         )
 
@@ -80,19 +94,25 @@ def write_sums(folder: Path, names: Collection[str]) -> dict[str, str]:
 
 
 def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()) -> None:
-    """Compare the files of a folder with their digests, if it has any; those ``needed`` must have one.
+    """Compare the files of a folder with their digests, if there are any.
 
-    Files that are ``free`` may be edited: if they changed, a warning says so. Of others that is a ValueError, or a
-    FileNotFoundError if one is missing.
+    Args:
+        folder: The folder.
+        needed: Files that must have a digest.
+        free: Files that users may edit. A change of one is only a warning.
+
+    Raises:
+        ValueError: If another file was changed, or the list of digests is damaged.
+        FileNotFoundError: If a file is missing.
     """
     path = folder / SUMS_FILE
     if not path.is_file():
         return
     remedy = "take a copy of the folder that is whole, or save the run again"
     lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
-    version = [_LINE.fullmatch(line) for line in lines]
-    digests = {line[2]: line[1] for line in version if line is not None}
-    if None in version or not set(needed) <= digests.keys():
+    matches = [_LINE.fullmatch(line) for line in lines]
+    digests = {match[2]: match[1] for match in matches if match is not None}
+    if None in matches or not set(needed) <= digests.keys():
         raise ValueError(f"{str(path)!r} is damaged: it does not list the digests of {', '.join(needed)}; {remedy}")
     for name, digest in digests.items():
         file = folder / name
@@ -109,6 +129,7 @@ def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    plain = json.loads(json.dumps(content))  # as it is read: without tuples, and with words as keys
+    # Once through JSON, as it will be read: tuples become lists, and numbers that are keys become strings.
+    plain = json.loads(json.dumps(content))
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic file writes, locks, and temporary folders.
 
-What is being written is locked meanwhile (``flock``, where the system has it): so what a killed process left behind
-can be told from what another process is writing.
+Files are locked while they are written (``flock``, if the system has it). This distinguishes what a killed process left
+behind from what another process is writing.
 """
 
 import os
@@ -27,25 +27,30 @@ LOCK = "lock"
 _LOCK_BYTES = 512
 """Bytes that this file may hold: no more than one sector of a disk."""
 PREFIX = "perada-scratch-"
-"""Of the names of temporary folders."""
-_TOGETHER = 16
-"""Files that are synced at a time: a file system writes them down in one go."""
+"""Prefix of the names of temporary folders."""
+_SYNC_THREADS = 16
+"""Files that are synced at the same time: a file system writes them in one go."""
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Have files, and names in folders, written to the disk, where the system can, so that power may fail from now on.
+    """Write files, and the entries of folders, to the disk, so that they survive a power failure.
 
-    An OSError if they cannot be written.
+    It has no effect on systems other than POSIX.
+
+    Raises:
+        OSError: If they cannot be written.
     """
     if os.name != "posix":
         return
-    paths = [*paths]
-    with ThreadPoolExecutor(_TOGETHER) as pool:
-        list(pool.map(_sync, (paths[at::_TOGETHER] for at in range(_TOGETHER))))
+    paths = list(paths)
+    parts = [paths[start::_SYNC_THREADS] for start in range(_SYNC_THREADS)]
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        # Reading the results raises the errors of the threads.
+        list(pool.map(_sync, parts))
 
 
 def is_owner_only(status: os.stat_result, rights: int = 0o7) -> bool:
-    """Tell whether only the owner has rights to a file or folder: not other users, nor a group that has other members.
+    """Return whether only the owner has rights to a file or folder, and neither other users nor a group with members.
 
     A group may have them if it is one of this process's and no other account is in it. Kubernetes gives a Secret to
     the root user and the Pod's ``fsGroup``, with mode 0440.
@@ -59,7 +64,8 @@ def is_owner_only(status: os.stat_result, rights: int = 0o7) -> bool:
         return False
     if not mode & (rights << 3):
         return True
-    if os.name != "posix":  # nobody knows the members of a group there
+    if os.name != "posix":
+        # The members of a group are unknown there.
         return False
     groups_of_process = {os.getegid(), *os.getgroups()}
     return status.st_gid in groups_of_process and not _other_members(status.st_gid)
@@ -82,7 +88,7 @@ def _other_members(group: int) -> set[int]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Have an error of the disk name the file that is being written: those of writes have no path."""
+    """Add the path to disk errors, which ``write()`` leaves out."""
     try:
         yield
     except OSError as error:
@@ -95,25 +101,28 @@ def writing(path: Path) -> Iterator[None]:
 def open_atomic(
     path: Path, *, private: bool = False, durable: bool = True, former: Path | None = None
 ) -> Iterator[BinaryIO]:
-    """Open a file that is written beside its place and put there by one renaming, at the end of a ``with`` statement.
+    """Open a temporary file that replaces another one at the end of the ``with`` statement, by an atomic renaming.
 
-    A process that is killed, or a disk that is full, leaves the file that was there before.
+    If the process is killed or the disk is full, the file that was there before remains.
 
     Args:
         path: The file, in a folder that exists.
         private: Let only its owner read it.
-        durable: Return when it is on the disk; otherwise the caller calls :func:`sync`.
-        former: Where the file that is replaced is kept; ``None`` for nowhere. ``path`` is there at every moment if the
+        durable: Return only when it is on the disk; otherwise the caller must call :func:`sync`.
+        former: Where to keep the file that is replaced; ``None`` for nowhere. ``path`` exists at every moment if the
             file system has hard links.
 
     Raises:
-        OSError: Of the disk; it names the file.
+        OSError: If the file cannot be written; it names the file.
     """
     partial = path.with_name(f".{path.name}.partial")
+    mode = 0o600 if private else 0o666
     try:
-        partial.unlink(missing_ok=True)  # what a crash left: it may be open to others, or a link of theirs
-        with writing(path), open(partial, "xb", opener=opener(0o600 if private else 0o666)) as file:
-            with suppress(OSError):  # a file system without locks
+        # The rest of a crash is not reused: others may have it open, or it may be a link of theirs.
+        partial.unlink(missing_ok=True)
+        with writing(path), open(partial, "xb", opener=opener(mode)) as file:
+            # Some file systems have no locks.
+            with suppress(OSError):
                 _lock(file.fileno())
             yield file
             file.flush()
@@ -138,7 +147,7 @@ def write_atomic(path: Path, content: bytes, **options: Any) -> None:
 
 
 def opener(mode: int = 0o666) -> Callable[[str, int], int]:
-    """For :func:`open`: a file with these rights, and an OSError where a symbolic link stands in its place."""
+    """Return an opener for :func:`open` that creates files with these rights and does not follow symbolic links."""
     return lambda path, flags: os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
 
 
@@ -155,36 +164,47 @@ def _keep(path: Path, other: Path) -> None:
 
 
 def check_links(folder: Path, pattern: re.Pattern[str]) -> None:
-    """Refuse links that lead out of a folder, among what is called as in ``own`` and in folders among these.
+    """Reject symbolic links that lead out of a folder.
 
-    The Hub's cache keeps the files of a snapshot in a folder ``blobs`` of its own, which may be linked to.
+    Args:
+        folder: The folder.
+        pattern: Names of the files to check, and of the folders whose files to check.
 
     Raises:
         ValueError: With the name of the link and where it leads.
     """
     root = folder.resolve()
-    allowed = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
-    for path in folder.iterdir():
-        for one in _with_content(path) if pattern.fullmatch(path.name) else ():
-            if one.is_symlink() and not any(one.resolve().is_relative_to(place) for place in allowed):
-                raise ValueError(
-                    f"{str(one)!r} is a link to {str(one.resolve())!r}, out of the folder; if you trust it, put a copy "
-                    "in its place"
-                )
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        # The Hub's cache keeps the content of a snapshot's files in a folder `blobs`, to which they are links.
+        allowed.append(root.parent.parent / "blobs")
+    for entry in folder.iterdir():
+        if not pattern.fullmatch(entry.name):
+            continue
+        _check_link(entry, allowed)
+        # If the entry is a link, it is known by now to stay within the folder.
+        if entry.is_dir():
+            for path in entry.iterdir():
+                _check_link(path, allowed)
 
 
-def _with_content(path: Path) -> Iterator[Path]:
-    yield path
-    if path.is_dir():  # a link was refused before
-        yield from path.iterdir()
+def _check_link(path: Path, allowed: Iterable[Path]) -> None:
+    if not path.is_symlink():
+        return
+    target = path.resolve()
+    if not any(target.is_relative_to(folder) for folder in allowed):
+        raise ValueError(
+            f"{str(path)!r} is a link to {str(target)!r}, out of the folder; if you trust it, put a copy in its place"
+        )
 
 
 def clear(paths: Iterable[Path]) -> None:
-    """Delete files, or folders with all that is in them, that nobody is writing: who did was killed."""
+    """Delete files and folders that killed processes left, which no living process has locked."""
     for path in paths:
         if fcntl is None or path.is_symlink():
             continue
-        with suppress(OSError):  # it is locked, another user's, or gone
+        # Errors mean that it is locked, belongs to another user, or no longer exists.
+        with suppress(OSError):
             handle = _locked(path)
             assert handle is not None
             try:
@@ -197,16 +217,21 @@ def clear(paths: Iterable[Path]) -> None:
 
 
 class Scratch:
-    """A temporary folder, ``path``, which goes with this object or at the end of a ``with`` statement.
+    """A temporary folder, which is deleted with this object or at the end of a ``with`` statement.
 
-    Those of processes that were killed are deleted when the next is made.
+    Folders of processes that were killed are deleted when the next one is created.
+
+    Attributes:
+        path: The folder.
+        close: Deletes the folder.
     """
 
     def __init__(self) -> None:
         clear(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         handle = None
-        with suppress(OSError):  # a file system without locks
+        # Some file systems have no locks.
+        with suppress(OSError):
             handle = _locked(self.path)
         self.close = weakref.finalize(self, _remove, self.path, handle)
 
@@ -225,26 +250,37 @@ def _remove(path: Path, handle: int | None) -> None:
 
 @contextmanager
 def locked(folder: Path, wait: bool = False) -> Iterator[bool]:
-    """Lock a folder, if it is there, until the end; whether nobody else has it, for whom one may ``wait``."""
+    """Lock a folder, if it exists, until the end of the ``with`` statement.
+
+    Args:
+        folder: The folder.
+        wait: Wait while another process has it locked.
+
+    Yields:
+        Whether no other process has the folder locked.
+    """
     handle = None
-    alone = True
+    is_free = True
     try:
         handle = _locked(folder, wait)
     except BlockingIOError:
-        alone = False
-    except OSError:  # it is gone, a link, or on a file system without locks
+        is_free = False
+    except OSError:
+        # It does not exist, is a link, or is on a file system without locks.
         pass
     try:
-        yield alone
+        yield is_free
     finally:
         if handle is not None:
             os.close(handle)
 
 
 def _locked(path: Path, wait: bool = False) -> int | None:
-    """A handle of a file or folder that is locked until it is closed; a BlockingIOError if somebody else's is open.
+    """Return a handle of a file or folder, which is locked until the handle is closed; None without locks.
 
-    What a link leads to is not opened, which is an OSError.
+    Raises:
+        BlockingIOError: If another process has it locked.
+        OSError: If it cannot be opened. Links are not followed.
     """
     if fcntl is None:
         return None
@@ -258,8 +294,12 @@ def _locked(path: Path, wait: bool = False) -> int | None:
 
 
 def _lock(handle: int, wait: bool = False) -> None:
-    if fcntl is not None:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    if fcntl is None:
+        return
+    operation = fcntl.LOCK_EX
+    if not wait:
+        operation |= fcntl.LOCK_NB
+    fcntl.flock(handle, operation)
 
 
 def _sync(paths: Iterable[Path]) -> None:
@@ -273,10 +313,16 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 class FolderLock:
-    """A folder of one process, made for its owner alone; it is free again after ``close()`` or with the process.
+    """Reserves a folder for one process, and creates it with rights only for its owner.
+
+    The folder is free again after ``close()`` or the end of the process.
+
+    Args:
+        folder: The folder.
+        whose: What uses it, for the message about another process.
 
     Raises:
-        OSError: If another process has it, others may write to it, or it cannot be made; the message names it.
+        OSError: If another process has it, other users may write to it, or it cannot be created.
     """
 
     def __init__(self, folder: Path, whose: str) -> None:
@@ -293,19 +339,19 @@ class FolderLock:
             raise OSError(reason) from None
 
     def read(self) -> bytes:
-        """The content of the lock's file, which :meth:`write` wrote; empty if nothing was ever written."""
+        """Return the content that :meth:`write` wrote to the lock's file; empty if nothing was ever written."""
         return os.pread(self._file, _LOCK_BYTES, 0)
 
     def write(self, content: bytes) -> None:
         """Replace the content of the lock's file, on the disk.
 
-        This is not atomic: after a power failure the file may hold a mixture of two contents. A content that always has
-        the same, small length is as good as safe, since it is in one sector of a disk.
+        This is not atomic: after a power failure the file may hold a mixture of two contents. Content of a small and
+        constant length is practically safe, since it lies in one sector of the disk.
         """
         if len(content) > _LOCK_BYTES:
             raise ValueError(f"the lock's file holds at most {_LOCK_BYTES} bytes, got {len(content)}")
         os.pwrite(self._file, content, 0)
         if os.fstat(self._file).st_size != len(content):
             os.ftruncate(self._file, len(content))
-        # Where the size stays the content is all that must be on the disk, which takes half the time.
+        # While the size stays the same, only the content must reach the disk, which takes half the time.
         getattr(os, "fdatasync", os.fsync)(self._file)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of Lightning that do not concern users: an advertisement, the seed, a deprecation of its own."""
+"""Filters for messages of Lightning that do not concern users: an advertisement, the seed, its own deprecations."""
 
 import logging
 import re
@@ -7,30 +7,31 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SPEAKERS = ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.seed")
+_LOGGERS = ("pytorch_lightning.utilities.rank_zero", "lightning_fabric.utilities.seed")
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # The seed, since what noise may follow from is not for every terminal; and which devices are not there.
+    # The seed is left out because noise may follow from it, and so are the devices that the machine lacks.
     return not re.search("litlogger|Seed set to|[GTHI]PU available: False", record.getMessage())
 
 
 def quiet_lightning() -> None:
-    """Silence them from now on."""
+    """Silence these messages from now on."""
     # Lightning 2.6 itself uses what torch 2.15 deprecates.
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
-    for name in _SPEAKERS:
+    for name in _LOGGERS:
         logging.getLogger(name).addFilter(_is_news)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence them meanwhile; the caller's own filters stay as they are."""
-    said = [one for one in map(logging.getLogger, _SPEAKERS) if _is_news not in one.filters]
+    """Silence these messages within the ``with`` statement; the caller's own filters stay as they are."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    unfiltered = [logger for logger in loggers if _is_news not in logger.filters]
     with warnings.catch_warnings():
         quiet_lightning()
         try:
             yield
         finally:
-            for one in said:
-                one.removeFilter(_is_news)
+            for logger in unfiltered:
+                logger.removeFilter(_is_news)

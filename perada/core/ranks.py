@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that share the work of a run, as everything below the trainer sees them."""
+"""The processes that share the work of a run, for all code below the trainer."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
@@ -12,9 +12,12 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """One process, alone, or all of torch's default process group, gloo or NCCL.
+    """A single process, or all processes of torch's default group (gloo or NCCL).
 
-    Every method is a collective: all ranks call it, in the same order. Tensors may be on any device.
+    Every method is a collective: all ranks must call it in the same order. Tensors may be on any device.
+
+    Args:
+        together: Use the processes of torch's default group.
 
     Attributes:
         rank: Number of this process, from 0.
@@ -33,30 +36,33 @@ class Ranks:
                 self._device = torch.device("cuda", torch.cuda.current_device())
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place, by its sum over the ranks; those of one dtype travel together."""
-        self._together(tensors, lambda buffer: torch.distributed.all_reduce(buffer))
+        """Replace each tensor, in place, by its sum over the ranks."""
+        self._apply(tensors, lambda buffer: torch.distributed.all_reduce(buffer))
 
     def max_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor, in place, by its largest values over the ranks."""
-        self._together(tensors, lambda buffer: torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MAX))
+        self._apply(tensors, lambda buffer: torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MAX))
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor, in place, by that of rank 0."""
-        self._together(tensors, lambda buffer: torch.distributed.broadcast(buffer, 0))
+        self._apply(tensors, lambda buffer: torch.distributed.broadcast(buffer, 0))
 
-    def _together(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
-        """Apply a collective to all tensors of one dtype as one flat buffer."""
+    def _apply(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
+        """Apply a collective to all tensors of one dtype as one flat buffer, since each call has a latency."""
+        if self.size == 1:
+            return
         groups: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors if self.size > 1 else ():
+        for tensor in tensors:
             groups.setdefault(tensor.dtype, []).append(tensor)
         for group in groups.values():
             buffer = torch.cat([tensor.detach().reshape(-1).to(self._device) for tensor in group])
             collective(buffer)
-            for tensor, part in zip(group, torch.split(buffer, [tensor.numel() for tensor in group]), strict=True):
+            parts = torch.split(buffer, [tensor.numel() for tensor in group])
+            for tensor, part in zip(group, parts, strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value (anything that pickles; tensors on the CPU), in order of rank.
+        """Return every rank's value, in order of rank; a value must pickle, and tensors in it be on the CPU.
 
         >>> Ranks().gather(3)
         [3]
@@ -67,29 +73,35 @@ class Ranks:
         return values
 
     def collect(self, value: T) -> list[T]:
-        """Every rank's value on rank 0; an empty list on the others."""
+        """Return every rank's value on rank 0, and an empty list on the others."""
         values = [value] * self.size if self.rank == 0 else None
         if self.size > 1:
             torch.distributed.gather_object(value, values)
         return values or []
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        """Send a tensor to each rank named in ``outgoing``, and fill those of ``incoming`` by the rank they are from.
+        """Exchange tensors with other ranks.
 
-        What a rank sends to another must have the dtype and shape that the other one expects.
+        Args:
+            outgoing: Tensors to send, by the rank that receives them.
+            incoming: Tensors to fill in place, by the rank that sends them, in whose dtype and shape.
         """
         buffers = {rank: torch.empty_like(tensor, device=self._device) for rank, tensor in incoming.items()}
-        transfers = [
-            torch.distributed.P2POp(torch.distributed.isend, tensor.to(self._device).contiguous(), rank)
-            for rank, tensor in outgoing.items()
-        ] + [torch.distributed.P2POp(torch.distributed.irecv, buffer, rank) for rank, buffer in buffers.items()]
-        for transfer in torch.distributed.batch_isend_irecv(transfers) if transfers else ():
-            transfer.wait()
+        transfers = []
+        for rank, tensor in outgoing.items():
+            sent = tensor.to(self._device).contiguous()
+            transfers.append(torch.distributed.P2POp(torch.distributed.isend, sent, rank))
+        for rank, buffer in buffers.items():
+            transfers.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, rank))
+        if transfers:
+            for transfer in torch.distributed.batch_isend_irecv(transfers):
+                transfer.wait()
         for rank, buffer in buffers.items():
             incoming[rank].copy_(buffer)
 
 
 def this_rank() -> int:
-    """Number of this process among those that share the work; 0 where it is alone."""
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if together else 0
+    """Return the number of this process among those that share the work; 0 for a single process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who trains in a round, for how many steps, on which samples, and the batches that come of it.
+"""Plans of rounds: who trains, for how many steps and on which samples. And the batches of them.
 
-The former are pure functions of the run's seed and the round.
+Plans are pure functions of the run's seed and the round.
 
 The samples of a client form a stream of permutations, derived from (seed, "batches", round, client). A batch takes the
 next B samples of the stream, so it is always full: what an epoch lacks for its last batch comes from the next
@@ -25,10 +25,15 @@ BatchSize = int | Literal["full"]
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of local training within a round, by the name that the algorithm gives it.
+    """A phase of local training within a round.
 
-    It takes ``epochs`` passes over the client's samples, fractions allowed, 1 by default, or the same number of local
-    ``steps`` for every client; a ValueError if both are given, or the one given is not positive.
+    Attributes:
+        name: Name that the algorithm gives it.
+        epochs: Passes over the client's samples, fractions allowed; 1 by default.
+        steps: Instead of epochs: number of local steps of every client.
+
+    Raises:
+        ValueError: If both are given, or a number is not positive.
 
     >>> Phase("local").epochs, Phase("local", steps=5).epochs
     (1.0, None)
@@ -47,7 +52,7 @@ class Phase:
             object.__setattr__(self, "epochs", 1.0)
 
     def local_steps(self, size: int, batch_size: BatchSize) -> int:
-        """Number of steps of a client with ``size`` samples: ceil(epochs · n / B), or the phase's own ``steps``.
+        """Return the steps of a client with ``size`` samples: ceil(epochs · n / B), or the phase's own ``steps``.
 
         >>> [Phase(epochs=2).local_steps(n, 4) for n in (3, 4, 5, 10)]
         [2, 2, 3, 5]
@@ -55,16 +60,20 @@ class Phase:
         if self.epochs is None:
             return cast(int, self.steps)
         # Rounded first: 0.1 · 30 is 3.0000000000000004 in floating point, and means 3.
-        return max(1, math.ceil(round(self.epochs * size / rows_per_batch(size, batch_size), 9)))
+        batches = round(self.epochs * size / rows_per_batch(size, batch_size), 9)
+        return max(1, math.ceil(batches))
 
 
 @dataclass(frozen=True)
 class RoundPlan:
     """The clients of a round and their numbers of local steps.
 
-    The clients stand by number of samples with the largest first (ties by id), so that those that are active in any
-    step are a prefix. ``steps[phase][i]`` are the local steps of ``clients[i]``, ``lengths`` the steps of each phase,
-    where the longest clients are in another part of the round.
+    Attributes:
+        round: Number of the round, counted from 0.
+        clients: Sorted by number of samples, the largest first (ties by id), so that the clients that are active in a
+            step are always a prefix.
+        steps: ``steps[phase][i]`` are the local steps of ``clients[i]``.
+        lengths: Steps of each phase. In a part of a round, the clients with the most steps may be in another part.
     """
 
     round: int
@@ -74,21 +83,26 @@ class RoundPlan:
 
     def __post_init__(self) -> None:
         if not self.lengths:
-            object.__setattr__(self, "lengths", tuple(max(phase) for phase in self.steps))
+            longest = tuple(max(steps_of_phase) for steps_of_phase in self.steps)
+            object.__setattr__(self, "lengths", longest)
 
     def part(self, places: Sequence[int]) -> "RoundPlan":
-        """The plan of the clients that stand at ``places``."""
+        """Return the plan of the clients at some ``places``."""
         clients = tuple(self.clients[place] for place in places)
-        steps = tuple(tuple(phase[place] for place in places) for phase in self.steps)
-        return RoundPlan(self.round, clients, steps, self.lengths)
+        steps = []
+        for steps_of_phase in self.steps:
+            steps.append(tuple(steps_of_phase[place] for place in places))
+        return RoundPlan(self.round, clients, tuple(steps), self.lengths)
 
 
 @dataclass(frozen=True)
 class PrivateSampling:
-    """How batches are drawn where training is private: anew for each stream, so that their costs compose.
+    """How batches are drawn in private training: independently for each stream, so that their costs compose.
 
-    ``streams`` are what draws batches of its own in each phase, such as ``("personal", "local")``; ``secure`` draws
-    come from the operating system's cryptographic generator instead of the run's seed.
+    Attributes:
+        streams: Names of the streams with batches of their own in each phase, such as ``("personal", "local")``.
+        sampling: How a batch is drawn.
+        secure: Draw from the operating system's cryptographic generator instead of the run's seed.
     """
 
     streams: tuple[tuple[str, ...], ...]
@@ -97,12 +111,12 @@ class PrivateSampling:
 
 
 def rows_per_batch(size: int, batch_size: BatchSize) -> int:
-    """Real rows in each batch of a client with ``size`` samples."""
+    """Return the number of real rows in each batch of a client with ``size`` samples."""
     return size if batch_size == "full" else min(size, batch_size)
 
 
 def sampling_rate(size: int, batch_size: BatchSize) -> float:
-    """Probability q = min(1, B / n) of an image to be in a Poisson batch; 1 where B is "full".
+    """Return the probability q = min(1, B / n) of an image to be in a Poisson batch; 1 if B is "full".
 
     >>> [sampling_rate(8, batch_size) for batch_size in (2, 16, "full")]
     [0.25, 1.0, 1.0]
@@ -117,10 +131,15 @@ def sample_cohort(
     clients_per_round: int | None,
     eligible: Callable[[Sequence[int]], Sequence[int]] | None = None,
 ) -> list[int]:
-    """Draw ``clients_per_round`` of a round's clients uniformly without replacement; None takes all.
+    """Draw the clients of a round uniformly without replacement.
 
-    ``eligible`` gives those of the given clients that may be drawn; None where all may. The place of one that may not
-    goes to the next in the order that was drawn, so there are fewer only where no more are eligible.
+    Args:
+        seed: Seed of the run.
+        round: Number of the round.
+        num_clients: Number of clients in the federation.
+        clients_per_round: How many to draw; None for all.
+        eligible: Returns those of some clients that may be drawn; None if all may. The next client in the drawn order
+            takes the place of one that may not, so there are fewer only if no more are eligible.
 
     Raises:
         ValueError: If no client is eligible.
@@ -149,21 +168,25 @@ def make_plan(
     RoundPlan(round=0, clients=(1, 2, 0), steps=((3, 3, 1),))
     """
     order = tuple(sorted(clients, key=lambda client: (-sizes[client], client)))
-    steps = tuple(tuple(phase.local_steps(sizes[client], batch_size) for client in order) for phase in phases)
-    return RoundPlan(round, order, steps)
+    steps = []
+    for phase in phases:
+        steps.append(tuple(phase.local_steps(sizes[client], batch_size) for client in order))
+    return RoundPlan(round, order, tuple(steps))
 
 
 def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
     """Divide the clients of a round among processes, so that all have about the same work.
 
-    The client with the most steps left to give goes to the rank with the fewest so far (Graham, 1969), ties to the
-    lower rank. Each rank's clients, if any, stand in the order of ``plan``. All ranks have as many cohort batches as
-    the whole round, some of them without clients.
+    Clients are assigned by their number of steps, the largest first, each to the rank with the fewest steps so far
+    (Graham, 1969), ties to the lower rank. Each rank's clients, if any, have the order of ``plan``. All ranks have as
+    many cohort batches as the round, some of them without clients.
 
-    >>> [own.clients for own in share_out(RoundPlan(0, (4, 7, 1), ((5, 3, 3),)), 2)]
+    >>> [part.clients for part in share_out(RoundPlan(0, (4, 7, 1), ((5, 3, 3),)), 2)]
     [(4,), (7, 1)]
     """
-    work = [sum(phase[place] for phase in plan.steps) for place in range(len(plan.clients))]
+    work = []
+    for place in range(len(plan.clients)):
+        work.append(sum(steps_of_phase[place] for steps_of_phase in plan.steps))
     loads = [0] * ranks
     shares = [list[int]() for _ in range(ranks)]
     for place in sorted(range(len(work)), key=lambda place: -work[place]):
@@ -175,7 +198,13 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
 
 @dataclass(frozen=True)
 class Shares:
-    """A round's clients and who trains them: the whole plan, and the part of each rank."""
+    """A round's clients and who trains them.
+
+    Attributes:
+        plan: The plan of the round.
+        parts: The plan of each rank.
+        rank: This process.
+    """
 
     plan: RoundPlan
     parts: tuple[RoundPlan, ...]
@@ -183,7 +212,7 @@ class Shares:
 
     @classmethod
     def of(cls, plan: RoundPlan, ranks: int = 1, rank: int = 0) -> "Shares":
-        """Divide a round among so many processes."""
+        """Divide a round among ``ranks`` processes."""
         return cls(plan, tuple(share_out(plan, ranks)), rank)
 
     @property
@@ -193,14 +222,16 @@ class Shares:
 
     @property
     def trained(self) -> RoundPlan:
-        """This rank's clients, or the round's first as a stand-in that takes no step."""
-        return self.own if self.own.clients else self.plan.part([0])
+        """This rank's clients or, without any, the round's first client as a stand-in that takes no step."""
+        if self.own.clients:
+            return self.own
+        return self.plan.part([0])
 
     @property
     def places(self) -> list[int]:
-        """Where this rank's clients stand in the round."""
-        own = set(self.own.clients)
-        return [place for place, client in enumerate(self.plan.clients) if client in own]
+        """Places of this rank's clients in the plan of the round."""
+        local_clients = set(self.own.clients)
+        return [place for place, client in enumerate(self.plan.clients) if client in local_clients]
 
 
 def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpose: str, *ids: int) -> Tensor:
@@ -213,29 +244,37 @@ def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpo
     """
     rows = rows_per_batch(size, batch_size)
     stream = generator(seed, purpose, *ids)
-    permutations = [torch.randperm(size, generator=stream) for _ in range(math.ceil(steps * rows / size))]
+    num_permutations = math.ceil(steps * rows / size)
+    permutations = [torch.randperm(size, generator=stream) for _ in range(num_permutations)]
     return torch.cat(permutations)[: steps * rows].view(steps, rows)
 
 
 def active_steps(plan: RoundPlan) -> Iterator[tuple[int, int, int]]:
-    """Walk through the round: (phase, step within the phase, number of active clients) for every cohort batch.
+    """Yield (phase, step within the phase, number of active clients) for every cohort batch of a round.
 
     >>> list(active_steps(RoundPlan(0, (5, 2), ((2, 1), (1, 1)))))
     [(0, 0, 2), (0, 1, 1), (1, 0, 2)]
     """
     for phase, (steps, length) in enumerate(zip(plan.steps, plan.lengths, strict=True)):
         for step in range(length):
-            yield phase, step, sum(own > step for own in steps)
+            active = sum(client_steps > step for client_steps in steps)
+            yield phase, step, active
 
 
 class CohortBatch(NamedTuple):
-    """One local step of every active client, of whom :func:`share_out` may leave none.
+    """One local step of every active client; on a rank there may be none.
 
-    ``x`` is (C, B, ...), ``y`` (C, B) integers or (C, B, K) floats. Client ``clients[i]`` has ``counts[i]`` real rows;
-    the others are zero padding at the end. ``step`` is the index within the phase. ``failed`` are clients of whom a
-    sample could not be read, and why. ``classes`` (C, K) are the numbers of each client's training images of each
-    class, without the last classes if nobody has them; ``None`` where images have several labels, labels are not all
-    known, or training is private.
+    Attributes:
+        clients: The active clients.
+        x: Images (C, B, ...).
+        y: Classes (C, B), or labels (C, B, K) as floats.
+        counts: Number of real rows of each client; the others are zero padding at the end.
+        phase: Index of the phase.
+        step: Index of the step within the phase.
+        round: Number of the round.
+        failed: Clients of whom a sample could not be read, and why.
+        classes: Number (C, K) of each client's training images of each class, without the last classes if no client has
+            them; ``None`` if images have several labels, labels are not all known, or training is private.
     """
 
     clients: tuple[int, ...]
@@ -250,15 +289,15 @@ class CohortBatch(NamedTuple):
 
     @property
     def step_ids(self) -> tuple[int, ...]:
-        """What tells the draws of this step from those of the round's other steps, whoever else trains in it."""
+        """Indices that distinguish the draws of this step from those of the round's other steps (:func:`step_ids`)."""
         return step_ids(self.phase, self.step)
 
 
 def step_ids(phase: int, step: int) -> tuple[int, ...]:
-    """Indices that tell a step's draws apart: the step within its phase, and the phase unless it is the first.
+    """Return indices that distinguish a step's draws: the step within its phase, and the phase unless it is the first.
 
-    A step's place in the whole round would not do: it depends on how long the other clients train in earlier phases,
-    which a site does not know.
+    The number of the step in the round would depend on how long other clients train in earlier phases, which a site
+    does not know.
 
     >>> step_ids(0, 4), step_ids(1, 4)
     ((4,), (4, 1))
@@ -267,16 +306,24 @@ def step_ids(phase: int, step: int) -> tuple[int, ...]:
 
 
 AnyBatch = CohortBatch | dict[str, CohortBatch]
-"""A step's batch, or one for each stream where training is private."""
+"""A step's batch, or one for each stream in private training."""
 
 
 def one_of(batches: AnyBatch) -> CohortBatch:
-    """The batch, or any of them: they agree in all but images, labels and counts."""
-    return next(iter(batches.values())) if isinstance(batches, dict) else batches
+    """Return the batch, or any of several: they differ only in images, labels and counts."""
+    if isinstance(batches, dict):
+        return next(iter(batches.values()))
+    return batches
 
 
 class EvalBatch(NamedTuple):
-    """Test images: ``x`` is (B, ...), ``y`` (B,) or (B, K), ``owner`` (B,) the index of the client each belongs to."""
+    """A batch of test images.
+
+    Attributes:
+        x: Images (B, ...).
+        y: Labels (B,) or (B, K).
+        owner: Index (B,) of the client to which each image belongs.
+    """
 
     x: Tensor
     y: Tensor

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derived randomness: every draw is a pure function of the run's seed and of what it is for.
+"""Derived randomness: every draw is a pure function of the run's seed and of its purpose.
 
-Nothing in perada takes from torch's global stream, so a run does not depend on the number of devices, on the engine,
-or on having been stopped and resumed. A stream's key has at least 127 bits, all of them hashed from the seed, the
-purpose and the indices. torch's own ``manual_seed`` keeps 32 bits of a seed on the CPU: among a hundred thousand
-streams some would be the same.
+perada never draws from torch's global stream, so a run does not depend on the number of devices, on the engine, or on
+having been stopped and resumed. A stream's key has at least 127 bits, all of them hashed from the seed, the purpose and
+the indices. torch's own ``manual_seed`` keeps only 32 bits of a seed on the CPU: among a hundred thousand streams some
+would be the same.
 """
 
 import hashlib
@@ -16,24 +16,28 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# Of SplitMix64.
+# Factors of SplitMix64's mixing function.
 _FIRST = -4658895280553007687
 _SECOND = -7723592293110705685
-_WORDS = 624  # of 32 bits, in the state of torch's generator on the CPU, the Mersenne Twister mt19937
-_START = 24  # bytes before them: the seed, two flags and a position
+# The state of torch's generator on the CPU, the Mersenne Twister mt19937: 624 words of 32 bits after 24 bytes of the
+# seed, two flags and a position.
+_WORDS = 624
+_START = 24
 _LAYOUT = "7488e7de02f18dcd010628b79fd41f56b07708ab2c3d0ec1481cf0c30840bf78"
 """SHA-256 of the words, each in 8 bytes with the lowest first, after the seed 5489 (Matsumoto and Nishimura, 1998)."""
 
 
 def _digest(size: int, seed: int, purpose: str, *ids: int) -> bytes:
-    """``size`` bytes of SHAKE-256; JSON tells ("a", 1, 2) from ("a/1", 2)."""
-    return hashlib.shake_256(json.dumps([int(seed), purpose, *map(int, ids)]).encode()).digest(size)
+    """Hash the arguments to a number of bytes by SHAKE-256."""
+    # JSON distinguishes ("a", 1, 2) from ("a/1", 2).
+    text = json.dumps([int(seed), purpose, *map(int, ids)])
+    return hashlib.shake_256(text.encode()).digest(size)
 
 
 def derive_seed(seed: int, purpose: str, *ids: int) -> int:
     """Hash the run's seed, a purpose such as ``"cohort"``, and indices such as round and client into 128 bits.
 
-    NumPy's and Python's generators take the number whole. torch's would keep 32 bits of it: see :func:`generator`.
+    NumPy's and Python's generators use all 128 bits. torch's would keep 32 of them: see :func:`generator`.
 
     >>> derive_seed(0, "batches", 3, 7) == derive_seed(0, "batches", 3, 7)
     True
@@ -44,9 +48,9 @@ def derive_seed(seed: int, purpose: str, *ids: int) -> int:
 
 
 def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
-    """A fresh generator on the CPU. The whole of its state, 19,968 bits, comes from SHAKE-256 of the arguments.
+    """Return a new generator on the CPU, whose complete state of 19,968 bits is SHAKE-256 of the arguments.
 
-    What it draws is the same whatever device the result is moved to.
+    Numbers are drawn on the CPU and then moved, so that they do not depend on the device.
 
     >>> a, b = generator(0, "cohort", 1), generator(0, "cohort", 1)
     >>> bool(torch.equal(torch.rand(3, generator=a), torch.rand(3, generator=b)))
@@ -58,13 +62,13 @@ def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
 
 
 def seed_global(seed: int, purpose: str, *ids: int) -> None:
-    """Set torch's global stream on the CPU to that of :func:`generator`, for code that takes from no other."""
+    """Set torch's global stream on the CPU to that of :func:`generator`, for code that can use no other."""
     torch.default_generator.set_state(_state(seed, purpose, *ids))
 
 
 @contextmanager
 def seeded(seed: int, purpose: str, *ids: int) -> Iterator[None]:
-    """Within the ``with`` statement torch's global stream on the CPU is a derived one; then it is as it was.
+    """Replace torch's global stream on the CPU by a derived one within the ``with`` statement.
 
     >>> with seeded(0, "model"):
     ...     drawn = torch.rand(3)
@@ -77,10 +81,10 @@ def seeded(seed: int, purpose: str, *ids: int) -> Iterator[None]:
 
 
 def _state(seed: int, purpose: str, *ids: int) -> Tensor:
-    """State (bytes,) of a Mersenne Twister whose words are all hashed."""
+    """Return the state (bytes,) of a Mersenne Twister whose words are all hashed."""
     state = _fresh_state().clone()
     words = _digest(4 * _WORDS, seed, purpose, *ids)
-    # Each word of 32 bits stands in one of 64.
+    # torch stores each word of 32 bits in one of 64.
     wide = torch.frombuffer(bytearray(words), dtype=torch.int32).long() & 0xFFFFFFFF
     state[_START : _START + 8 * _WORDS] = wide.view(torch.uint8)
     return state
@@ -88,7 +92,11 @@ def _state(seed: int, purpose: str, *ids: int) -> Tensor:
 
 @cache
 def _fresh_state() -> Tensor:
-    """State of a generator that has drawn nothing; a RuntimeError if this torch lays it out in another way."""
+    """Return the state of a generator that has drawn nothing.
+
+    Raises:
+        RuntimeError: If this version of torch has another layout of the state.
+    """
     state = torch.Generator().manual_seed(5489).get_state()
     words = state[_START : _START + 8 * _WORDS].numpy().tobytes()
     if hashlib.sha256(words).hexdigest() != _LAYOUT:
@@ -119,32 +127,38 @@ class Streams:
     def derived(
         cls, seed: int, purpose: str, *ids: int, clients: Sequence[int], device: torch.device | str = "cpu"
     ) -> "Streams":
-        """Streams of ``clients``, whose s and γ are hashed as in :func:`derive_seed`."""
+        """Return the streams of ``clients``, whose s and γ are hashed as in :func:`derive_seed`."""
         keys = [_digest(16, seed, purpose, *ids, client) for client in clients]
-        table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64) if keys else torch.empty(0).long()
+        # torch.frombuffer rejects an empty buffer.
+        table = torch.empty(0, dtype=torch.int64)
+        if keys:
+            table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int64)
         seeds, gammas = table.view(-1, 2).to(device).unbind(1)
+        # γ must be odd.
         return cls(seeds, gammas | 1)
 
     def __getitem__(self, clients: slice) -> "Streams":
         return Streams(self.seeds[clients], self.gammas[clients])
 
     def fork(self, purpose: str, index: int) -> "Streams":
-        """Other streams of the same clients, for the ``index``-th of what they are for.
+        """Derive other streams of the same clients, for the ``index``-th use for a purpose.
 
         >>> streams = Streams.derived(0, "dropout", clients=[4, 7])
         >>> torch.equal(streams.fork("step", 1).bits(5), streams.fork("step", 2).bits(5))
         False
         """
-        low, high = _fork(purpose, index)
-        return Streams(self.seeds + low, self.gammas + high)
+        seed_offset, gamma_offset = _fork(purpose, index)
+        return Streams(self.seeds + seed_offset, self.gammas + gamma_offset)
 
     def bits(self, count: int) -> Tensor:
-        """The first ``count`` draws of each client, uniform over all 16-bit integers: int16 (C, count)."""
+        """Return the first ``count`` draws of each client, uniform over all 16-bit integers: int16 (C, count)."""
+        # A word of 64 bits gives four of them.
         places = torch.arange((count + 3) // 4, device=self.seeds.device)
         z = places * self.gammas.unsqueeze(1)
         z += self.seeds.unsqueeze(1)
         for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
-            z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # the sign bit is not part of the number here
+            # torch shifts signed integers: the copies of the sign bit are cut off.
+            z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
             if factor != 1:
                 z *= factor
         return z.view(torch.int16)[:, :count]
@@ -152,7 +166,8 @@ class Streams:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # hashing cannot be traced, and need not be
 def _fork(purpose: str, index: int) -> tuple[int, int]:
-    """What a fork adds to s, and, an even number, to γ; both as signed integers of 64 bits."""
+    """Return what a fork adds to s and to γ, as signed integers of 64 bits; the latter is even, so that γ stays odd."""
     digest = _digest(16, index, purpose)
-    low, high = (int.from_bytes(part, "little", signed=True) for part in (digest[:8], digest[8:]))
-    return low, high & ~1
+    seed_offset = int.from_bytes(digest[:8], "little", signed=True)
+    gamma_offset = int.from_bytes(digest[8:], "little", signed=True)
+    return seed_offset, gamma_offset & ~1

@@ -17,7 +17,10 @@ State = dict[str, Tensor]
 class Factors(NamedTuple):
     """Names of a layer's two factors of LoRA (Hu et al., ICLR 2022), which add ``scale`` · up · down to its weight.
 
-    Of a linear layer they are (r, in) and (out, r), of a convolution (r, in, height, width) and (out, r, 1, 1).
+    Attributes:
+        down: Name of A, of shape (r, in), or (r, in, height, width) in a convolution.
+        up: Name of B, of shape (out, r), or (out, r, 1, 1) in a convolution.
+        scale: Factor s of the product.
     """
 
     down: str
@@ -26,7 +29,7 @@ class Factors(NamedTuple):
 
     @property
     def base(self) -> str:
-        """Name of that weight.
+        """Name of the weight to which the product is added.
 
         >>> Factors("fc.lora_A.default.weight", "fc.lora_B.default.weight", 2.0).base
         'fc.base_layer.weight'
@@ -35,10 +38,10 @@ class Factors(NamedTuple):
 
 
 class Merged(nn.Parameter):
-    """A weight that is a part of states, into which the server merges what clients trained, and which no client trains.
+    """A weight in states that no client trains, and into which the server merges what clients trained.
 
-    It requires gradients like what is trained, so that nothing takes it for a constant. The rows of a stack are usually
-    views of one tensor, and are not copied.
+    It requires gradients like trained parameters, so that it is not taken for a constant. The rows of a stack are
+    usually views of one tensor, without copies.
     """
 
 
@@ -62,22 +65,22 @@ def trained_keys(model: nn.Module) -> tuple[str, ...]:
     keys = []
     tied = tied_names(model)
     for path, module in model.named_modules():
-        names = [
-            name
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad and f"{path}.{name}".lstrip(".") not in tied
-        ]
+        path_prefix = f"{path}." if path else ""
+        names = []
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and f"{path_prefix}{name}" not in tied:
+                names.append(name)
         if names:
             persistent = set(module.state_dict().keys())
             names += [name for name, _ in module.named_buffers(recurse=False) if name in persistent]
-        keys += [f"{path}.{name}" if path else name for name in names]
+        keys += [f"{path_prefix}{name}" for name in names]
     return tuple(keys)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters that several modules share, ``{name: first name}``.
+    """Return the further names of parameters that several modules share, ``{name: first name}``.
 
-    A module that stands in several places has its first name only, as in ``named_modules()``.
+    A module that occurs in several places has only its first name, as in ``named_modules()``.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> model[1].weight = model[0].weight
@@ -138,8 +141,8 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_running_statistics(module: nn.Module) -> bool:
-    """Whether a module is a norm with a place for running statistics, which may be None."""
-    # Not hasattr: PEFT's wrappers answer for the module that they wrap, and would take it along into eval().
+    """Return whether a module is a norm with running statistics, which may be None."""
+    # Not hasattr: PEFT's wrappers pass it on to the module that they wrap, and would be put in evaluation mode, too.
     return "running_mean" in module._buffers
 
 
@@ -183,7 +186,8 @@ def expand(state: State, clients: int) -> State:
 def gather(stacked: State, clients: Sequence[int]) -> State:
     """Copy the rows of ``clients`` out of a stack; the host does not wait for a GPU."""
     rows = torch.tensor(clients, dtype=torch.int64)
-    places = {device: to_device_async(rows, device) for device in {value.device for value in stacked.values()}}
+    devices = {value.device for value in stacked.values()}
+    places = {device: to_device_async(rows, device) for device in devices}
     return {key: value[places[value.device]] for key, value in stacked.items()}
 
 
@@ -198,9 +202,15 @@ def partition(state: State, keys: Iterable[str]) -> tuple[State, State]:
     >>> partition({"a": torch.ones(1), "b": torch.ones(1)}, {"b"})[0].keys()
     dict_keys(['b'])
     """
-    wanted = set(keys)
-    inside = {key: value for key, value in state.items() if key in wanted}
-    return inside, {key: value for key, value in state.items() if key not in wanted}
+    selected_keys = set(keys)
+    selected: State = {}
+    others: State = {}
+    for key, value in state.items():
+        if key in selected_keys:
+            selected[key] = value
+        else:
+            others[key] = value
+    return selected, others
 
 
 def to_device(state: State, device: torch.device) -> State:
@@ -209,45 +219,47 @@ def to_device(state: State, device: torch.device) -> State:
 
 
 def strides_of(state: State) -> dict[str, list[int]]:
-    """Strides of the tensors that are not laid out row by row, such as weights of convolutions in channels_last.
+    """Return the strides of the tensors that are not contiguous, such as convolutions' weights in channels_last.
 
-    The last bits of what a network computes depend on how its weights lie in memory, which files and messages do not
-    keep.
+    Files and messages do not keep the memory layout, on which the last bits of what a network computes depend.
 
     >>> strides_of({"a": torch.ones(2, 3), "b": torch.ones(2, 3).T})
     {'b': [1, 3]}
     """
-    found = {}
+    strides_by_key = {}
     for key, value in state.items():
-        strides = torch.empty_like(value, device="meta").stride()  # of a copy, which has no gaps
+        # A copy has no gaps.
+        strides = torch.empty_like(value, device="meta").stride()
         if strides != torch.empty(value.shape, device="meta").stride():
-            found[key] = list(strides)
-    return found
+            strides_by_key[key] = list(strides)
+    return strides_by_key
 
 
 def laid_out(state: State, strides: Mapping[str, Sequence[int]]) -> State:
-    """A copy of a state whose tensors lie in memory as :func:`strides_of` said.
+    """Copy a state into the memory layout that :func:`strides_of` returned.
 
     Raises:
-        ValueError: If strides are of a tensor that is not in the state, or would leave gaps or overlap.
+        ValueError: If there are strides of a tensor that is not in the state, or they would leave gaps or overlap.
 
     >>> laid_out({"b": torch.ones(3, 2)}, {"b": [1, 3]})["b"].stride()
     (1, 3)
     """
-    for key, own in strides.items():
+    for key, key_strides in strides.items():
         if key not in state:
             raise ValueError(f"strides of {key!r}, and there is no such tensor")
-        if not _fills(state[key].shape, own):
-            raise ValueError(f"strides {list(own)} of {key!r}, whose shape is {tuple(state[key].shape)}")
-    found = {}
+        if not _fills(state[key].shape, key_strides):
+            raise ValueError(f"strides {list(key_strides)} of {key!r}, whose shape is {tuple(state[key].shape)}")
+    copies: State = {}
     for key, value in state.items():
-        own = strides.get(key) or torch.empty(value.shape, device="meta").stride()
-        found[key] = torch.empty_strided(value.shape, own, dtype=value.dtype, device=value.device).copy_(value)
-    return found
+        contiguous = torch.empty(value.shape, device="meta").stride()
+        key_strides = strides.get(key) or contiguous
+        copy = torch.empty_strided(value.shape, key_strides, dtype=value.dtype, device=value.device)
+        copies[key] = copy.copy_(value)
+    return copies
 
 
 def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor with these strides has each place in its memory once."""
+    """Return whether a tensor with these strides covers each place of its memory exactly once."""
     if len(strides) != len(shape):
         return False
     expected = 1
@@ -261,70 +273,81 @@ def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def to_device_async(value: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor to ``device``. The host does not wait until a GPU has done all that it was asked before."""
+    """Copy a tensor to ``device``; the host does not wait for a GPU's pending work."""
     if torch.device(device).type == "cuda" and value.device.type == "cpu":
         return value.pin_memory().to(device, non_blocking=True)
     return value.to(device)
 
 
 def rank_axes(factors: Iterable[Factors]) -> dict[str, int]:
-    """The axis along which a factor has its rank, by name: that of A's rows, and that of B's columns."""
-    return {name: axis for pair in factors for axis, name in enumerate((pair.down, pair.up))}
+    """Return the axis of the rank of each factor, by name: that of A's rows, and that of B's columns."""
+    axes = {}
+    for pair in factors:
+        axes[pair.down] = 0
+        axes[pair.up] = 1
+    return axes
 
 
 def cut_ranks(stacked: State, factors: Iterable[Factors], ranks: Tensor) -> State:
-    """A stack whose clients have LoRA of ``ranks`` (C,): rows of A and columns of B from there on are zero.
+    """Set rows of A and columns of B to zero from each client's rank in ``ranks`` (C,) on.
 
-    So are those of tensors that are named after a factor, behind a prefix that ends in "/". All else is as it was.
+    This applies also to tensors with the name of a factor behind a prefix that ends in "/". All others are returned as
+    they are.
 
     >>> pair = Factors("a", "b", 1.0)
     >>> cut_ranks({"a": torch.ones(2, 3, 1)}, [pair], torch.tensor([1, 2]))["a"].flatten(1).tolist()
     [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     """
     axes = rank_axes(factors)
-    return {
-        key: value
-        if (axis := axes.get(key.rpartition("/")[2])) is None
-        else value.masked_fill(_beyond(value, axis, ranks), 0)
-        for key, value in stacked.items()
-    }
+    cut = dict(stacked)
+    for key, value in stacked.items():
+        axis = axes.get(key.rpartition("/")[2])
+        if axis is not None:
+            cut[key] = value.masked_fill(_beyond(value, axis, ranks), 0)
+    return cut
 
 
 def narrowed(state: State, factors: Iterable[Factors], rank: int) -> State:
-    """A state (no client axis) without what :func:`cut_ranks` makes zero, whose tensors are smaller then."""
+    """Remove what :func:`cut_ranks` makes zero from a state (no client axis), whose tensors become smaller."""
     axes = rank_axes(factors)
     narrow_state = dict(state)
     for key, value in state.items():
-        if (axis := axes.get(key.rpartition("/")[2])) is not None:
+        axis = axes.get(key.rpartition("/")[2])
+        if axis is not None:
             narrow_state[key] = value.narrow(axis, 0, min(rank, value.shape[axis]))
     return narrow_state
 
 
 def widened(value: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor of another ``shape``, with zeros behind its own numbers along each axis.
+    """Pad a tensor to another ``shape`` with zeros at the end of each axis.
 
     >>> widened(torch.ones(1, 2), (2, 3)).tolist()
     [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
     """
     padded = value.new_zeros(shape)
-    padded[tuple(map(slice, value.shape))] = value
+    corner = tuple(slice(size) for size in value.shape)
+    padded[corner] = value
     return padded
 
 
 def _beyond(value: Tensor, axis: int, ranks: Tensor) -> Tensor:
-    """Where a stack (C, ...) is beyond the ``ranks`` (C,) of its clients, counted along an axis of one client's."""
+    """Return a mask of where a stack (C, ...) is beyond the clients' ``ranks`` (C,), along an axis of one client's."""
     places = torch.arange(value.shape[1 + axis], device=value.device)
     outside = places >= ranks.to(value.device).view(-1, 1)
-    return outside.view(len(outside), *[1] * axis, -1, *[1] * (value.dim() - axis - 2))
+    shape = [1] * value.dim()
+    shape[0] = len(outside)
+    shape[1 + axis] = len(places)
+    return outside.view(shape)
 
 
 def per_client(values: Tensor, stack: Tensor) -> Tensor:
-    """View values (C,) of clients so that they multiply a stack (C, ...).
+    """View values (C,) of clients as (C, 1, ...), such that they broadcast over a stack (C, ...).
 
     >>> per_client(torch.ones(2), torch.ones(2, 3, 4)).shape
     torch.Size([2, 1, 1])
     """
-    return values.view(-1, *[1] * (stack.dim() - 1))
+    trailing_axes = stack.dim() - 1
+    return values.view([-1] + [1] * trailing_axes)
 
 
 def stack_size(stacked: State) -> int:
@@ -342,15 +365,18 @@ def device_of(state: State) -> torch.device:
 
 
 def numel(state: State) -> int:
-    """Number of scalars in a state."""
+    """Count the scalars in a state."""
     return sum(value.numel() for value in state.values())
 
 
 def megabytes(state: State) -> float:
-    """Size of a state in megabytes (10**6 bytes) in its own number format."""
+    """Return the size of a state in megabytes (10**6 bytes) in its own number format."""
     return sum(value.numel() * value.element_size() for value in state.values()) / 1e6
 
 
 def is_finite(state: State) -> bool:
-    """Whether a state, all on one device, holds neither a NaN nor an infinity."""
-    return not state or bool(torch.stack([value.isfinite().all() for value in state.values()]).all())
+    """Return whether a state, all on one device, holds neither a NaN nor an infinity."""
+    if not state:
+        return True
+    # Stacked first, so that the host waits once for the device.
+    return bool(torch.stack([value.isfinite().all() for value in state.values()]).all())

@@ -6,11 +6,11 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 SPREADS = ("_std", "_worst", "_p10", "_weighted", "_recent")
-"""What the name of a mean over clients ends in where it is another figure of theirs."""
+"""Endings of the names of statistics over clients other than the mean."""
 
 
 def is_spread(name: str) -> bool:
-    """Whether a score is another figure of the clients' scores than their mean; the metric f1_weighted is none.
+    """Return whether a score is another statistic over clients than the mean. The metric f1_weighted is not one.
 
     >>> is_spread("personal/local_test_std"), is_spread("personal/local_test_f1_weighted")
     (True, False)
@@ -19,20 +19,22 @@ def is_spread(name: str) -> bool:
 
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""What a spreadsheet takes for the beginning of a formula."""
+"""Characters with which a formula begins in a spreadsheet."""
 
 
 def cell_text(text: str) -> str:
-    r"""``text`` for a cell of a CSV file, with a quote before it where a spreadsheet would compute it.
+    r"""Return a text for a cell of a CSV file, with a quote before what a spreadsheet would take for a formula.
 
     >>> cell_text("=1+1"), cell_text("cat")
     ("'=1+1", 'cat')
     """
-    return f"'{text}" if text.startswith(FORMULA) else text
+    if text.startswith(FORMULA):
+        return f"'{text}"
+    return text
 
 
 def printable(text: str) -> str:
-    r"""``text`` on one line, without the control characters that a terminal would obey.
+    r"""Replace control characters, which a terminal would obey, and line breaks by question marks.
 
     >>> printable("a\x1b[2Jb")
     'a?[2Jb'
@@ -44,14 +46,15 @@ def printable(text: str) -> str:
 _DRAWN_ALIKE = str.maketrans(
     "АВЕКМНОРСТХІЈЅаеорсухіјѕΑΒΕΖΗΙΚΜΝΟΡΤΥΧο\u2010\u2011", "ABEKMHOPCTXIJSaeopcyxijsABEZHIKMNOPTYXo--"
 )
-_BLANK = "\u115f\u1160\u3164\uffa0\u2800"  # letters by their category that have no ink
+# Letters, by their Unicode category, that are not visible.
+_BLANK = "\u115f\u1160\u3164\uffa0\u2800"
 
 
 def visible_form(name: str) -> str:
-    r"""What a reader sees of a name: equal for names that differ only in code points that look alike.
+    r"""Return a form of a name that is the same for names that look alike.
 
-    Unicode normalisation, invisible characters, kinds of spaces, spaces at either end, and letters of other alphabets
-    that look like Latin ones do not count. Case does.
+    It ignores Unicode normalisation, invisible characters, kinds of spaces, spaces at either end, and the difference
+    between Latin letters and those of other alphabets that look the same, but not case.
 
     >>> visible_form("cafe\u0301 ") == visible_form("caf\xe9\u200b")
     True
@@ -70,7 +73,7 @@ def visible_form(name: str) -> str:
 
 
 def look_alike(names: Iterable[str]) -> list[list[str]]:
-    r"""The names that a reader cannot tell apart, in groups of two or more.
+    r"""Group the names that look alike, in groups of two or more.
 
     >>> look_alike(["cat", "dog", "cat\u200b"])
     [['cat', 'cat\u200b']]
@@ -102,14 +105,16 @@ def case_variants(names: Iterable[str]) -> list[list[str]]:
 
 
 def abbreviated(names: Sequence[str], limit: int = 5) -> str:
-    """Join the first names, and say how many more there are.
+    """Join the first names, and add the number of the others.
 
     >>> abbreviated(["a", "b", "c"], limit=1)
     'a and 2 more'
     """
     first = ", ".join(names[:limit])
     hidden = len(names) - limit
-    return f"{first} and {hidden} more" if hidden > 0 else first
+    if hidden <= 0:
+        return first
+    return f"{first} and {hidden} more"
 
 
 def near_names(word: str, names: Iterable[str], limit: int = 1) -> list[str]:
