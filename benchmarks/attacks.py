@@ -24,7 +24,8 @@ from perada.data import Digits, Dirichlet, FederatedDataModule
 from perada.server import FLTrust, GeometricMedian, Krum, Median, NormClipping, ServerRule, TrimmedMean
 from perada.server.aggregate import Mean
 
-CLIENTS, CLASSES = 20, 10
+CLIENTS = 20
+CLASSES = 10
 ATTACKS = ("none", "scaled", "reversed", "noise", "constant", "labels")
 RULES: dict[str, ServerRule] = {
     "mean": Mean(),
@@ -40,16 +41,17 @@ RULES: dict[str, ServerRule] = {
 
 
 class Attacked(FedAvg):
-    """FedAvg whose first ``hostile`` clients send something else.
+    """FedAvg in which the first clients are hostile.
 
     Args:
         attack: Which of ``ATTACKS``.
-        hostile: Their number.
+        hostile: Number of hostile clients.
     """
 
     def __init__(self, attack: str, hostile: int) -> None:
         super().__init__()
-        self.attack, self.hostile = attack, hostile
+        self.attack = attack
+        self.hostile = hostile
         self._clients: tuple[int, ...] = ()
         self._round = 0
 
@@ -67,11 +69,13 @@ class Attacked(FedAvg):
         for place, client in enumerate(self._clients):
             if client < self.hostile:
                 for key in tensor_names.parameters:
-                    start, change = received[key][place], update[key][place] - received[key][place]
-                    update[key][place] = start + self._instead(change, client, key)
+                    start = received[key][place]
+                    change = update[key][place] - start
+                    update[key][place] = start + self._hostile_change(change, client, key)
         return kept, update
 
-    def _instead(self, change: Tensor, client: int, key: str) -> Tensor:
+    def _hostile_change(self, change: Tensor, client: int, key: str) -> Tensor:
+        """Return what a hostile client sends in place of its change; with wrong labels its training did the harm."""
         if self.attack == "scaled":
             return 100 * change
         if self.attack == "reversed":
@@ -79,7 +83,9 @@ class Attacked(FedAvg):
         if self.attack == "noise":
             random = torch.randn(change.shape, generator=generator(0, f"attack {key}", self._round, client))
             return 10 * change.norm() * random / random.norm()
-        return torch.ones_like(change) if self.attack == "constant" else change
+        if self.attack == "constant":
+            return torch.ones_like(change)
+        return change
 
 
 def attacks(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
@@ -89,21 +95,24 @@ def attacks(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[st
         for hostile in (0,) if attack == "none" else (2, 8):
             row: dict[str, Any] = {"attack": attack, "hostile": f"{100 * hostile // CLIENTS} %"}
             for name, rule in RULES.items():
-                found = [
-                    100 * _accuracy(rule, attack, hostile, seed, device, 2 if quick else 15) for seed in range(seeds)
-                ]
-                row[name] = f"{statistics.fmean(found):.1f} ± {statistics.stdev(found) if seeds > 1 else 0:.1f}"
+                rounds = 2 if quick else 15
+                percents = []
+                for seed in range(seeds):
+                    percents.append(100 * _accuracy(rule, attack, hostile, seed, device, rounds))
+                spread = statistics.stdev(percents) if seeds > 1 else 0
+                row[name] = f"{statistics.fmean(percents):.1f} ± {spread:.1f}"
             yield row
 
 
 def _accuracy(rule: ServerRule, attack: str, hostile: int, seed: int, device: torch.device, rounds: int) -> float:
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    mislabelled = hostile if attack == "labels" else 0
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*times as long as the median")
         run = perada.finetune(
             network,
-            _data(hostile if attack == "labels" else 0),
+            _data(mislabelled),
             adapter="full",
             algorithm=Attacked(attack, hostile),
             server_rule=rule,
@@ -117,26 +126,31 @@ def _accuracy(rule: ServerRule, attack: str, hostile: int, seed: int, device: to
             enable_checkpointing=False,
             enable_progress_bar=False,
         )
-    found: float = run.metrics["rounds"][-1]["global/global_test"]
-    return found
+    accuracy: float = run.metrics["rounds"][-1]["global/global_test"]
+    return accuracy
 
 
 def _data(mislabelled: int) -> perada.FederatedData:
-    """The clients' digits, and a tenth of all for the server; the first clients' labels y are 9 − y."""
+    """Return the clients' digits, and a tenth of all for the server.
+
+    Args:
+        mislabelled: Number of clients, the first ones, whose labels y are 9 − y.
+    """
     module = FederatedDataModule(dataset=Digits(), partition=Dirichlet(CLIENTS, alpha=1.0), public_fraction=0.1)
     module.setup("fit")
     rows = module.partition_dict()
-    parts: dict[str, list[TensorDataset]] = {}
-    for split, whole in (("train", Digits()), ("test", Digits(train=False))):
-        assert whole.images is not None
-        assert whole.labels is not None
-        parts[split] = [TensorDataset(whole.images[own], whole.labels[own]) for own in rows[split]]
-    for client, part in enumerate(parts["train"][:mislabelled]):
-        images, labels = part.tensors
-        parts["train"][client] = TensorDataset(images, CLASSES - 1 - labels)
-    whole = Digits()
-    assert whole.images is not None
-    assert whole.labels is not None
-    own = rows["public"]
-    known = TensorDataset(whole.images[own], whole.labels[own])
-    return perada.FederatedData(parts["train"], parts["test"], TensorDataset(whole.images[own]), known, CLASSES)
+    train = [_subset(Digits(), client_rows) for client_rows in rows["train"]]
+    test = [_subset(Digits(train=False), client_rows) for client_rows in rows["test"]]
+    for client in range(mislabelled):
+        images, labels = train[client].tensors
+        train[client] = TensorDataset(images, CLASSES - 1 - labels)
+    of_server = _subset(Digits(), rows["public"])
+    unlabelled = TensorDataset(of_server.tensors[0])
+    return perada.FederatedData(train, test, unlabelled, of_server, CLASSES)
+
+
+def _subset(data: Digits, rows: list[int]) -> TensorDataset:
+    """Return some of the images with their labels."""
+    assert data.images is not None
+    assert data.labels is not None
+    return TensorDataset(data.images[rows], data.labels[rows])

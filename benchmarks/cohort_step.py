@@ -8,7 +8,7 @@ otherwise.
 
 import statistics
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import timm
@@ -17,76 +17,110 @@ import torch.nn.functional as F
 
 from benchmarks.timing import alone, growth, ratio, take_turns
 from perada.core.seeding import Streams
-from perada.core.states import expand, get_state, parameter_keys, train_mode
+from perada.core.states import State, expand, get_state, parameter_keys, train_mode
 from perada.engine import Engine, EngineName
 from perada.engine.engine import client_losses
 from perada.models.adapted import insert_adapter
 from perada.models.backbones import build_backbone
 
 Way = Literal["folded", "loop", "single"]
-ROWS, CLASSES = 64, 10
-CASES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
-    "residual": ("residual", {}, (1, 4, 8, 16)),
-    "lora, r=4": ("lora", {"r": 4}, (8,)),
-    "lora, r=16": ("lora", {"r": 16}, (8,)),
-    "head": ("head", {}, (8,)),
-}
-"""Adapter, its options, numbers of clients."""
+ROWS = 64
+"""Images of a client."""
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter to be measured.
+
+    Attributes:
+        label: Name in the table.
+        name: Name of the adapter.
+        clients: Numbers of clients.
+        options: Options of the adapter.
+    """
+
+    label: str
+    name: str
+    clients: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+ADAPTERS = (
+    Adapter("residual", "residual", clients=(1, 4, 8, 16)),
+    Adapter("lora, r=4", "lora", clients=(8,), options={"r": 4}),
+    Adapter("lora, r=16", "lora", clients=(8,), options={"r": 16}),
+    Adapter("head", "head", clients=(8,)),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to be measured."""
+
+    adapter: Adapter
+    clients: int
+    backbone: str
+    bf16: bool
+    device: torch.device
 
 
 def cohort_step(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """ResNet-18 at 32×32 in fp32 and in bf16, both with channels_last; the three ways take turns."""
-    for name, (adapter, options, numbers) in CASES.items():
-        for clients in (2,) if quick else numbers:
+    backbone = "test_resnet" if quick else "resnet18"
+    for adapter in ADAPTERS:
+        for clients in (2,) if quick else adapter.clients:
             for bf16 in (False, True):
-                case = (adapter, options, clients, "test_resnet" if quick else "resnet18", bf16, device)
-                steps = {way: _step(way, *case) for way in get_args(Way)}
+                case = Case(adapter, clients, backbone, bf16, device)
+                steps = {way: _step(way, case) for way in get_args(Way)}
                 seconds = take_turns(steps, device, repeats, warm_up=2)
-                # A GPU's peak is counted anew at will, a process's only in one where nothing ran before.
-                peak = _peak if device.type == "cuda" else partial(alone, _peak)
-                memory = {} if quick else {way: round(peak(way, *case)) for way in ("folded", "loop")}
-                yield {
-                    "adapter": name,
+                row = {
+                    "adapter": adapter.label,
                     "clients": clients,
                     "precision": "bf16" if bf16 else "fp32",
                     "folded / single": ratio(seconds["folded"], seconds["single"]),
                     "loop / folded": ratio(seconds["loop"], seconds["folded"]),
                     "images per second": round(clients * ROWS / statistics.median(seconds["folded"])),
-                    **{f"peak MB, {way}": megabytes for way, megabytes in memory.items()},
                 }
+                if not quick:
+                    row["peak MB, folded"] = round(_peak_memory("folded", case))
+                    row["peak MB, loop"] = round(_peak_memory("loop", case))
+                yield row
 
 
-def _peak(way: Way, *case: Any) -> float:
-    """Growth of memory by the second step in MB."""
-    step = _step(way, *case)
+def _peak_memory(way: Way, case: Case) -> float:
+    """Return the growth of memory by the second step in MB."""
+    if case.device.type == "cuda":
+        return _growth_by_step(way, case)
+    # A GPU's peak can be reset; that of a process counts only if nothing ran in it before.
+    return alone(_growth_by_step, way, case)
+
+
+def _growth_by_step(way: Way, case: Case) -> float:
+    step = _step(way, case)
     step()
-    return growth(step, case[-1])
+    return growth(step, case.device)
 
 
-def _step(
-    way: Way,
-    adapter: str,
-    options: dict[str, Any],
-    clients: int,
-    backbone: str,
-    bf16: bool,
-    device: torch.device,
-) -> Callable[[], None]:
-    """A function that takes one SGD step on all images in the way named."""
+def _step(way: Way, case: Case) -> Callable[[], None]:
+    """Return a function that takes one SGD step on all images."""
     torch.manual_seed(0)
-    built = build_backbone(timm.create_model(backbone, num_classes=CLASSES))
-    model = insert_adapter(built, adapter, **options).model.to(device)
-    x = torch.randn(clients, ROWS, 3, 32, 32, device=device)
-    y = torch.randint(0, CLASSES, (clients, ROWS), device=device)
+    backbone = build_backbone(timm.create_model(case.backbone, num_classes=CLASSES))
+    model = insert_adapter(backbone, case.adapter.name, **case.adapter.options).model.to(case.device)
+    x = torch.randn(case.clients, ROWS, 3, 32, 32, device=case.device)
+    y = torch.randint(0, CLASSES, (case.clients, ROWS), device=case.device)
     model = model.to(memory_format=torch.channels_last)
     if way == "single":
-        return _single(model, x, y, bf16)
-    return _stacked(model, x, y, bf16, way)
+        return _single_step(model, x, y, case.bf16)
+    return _stacked_step(model, x, y, case.bf16, way)
 
 
-def _single(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool) -> Callable[[], None]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    images, labels = x.flatten(0, 1).contiguous(memory_format=torch.channels_last), y.flatten()
+def _single_step(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool) -> Callable[[], None]:
+    """Return a step of one model on the images of all clients."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.01)
+    images = x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    labels = y.flatten()
 
     def step() -> None:
         train_mode(model)
@@ -99,29 +133,40 @@ def _single(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool
     return step
 
 
-def _stacked(
-    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool, kind: EngineName
+@dataclass(frozen=True)
+class Chunk:
+    """Clients that are trained in one pass: their places, stacked states, optimizer, and streams of dropout."""
+
+    clients: slice
+    state: State
+    optimizer: torch.optim.Optimizer
+    streams: Streams
+
+
+def _stacked_step(
+    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, bf16: bool, engine_name: EngineName
 ) -> Callable[[], None]:
-    """All clients in one pass, or for the loop one pass after another, as a cohort does it."""
-    engine = Engine(model, kind, channels_last=True)
-    trained, clients = set(parameter_keys(model)), len(x)
-    size = clients if kind == "folded" else 1
+    """Return a step of all clients in one pass, or for the loop one client after another, as a cohort takes it."""
+    engine = Engine(model, engine_name, channels_last=True)
+    trained = set(parameter_keys(model))
+    num_clients = len(x)
+    chunk_size = num_clients if engine_name == "folded" else 1
     chunks = []
-    for start in range(0, clients, size):
-        state = {
-            key: value.clone().requires_grad_(key in trained) for key, value in expand(get_state(model), size).items()
-        }
+    for start in range(0, num_clients, chunk_size):
+        state = {}
+        for key, value in expand(get_state(model), chunk_size).items():
+            state[key] = value.clone().requires_grad_(key in trained)
         optimizer = torch.optim.SGD([value for value in state.values() if value.requires_grad], lr=0.01)
-        streams = Streams.derived(0, "dropout", clients=range(start, start + size), device=x.device)
-        chunks.append((slice(start, start + size), state, optimizer, streams))
+        streams = Streams.derived(0, "dropout", clients=range(start, start + chunk_size), device=x.device)
+        chunks.append(Chunk(slice(start, start + chunk_size), state, optimizer, streams))
 
     def step() -> None:
-        for rows, state, optimizer, streams in chunks:
+        for chunk in chunks:
             with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
-                logits = engine.logits(state, x[rows], training=True, streams=streams)
-                loss = client_losses(logits, y[rows], [ROWS] * size, multilabel=False).sum()
+                logits = engine.logits(chunk.state, x[chunk.clients], training=True, streams=chunk.streams)
+                loss = client_losses(logits, y[chunk.clients], [ROWS] * chunk_size, multilabel=False).sum()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            chunk.optimizer.step()
+            chunk.optimizer.zero_grad()
 
     return step

@@ -4,6 +4,7 @@
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -17,21 +18,83 @@ from perada.algorithms import PerAda, Standalone
 from perada.data import Digits, FashionMNIST, FederatedData, FederatedDataModule, ImageSet
 from perada.results.run import Run
 
-SEEDS, CHOICE = (0, 1, 2), 100
-"""Of the runs that are reported, and of the one on which settings are chosen."""
-NEWCOMERS, CLIENTS, OWN, ALPHA, CLASSES = 3, 20, 100, 0.3, 10
-"""Clients that join each run; those of a run, their images, and the concentration of their classes."""
-RATES, STRENGTHS = (0.01, 0.03, 0.1), (0.0, 0.1, 1.0)
-Settings = tuple[float, float]
-"""λ and learning rate."""
+SEEDS = (0, 1, 2)
+"""Of the runs that are reported."""
+CHOICE_SEED = 100
+"""Of the run on which settings are chosen."""
+CLASSES = 10
+ALPHA = 0.3
+"""Concentration of the clients' classes."""
+ALONE = "alone"
+JOINS = "joins"
 
 
-class _World(NamedTuple):
-    """A finished run, one that is not trained, and the images of the clients that join them."""
+class Settings(NamedTuple):
+    """How a newcomer is trained.
+
+    Attributes:
+        strength: λ, the pull towards the global adapter.
+        lr: Learning rate.
+    """
+
+    strength: float
+    lr: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """Numbers of a benchmark, full or quick."""
+
+    seeds: tuple[int, ...] = SEEDS
+    clients: int = 20
+    images_of_client: int = 100
+    rounds: int = 60
+    newcomers: int = 3
+    images_of_newcomer: tuple[int, ...] = (5, 20, 100)
+    steps_of_newcomer: int = 100
+    rates: tuple[float, ...] = (0.01, 0.03, 0.1)
+    strengths: tuple[float, ...] = (0.0, 0.1, 1.0)
+    on_digits: bool = False  # instead of Fashion-MNIST
+
+
+FULL = Size()
+QUICK = Size(
+    seeds=SEEDS[:1],
+    clients=3,
+    images_of_client=20,
+    rounds=1,
+    newcomers=1,
+    images_of_newcomer=(5,),
+    steps_of_newcomer=2,
+    rates=FULL.rates[:1],
+    strengths=FULL.strengths[:1],
+    on_digits=True,
+)
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A client that joins: its training images, in a random order, and the images that it is scored on, by number."""
+
+    train: list[int]
+    scored: list[int]
+
+
+@dataclass(frozen=True)
+class World:
+    """A finished run, the same without training, and the clients that join them.
+
+    Attributes:
+        run: The run.
+        untrained: A run of the same model without rounds.
+        newcomers: The clients that join.
+        train: The set of the newcomers' training images.
+        scored: The set of the images that newcomers are scored on.
+    """
 
     run: Run
     untrained: Run
-    newcomers: list[tuple[list[int], list[int]]]  # training images, in a random order, and those that are scored
+    newcomers: list[Newcomer]
     train: ImageSet
     scored: ImageSet
 
@@ -39,88 +102,126 @@ class _World(NamedTuple):
 def few_shot(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Give the accuracy of clients that join with 5, 20 and 100 images; mean ± std over the seeds of runs."""
     warnings.simplefilter("ignore")
-    sizes = (5,) if quick else (5, 20, 100)
-    rates, strengths = (RATES[:1], STRENGTHS[:1]) if quick else (RATES, STRENGTHS)
-    choosing = _world(CHOICE, device, quick, test=False)
-    worlds = [_world(seed, device, quick, test=True) for seed in (SEEDS[:1] if quick else SEEDS)]
-    for size in sizes:
-        ways: dict[str, list[Settings]] = {
-            "alone": [(0.0, rate) for rate in rates],
-            "joins": list(itertools.product(strengths, rates)),
-        }
-        row: dict[str, Any] = {"images": size}
-        for way, settings in ways.items():
-            score = partial(_score, size=size, way=way, device=device, quick=quick)
-            best = max(settings, key=lambda one: fmean(score(choosing, one)))
-            found = [score(world, best) for world in worlds]
-            row[way] = _shown(found)
-            row[f"{way}: λ, rate"] = f"{best[0]:g}, {best[1]:g}" if way == "joins" else f"{best[1]:g}"
-        row["global adapter"] = _shown([_before(world) for world in worlds])
+    size = QUICK if quick else FULL
+    # Settings are chosen on training images that no client has, of a run that is not reported.
+    choice = _make_world(CHOICE_SEED, device, size, on_test_images=False)
+    worlds = [_make_world(seed, device, size, on_test_images=True) for seed in size.seeds]
+    for num_images in size.images_of_newcomer:
+        row: dict[str, Any] = {"images": num_images}
+        for way in (ALONE, JOINS):
+            score = partial(_scores, num_images=num_images, way=way, device=device, steps=size.steps_of_newcomer)
+            candidates = _candidates(way, size)
+            best = max(candidates, key=lambda settings: fmean(score(choice, settings)))
+            row[way] = _mean_and_spread([score(world, best) for world in worlds])
+            row[f"{way}: λ, rate"] = f"{best.strength:g}, {best.lr:g}" if way == JOINS else f"{best.lr:g}"
+        row["global adapter"] = _mean_and_spread([_scores_of_global_model(world) for world in worlds])
         yield row
 
 
-def _world(seed: int, device: torch.device, quick: bool, test: bool) -> _World:
+def _candidates(way: str, size: Size) -> list[Settings]:
+    """Return the settings to choose from; a client that trains alone has no λ."""
+    strengths = size.strengths if way == JOINS else (0.0,)
+    return [Settings(strength, lr) for strength, lr in itertools.product(strengths, size.rates)]
+
+
+def _make_world(seed: int, device: torch.device, size: Size, on_test_images: bool) -> World:
     """Train a run, and draw newcomers, who are scored on test images or on other training images."""
-    train: ImageSet = Digits() if quick else FashionMNIST(root=None)
-    scored: ImageSet = train if not test else Digits(train=False) if quick else FashionMNIST(root=None, train=False)
+    train = _image_set(size, train=True)
+    scored = _image_set(size, train=False) if on_test_images else train
     rng = np.random.default_rng(seed)
-    pools = [list(rng.permutation(np.flatnonzero(_labels(train) == label))) for label in range(CLASSES)]
-    tests = pools if not test else [list(rng.permutation(np.flatnonzero(_labels(scored) == c))) for c in range(CLASSES)]
+    train_pools = _pools(train, rng)
+    # Images are taken from the pools: if both are the same, a newcomer is never scored on a training image.
+    scored_pools = _pools(scored, rng) if on_test_images else train_pools
 
-    def draw(source: list[list[int]], shares: Sequence[float], count: int) -> list[int]:
-        classes = [c for c in rng.choice(CLASSES, count, p=shares) if source[c]]
-        return [int(source[c].pop()) for c in classes if source[c]]
-
-    clients = [
-        draw(pools, rng.dirichlet([ALPHA] * CLASSES), 20 if quick else OWN) for _ in range(3 if quick else CLIENTS)
-    ]
-    newcomers = []
-    for _ in range(1 if quick else NEWCOMERS):
+    clients = []
+    for _ in range(size.clients):
         shares = rng.dirichlet([ALPHA] * CLASSES)
-        newcomers.append((draw(pools, shares, 100), draw(tests, shares, 200)))
+        clients.append(_take(train_pools, shares, size.images_of_client, rng))
+    newcomers = []
+    for _ in range(size.newcomers):
+        shares = rng.dirichlet([ALPHA] * CLASSES)
+        train_images = _take(train_pools, shares, 100, rng)
+        newcomers.append(Newcomer(train_images, _take(scored_pools, shares, 200, rng)))
+
     data = FederatedDataModule(
         FederatedData([Subset(train, rows) for rows in clients], num_classes=CLASSES), image_size=32, batch_size=16
     )
-    fit = partial(
-        perada.finetune, "test_resnet", data, algorithm="perada_no_kd", local_steps=5, lr_personal=0.03, lr_local=0.03,
-        pretrained="perada:fashion_test_resnet" if quick else "perada:digits_test_resnet", seed=seed,
-        accelerator=device.type, logger=False, enable_progress_bar=False,
-    )  # fmt: skip
-    return _World(fit(rounds=1 if quick else 60), fit(rounds=0), newcomers, train, scored)
+    finetune = partial(
+        perada.finetune,
+        "test_resnet",
+        data,
+        algorithm="perada_no_kd",
+        local_steps=5,
+        lr_personal=0.03,
+        lr_local=0.03,
+        pretrained="perada:fashion_test_resnet" if size.on_digits else "perada:digits_test_resnet",
+        seed=seed,
+        accelerator=device.type,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    run = finetune(rounds=size.rounds)
+    return World(run, finetune(rounds=0), newcomers, train, scored)
 
 
-def _labels(images: ImageSet) -> "np.ndarray[Any, Any]":
+def _image_set(size: Size, train: bool) -> ImageSet:
+    return Digits(train=train) if size.on_digits else FashionMNIST(root=None, train=train)
+
+
+def _pools(images: ImageSet, rng: np.random.Generator) -> list[list[int]]:
+    """Return the images of each class, in a random order."""
     assert images.labels is not None
-    return images.labels.numpy()
+    labels = images.labels.numpy()
+    return [list(rng.permutation(np.flatnonzero(labels == label))) for label in range(CLASSES)]
 
 
-def _score(world: _World, settings: Settings, *, size: int, way: str, device: torch.device, quick: bool) -> list[float]:
-    """Accuracy of each newcomer with its first ``size`` images."""
-    strength, rate = settings
-    found = []
-    for train, scored in world.newcomers:
-        data = FederatedData([Subset(world.train, train[:size])], [Subset(world.scored, scored)], num_classes=CLASSES)
-        algorithm = Standalone() if way == "alone" else PerAda(strength)
+def _take(pools: list[list[int]], shares: Sequence[float], count: int, rng: np.random.Generator) -> list[int]:
+    """Take images with random classes from the pools; those of a class without images are left out."""
+    labels = [label for label in rng.choice(CLASSES, count, p=shares) if pools[label]]
+    # The pool may become empty on the way.
+    return [int(pools[label].pop()) for label in labels if pools[label]]
+
+
+def _scores(
+    world: World, settings: Settings, *, num_images: int, way: str, device: torch.device, steps: int
+) -> list[float]:
+    """Return the accuracy of each newcomer with its first ``num_images`` images."""
+    accuracies = []
+    for newcomer in world.newcomers:
+        data = FederatedData(
+            [Subset(world.train, newcomer.train[:num_images])],
+            [Subset(world.scored, newcomer.scored)],
+            num_classes=CLASSES,
+        )
         joined = perada.personalize(
-            world.untrained if way == "alone" else world.run, data, "newcomer", rounds=1,
-            local_steps=2 if quick else 100, lr=rate, algorithm=algorithm, accelerator=device.type,
-        )  # fmt: skip
-        found.append(joined.info["joined"][-1]["after"])
-    return found
+            world.untrained if way == ALONE else world.run,
+            data,
+            "newcomer",
+            rounds=1,
+            local_steps=steps,
+            lr=settings.lr,
+            algorithm=Standalone() if way == ALONE else PerAda(settings.strength),
+            accelerator=device.type,
+        )
+        accuracies.append(joined.info["joined"][-1]["after"])
+    return accuracies
 
 
-def _before(world: _World) -> list[float]:
-    """Accuracy of the global model on each newcomer's images."""
-    model, found = world.run.global_model(), []
-    for _, scored in world.newcomers:
-        images, labels = zip(*(world.scored[row] for row in scored), strict=True)
+def _scores_of_global_model(world: World) -> list[float]:
+    """Return the accuracy of the global model on each newcomer's images."""
+    model = world.run.global_model().cpu()
+    accuracies = []
+    for newcomer in world.newcomers:
+        samples = [world.scored[row] for row in newcomer.scored]
+        labels = torch.stack([label for _, label in samples])
         with torch.no_grad():
-            logits = model.cpu()(world.run.preprocessing.batch(list(images)))
-        found.append(float((logits.argmax(1) == torch.stack(labels)).float().mean()))
-    return found
+            logits = model(world.run.preprocessing.batch([image for image, _ in samples]))
+        accuracies.append(float((logits.argmax(1) == labels).float().mean()))
+    return accuracies
 
 
-def _shown(scores: list[list[float]]) -> str:
-    """Mean ± standard deviation over seeds, of the newcomers' mean, in %."""
-    means = [100 * fmean(one) for one in scores]
-    return f"{fmean(means):.1f} ± {stdev(means) if len(means) > 1 else 0:.1f}"
+def _mean_and_spread(accuracies_of_seed: list[list[float]]) -> str:
+    """Return mean ± standard deviation over seeds of the newcomers' mean accuracy, in %."""
+    means = [100 * fmean(accuracies) for accuracies in accuracies_of_seed]
+    spread = stdev(means) if len(means) > 1 else 0
+    return f"{fmean(means):.1f} ± {spread:.1f}"

@@ -19,8 +19,12 @@ import perada
 from benchmarks.timing import alone, status
 from perada.data import FederatedData
 
-CLIENTS, SAMPLED, IMAGES, OWN = 100, 5, 1_000, 10
-"""Clients of the long run, of each of its rounds, images in all, and of each client."""
+CLIENTS = 100
+"""Of the long run."""
+SAMPLED = 5
+"""Clients of a round."""
+IMAGES = 1_000
+IMAGES_OF_CLIENT = 10
 
 
 def growth(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
@@ -30,15 +34,24 @@ def growth(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str
         yield alone(_clients, clients)
 
 
-class _Watch(pl.Callback):
-    """Notes at the end of some rounds what has grown."""
+class _GrowthRecorder(pl.Callback):
+    """Records after some rounds what has grown.
+
+    Args:
+        rounds: Numbers of rounds done.
+        folder: The run's folder.
+    """
 
     def __init__(self, rounds: tuple[int, ...], folder: Path) -> None:
-        self.rounds, self.folder, self.rows, self.times = rounds, folder, list[dict[str, Any]](), list[float]()
+        self.rounds = rounds
+        self.folder = folder
+        self.rows: list[dict[str, Any]] = []
+        self.times: list[float] = []
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # At the start of a round, since only then the checkpoint of the round before has been written.
         self.times.append(time.perf_counter())
-        if trainer.current_epoch not in self.rounds:  # as many rounds and their checkpoints have ended
+        if trainer.current_epoch not in self.rounds:
             return
         files = [path for path in self.folder.rglob("*") if path.is_file()]
         seconds = [after - before for before, after in itertools.pairwise(self.times[-11:])]
@@ -60,12 +73,12 @@ def _size(files: list[Path], name: str) -> int:
     return sum(round(path.stat().st_size / 1e3) for path in files if path.name == name)
 
 
-def _train(clients: int, rounds: int, folder: str, watch: pl.Callback, **options: Any) -> perada.Run:
+def _train(clients: int, rounds: int, folder: str, recorder: pl.Callback, **options: Any) -> perada.Run:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     images = TensorDataset(torch.randn(IMAGES, 1, 4, 4), torch.arange(IMAGES) % 3)
-    starts = torch.randint(0, IMAGES - OWN, (clients,)).tolist()
-    parts = [Subset(images, range(start, start + OWN)) for start in starts]
+    starts = torch.randint(0, IMAGES - IMAGES_OF_CLIENT, (clients,)).tolist()
+    parts = [Subset(images, range(start, start + IMAGES_OF_CLIENT)) for start in starts]
     return perada.finetune(
         nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3)),
         FederatedData(parts),
@@ -78,7 +91,7 @@ def _train(clients: int, rounds: int, folder: str, watch: pl.Callback, **options
         default_root_dir=folder,
         accelerator="cpu",
         enable_progress_bar=False,
-        callbacks=[watch],
+        callbacks=[recorder],
         **options,
     )
 
@@ -86,16 +99,17 @@ def _train(clients: int, rounds: int, folder: str, watch: pl.Callback, **options
 def _rounds(rounds: tuple[int, ...]) -> list[dict[str, Any]]:
     """Train one round more than the last of ``rounds``."""
     with tempfile.TemporaryDirectory() as folder:
-        watch = _Watch(rounds, Path(folder))
-        _train(CLIENTS, rounds[-1] + 1, folder, watch)
-    return watch.rows
+        recorder = _GrowthRecorder(rounds, Path(folder))
+        _train(CLIENTS, rounds[-1] + 1, folder, recorder)
+    return recorder.rows
 
 
 def _clients(clients: int) -> dict[str, Any]:
     """Train two rounds in which each client may take part, and write a checkpoint and the run."""
     with tempfile.TemporaryDirectory() as folder:
-        watch = _Watch((1,), Path(folder))
-        run = _train(clients, 2, folder, watch, evaluation={"global_test_clients": 0})
-        began = time.perf_counter()
+        recorder = _GrowthRecorder((1,), Path(folder))
+        run = _train(clients, 2, folder, recorder, evaluation={"global_test_clients": 0})
+        started_at = time.perf_counter()
         run.save(Path(folder) / "saved")
-        return watch.rows[0] | {"clients": clients, "Run.save, s": round(time.perf_counter() - began, 1)}
+        seconds = time.perf_counter() - started_at
+        return recorder.rows[0] | {"clients": clients, "Run.save, s": round(seconds, 1)}

@@ -23,21 +23,30 @@ from benchmarks.round import LITE0, RESNET, SMALL, VIT, VIT_GPU, Turns
 from benchmarks.timing import clock, ratio
 from benchmarks.workload import Workload
 
-COUNTED = 4  # images in the passes whose operations are counted
+COUNTED_IMAGES = 4
+"""Images in the passes whose operations are counted."""
 
 
 def limit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Local training, the server and the round: ResNet-18, EfficientNet-Lite0 and ViT-S."""
-    size = _size(device, quick)
-    for work in (SMALL,) if quick else (RESNET, LITE0, VIT if device.type == "cpu" else VIT_GPU):
-        needed, computed = operations(work), _computed(work, device)
+    size = _product_size(device, quick)
+    if quick:
+        works = [SMALL]
+    else:
+        works = [RESNET, LITE0, VIT if device.type == "cpu" else VIT_GPU]
+    for work in works:
+        needed = operations(work)
+        computed = _computed_operations(work, device)
         for arithmetic in arithmetics(device, quick):
             turns = Turns({}, device)
             with arithmetic.active():
-                before = best_product(device, arithmetic.dtype, size)
-                options: dict[str, Any] = {"rounds": 1 + repeats, "precision": arithmetic.precision}
-                work.finetune(work.data(), device, callbacks=[turns], **options)
-                peak = max(before, best_product(device, arithmetic.dtype, size))
+                # The machine's speed may drift during the rounds.
+                peak_before = best_product(device, arithmetic.dtype, size)
+                work.finetune(
+                    work.data(), device, rounds=1 + repeats, precision=arithmetic.precision, callbacks=[turns]
+                )
+                peak_after = best_product(device, arithmetic.dtype, size)
+            peak = max(peak_before, peak_after)
             row: dict[str, Any] = {
                 "model": f"{work.backbone}, {work.adapter}, {work.side}×{work.side}",
                 "precision": arithmetic.name,
@@ -58,56 +67,65 @@ def limit(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str,
 
 def machine(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """Which precision to take here, and what perada gains, in about two minutes: ResNet-18 in two short rounds."""
-    work, size = SMALL if quick else replace(RESNET, clients=8, steps=1, public=128), _size(device, quick)
+    work = SMALL if quick else replace(RESNET, clients=8, steps=1, public=128)
+    size = _product_size(device, quick)
     for arithmetic in (FP32, BF16):
         data = work.data()
         turns = Turns({"naive": Naive(work, work.module().model, data, device).round}, device)
         work.finetune(data, device, rounds=3, precision=arithmetic.precision, callbacks=[turns])
-        own, naive = turns.seconds["perada"], turns.seconds["naive"]
-        yield {
+        perada_seconds = turns.seconds["perada"]
+        naive_seconds = turns.seconds["naive"]
+        row: dict[str, Any] = {
             "precision": arithmetic.name,
             "product, GFLOP/s": round(best_product(device, arithmetic.dtype, size) / 1e9),
-            "seconds of a round": round(statistics.median(own["round"]), 2),
-            **{f"naive fp32 / perada, {part}": ratio(naive[part], own[part]) for part in own},
+            "seconds of a round": round(statistics.median(perada_seconds["round"]), 2),
         }
+        for part, times in perada_seconds.items():
+            row[f"naive fp32 / perada, {part}"] = ratio(naive_seconds[part], times)
+        yield row
 
 
 def operations(work: Workload) -> dict[str, float]:
-    """Floating-point operations that the parts of a round need, each image passed as often as the algorithm asks.
+    """Return the floating-point operations that the parts of a round need.
 
-    Locally that is both roles of each client; at the server, each public image through each teacher once, and the
-    student's steps.
+    Each image is passed as often as the algorithm asks: locally for both roles of each client; at the server each
+    public image through each teacher once, and the student's steps.
     """
-    model, x = work.module().model, torch.randn(COUNTED, 3, work.side, work.side)
-    with FlopCounterMode(display=False) as forward, torch.no_grad():
+    model = work.module().model
+    x = torch.randn(COUNTED_IMAGES, 3, work.side, work.side)
+    with FlopCounterMode(display=False) as forward_counter, torch.no_grad():
         model.eval()(x)
-    with FlopCounterMode(display=False) as training:
-        F.cross_entropy(model(x), torch.zeros(COUNTED, dtype=torch.long)).backward()
-    passed, trained = (counter.get_total_flops() / COUNTED for counter in (forward, training))
-    local = 2 * work.sampled * work.batch * work.steps * trained
-    server = work.sampled * work.public * passed + work.passes * work.public * trained
+    with FlopCounterMode(display=False) as training_counter:
+        F.cross_entropy(model(x), torch.zeros(COUNTED_IMAGES, dtype=torch.long)).backward()
+    forward_pass = forward_counter.get_total_flops() / COUNTED_IMAGES
+    training_step = training_counter.get_total_flops() / COUNTED_IMAGES
+    local = 2 * work.sampled * work.batch * work.steps * training_step
+    server = work.sampled * work.public * forward_pass + work.passes * work.public * training_step
     return {"local": local, "server": server, "round": local + server}
 
 
-def _computed(work: Workload, device: torch.device) -> dict[str, float]:
-    """Floating-point operations of the parts of perada's second round, in single precision."""
+def _computed_operations(work: Workload, device: torch.device) -> dict[str, float]:
+    """Return the floating-point operations of the parts of perada's second round, in single precision."""
     with FlopCounterMode(display=False) as counter:
         turns = Turns({}, device, lambda _: counter.get_total_flops())
         work.finetune(work.data(), device, rounds=2, callbacks=[turns])
     return {part: counts[0] for part, counts in turns.seconds["perada"].items()}
 
 
-def _size(device: torch.device, quick: bool) -> int:
-    """Rows of the matrices of the product; a GPU spends more time on starting small ones than on multiplying them."""
-    return 256 if quick else 8192 if device.type == "cuda" else 2048
+def _product_size(device: torch.device, quick: bool) -> int:
+    """Return the rows of the matrices of the product; on a GPU small products are dominated by their start."""
+    if quick:
+        return 256
+    return 8192 if device.type == "cuda" else 2048
 
 
 def best_product(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """The most floating-point operations a second in 20 products of square matrices."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    """Return the most floating-point operations a second in 20 products of square matrices."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
     times = []
     for _ in range(20):
-        began = clock(device)
+        started_at = clock(device)
         a @ b
-        times.append(clock(device) - began)
+        times.append(clock(device) - started_at)
     return 2 * size**3 / min(times)

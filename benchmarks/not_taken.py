@@ -43,10 +43,13 @@ def _row(what: str, ways: dict[str, Callable[[], object]], device: torch.device,
 
 def _steps(work: Workload, device: torch.device) -> dict[str, Callable[[], object]]:
     """A step of local training of all of a round's clients, forward and backward."""
-    model, clients = work.module().model.to(device), work.sampled
+    model = work.module().model.to(device)
+    clients = work.sampled
     cast = copy.deepcopy(model)
     for layer in cast.modules():
-        for value in layer.parameters(recurse=False) if isinstance(layer, nn.Conv2d | nn.Linear) else ():
+        if not isinstance(layer, nn.Conv2d | nn.Linear):
+            continue
+        for value in layer.parameters(recurse=False):
             if not value.requires_grad:
                 value.data = value.data.bfloat16()
     x = torch.randn(clients, work.batch, 3, work.side, work.side, device=device)

@@ -30,7 +30,7 @@ from benchmarks.privacy_audit import (
     IMAGES,
     PIXELS,
     Audit,
-    Watched,
+    RecordingPerAda,
     along_canary,
     canary_images,
     lower_bounds,
@@ -108,12 +108,12 @@ def audit_difference(pair: Pair, sigma: float, repeated: bool, *, clients: int, 
     def run(lr_personal: float, lr_local: float, rounds: int, steps: int) -> tuple[perada.Run, list[np.ndarray]]:
         layer = nn.Linear(PIXELS, CLASSES, bias=False)
         nn.init.zeros_(layer.weight)
-        watched = Watched()
+        recording = RecordingPerAda()
         done = perada.finetune(
             nn.Sequential(nn.Flatten(), layer),
             data,
             adapter="full",
-            algorithm=watched,
+            algorithm=recording,
             rounds=rounds,
             batch_size="full",
             local_steps=steps,
@@ -126,7 +126,7 @@ def audit_difference(pair: Pair, sigma: float, repeated: bool, *, clients: int, 
             logger=False,
             enable_progress_bar=False,
         )
-        sent = [along_canary(next(iter(state.values()))) * IMAGES / lr_local for state in watched.sent]
+        sent = [along_canary(next(iter(state.values()))) * IMAGES / lr_local for state in recording.sent]
         return done, sent
 
     fault: Callable[[], AbstractContextManager[object]] = (lambda: _drawn_again(pair)) if repeated else nullcontext

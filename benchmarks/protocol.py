@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the authors' code does differently from perada, in miniature: the table of docs/papers.md.
+"""The differences between the authors' code and perada, in miniature: the table of docs/papers.md.
 
-`python -m benchmarks.protocol` runs `perada compare paper/perada_protocol_mini`, and goes on where it was stopped.
-Options of `perada compare` may follow. What depends on how a run is scored, and not on how it trains, is read from the
-runs of the rows "defaults" and "all together".
+`python -m benchmarks.protocol` runs `perada compare paper/perada_protocol_mini`, and resumes where it was stopped.
+Options of `perada compare` may follow. Differences in how a run is scored, and not in how it trains, are computed from
+the runs of the rows "defaults" and "all together".
 """
 
 import json
@@ -35,13 +35,13 @@ Record = dict[str, Any]
 
 
 def cell(values: Sequence[float]) -> str:
-    """Mean and sample standard deviation in %."""
+    """Return mean and sample standard deviation in %."""
     mean = f"{100 * fmean(values):.1f}"
     return f"{mean} ± {100 * stdev(values):.1f}" if len(values) > 1 else mean
 
 
 def best_rounds(by_round: Sequence[dict[str, Any]]) -> float:
-    """The mean over clients of each client's best score on its own test images in any of the rounds.
+    """Return the mean over clients of each client's best score on its own test images in any of the rounds.
 
     >>> round(best_rounds([{"personal/local_test": [0.5, 0.9]}, {"personal/local_test": [0.7, 0.6]}]), 3)
     0.8
@@ -59,28 +59,28 @@ def scored_every_round(record: Record) -> list[dict[str, Any]]:
         cli = PeradaCLI(words, run=False)
         cli.trainer.fit(cli.model, cli.datamodule)
     by_round: list[dict[str, Any]] = cli.loop.client_scores.by_round
-    last = fmean(by_round[-1]["personal/local_test"])
-    if abs(last - record["personal/local_test"]) > 1e-6:
-        raise RuntimeError(f"scored every round, the run has {last}, and before {record['personal/local_test']}")
+    last_score = fmean(by_round[-1]["personal/local_test"])
+    if abs(last_score - record["personal/local_test"]) > 1e-6:
+        raise RuntimeError(f"scored every round, the run has {last_score}, and before {record['personal/local_test']}")
     return by_round
 
 
 def table(records: Sequence[Record]) -> str:
-    """The table as Markdown."""
-    runs: dict[str, list[Record]] = {}
+    """Return the table as Markdown."""
+    runs_of_variant: dict[str, list[Record]] = {}
     for record in records:
         if record["stage"] == "run":
-            runs.setdefault(record["varied"]["variant"], []).append(record)
+            runs_of_variant.setdefault(record["varied"]["variant"], []).append(record)
     lines = ["| " + " | ".join(HEAD) + " |", "|---|---:|---:|---:|"]
-    for name, own in runs.items():
-        cells = [cell([record[score] for record in own]) for score in SCORED]
+    for name, runs in runs_of_variant.items():
+        cells = [cell([run[score] for run in runs]) for score in SCORED]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
         if name not in READ_FROM:
             continue
-        best = cell([best_rounds(scored_every_round(record)) for record in own])
+        best = cell([best_rounds(scored_every_round(run)) for run in runs])
         lines.append(f"| {name}, scored as C, each client's best round | {best} | | |")
         for title, score in OTHER_SCORES.items():
-            lines.append(f"| {name}, scored as {title} | {cell([record[score] for record in own])} | | |")
+            lines.append(f"| {name}, scored as {title} | {cell([run[score] for run in runs])} | | |")
     return "\n".join(lines)
 
 

@@ -18,29 +18,31 @@ from benchmarks.round import RESNET, Turns
 
 def ranks(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
     """ResNet-18 with residual adapters, 32×32, 8 clients a round; the processes are started by torchrun, in turn."""
-    most = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
-    alone = 0.0
+    max_processes = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
+    seconds_of_one_process = 0.0
     for processes in (1, 2, 4, 8):
-        if processes > most:
+        if processes > max_processes:
             break
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command += ["-m", "benchmarks.ranks", device.type, str(repeats), str(int(quick))]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if ended.returncode:
-            raise RuntimeError(f"{processes} processes ended with status {ended.returncode}: {ended.stderr}")
-        seconds: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
-        alone = alone or seconds["round"]
-        yield {
-            "processes": processes,
-            "one process / these": round(alone / seconds["round"], 3),
-            **{f"seconds, {part}": round(value, 3) for part, value in seconds.items()},
-        }
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if completed.returncode:
+            raise RuntimeError(f"{processes} processes ended with status {completed.returncode}: {completed.stderr}")
+        seconds: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])
+        if processes == 1:
+            seconds_of_one_process = seconds["round"]
+        row = {"processes": processes, "one process / these": round(seconds_of_one_process / seconds["round"], 3)}
+        for part, value in seconds.items():
+            row[f"seconds, {part}"] = round(value, 3)
+        yield row
 
 
 def main(device: torch.device, repeats: int, quick: bool) -> None:
     """Run rounds in this process as one of several, and let the first one print the median seconds as JSON."""
-    work = replace(RESNET, backbone="test_resnet", public=32, public_batch=16, batch=16) if quick else RESNET
+    work = RESNET
+    if quick:
+        work = replace(RESNET, backbone="test_resnet", public=32, public_batch=16, batch=16)
     turns = Turns({}, device)
     work.finetune(work.data(), device, rounds=1 + repeats, callbacks=[turns])
     if int(os.environ["RANK"]) == 0:

@@ -27,20 +27,28 @@ def secure_sums(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
     for sites in (3, 4) if quick else (3, 10, 30, 100):
         for numbers in (1_000,) if quick else (10**5, 10**6, 10**7):
             masking = sites if sites * numbers <= (3_000 if quick else ALL) else min(sites, repeats)
-            for gone in (0, 1) if sites > 3 else (0,):
-                yield row(sites, numbers, masking, gone)
+            for dropped in (0, 1) if sites > 3 else (0,):
+                yield row(sites, numbers, masking, dropped)
 
 
-def row(sites: int, numbers: int, masking: int, gone: int) -> dict[str, Any]:
-    """The costs of one round; seconds are the processor's, those at a site the median over the sites."""
+def row(sites: int, numbers: int, masking: int, dropped: int) -> dict[str, Any]:
+    """Return the costs of one round; seconds are the processor's, those at a site the median over the sites.
+
+    Args:
+        sites: Number of sites.
+        numbers: Numbers of a state.
+        masking: Sites that really mask their vectors.
+        dropped: Sites that drop out.
+    """
     from benchmarks.summing_sites import Federation
 
     federation = Federation(sites)
-    plain, secure = federation.plain(numbers, masking), federation.secure(numbers, masking, gone)
+    plain = federation.plain(numbers, masking)
+    secure = federation.secure(numbers, masking, dropped)
     return {
         "sites": sites,
         "numbers": numbers,
-        "gone": gone,
+        "gone": dropped,
         "vectors masked": masking,
         "MB up": round(secure.up / sites, 3),
         "MB down": round(secure.down / sites, 3),

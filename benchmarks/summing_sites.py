@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sites in this process that add up vectors, in a secure sum or in the clear: what they send, and what it takes."""
+"""Sites in this process that add vectors, in a secure sum or in the clear: their messages and costs."""
 
 import statistics
 import time
@@ -23,16 +23,26 @@ from perada.deploy.sums.progress import MAX_HEARD_ROUNDS
 from perada.deploy.sums.vector import Contents, Uint64Vector
 from perada.server.sums import SecureSums
 
-RUN, RECIPE, OPTIONS = "a" * 32, "b" * 64, SecureSums()
+RUN = "a" * 32
+RECIPE = "b" * 64
+TASK = "c" * 64
+"""Digest of the server's request, as a site knows it."""
+OPTIONS = SecureSums()
 ROUND = MAX_HEARD_ROUNDS
-"""A round so late that a site says as much of former ones as it ever does."""
+"""A round so late that a site's claims on earlier ones are as long as they can be."""
 
 
 @dataclass
 class Costs:
-    """What a round took: megabytes of all sites together, bytes by message, seconds by step at the server and a site.
+    """What a round took.
 
-    The seconds are the processor's, which other work on the machine prolongs less than those of a clock.
+    Seconds are the processor's, which other work on the machine prolongs less than those of a clock.
+
+    Attributes:
+        up, down: Megabytes of all sites together.
+        server: Seconds by step at the server.
+        sites: Seconds by step, of each site.
+        messages: Bytes by kind of message, of each site.
     """
 
     up: float = 0.0
@@ -43,7 +53,12 @@ class Costs:
     _last: float = 0.0
 
     def lap(self, step: str | None = None, at_site: bool = False) -> None:
-        """Count the time since the last call as that of a step at the server or ``at_site``, or nowhere."""
+        """Count the time since the last call.
+
+        Args:
+            step: The step that it is counted for; None if it is not counted.
+            at_site: Whether the step is a site's, or else the server's.
+        """
         now = time.process_time()
         if step and at_site:
             self.sites[step].append(now - self._last)
@@ -51,183 +66,219 @@ class Costs:
             self.server[step] += now - self._last
         self._last = time.process_time()
 
-    def apart(self, step: str, began: float, ended: float) -> None:
-        """Count a part of a site's step as another one, and what has come after it nowhere."""
-        self.sites[step].append(ended - began)
-        self._last += time.process_time() - began
+    def exclude(self, step: str, started_at: float, ended_at: float) -> None:
+        """Count a part of a site's step as another step, and do not count what came after it."""
+        self.sites[step].append(ended_at - started_at)
+        self._last += time.process_time() - started_at
 
     def of_site(self) -> dict[str, float]:
-        """Seconds of each step at one site, in the median."""
+        """Return the median seconds of each step at one site."""
         return {step: statistics.median(seconds) for step, seconds in self.sites.items()}
 
 
 class Federation:
-    """So many sites that agree to hide among one another."""
+    """Sites that accept one another in secure sums.
+
+    Args:
+        sites: Number of sites.
+    """
 
     def __init__(self, sites: int) -> None:
-        self.names = [f"site{place:03}" for place in range(sites)]
+        self.names = [f"site{number:03}" for number in range(sites)]
         self.identities = {name: Ed25519PrivateKey.generate() for name in self.names}
         self.public = {name: identity.public_key() for name, identity in self.identities.items()}
 
     def plain(self, numbers: int, sending: int) -> Costs:
-        """A round in which sites send float32, of which ``sending`` do, and whose mean the server takes as they come.
+        """Return the costs of a round without a secure sum, in which the server adds the float32 states as they come.
 
-        The state of the first stands for those of the others.
+        Args:
+            numbers: Numbers of a state.
+            sending: Sites that really send; the reply of the first stands for those of the others.
         """
-        costs, total, first = Costs(), torch.zeros(numbers, dtype=torch.float64), b""
-        for place, name in enumerate(self.names):
-            state = state_of(place, numbers)
+        costs = Costs()
+        total = torch.zeros(numbers, dtype=torch.float64)
+        first_reply = b""
+        for number, name in enumerate(self.names):
+            state = state_of(number, numbers)
             costs.lap()
-            message = pack(self.order("train", name), state)
+            message = pack(self.request("train", name), state)
             costs.lap("model")
-            if place < sending:
+            if number < sending:
                 unpack(message, spec_of(state))
-                answers = digest(message)
+                request_digest = digest(message)
                 costs.lap("model", at_site=True)
-                reply = pack(Response("ok", answers), state)
+                reply = pack(Response("ok", request_digest), state)
                 costs.lap("send", at_site=True)
-                first = first or reply
+                first_reply = first_reply or reply
             else:
-                reply = first
+                reply = first_reply
             costs.lap()
-            found = unpack(reply, spec_of(state))[1]
+            _, tensors = unpack(reply, spec_of(state))
             costs.lap("receive")
-            total += found["w"]
+            total += tensors["w"]
             costs.lap("mean")
-            costs.up, costs.down = costs.up + len(reply) / 1e6, costs.down + len(message) / 1e6
+            costs.up += len(reply) / 1e6
+            costs.down += len(message) / 1e6
         costs.lap()
         (total / len(self.names)).float()
         costs.lap("mean")
         return costs
 
-    def secure(self, numbers: int, masking: int, gone: int) -> Costs:
-        """A round of a secure sum of the states, of which ``masking`` are masked, without the last ``gone`` ones.
+    def secure(self, numbers: int, masking: int, dropped: int) -> Costs:
+        """Return the costs of a round with a secure sum of the states.
+
+        Args:
+            numbers: Numbers of a state.
+            masking: Sites that really mask their vectors; the vector of the first stands for those of the others.
+            dropped: Sites, the last ones, that drop out before they send their vectors.
 
         Raises:
             RuntimeError: If all vectors were masked and the sum is not that of the vectors.
         """
-        made = _Round(self, numbers, masking, self.names[len(self.names) - gone :])
-        return made.run()
+        return _Round(self, numbers, masking, self.names[len(self.names) - dropped :]).run()
 
-    def order(self, kind: RequestKind, name: str, **given: Any) -> Request:
-        """What the server asks of a site."""
-        return Request(kind, RUN, RECIPE, ROUND, self.names.index(name), len(self.names), **given)
+    def request(self, kind: RequestKind, name: str, **fields: Any) -> Request:
+        """Return the server's request to a site."""
+        return Request(kind, RUN, RECIPE, ROUND, self.names.index(name), len(self.names), **fields)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A site's response with its tensors, and the bytes of the message."""
+
+    response: Response
+    tensors: State
+    size: int
 
 
 class _Round:
     """A secure sum among sites, by the messages and functions of a deployment."""
 
-    def __init__(self, federation: Federation, numbers: int, masking: int, gone: list[str]) -> None:
-        self.federation, self.masking, self.gone, self.costs = federation, masking, gone, Costs()
+    def __init__(self, federation: Federation, numbers: int, masking: int, dropped: list[str]) -> None:
+        self.federation = federation
+        self.masking = masking
+        self.dropped = dropped
+        self.costs = Costs()
         self.contents = Contents(OPTIONS, state_of(0, numbers))
-        identities, public = federation.identities, federation.public
-        self.parties = {name: Party(name, identities[name], public) for name in federation.names}
-        self.own = SiteClaims(heard={str(round): digest(str(round).encode()) for round in range(MAX_HEARD_ROUNDS)})
-        self.expected, self.step = np.zeros(self.contents.size, np.uint64), "keys"
-        self.first: tuple[int, tuple[Response, State]] | None = None  # bytes of the first masked vector, and itself
+        self.parties: dict[str, Party] = {}
+        for name in federation.names:
+            self.parties[name] = Party(name, federation.identities[name], federation.public)
+        heard = {str(number): digest(str(number).encode()) for number in range(MAX_HEARD_ROUNDS)}
+        self.claims = SiteClaims(heard=heard)
+        self.expected = np.zeros(self.contents.size, np.uint64)
+        self.step = "keys"
+        self.first_masked: Reply | None = None
 
     def run(self) -> Costs:
-        """Train nothing, and add up."""
-        costs, federation, example = self.costs, self.federation, self.contents.example
+        """Train nothing, add the states, and return the costs."""
+        costs = self.costs
+        federation = self.federation
+        example = self.contents.example
         trained = {}
         for name, party in self.parties.items():
             costs.lap()
-            message = pack(federation.order("train", name), example)
+            message = pack(federation.request("train", name), example)
             costs.lap("model")
             unpack(message, spec_of(example))
-            answers = digest(message)
+            request_digest = digest(message)
             costs.lap("model", at_site=True)
-            reply = pack(Response("ok", answers, sums=party.offer_keys(terms("c" * 64), self.own, begin=True)))
+            keys = party.offer_keys(terms(TASK), self.claims, begin=True)
+            reply = pack(Response("ok", request_digest, sums=keys))
             costs.lap("keys", at_site=True)
-            costs.messages["keys up"].append(len(reply) - len(pack(Response("ok", answers))))
+            costs.messages["keys up"].append(len(reply) - len(pack(Response("ok", request_digest))))
             costs.lap()
-            trained[name] = Response.read(read_header(reply)), dict[str, torch.Tensor]()
+            no_tensors: State = {}
+            trained[name] = Response.read(read_header(reply)), no_tensors
             costs.lap("keys")
-            costs.up, costs.down = costs.up + len(reply) / 1e6, costs.down + len(message) / 1e6
-        made = SecureSum(self._ask, lambda attempt: terms("", attempt), trained, self.contents.size)
-        there, total = made.run()
+            costs.up += len(reply) / 1e6
+            costs.down += len(message) / 1e6
+        secure_sum = SecureSum(self._ask, lambda attempt: terms("", attempt), trained, self.contents.size)
+        survivors, total = secure_sum.run()
         costs.lap("unmask")
-        if self.masking < len(federation.names):  # a vector that stood for others left no sum
+        if self.masking < len(federation.names):
+            # A vector that stood for others left no sum, and was received only once.
             total = self.expected
-            total[-1] = len(there) << OPTIONS.fraction_bits
-            costs.server["receive"] *= len(there) / self.masking  # nor had it to be received again
+            total[-1] = len(survivors) << OPTIONS.fraction_bits
+            costs.server["receive"] *= len(survivors) / self.masking
         elif not np.array_equal(total, self.expected):
             raise RuntimeError("the secure sum is not the sum of the vectors")
         costs.lap()
-        self.contents.decode(total, len(there))
+        self.contents.decode(total, len(survivors))
         costs.lap("mean")
         return costs
 
     def _ask(
-        self, kind: RequestKind, attempt: int, said: Mapping[str, dict[str, Any]], numbers: int, /
+        self, kind: RequestKind, attempt: int, sums_of_site: Mapping[str, dict[str, Any]], numbers: int, /
     ) -> dict[str, tuple[Response, State]]:
-        """As :class:`.AskStep`."""
-        costs, found = self.costs, {}
+        """Ask the sites for a step, as :class:`.AskStep`."""
+        costs = self.costs
+        responses = {}
         spec = spec_of({MASKED: torch.empty(numbers, dtype=torch.uint64)} if numbers else {})
         costs.lap(self.step)
-        for place, (name, sums) in enumerate(said.items()):
+        for number, (name, sums) in enumerate(sums_of_site.items()):
             costs.lap()
-            message = pack(self.federation.order(kind, name, attempt=attempt, sums=sums))
+            message = pack(self.federation.request(kind, name, attempt=attempt, sums=sums))
             costs.lap(kind)
             costs.down += len(message) / 1e6
             costs.messages[f"{kind} down"].append(len(message))
-            if kind == "mask" and name in self.gone:
+            if kind == "mask" and name in self.dropped:
                 continue
-            if kind == "mask" and place >= self.masking and self.first:
-                self._pass_over(name, message)
-                size, found[name] = self.first
+            if kind == "mask" and number >= self.masking and self.first_masked is not None:
+                self._skip_mask(name, message)
+                reply = self.first_masked
             else:
-                reply = self._answer(name, message, place)
-                size = len(reply)
-                header, tensors = unpack(reply, spec)
-                found[name] = Response.read(header), tensors
+                reply_bytes = self._take_step(name, message, number)
+                header, tensors = unpack(reply_bytes, spec)
+                reply = Reply(Response.read(header), tensors, len(reply_bytes))
                 costs.lap("receive" if kind == "mask" else kind)
-                if kind == "mask" and place == 0:
-                    self.first = size, found[name]
-            costs.up += size / 1e6
-            costs.messages[f"{kind} up"].append(size)
+                if kind == "mask" and number == 0:
+                    self.first_masked = reply
+            responses[name] = (reply.response, reply.tensors)
+            costs.up += reply.size / 1e6
+            costs.messages[f"{kind} up"].append(reply.size)
         costs.lap()
         self.step = "unmask" if kind == "reveal" else kind
-        return found
+        return responses
 
-    def _answer(self, name: str, message: bytes, place: int) -> bytes:
-        """A step of a site, as its worker takes it."""
-        costs, order = self.costs, Request.read(read_header(message))
-        state = state_of(place, self.contents.size - 1) if order.kind == "mask" else {}
+    def _take_step(self, name: str, message: bytes, number: int) -> bytes:
+        """Return a site's reply to a request, made as its worker does."""
+        costs = self.costs
+        is_mask = Request.read(read_header(message)).kind == "mask"
+        state = state_of(number, self.contents.size - 1) if is_mask else {}
 
         def vector(sites: int, _: Collection[str]) -> Uint64Vector:
-            began = time.process_time()
-            made = self.contents.vector(state, 1.0, None, {}, sites)
-            ended = time.process_time()
-            self.expected += made
-            costs.apart("fixed point", began, ended)
-            return made
+            started_at = time.process_time()
+            site_vector = self.contents.vector(state, 1.0, None, {}, sites)
+            ended_at = time.process_time()
+            self.expected += site_vector
+            costs.exclude("fixed point", started_at, ended_at)
+            return site_vector
 
         costs.lap()
-        order = Request.read(read_header(message))
-        said, masked = self.parties[name].step(order, terms("c" * 64), self.own, vector)
-        answer = Response("ok", digest(message), sums=said)
+        request = Request.read(read_header(message))
+        sums, masked = self.parties[name].step(request, terms(TASK), self.claims, vector)
+        response = Response("ok", digest(message), sums=sums)
         if masked is None:
-            reply = pack(answer)
-            costs.lap(order.kind, at_site=True)
+            reply = pack(response)
+            costs.lap(request.kind, at_site=True)
         else:
-            costs.lap(order.kind, at_site=True)
-            reply = pack(answer, {MASKED: torch.from_numpy(masked)})
+            costs.lap(request.kind, at_site=True)
+            reply = pack(response, {MASKED: torch.from_numpy(masked)})
             costs.lap("send", at_site=True)
         return reply
 
-    def _pass_over(self, name: str, message: bytes) -> None:
-        """Let a site take the step of the masks without any, since the vector of another one stands for its own."""
+    def _skip_mask(self, name: str, message: bytes) -> None:
+        """Let a site take the step of the masks without adding any, since another site's vector stands for its own."""
         zeros = np.broadcast_to(np.uint64(0), self.contents.size)
         with patch.object(site, "add_streams", lambda *_: None):
-            self.parties[name].step(Request.read(read_header(message)), terms("c" * 64), self.own, lambda *_: zeros)
+            self.parties[name].step(Request.read(read_header(message)), terms(TASK), self.claims, lambda *_: zeros)
 
 
-def terms(given: str, attempt: int = 0) -> SumTerms:
-    """Of the sum, as a site knows them that was ``given`` something, or as the server does."""
-    return SumTerms(RUN, ROUND, RECIPE, OPTIONS, attempt, given)
+def terms(task: str, attempt: int = 0) -> SumTerms:
+    """Return the terms of the sum, as a site knows them, or with an empty ``task`` as the server does."""
+    return SumTerms(RUN, ROUND, RECIPE, OPTIONS, attempt, task)
 
 
-def state_of(place: int, numbers: int) -> State:
-    """What a site sends."""
-    return {"w": torch.randn(numbers, generator=torch.Generator().manual_seed(place))}
+def state_of(number: int, numbers: int) -> State:
+    """Return the state that a site sends."""
+    return {"w": torch.randn(numbers, generator=torch.Generator().manual_seed(number))}

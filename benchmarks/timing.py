@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def clock(device: torch.device) -> float:
-    """The time in seconds when the device has done all that was asked of it."""
+    """Return the time in seconds after the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -23,30 +23,39 @@ def clock(device: torch.device) -> float:
 def take_turns(
     ways: dict[str, Callable[[], object]], device: torch.device, repeats: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each way in each turn; the first ``warm_up`` turns are left out."""
+    """Run ways in turns, and return the seconds of each way in each turn.
+
+    Args:
+        ways: The ways by name.
+        device: The device that they run on.
+        repeats: Number of turns.
+        warm_up: Number of turns before these, which are not timed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(warm_up + repeats):
+    for turn_number in range(warm_up + repeats):
         for name, way in ways.items():
-            began = clock(device)
+            started_at = clock(device)
             way()
-            if turn >= warm_up:
-                seconds[name].append(clock(device) - began)
+            elapsed = clock(device) - started_at
+            if turn_number >= warm_up:
+                seconds[name].append(elapsed)
     return seconds
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Median of the ratios of two ways that took turns."""
-    return round(statistics.median(a / b for a, b in zip(above, below, strict=True)), 3)
+    """Return the median of the ratios of two ways that took turns."""
+    ratios = [numerator / denominator for numerator, denominator in zip(above, below, strict=True)]
+    return round(statistics.median(ratios), 3)
 
 
 def alone(function: Callable[..., T], *arguments: object) -> T:
-    """What ``function`` returns in a process of its own, where nothing ran before it."""
+    """Return the result of a function in a new process, where nothing ran before it."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
 def growth(way: Callable[[], object], device: torch.device) -> float:
-    """Growth of the memory in use at its peak during ``way``, in MB: of the GPU, or of this process (Linux)."""
+    """Return the growth of the peak memory in use by ``way`` in MB, of the GPU or of this process (Linux)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -59,6 +68,13 @@ def growth(way: Callable[[], object], device: torch.device) -> float:
 
 
 def status(name: str) -> float:
-    """A figure of this process's memory in MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024 / 1e6
+    """Return a figure of this process's memory in MB.
+
+    Args:
+        name: Name of a line in ``/proc/self/status``.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            kibibytes = int(line.split()[1])
+            return kibibytes * 1024 / 1e6
+    raise KeyError(name)

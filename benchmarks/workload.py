@@ -49,9 +49,11 @@ class Workload:
 
     @property
     def distillation(self) -> Distillation:
-        """How the server distils."""
+        """How the server distils: as the naive way, without a trust region and with the teachers' own statistics."""
         steps = self.passes * self.public // self.public_batch
-        return Distillation(steps=steps, batch_size=self.public_batch, lr=LR_SERVER)
+        return Distillation(
+            steps=steps, batch_size=self.public_batch, lr=LR_SERVER, teacher_mode="eval", trust_region=None
+        )
 
     def data(self, dtype: torch.dtype = torch.float32) -> FederatedData:
         """One epoch of ``steps`` batches for each client, and the public images; nothing to evaluate on."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks.faults.configurations import limited
-from benchmarks.faults.outcomes import Campaign
+from benchmarks.faults.outcomes import Campaign, Verdict
 from perada.cli import entry_point
 
 BASE = (
@@ -33,23 +33,33 @@ VALUES = ("", "abc", "-1", "0", "0.5", "2", "nan", "inf", "null", "true", "{}", 
 
 
 def try_command_lines(campaign: Campaign, seed: int, count: int, seconds: int = 60) -> None:
-    """Run them one after another in this process."""
+    """Run random command lines one after another in this process.
 
-    def judge(number: int) -> tuple[str, str]:
-        draw = random.Random(f"line/{seed}/{number}")
-        names = draw.sample(OPTIONS, draw.randint(1, 2))
-        words = [f"--{name}={draw.choice(VALUES)}" for name in names]
-        return _judged(words, names, seconds), " ".join(words)
+    Args:
+        campaign: Where the verdicts are recorded.
+        seed: Seed of all draws.
+        count: Number of command lines.
+        seconds: Longest time of one.
+    """
 
-    campaign.each("command lines of perada fit", count, judge)
+    def judge(number: int) -> Verdict:
+        random_source = random.Random(f"line/{seed}/{number}")
+        names = random_source.sample(OPTIONS, random_source.randint(1, 2))
+        words = [f"--{name}={random_source.choice(VALUES)}" for name in names]
+        return Verdict(_outcome_of(words, names, seconds), " ".join(words))
+
+    campaign.try_all("command lines of perada fit", count, judge)
 
 
-def _judged(words: list[str], names: list[str], seconds: int) -> str:
-    here, said = Path.cwd(), io.StringIO()
+def _outcome_of(words: list[str], names: list[str], seconds: int) -> str:
+    """Run ``perada fit`` with words that give values to options, and return the outcome."""
+    working_directory = Path.cwd()
+    output = contextlib.redirect_stdout(io.StringIO())
+    errors = contextlib.redirect_stderr(io.StringIO())
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said), limited(seconds):
+            with output, errors, limited(seconds):
                 with mock.patch.object(sys, "argv", ["perada", "fit", *BASE, *words]):
                     entry_point()
         except SystemExit as end:
@@ -58,18 +68,19 @@ def _judged(words: list[str], names: list[str], seconds: int) -> str:
             message = str(end.code)
         except TimeoutError:
             return f"took more than {seconds} s"
-        except Exception as error:  # what should not be
+        except Exception as error:  # any other is a bug
             return f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
             return "held"
         finally:
-            os.chdir(here)
+            os.chdir(working_directory)
     if "\n" in message.strip():
         return f"several lines: {message[:150]}"
-    parts = [part for name in names for part in (name, *name.split("."))] + [word.partition("=")[2] for word in words]
-    plain = message.replace("_", " ")
-    return (
-        "named"
-        if any(part and part.replace("_", " ") in plain for part in parts)
-        else f"names nothing: {message[:200]}"
-    )
+    # A message may name an option by one part of its name, or by its value.
+    parts = [word.partition("=")[2] for word in words]
+    for name in names:
+        parts += [name, *name.split(".")]
+    plain_message = message.replace("_", " ")
+    if any(part and part.replace("_", " ") in plain_message for part in parts):
+        return "named"
+    return f"names nothing: {message[:200]}"

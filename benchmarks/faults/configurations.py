@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from benchmarks.faults.outcomes import Campaign
+from benchmarks.faults.outcomes import Campaign, Verdict
 from perada.algorithms import ALGORITHMS
 from perada.data import Digits, Dirichlet, DominantClass, FederatedData, FederatedDataModule, Shards
 from perada.data.partitions import IID
@@ -80,37 +80,52 @@ def configuration(seed: int, number: int) -> Call:
 
 
 def try_configurations(campaign: Campaign, seed: int, count: int, seconds: int = SECONDS) -> None:
-    """Run them one after another."""
-    kind = "configurations by finetune"
-    campaign.each(kind, count, lambda number: judged(configuration(seed, number), seconds))
+    """Run random configurations one after another.
+
+    Args:
+        campaign: Where the verdicts are recorded.
+        seed: Seed of all draws.
+        count: Number of configurations.
+        seconds: Longest time of one.
+    """
+
+    def judge(number: int) -> Verdict:
+        call = configuration(seed, number)
+        description = ", ".join(f"{name}={value!r}" for name, value in call.options.items())[:300]
+        return Verdict(outcome_of(call, seconds), description)
+
+    campaign.try_all("configurations by finetune", count, judge)
 
 
-def judged(call: Call, seconds: int = SECONDS) -> tuple[str, str]:
-    """What came of a call, and what it was."""
-    options = call.options
-    what = ", ".join(f"{name}={value!r}" for name, value in options.items())[:300]
-    with warnings.catch_warnings(record=True) as warned, tempfile.TemporaryDirectory() as folder, limited(seconds):
+def outcome_of(call: Call, seconds: int = SECONDS) -> str:
+    """Make a call, and return the outcome."""
+    with (
+        warnings.catch_warnings(record=True) as caught_warnings,
+        tempfile.TemporaryDirectory() as folder,
+        limited(seconds),
+    ):
         warnings.simplefilter("always")
         try:
             run = call.make(default_root_dir=folder)
         except TimeoutError:
-            return f"took more than {seconds} s", what
+            return f"took more than {seconds} s"
         except (ValueError, TypeError, OSError, ImportError) as error:
-            return _clear(str(error), options), what
-        except Exception as error:  # what should not be
-            if type(error).__name__ == "MisconfigurationException":  # Lightning's own, of its options
-                return _clear(str(error), options), what
-            return f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}", what
-    said = " ".join(str(one.message) for one in warned)
-    last = run.metrics["rounds"][-1] if run.metrics["rounds"] else {}
-    broken = [name for name, value in last.items() if math.isnan(value) and not name.endswith("_std")]
-    if broken and not any(word in said for word in ("NaN", "test image", "AUROC", "score")):
-        return f"{broken[0]} is NaN without a word", what
-    return "held", what
+            return _outcome_of_refusal(str(error), call.options)
+        except Exception as error:  # any other is a bug
+            if type(error).__name__ == "MisconfigurationException":  # Lightning rejects an option of its own
+                return _outcome_of_refusal(str(error), call.options)
+            return f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    warnings_text = " ".join(str(warning.message) for warning in caught_warnings)
+    last_round = run.metrics["rounds"][-1] if run.metrics["rounds"] else {}
+    # The standard deviation of one client is NaN.
+    broken = [name for name, value in last_round.items() if math.isnan(value) and not name.endswith("_std")]
+    if broken and not any(word in warnings_text for word in ("NaN", "test image", "AUROC", "score")):
+        return f"{broken[0]} is NaN without a word"
+    return "held"
 
 
-def _clear(message: str, options: dict[str, Any]) -> str:
-    """Whether a refusal is one line that names an option that was given, or its value, and says more than that."""
+def _outcome_of_refusal(message: str, options: dict[str, Any]) -> str:
+    """Check that a refusal is one line that names a given option, or its value, and a remedy."""
     if "\n" in message.strip():
         return f"several lines: {message.splitlines()[0][:150]}"
     names = [part for name in options for part in (name, name.removesuffix("_options"))]

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in which a bit has changed, or that were cut off: each is named when it is read, or reads as it was."""
+"""Files in which a bit was flipped, or that were cut off: reading one names it, or gives what it gave before."""
 
 import json
 import random
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 import perada
 from benchmarks.faults.job import Job, network
-from benchmarks.faults.outcomes import Campaign
+from benchmarks.faults.outcomes import Campaign, Verdict
 from perada.core.digests import sealed
 from perada.data import FromFile
 from perada.data.partitions import Split
@@ -23,12 +22,8 @@ from perada.studies.compare.results import Results
 from perada.studies.report.records import RunRecord, read_records
 
 Read = Callable[[Path], Any]
-"""Reads a copy of the folder in which a file was damaged; what it gives is compared."""
-
-
+"""Reads a file in a copy of the example's folder."""
 TRAINED = Job("ditto", "disk", rounds=2)
-
-
 VERSION = Path("lightning_logs/version_0")
 FILES = {
     "checkpoint": VERSION / "checkpoints" / "last.ckpt",
@@ -37,94 +32,139 @@ FILES = {
     "results of compare": Path("compare.json"),
     "run.json": Path("saved/run.json"),
 }
-"""Where they are in an example."""
+"""Files of an example, by kind."""
+BIT_FLIPPED = "bit flipped"
+CUT_OFF = "cut off"
 
 
 def example(run: Path) -> Path:
-    """A folder with all that a run and a comparison leave; its path is returned."""
+    """Make a folder with the files of a run and of a comparison, and return it."""
     TRAINED.train(run).save(run / "saved")
     comparison = Results(run / FILES["results of compare"])
     comparison.records = [{"stage": "run", "args": [], "recipe": "r", "label": "a", "seed": 0, "global": 0.25}] * 2
     comparison.arrange([])
-    (run / "partition.json").write_text(json.dumps(sealed({"train": [[0, 2], [1]], "test": [[0], [1, 2]]})))
+    (run / FILES["partition.json"]).write_text(json.dumps(sealed({"train": [[0, 2], [1]], "test": [[0], [1, 2]]})))
     return run
 
 
+@dataclass(frozen=True)
+class Target:
+    """A kind of files to be damaged.
+
+    Attributes:
+        kind: The kind.
+        files: The files.
+        read: Reads them.
+    """
+
+    kind: str
+    files: list[Path]
+    read: Read
+
+
 def damage(campaign: Campaign, folder: Path, seed: int, bits: int, cuts: int) -> None:
-    """Flip ``bits`` bits in each kind of file, and cut files off at ``cuts`` places."""
+    """Damage files of each kind.
+
+    Args:
+        campaign: Where the verdicts are recorded.
+        folder: Folder for the files.
+        seed: Seed of all draws.
+        bits: Bits that are flipped, each in another copy.
+        cuts: Places at which files are cut off.
+    """
     run = example(folder / "run")
-    kinds: dict[str, tuple[list[Path], Read]] = {
-        "checkpoint": ([run / FILES["checkpoint"]], _resumed),
-        "client files": (sorted((run / VERSION / "clients").glob("*.safetensors")), _resumed),
-        "adapter folders": (sorted(path for path in (run / "saved").rglob("*") if path.is_file()), _loaded),
-        "partition.json": ([run / FILES["partition.json"]], divided),
-        "run.json of a fit": ([run / FILES["run.json of a fit"]], lambda root: read_records(root / VERSION)),
-        "results of compare": (
-            [run / FILES["results of compare"]],
-            lambda root: Results(root / FILES["results of compare"]).records,
-        ),
-    }
-    for kind, (files, read) in kinds.items():
-        expected = _shown(read(run))
-        for how, count in (("bit flipped", bits), ("cut off", cuts)):
-            judge = partial(_judged, (folder, run), files, how, read, expected, f"{kind}/{how}/{seed}")
-            campaign.each(f"{how}: {kind}", count, judge)
+    clients = sorted((run / VERSION / "clients").glob("*.safetensors"))
+    adapter_files = sorted(path for path in (run / "saved").rglob("*") if path.is_file())
+    targets = [
+        Target("checkpoint", [run / FILES["checkpoint"]], _resume),
+        Target("client files", clients, _resume),
+        Target("adapter folders", adapter_files, _load),
+        Target("partition.json", [run / FILES["partition.json"]], divide),
+        Target("run.json of a fit", [run / FILES["run.json of a fit"]], lambda root: read_records(root / VERSION)),
+        Target("results of compare", [run / FILES["results of compare"]], _read_results),
+    ]
+    for target in targets:
+        expected = _comparable(target.read(run))
+        for way, count in ((BIT_FLIPPED, bits), (CUT_OFF, cuts)):
+
+            def judge(number: int, target: Target = target, way: str = way, expected: object = expected) -> Verdict:
+                random_source = random.Random(f"{target.kind}/{way}/{seed}/{number}")
+                copy = folder / "copy"
+                shutil.rmtree(copy, ignore_errors=True)
+                shutil.copytree(run, copy)
+                path = copy / target.files[number % len(target.files)].relative_to(run)
+                place = _damage(path, way, random_source)
+                outcome = _read_damaged(path, copy, target.read, expected)
+                return Verdict(outcome, f"{path.relative_to(copy)}, {place}")
+
+            campaign.try_all(f"{way}: {target.kind}", count, judge)
 
 
-def _judged(
-    folders: tuple[Path, Path], files: list[Path], how: str, read: Read, expected: object, of: str, number: int
-) -> tuple[str, str]:
-    """Damage a file of a copy of the run, drawn by what it is ``of`` and a number."""
-    folder, run = folders
-    draw = random.Random(f"{of}/{number}")
-    shutil.rmtree(folder / "copy", ignore_errors=True)
-    copied = shutil.copytree(run, folder / "copy")
-    path = copied / files[number % len(files)].relative_to(run)
-    return _damaged(path, copied, how, draw, read, expected)
-
-
-def _damaged(path: Path, root: Path, how: str, draw: random.Random, read: Read, expected: object) -> tuple[str, str]:
+def _damage(path: Path, way: str, random_source: random.Random) -> str:
+    """Damage a file at a random place, and return the place."""
     content = bytearray(path.read_bytes())
-    place, bit = draw.randrange(len(content)), draw.randrange(8)
-    if how == "bit flipped":
-        content[place] ^= 1 << bit
-    path.write_bytes(content if how == "bit flipped" else content[:place])
-    what = f"{path.relative_to(root)}, byte {place}, bit {bit}"
-    with warnings.catch_warnings(record=True) as warned:
+    byte = random_source.randrange(len(content))
+    bit = random_source.randrange(8)
+    if way == BIT_FLIPPED:
+        content[byte] ^= 1 << bit
+    else:
+        del content[byte:]
+    path.write_bytes(content)
+    return f"byte {byte}, bit {bit}"
+
+
+def _read_damaged(path: Path, root: Path, read: Read, expected: object) -> str:
+    """Read a damaged file, and return the outcome."""
+
+    def names_file(message: str) -> bool:
+        return path.name in message or path.parent.name in message
+
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         try:
-            shown = _shown(read(root))
+            result = _comparable(read(root))
         except (ValueError, OSError) as error:
-            named = path.name in str(error) or path.parent.name in str(error)
-            return ("named" if named and "\n" not in str(error) else f"names no file: {str(error)[:200]}"), what
-        except Exception as error:  # what should not be
-            return f"raw {type(error).__name__}: {str(error)[:200]}", what
-    if any(path.name in str(one.message) or path.parent.name in str(one.message) for one in warned):
-        return "named", what
-    return ("harmless" if shown == expected else "read without a word"), what
+            message = str(error)
+            return "named" if names_file(message) and "\n" not in message else f"names no file: {message[:200]}"
+        except Exception as error:  # any other is a bug
+            return f"raw {type(error).__name__}: {str(error)[:200]}"
+    if any(names_file(str(warning.message)) for warning in caught_warnings):
+        return "named"
+    return "harmless" if result == expected else "read without a word"
 
 
-def _resumed(root: Path) -> perada.Run:
-    """What a checkpoint holds, after whose last round nothing is left to train."""
+def _resume(root: Path) -> perada.Run:
+    """Resume a checkpoint after whose last round nothing is left to train."""
     (path,) = root.glob("lightning_logs/*/checkpoints/last.ckpt")
     return TRAINED.train(root, str(path), logger=False, enable_checkpointing=False)
 
 
-def _loaded(root: Path) -> perada.Run:
+def _load(root: Path) -> perada.Run:
     return perada.Run.load(root / "saved", backbone=network())
 
 
-def divided(root: Path) -> list[list[int]]:
-    """The clients of ``partition.json``."""
+def _read_results(root: Path) -> list[dict[str, Any]]:
+    return Results(root / FILES["results of compare"]).records
+
+
+def divide(root: Path) -> list[list[int]]:
+    """Divide three images by ``partition.json``."""
     split = Split(np.zeros(3, dtype=np.int64), np.arange(3))
-    return [own.tolist() for part in FromFile(str(root / "partition.json")).split(split, split, 0) for own in part]
+    train, test = FromFile(str(root / FILES["partition.json"])).split(split, split, 0)
+    return [rows.tolist() for rows in (*train, *test)]
 
 
-def _shown(read: object) -> object:
-    """What counts of it, in types that can be compared."""
-    if isinstance(read, perada.Run):
-        states = [{key: value.tolist() for key, value in state.items()} for state in read.states("personal")]
-        return repr((states, [v.tolist() for v in read.state("global").values()], read.metrics["clients"], read.info))
-    if isinstance(read, list):
-        return repr([replace(one, folder=Path()) if isinstance(one, RunRecord) else one for one in read])
-    return repr(read)
+def _comparable(result: object) -> str:
+    """Return the relevant parts of what was read, as text that can be compared."""
+    if isinstance(result, perada.Run):
+        personal = []
+        for state in result.states("personal"):
+            personal.append({key: value.tolist() for key, value in state.items()})
+        shared = [value.tolist() for value in result.state("global").values()]
+        return repr((personal, shared, result.metrics["clients"], result.info))
+    if isinstance(result, list):
+        without_folders = []
+        for item in result:
+            without_folders.append(replace(item, folder=Path()) if isinstance(item, RunRecord) else item)
+        return repr(without_folders)
+    return repr(result)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same seed in another way: hash seed, store, threads, chunks of clients, engine, two processes.
+"""Runs of the same seed in another way: hash seed, store, threads, chunks of clients, engine, two processes.
 
 Runs that differ in their hash seed, or in where states are kept, must be equal bit by bit. Where sums are made in
 another order, runs are in double precision and must agree to 1e-9, so that rounding cannot hide a difference.
@@ -16,15 +16,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.interruptions import TOGETHER
+from benchmarks.faults.interruptions import PARALLEL
 from benchmarks.faults.job import PRIVATE, Job
-from benchmarks.faults.outcomes import Campaign
-from benchmarks.faults.processes import Hang, Wholes, content, equal, start
+from benchmarks.faults.outcomes import Campaign, Verdict
+from benchmarks.faults.processes import Hang, JobFailed, References, content, equal, start
 from perada.algorithms import ALGORITHMS
+from perada.core.states import State
 
 TOLERANCE = 1e-9
+OTHER_HASH_SEED = "another hash seed"
 WAYS: dict[str, dict[str, Any]] = {
-    "another hash seed": {},
+    OTHER_HASH_SEED: {},
     "states in host memory": {"store": "host"},
     "states on disk": {"store": "disk"},
     "two threads": {"threads": 2, "double": True},
@@ -32,71 +34,80 @@ WAYS: dict[str, dict[str, Any]] = {
     "the loop engine": {"options": (("training", {"engine": "loop"}),), "double": True},
     "two processes": {"processes": 2, "double": True},
 }
-"""What differs from a run on one thread and in one process, whose states are on its device."""
-ALONE = """
+"""What differs from a run with one thread and one process, whose states are on its device."""
+PROGRAM = """
 import json, sys
 from benchmarks.faults.job import Job, run
 run(Job(**json.loads(sys.argv[1])), *sys.argv[2:4], "none", 0, 0, 0, sys.argv[4])
 """
+"""Runs a job; its words are the job, its folder, that for temporary files, and the file of its message."""
 
 
 def determinism(campaign: Campaign, folder: Path, seed: int, count: int) -> None:
-    """Run ``count`` jobs in each way that are drawn: algorithm and privacy."""
-    wholes = Wholes(folder / "whole")
-    wholes.folder.mkdir(parents=True, exist_ok=True)
+    """Run ``count`` jobs in each way; algorithm and privacy are drawn."""
+    references = References(folder / "whole")
+    references.folder.mkdir(parents=True, exist_ok=True)
     for way in WAYS:
 
-        def judge(number: int, way: str = way) -> tuple[str, str]:
-            return _judged(way, number, seed, wholes, folder)
+        def judge(number: int, way: str = way) -> Verdict:
+            return _compare(way, number, seed, references, folder)
 
-        campaign.each(f"same seed: {way}", count, judge, 1 if "two" in way else TOGETHER)
+        campaign.try_all(f"same seed: {way}", count, judge, parallel=1 if "two" in way else PARALLEL)
 
 
-def _judged(way: str, number: int, seed: int, wholes: Wholes, root: Path) -> tuple[str, str]:
-    draw = random.Random(f"{way}/{seed}/{number}")
+def _compare(way: str, number: int, seed: int, references: References, root: Path) -> Verdict:
+    """Run a job in another way, and compare it with the reference."""
+    random_source = random.Random(f"{way}/{seed}/{number}")
     names = sorted(ALGORITHMS)
     random.Random(seed).shuffle(names)
-    double = "double" in WAYS[way]
-    job = Job(names[number % len(names)], private=draw.choice(list(PRIVATE)), double=double)
-    expected = wholes.of(job)
-    if isinstance(expected, str):  # the algorithm does not go with privacy
-        job = replace(job, private="none")
-        expected = wholes.of(job)
-    what = f"{job.algorithm}, privacy of {job.private}"
-    if isinstance(expected, str):
-        return f"a run failed: {expected}", what
-    other, folder = replace(job, **WAYS[way]), Path(tempfile.mkdtemp(dir=root)) / "run"
+    is_double = "double" in WAYS[way]
+    private = random_source.choice(list(PRIVATE))
+    job = references.possible(Job(names[number % len(names)], private=private, double=is_double))
+    description = f"{job.algorithm}, privacy of {job.private}"
     try:
-        said = _alone(other, folder, number) if way == "another hash seed" else _started(other, folder)
-        if said != "done":
-            return f"failed: {said[-300:]}", what
-        found = content(folder, other)
+        expected = references.of(job).content
+    except JobFailed as error:
+        return Verdict(f"a run failed: {error}", description)
+    other_job = replace(job, **WAYS[way])
+    folder = Path(tempfile.mkdtemp(dir=root)) / "run"
+    try:
+        if way == OTHER_HASH_SEED:
+            message = _run_in_new_interpreter(other_job, folder, hash_seed=1 + number)
+        else:
+            ended = start(other_job, folder, folder.with_name("tmp"))
+            message = "done" if ended.done else ended.error
+        if message != "done":
+            return Verdict(f"failed: {message[-300:]}", description)
+        result = content(folder, other_job)
     except Hang as error:
-        return str(error), what
+        return Verdict(str(error), description)
     finally:
         shutil.rmtree(folder.parent, ignore_errors=True)
-    if not double:
-        return "held" if equal(found, expected[0]) else "ended otherwise", what
-    apart = max(
-        float((value - other[key]).abs().max())
-        for state, other in zip(found[0], expected[0][0], strict=True)
-        for key, value in state.items()
-        if value.numel()
-    )
-    return "held" if apart <= TOLERANCE and found[1] == expected[0][1] else f"states are {apart:.1g} apart", what
+    if not is_double:
+        return Verdict("held" if equal(result, expected) else "ended otherwise", description)
+    distance = _largest_distance(result.states, expected.states)
+    if distance <= TOLERANCE and result.scores == expected.scores:
+        return Verdict("held", description)
+    return Verdict(f"states are {distance:.1g} apart", description)
 
 
-def _started(job: Job, folder: Path) -> str:
-    ended = start(job, folder, folder.with_name("tmp"))
-    return "done" if ended.done else ended.error
+def _largest_distance(states: list[State], expected_states: list[State]) -> float:
+    """Return the largest difference between numbers of the states."""
+    distances = []
+    for state, expected in zip(states, expected_states, strict=True):
+        for key, value in state.items():
+            if value.numel():
+                distances.append(float((value - expected[key]).abs().max()))
+    return max(distances)
 
 
-def _alone(job: Job, folder: Path, number: int) -> str:
-    """Run a job in an interpreter of its own."""
-    said, temporary = folder.with_name("run.0.txt"), folder.with_name("tmp")
+def _run_in_new_interpreter(job: Job, folder: Path, hash_seed: int) -> str:
+    """Run a job in another interpreter with its own hash seed, and return its message."""
+    message_file = folder.with_name("run.0.txt")
+    temporary = folder.with_name("tmp")
     folder.mkdir()
     temporary.mkdir()
-    environment = os.environ | {"PYTHONHASHSEED": str(1 + number)}
-    words = [json.dumps(asdict(job)), str(folder), str(temporary), str(said)]
-    subprocess.run([sys.executable, "-c", ALONE, *words], env=environment, capture_output=True)
-    return said.read_text() if said.exists() else "nothing was said"
+    environment = os.environ | {"PYTHONHASHSEED": str(hash_seed)}
+    words = [json.dumps(asdict(job)), str(folder), str(temporary), str(message_file)]
+    subprocess.run([sys.executable, "-c", PROGRAM, *words], env=environment, capture_output=True)
+    return message_file.read_text() if message_file.exists() else "nothing was said"

@@ -13,6 +13,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,29 @@ import torch
 
 import perada
 from benchmarks.faults.configurations import limited
-from benchmarks.faults.damage import FILES, Read, divided, example
+from benchmarks.faults.damage import FILES, Read, divide, example
 from benchmarks.faults.job import Job, network
-from benchmarks.faults.outcomes import Campaign
-from perada.cli.main import _tables
+from benchmarks.faults.outcomes import Campaign, Verdict
+from perada.cli.main import _format_tables
 from perada.core.digests import KEY, sealed, write_sums
 from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.results.clients import forget
 from perada.studies.report.page import write_page
 from perada.studies.report.records import read_records
 
-SCRIPT, SECRET = "<script>alert(1)</script>", "a secret of somebody else"
-SECONDS, MEBIBYTES = 60, 1500
+SCRIPT = "<script>alert(1)</script>"
+SECRET = "a secret of somebody else"
+MAX_SECONDS = 60
+MAX_MEBIBYTES = 1500
 """What reading a small file may take."""
+WATCHED_EVENTS = ("open", "os.rename", "os.remove", "shutil.move", "os.link", "os.system", "exec")
+"""Events of Python's audit hooks."""
+
+Change = Callable[[random.Random, Path], str]
+"""Changes a file below a folder at random, and returns what was changed."""
 
 
-class Runs:
+class Executable:
     """Makes a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
@@ -46,204 +54,270 @@ class Runs:
         return open, (self.path, "w")
 
 
+@dataclass(frozen=True)
+class Attack:
+    """Files of a stranger, and their use.
+
+    Attributes:
+        name: Name of the kind of attack.
+        key: Where the draws of the attack begin.
+        change: Makes the file hostile.
+        use: Uses it; returns what went wrong, or None.
+    """
+
+    name: str
+    key: str
+    change: Change
+    use: Read
+
+
 def hostile(campaign: Campaign, folder: Path, seed: int, draws: int) -> None:
-    """Change values in ``draws`` files of each kind, and put links in the place of as many files and folders."""
-    run, outside = example(folder / "run"), folder / "outside"
+    """Change values in files of each kind, and replace files and folders by links.
+
+    Args:
+        campaign: Where the verdicts are recorded.
+        folder: Folder for the files.
+        seed: Seed of all draws.
+        draws: Files of each kind.
+    """
+    run = example(folder / "run")
+    outside = folder / "outside"
     outside.mkdir()
     (outside / "secret").write_text(SECRET)
     watch = Watch(outside)
-    places: dict[str, tuple[Path, Read]] = {
-        "run.json": (FILES["run.json"], _loaded),
-        "run.json of a fit": (FILES["run.json of a fit"], _reported),
-        "partition.json": (Path("partition.json"), divided),
-        "results of compare": (Path("compare.json"), _compared),
-        "adapter_config.json": (Path("saved/global/adapter_config.json"), _loaded),
-        "checkpoints": (FILES["checkpoint"], _resumed),
-    }
-    for kind, (place, read) in places.items():
-        change = partial(_changed, place=place, outside=outside)
-        campaign.each(
-            f"hostile values: {kind}", draws, partial(_tried, run, watch, change, read, f"values/{kind}/{seed}")
-        )
-    for name, use in {"Run.load": _loaded, "Run.save": _saved_over, "perada forget": _forgotten}.items():
-        change = partial(_linked, outside=outside)
-        campaign.each(
-            f"links out of the folder: {name}", draws, partial(_tried, run, watch, change, use, f"{name}/{seed}")
-        )
+    attacks = []
+    for kind, file, use in (
+        ("run.json", FILES["run.json"], _load),
+        ("run.json of a fit", FILES["run.json of a fit"], _report),
+        ("partition.json", FILES["partition.json"], divide),
+        ("results of compare", FILES["results of compare"], _report_comparison),
+        ("adapter_config.json", Path("saved/global/adapter_config.json"), _load),
+        ("checkpoints", FILES["checkpoint"], _resume),
+    ):
+        change_value = partial(_change_value, file=file, outside=outside)
+        attacks.append(Attack(f"hostile values: {kind}", f"values/{kind}", change_value, use))
+    for name, use in (("Run.load", _load), ("Run.save", _save_over), ("perada forget", _forget)):
+        put_link = partial(_put_link, outside=outside)
+        attacks.append(Attack(f"links out of the folder: {name}", name, put_link, use))
+    for attack in attacks:
+
+        def judge(number: int, attack: Attack = attack) -> Verdict:
+            return _try(attack, random.Random(f"{attack.key}/{seed}/{number}"), run, watch)
+
+        campaign.try_all(attack.name, draws, judge)
 
 
 class Watch:
-    """What is opened below a folder, and what it holds."""
+    """Watches a folder for files that are opened, moved or changed.
+
+    Args:
+        folder: The folder.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.root, self.on, self.seen = os.path.realpath(folder), False, list[str]()
-        self.before = self._content()
-        sys.addaudithook(self._hear)
+        self.root = os.path.realpath(folder)
+        self.is_active = False
+        self.events: list[str] = []
+        self.content_before = self._content()
+        sys.addaudithook(self._record)  # which cannot be removed again
 
-    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
-        if self.on and event in ("open", "os.rename", "os.remove", "shutil.move", "os.link", "os.system", "exec"):
-            follows = event == "open" and not (args[2] or 0) & os.O_NOFOLLOW
-            for one in args[:2]:
-                if isinstance(one, str | os.PathLike) and self._leads(follows, os.fspath(one)):
-                    self.seen.append(f"{event} {os.path.basename(os.fspath(one))}")
+    def _record(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.is_active or event not in WATCHED_EVENTS:
+            return
+        # Only opening a file follows a link at the end of a path, unless O_NOFOLLOW is given.
+        follows_links = event == "open" and not (arguments[2] or 0) & os.O_NOFOLLOW
+        for path in arguments[:2]:
+            if isinstance(path, str | os.PathLike) and self._is_inside(os.fspath(path), follows_links):
+                self.events.append(f"{event} {os.path.basename(os.fspath(path))}")
 
-    def _leads(self, follows: bool, path: str | bytes) -> bool:
-        """Whether a path is of the folder; only what opens a file ``follows`` a link at its end, if it may."""
-        folder, name = os.path.split(os.fsdecode(path))
-        real = os.path.realpath(path) if follows else os.path.join(os.path.realpath(folder), name)
-        return os.fsdecode(real).startswith(self.root)
+    def _is_inside(self, path: str | bytes, follows_links: bool) -> bool:
+        """Return whether a path leads into the folder."""
+        if follows_links:
+            real_path = os.fsdecode(os.path.realpath(path))
+        else:
+            parent, name = os.path.split(os.fsdecode(path))
+            real_path = os.path.join(os.path.realpath(parent), name)
+        return real_path.startswith(self.root)
 
     def _content(self) -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in Path(self.root).rglob("*") if path.is_file()}
 
     def start(self) -> None:
-        """Listen from now on."""
-        self.seen, self.on = [], True
+        """Watch from now on."""
+        self.events = []
+        self.is_active = True
 
     def stop(self) -> str | None:
-        """What happened in the folder meanwhile, if anything did."""
-        self.on = False
-        if (now := self._content()) != self.before:
+        """Stop watching, and return what happened to the folder; None if nothing did."""
+        self.is_active = False
+        content = self._content()
+        if content != self.content_before:
             shutil.rmtree(self.root)
-            for path, content in self.before.items():
+            for path, file_content in self.content_before.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-            return f"changed what is outside: {sorted(path.name for path in now)}"
-        return f"opened what is outside: {self.seen[0]}" if self.seen else None
+                path.write_bytes(file_content)
+            return f"changed what is outside: {sorted(path.name for path in content)}"
+        return f"opened what is outside: {self.events[0]}" if self.events else None
 
 
-def _tried(run: Path, watch: Watch, change: Callable[..., str], read: Read, of: str, number: int) -> tuple[str, str]:
-    draw = random.Random(f"{of}/{number}")
-    copied = run.with_name("copy")
-    shutil.rmtree(copied, ignore_errors=True)
-    shutil.copytree(run, copied)
-    what = change(draw, copied)
-    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _try(attack: Attack, random_source: random.Random, run: Path, watch: Watch) -> Verdict:
+    """Change a copy of a run, and use it."""
+    copy = run.with_name("copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run, copy)
+    description = attack.change(random_source, copy)
+    memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     watch.start()
-    with warnings.catch_warnings(), limited(SECONDS):
+    outcome = _use(attack, copy)
+    outcome = watch.stop() or outcome
+    mebibytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before) / 1024
+    if mebibytes > MAX_MEBIBYTES:
+        outcome = f"took {mebibytes:.0f} MiB"
+    made_by_file = run.parent / "owned"
+    if made_by_file.exists():
+        made_by_file.unlink()
+        outcome = "ran what the file holds"
+    return Verdict(outcome, description)
+
+
+def _use(attack: Attack, folder: Path) -> str:
+    """Use a hostile file, and return the outcome."""
+    with warnings.catch_warnings(), limited(MAX_SECONDS):
         warnings.simplefilter("ignore")
         try:
-            found = read(copied)
-            outcome = found if isinstance(found, str) else "harmless"
+            result = attack.use(folder)
         except TimeoutError:
-            outcome = f"took more than {SECONDS} s"
+            return f"took more than {MAX_SECONDS} s"
         except (ValueError, OSError) as error:
-            outcome = "named" if "\n" not in str(error) else f"several lines: {str(error)[:150]!r}"
-        except Exception as error:  # what should not be
-            outcome = f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    outcome = watch.stop() or outcome
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - size) / 1024
-    if grown > MEBIBYTES:
-        outcome = f"took {grown:.0f} MiB"
-    if (run.parent / "owned").exists():
-        (run.parent / "owned").unlink()
-        outcome = "ran what the file holds"
-    return outcome, what
+            message = str(error)
+            return "named" if "\n" not in message else f"several lines: {message[:150]!r}"
+        except Exception as error:  # any other is a bug
+            return f"raw {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    # Uses return text for what went wrong; what others return, such as a partition, does not matter.
+    return result if isinstance(result, str) else "harmless"
 
 
 def _values(outside: Path, depth: int = 500) -> tuple[Any, ...]:
-    """What a stranger may write; among it lists within lists."""
-    deep: list[Any] = []
+    """Return values that a stranger may write, among them lists within lists."""
+    nested: list[Any] = []
     for _ in range(depth):
-        deep = [deep]
+        nested = [nested]
     secret = outside / "secret"
     return (
         10**12, -1, 10**30, 1e308, float("nan"), "", "x" * 10**6, SCRIPT, "=1+1", f"../../{outside.name}/secret",
-        str(secret), str(outside), f"hf:{outside}", f"local-dir:{outside}", None, True, [], {}, [0] * 10**5, deep,
+        str(secret), str(outside), f"hf:{outside}", f"local-dir:{outside}", None, True, [], {}, [0] * 10**5, nested,
         {"../x": 1}, "\ud800", "client_0/../../x", 0,
     )  # fmt: skip
 
 
-def _changed(draw: random.Random, root: Path, place: Path, outside: Path) -> str:
+def _change_value(random_source: random.Random, root: Path, file: Path, outside: Path) -> str:
     """Put a value somewhere into a file, with a digest that fits."""
-    path = root / place
+    path = root / file
     if path.suffix == ".ckpt":
-        content = torch.load(path, weights_only=True)
-        values = (
-            *_values(outside, depth=50),
-            torch.zeros(0),
-            torch.full((3, 3), torch.nan),
-            Runs(str(root.parent / "owned")),
-        )
-        where = _put(draw, content["perada"] if draw.random() < 0.9 else content, values)
-        AtomicCheckpointIO().save_checkpoint(content, path)
-        return where
+        return _change_checkpoint(random_source, path, root, outside)
     content = json.loads(path.read_text())
-    whole = content if isinstance(content, list) else [content]
-    had = [record.pop(KEY, None) is not None for record in whole]
-    where = _put(draw, content, _values(outside))
-    for number, record in enumerate(whole):
-        if isinstance(record, dict) and had[number]:
-            whole[number] = sealed(record)
-    path.write_text(json.dumps(content if isinstance(content, list) else whole[0]))
-    if place.name == "adapter_config.json":
-        for folder in (path.parent, *path.parent.parent.glob("client_*")):
-            if folder != path.parent:
-                shutil.copyfile(path, folder / path.name)
-            names = [line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()]
-            write_sums(folder, names)
-    return where
+    records = content if isinstance(content, list) else [content]
+    is_sealed = [record.pop(KEY, None) is not None for record in records]
+    change = _replace_value(random_source, content, _values(outside))
+    for number, record in enumerate(records):
+        if isinstance(record, dict) and is_sealed[number]:
+            records[number] = sealed(record)
+    path.write_text(json.dumps(content if isinstance(content, list) else records[0]))
+    if file.name == "adapter_config.json":
+        _copy_to_clients(path)
+    return change
 
 
-def _put(draw: random.Random, content: dict[str, Any] | list[Any], values: tuple[Any, ...]) -> str:
-    """Replace something at a random depth, or a name, or add an entry; say what."""
-    at, where = content, ""
+def _change_checkpoint(random_source: random.Random, path: Path, root: Path, outside: Path) -> str:
+    """Put a value somewhere into a checkpoint, mostly into perada's part."""
+    content = torch.load(path, weights_only=True)
+    values = (
+        *_values(outside, depth=50),
+        torch.zeros(0),
+        torch.full((3, 3), torch.nan),
+        Executable(str(root.parent / "owned")),
+    )
+    part = content["perada"] if random_source.random() < 0.9 else content
+    change = _replace_value(random_source, part, values)
+    AtomicCheckpointIO().save_checkpoint(content, path)
+    return change
+
+
+def _copy_to_clients(path: Path) -> None:
+    """Copy the file of the global adapter into the clients' folders, and renew the digests of all folders."""
+    for folder in (path.parent, *path.parent.parent.glob("client_*")):
+        if folder != path.parent:
+            shutil.copyfile(path, folder / path.name)
+        names = [line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()]
+        write_sums(folder, names)
+
+
+def _replace_value(random_source: random.Random, content: dict[str, Any] | list[Any], values: tuple[Any, ...]) -> str:
+    """Replace a value at a random depth, and return its place and the new value."""
+    container: Any = content
+    place = ""
     while True:
-        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
-        key = draw.choice(keys)
-        below = at[key]
-        where += f"/{key}"
-        if not isinstance(below, dict | list) or not below or draw.random() < 0.3:
+        keys = list(container) if isinstance(container, dict) else list(range(len(container)))
+        key = random_source.choice(keys)
+        place += f"/{key}"
+        inner = container[key]
+        if not isinstance(inner, dict | list) or not inner or random_source.random() < 0.3:
             break
-        at = below
-    value = draw.choice(values)
-    at[key] = value
-    return f"{where} = {repr(value)[:60]}"
+        container = inner
+    value = random_source.choice(values)
+    container[key] = value
+    return f"{place} = {repr(value)[:60]}"
 
 
-def _linked(draw: random.Random, root: Path, outside: Path) -> str:
-    """Put a link to what is outside in the place of a file or a folder, or of one that perada makes."""
+def _put_link(random_source: random.Random, root: Path, outside: Path) -> str:
+    """Replace a file or folder, also one that perada only makes while it saves, by a link to the outside."""
     saved = root / "saved"
-    made = [saved / name for name in (".perada-saved", ".perada-saving", ".run.json.partial", "client_0/.x.partial")]
-    path = draw.choice([*sorted(saved.rglob("*")), *made * 5])
-    target = outside if path.is_dir() or path in made[:2] else outside / "secret"
+    ready = saved / ".perada-saved"
+    stage = saved / ".perada-saving"
+    temporary_files = [saved / ".run.json.partial", saved / "client_0/.x.partial"]
+    path = random_source.choice([*sorted(saved.rglob("*")), *[ready, stage, *temporary_files] * 5])
+    target = outside if path.is_dir() or path in (ready, stage) else outside / "secret"
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     path.symlink_to(target)
-    if path != made[0] and draw.random() < 0.3:  # as if the run before had been killed while its files were moved
-        shutil.copytree(root.with_name("run") / "saved", saved / ".perada-saved")
+    if path != ready and random_source.random() < 0.3:
+        # As if the run before had been killed while its files were moved.
+        shutil.copytree(root.with_name("run") / "saved", ready)
     return f"{path.relative_to(root)} -> {target.name}"
 
 
-def _loaded(root: Path) -> None:
+def _load(root: Path) -> None:
     run = perada.Run.load(root / "saved", backbone=network())
     run.states("personal")
     run.personal(0)
 
 
-def _saved_over(root: Path) -> str | None:
+def _save_over(root: Path) -> str | None:
     run = perada.Run.load(root.with_name("run") / "saved", backbone=network())
     run.save(root / "saved")
-    found = [path for path in (root / "saved").rglob("*") if path.is_file() and not path.is_symlink()]
-    return "copied a secret" if any(SECRET.encode() in path.read_bytes() for path in found) else None
+    for path in (root / "saved").rglob("*"):
+        if path.is_file() and not path.is_symlink() and SECRET.encode() in path.read_bytes():
+            return "copied a secret"
+    return None
 
 
-def _forgotten(root: Path) -> None:
+def _forget(root: Path) -> None:
     forget(root / "saved", 1)
 
 
-def _reported(root: Path) -> str | None:
-    _tables(root / FILES["run.json of a fit"].parent)
-    text = write_page(root / "page", read_records(root / FILES["run.json of a fit"].parent)).read_text()
-    return "put a script into the page" if SCRIPT in text else None
+def _report(root: Path) -> str | None:
+    run_folder = root / FILES["run.json of a fit"].parent
+    _format_tables(run_folder)
+    page = write_page(root / "page", read_records(run_folder)).read_text()
+    return "put a script into the page" if SCRIPT in page else None
 
 
-def _resumed(root: Path) -> None:
+def _resume(root: Path) -> None:
     Job("ditto", "disk", rounds=3).train(
         root, str(root / FILES["checkpoint"]), logger=False, enable_checkpointing=False
     )
 
 
-def _compared(root: Path) -> None:
-    _tables(root / FILES["results of compare"])
+def _report_comparison(root: Path) -> None:
+    _format_tables(root / FILES["results of compare"])

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import resource
+import signal
 import sys
 import tempfile
 import warnings
@@ -40,7 +41,18 @@ ADAPTERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a run trains, and where."""
+    """A run to be tried.
+
+    Attributes:
+        algorithm: Name of the algorithm.
+        store: Where the clients' states are.
+        private: Kind of privacy, a key of :data:`PRIVATE`.
+        processes: Number of processes.
+        rounds: Number of rounds.
+        threads: Threads of a process.
+        double: Whether to compute in float64.
+        options: Further options of :func:`perada.finetune`.
+    """
 
     algorithm: str = "ditto"
     store: str = "device"
@@ -52,7 +64,13 @@ class Job:
     options: tuple[tuple[str, Any], ...] = ()
 
     def train(self, folder: Path, ckpt_path: str | None = None, **more: Any) -> perada.Run:
-        """Train in ``folder``, or go on with the newest checkpoint there, or with one that is named."""
+        """Train in a folder, or resume a checkpoint: the newest in the folder, unless one is given.
+
+        Args:
+            folder: The folder.
+            ckpt_path: A checkpoint.
+            **more: Options of :func:`perada.finetune` that replace the job's.
+        """
         if any(folder.glob("lightning_logs/*/checkpoints/*.ckpt")):
             ckpt_path = ckpt_path or "last"
         options: dict[str, Any] = {
@@ -69,22 +87,23 @@ class Job:
             "enable_progress_bar": False,
             "enable_model_summary": False,
         }
-        adapter, own = ADAPTERS.get(self.algorithm, "full"), dict[str, Any]()
+        adapter = ADAPTERS.get(self.algorithm, "full")
+        adapter_options: dict[str, Any] = {}
         if adapter == "residual":  # the clients share the rest of the network
-            own = {"adapter_options": {"target_modules": ["3"]}, "train_backbone": True}
+            adapter_options = {"adapter_options": {"target_modules": ["3"]}, "train_backbone": True}
         elif adapter != "full":
-            own = {"adapter_options": {"r": 2, "target_modules": ["1"]}}
+            adapter_options = {"adapter_options": {"r": 2, "target_modules": ["1"]}}
         return perada.finetune(
             network_of(self),
             clients(torch.float64 if self.double else torch.float32),
             algorithm=self.algorithm,
             adapter=adapter,
-            **options | own | PRIVATE[self.private] | dict(self.options) | more,
+            **options | adapter_options | PRIVATE[self.private] | dict(self.options) | more,
         )
 
 
 def clients(dtype: torch.dtype = torch.float32) -> perada.FederatedData:
-    """Three clients' images, two or three of each for tests, and some public ones."""
+    """Return the images of three clients, three test images of each, and some public images."""
     random = torch.Generator().manual_seed(0)
 
     def part(count: int) -> TensorDataset:
@@ -95,7 +114,7 @@ def clients(dtype: torch.dtype = torch.float32) -> perada.FederatedData:
 
 
 def network(convolution: bool = False) -> nn.Module:
-    """A few layers, always the same."""
+    """Return a few layers with weights from a fixed seed."""
     torch.manual_seed(0)
     if convolution:
         layers = [nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten()]
@@ -104,55 +123,69 @@ def network(convolution: bool = False) -> nn.Module:
 
 
 def network_of(job: Job) -> nn.Module:
-    """The network that a job trains."""
+    """Return the network that a job trains."""
     return network(job.algorithm.endswith("_adapter")).to(torch.float64 if job.double else torch.float32)
 
 
 def die_at(folders: tuple[str, ...], count: int) -> None:
-    """Kill this process, as SIGKILL does, before the ``count``-th operation on a file below ``folders`` from now on."""
-    left = count
+    """Kill this process with SIGKILL at an operation on a file below ``folders``, after ``count`` operations."""
+    remaining = count
 
-    def step(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal left
-        if event in OPERATIONS and any(isinstance(one, str) and one.startswith(folders) for one in args):
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), 9)
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal remaining
+        if _is_operation(event, arguments, folders):
+            remaining -= 1
+            if remaining < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.addaudithook(step)
+    sys.addaudithook(hook)
+
+
+def _is_operation(event: str, arguments: tuple[Any, ...], folders: tuple[str, ...]) -> bool:
+    """Return whether an audited event is an operation on a file below ``folders``."""
+    if event not in OPERATIONS:
+        return False
+    return any(isinstance(path, str) and path.startswith(folders) for path in arguments)
+
+
+def _creates_file(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Return whether an audited event opens a file for writing."""
+    return event == "open" and isinstance(arguments[2], int) and bool(arguments[2] & os.O_CREAT)
 
 
 def refuse_at(folders: tuple[str, ...], count: int, error: int) -> None:
-    """Let files be opened for writing below ``folders`` no more from the ``count``-th on, with an error's number."""
-    left = count
+    """Refuse with an error to open files for writing below ``folders``, after ``count`` files were opened."""
+    remaining = count
 
-    def step(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal left
-        if event == "open" and str(args[0]).startswith(folders) and isinstance(args[2], int) and args[2] & os.O_CREAT:
-            left -= 1
-            if left < 0:
-                raise OSError(error, os.strerror(error), args[0])
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal remaining
+        if _creates_file(event, arguments) and str(arguments[0]).startswith(folders):
+            remaining -= 1
+            if remaining < 0:
+                raise OSError(error, os.strerror(error), arguments[0])
 
-    sys.addaudithook(step)
+    sys.addaudithook(hook)
 
 
 def count_operations(folders: tuple[str, ...], path: Path) -> None:
-    """Write to ``path``, a file elsewhere, how many operations on files below ``folders`` there have been."""
-    counts, handle = {"open for writing": 0, "all": 0}, os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    """Write to ``path``, a file elsewhere, the numbers of files opened for writing and of all operations so far."""
+    num_opened = 0
+    num_operations = 0
+    handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
 
-    def step(event: str, args: tuple[Any, ...]) -> None:
-        if event in OPERATIONS and any(isinstance(one, str) and one.startswith(folders) for one in args):
-            counts["all"] += 1
-            if event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT:
-                counts["open for writing"] += 1
-            os.pwrite(handle, f"{counts['open for writing']:9} {counts['all']:9}".encode(), 0)
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal num_opened, num_operations
+        if _is_operation(event, arguments, folders):
+            num_operations += 1
+            num_opened += _creates_file(event, arguments)
+            os.pwrite(handle, f"{num_opened:9} {num_operations:9}".encode(), 0)
 
-    sys.addaudithook(step)
+    sys.addaudithook(hook)
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Let nothing be printed."""
+    """Suppress all output."""
     logging.disable()
     warnings.simplefilter("ignore")
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
@@ -160,19 +193,35 @@ def silent() -> Iterator[None]:
 
 
 def run(job: Job, folder: str, temporary: str, fault: str, count: int, rank: int, port: int, errors: str) -> None:
-    """Run with a fault: ``none``, ``count``, ``kill``, ``full``, ``read-only``, or ``no room`` beyond ``count`` bytes.
+    """Run a job with a fault. The exit status is 1 after an error.
 
-    The file ``errors`` holds ``done`` at the end, or the message of an error, with status 1.
+    Args:
+        job: The job.
+        folder: Its folder.
+        temporary: Folder for temporary files.
+        fault: ``none``, ``count``, ``kill``, ``full``, ``read-only``, or ``no room``.
+        count: Operations before the fault; with ``no room`` the largest size of a file, in bytes.
+        rank: Rank of this process.
+        port: Port of the process of rank 0.
+        errors: File for the message: ``done``, or an error.
     """
     root = Path(folder)
     torch.set_num_threads(job.threads)
     tempfile.tempdir = temporary
     os.environ["TMPDIR"] = temporary
     if job.processes > 1:  # as torchrun starts them
-        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.processes, "LOCAL_WORLD_SIZE": job.processes}
-        more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "faults", "GROUP_RANK": 0}
-        os.environ |= {name: str(value) for name, value in (where | more).items()}
-    with silent(), open(errors, "w") as said:
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": job.processes,
+            "LOCAL_WORLD_SIZE": job.processes,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": "faults",
+            "GROUP_RANK": 0,
+        }
+        os.environ |= {name: str(value) for name, value in variables.items()}
+    with silent(), open(errors, "w") as message_file:
         folders = (folder, temporary)
         if fault == "count":
             count_operations(folders, Path(f"{errors}.count"))
@@ -180,15 +229,15 @@ def run(job: Job, folder: str, temporary: str, fault: str, count: int, rank: int
             die_at(folders, count)
         elif fault in REFUSALS:
             refuse_at(folders, count, REFUSALS[fault])
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if fault == "no room":  # what is written, not only opened, is refused
-            resource.setrlimit(resource.RLIMIT_FSIZE, (count, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if fault == "no room":  # a write fails, and not only an open
+            resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard_limit))
         try:
             trained = job.train(root)
             trained.save(root / "saved")
         except (ValueError, OSError) as error:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-            said.write(str(error))
-            said.flush()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard_limit, hard_limit))
+            message_file.write(str(error))
+            message_file.flush()
             os._exit(1)
-        said.write("done")
+        message_file.write("done")

@@ -1,106 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came of each fault that was tried, written down as the campaign goes, and the table of all."""
+"""What came of each fault that was tried, recorded in a file, and the table of all."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from perada.results.report import table
 
-HELD = ("held", "named", "harmless")
+SURVIVED = ("held", "named", "harmless")
+"""Outcomes that are as they should be: the run was not affected, an error named the fault, or the fault did nothing."""
+
+
+class Verdict(NamedTuple):
+    """What came of a fault.
+
+    Attributes:
+        outcome: One of :data:`SURVIVED`, or what went wrong.
+        description: The fault, for a list of those that went wrong.
+    """
+
+    outcome: str
+    description: str
 
 
 @dataclass
 class Outcomes:
-    """Counts of one kind of fault: ``held`` as it should, ``named`` in an error or warning, ``harmless``, or ``fell``.
+    """Counts of the outcomes of one kind of fault.
 
-    ``fallen`` says, one line each, what fell.
+    Attributes:
+        kind: The kind.
+        counts: Number of faults by outcome; ``fell`` for those that are not in :data:`SURVIVED`.
+        fallen: A line for each fault that fell.
     """
 
     kind: str
     counts: Counter[str] = field(default_factory=Counter)
     fallen: list[str] = field(default_factory=list)
 
-    def add(self, outcome: str, what: str = "") -> None:
-        """Count one; any outcome that is not one of ``HELD`` fell."""
-        if outcome in HELD:
-            self.counts[outcome] += 1
+    def add(self, verdict: Verdict) -> None:
+        """Count a fault."""
+        if verdict.outcome in SURVIVED:
+            self.counts[verdict.outcome] += 1
         else:
             self.counts["fell"] += 1
-            self.fallen.append(f"{self.kind}: {what}: {outcome}")
+            self.fallen.append(f"{self.kind}: {verdict.description}: {verdict.outcome}")
 
     def row(self) -> dict[str, object]:
-        """A row of the table."""
-        tried = sum(self.counts.values())
-        return {"fault": self.kind, "tried": tried} | {name: self.counts[name] for name in (*HELD, "fell")}
+        """Return the kind's row of the table."""
+        counts = {name: self.counts[name] for name in (*SURVIVED, "fell")}
+        return {"fault": self.kind, "tried": sum(self.counts.values()), **counts}
 
 
 class Campaign:
-    """The faults of one seed and what came of them, each a line of JSON in a file, so that a campaign can be resumed.
+    """The faults of one seed and what came of them, with which a campaign is resumed.
 
     Args:
-        path: The file; without one nothing is written down.
-        about: What the campaign is: seed, size, commit. One that was stopped is resumed only by the same.
+        path: File with a line of JSON for each fault; None keeps the verdicts in memory.
+        about: Seed, size and commit of the campaign. Only the same campaign is resumed.
 
     Raises:
         ValueError: If the file is of another campaign.
     """
 
     def __init__(self, path: Path | None = None, about: dict[str, Any] | None = None) -> None:
-        self.path, self.about = path, about or {}
-        self.found: dict[str, dict[int, tuple[str, str]]] = {}
-        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.is_file() else []
-        if lines and json.loads(lines[0]) != self.about:
+        self.path = path
+        self.about = about or {}
+        self.verdicts: dict[str, dict[int, Verdict]] = {}
+        """By kind and number of the fault."""
+        if path is None:
+            return
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            if lines:
+                self._read(lines)
+                return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.about) + "\n", encoding="utf-8")
+
+    def _read(self, lines: list[str]) -> None:
+        """Read the lines of a file, the first of which says what the campaign is."""
+        if json.loads(lines[0]) != self.about:
             raise ValueError(
-                f"{str(path)!r} is of the campaign {lines[0]}, and this is {json.dumps(self.about)}; name another file"
+                f"{str(self.path)!r} is of the campaign {lines[0]}, and this is {json.dumps(self.about)}; name another "
+                "file"
             )
         for line in lines[1:]:
-            kind, number, outcome, what = json.loads(line)
-            self.found.setdefault(kind, {})[number] = (outcome, what)
-        if path is not None and not lines:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.about) + "\n", encoding="utf-8")
+            kind, number, outcome, description = json.loads(line)
+            self.verdicts.setdefault(kind, {})[number] = Verdict(outcome, description)
 
-    def left(self, kind: str, count: int) -> Iterator[int]:
-        """The numbers, of ``range(count)``, of the faults of a kind that were not tried yet."""
-        self.found.setdefault(kind, {})
-        return (number for number in range(count) if number not in self.found[kind])
+    def remaining(self, kind: str, count: int) -> list[int]:
+        """Return the numbers below ``count`` of the faults of a kind that were not tried yet."""
+        verdicts = self.verdicts.setdefault(kind, {})
+        return [number for number in range(count) if number not in verdicts]
 
-    def add(self, kind: str, number: int, outcome: str, what: str = "") -> None:
-        """Write down what came of one."""
-        self.found.setdefault(kind, {})[number] = (outcome, what)
+    def add(self, kind: str, number: int, verdict: Verdict) -> None:
+        """Record what came of a fault."""
+        self.verdicts.setdefault(kind, {})[number] = verdict
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([kind, number, outcome, what]) + "\n")
+                file.write(json.dumps([kind, number, *verdict]) + "\n")
 
-    def each(self, kind: str, count: int, judge: Callable[[int], tuple[str, str]], together: int = 1) -> None:
-        """Try the faults of a kind that are left; ``judge`` says of a number what came of it, and what it was."""
-        numbers = list(self.left(kind, count))
-        if together == 1:
+    def try_all(self, kind: str, count: int, judge: Callable[[int], Verdict], parallel: int = 1) -> None:
+        """Try the faults of a kind that were not tried yet.
+
+        Args:
+            kind: The kind.
+            count: Number of faults.
+            judge: Tries the fault of a number.
+            parallel: Faults that are tried at once, in threads.
+        """
+        numbers = self.remaining(kind, count)
+        if parallel == 1:
+            # Not in a thread: some faults need signals, which only the main thread gets.
             for number in numbers:
-                self.add(kind, number, *judge(number))
+                self.add(kind, number, judge(number))
             return
-        with ThreadPoolExecutor(together) as pool:
-            for number, found in zip(numbers, pool.map(judge, numbers), strict=True):
-                self.add(kind, number, *found)
+        with ThreadPoolExecutor(parallel) as pool:
+            for number, verdict in zip(numbers, pool.map(judge, numbers), strict=True):
+                self.add(kind, number, verdict)
 
     @property
     def outcomes(self) -> list[Outcomes]:
-        """The counts of each kind, in the order in which they were tried."""
-        counted = []
-        for kind, found in self.found.items():
-            counted.append(Outcomes(kind))
-            for _, (outcome, what) in sorted(found.items()):
-                counted[-1].add(outcome, what)
-        return counted
+        """The counts of each kind, in the order in which the kinds were tried."""
+        all_outcomes = []
+        for kind, verdicts in self.verdicts.items():
+            outcomes = Outcomes(kind)
+            for number in sorted(verdicts):
+                outcomes.add(verdicts[number])
+            all_outcomes.append(outcomes)
+        return all_outcomes
 
 
-def report(found: list[Outcomes]) -> str:
-    """The table of all kinds, and what fell."""
-    rows = [one.row() for one in found]
-    lines = [line for one in found for line in one.fallen]
-    return "\n".join([table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]), *lines])
+def report(all_outcomes: list[Outcomes]) -> str:
+    """Return a table of all kinds, and the faults that fell."""
+    header = list(all_outcomes[0].row())
+    rows = []
+    fallen = []
+    for outcomes in all_outcomes:
+        rows.append([str(value) for value in outcomes.row().values()])
+        fallen += outcomes.fallen
+    return "\n".join([table(header, rows), *fallen])

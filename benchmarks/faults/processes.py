@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs in processes of their own: started, sent signals, waited for; and what they leave."""
+"""Jobs in processes of their own: their start, the faults that hit them, and what they leave."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,14 +21,13 @@ from benchmarks.faults.job import Job, network_of, run
 from perada.core.states import State
 from perada.studies.report.records import rounds_of_csv
 
-PATIENCE = 150
+TIMEOUT = 150
 """Seconds after which a job hangs."""
 GRACE = 30
 """Seconds that the others are given after one process of a job has failed."""
 MEMORY = Path("/dev/shm")
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["benchmarks.faults.job"])
-Content = tuple[list[State], dict[str, list[float]], list[dict[str, str]]]
 
 
 class Hang(Exception):
@@ -37,28 +36,40 @@ class Hang(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job's processes ended: their statuses, below 0 where a signal ended them, and what each said."""
+    """How a job's processes ended.
+
+    Attributes:
+        statuses: Exit status of each process, below 0 if a signal ended it.
+        messages: What each process wrote at its end: ``done``, or an error.
+    """
 
     statuses: list[int]
-    said: list[str]
+    messages: list[str]
 
     @property
     def done(self) -> bool:
-        """Whether all that was asked for has been written."""
-        return self.said[0] == "done"
+        """Whether all results have been written."""
+        return self.messages[0] == "done"
 
     @property
     def error(self) -> str:
-        """What was said first."""
-        return next((said for said in self.said if said not in ("", "done")), f"status {self.statuses}")
+        """The first error, or the statuses if there is none."""
+        errors = [message for message in self.messages if message not in ("", "done")]
+        return errors[0] if errors else f"status {self.statuses}"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a job: at the ``count``-th operation on a file, or a signal after some seconds.
+    """What happens to a job: at an operation on a file, or after some seconds.
 
-    Of two processes the one of the ``rank`` is hit; signals that ask for an end reach all, as from a terminal. After so
-    many seconds ``deleted`` removes the job's folder instead.
+    Attributes:
+        kind: What happens at an operation on a file, for :func:`benchmarks.faults.job.run`; or ``deleted``, which
+            removes the job's folder after ``seconds``.
+        count: Number of the operation.
+        signal: What is sent after ``seconds``. A SIGKILL is for one process; signals that ask for an end are sent to
+            all, as by a terminal.
+        seconds: When it happens; None for operations on files.
+        rank: The process that is hit, of several.
     """
 
     kind: str = "none"
@@ -69,117 +80,199 @@ class Fault:
 
 
 def start(job: Job, folder: Path, temporary: Path, fault: Fault = Fault()) -> Ended:  # frozen
-    """Run a job in ``folder``, with its temporary files below ``temporary``, until all its processes have ended.
+    """Run a job until all its processes have ended.
+
+    Args:
+        job: The job.
+        folder: Its folder; its messages are written beside it.
+        temporary: Folder for its temporary files.
+        fault: What happens to it.
 
     Raises:
-        Hang: If they do not.
+        Hang: If the processes do not end.
     """
     for path in (folder, temporary):
         path.mkdir(parents=True, exist_ok=True)
-    errors = [folder.with_name(f"{folder.name}.{rank}.txt") for rank in range(job.processes)]
-    for path in errors:
+    message_files = [folder.with_name(f"{folder.name}.{rank}.txt") for rank in range(job.processes)]
+    for path in message_files:
         path.unlink(missing_ok=True)
-    port, begun = _free_port(), time.monotonic()
-    started = []
-    for rank, path in enumerate(errors):
+    port = _free_port()
+    deadline = time.monotonic() + TIMEOUT
+    processes = []
+    for rank, path in enumerate(message_files):
         kind = fault.kind if rank == fault.rank else "none"
-        args = (job, str(folder), str(temporary), kind, fault.count, rank, port, str(path))
-        started.append(PROCESSES.Process(target=run, args=args))
-        started[-1].start()
+        process = PROCESSES.Process(
+            target=run, args=(job, str(folder), str(temporary), kind, fault.count, rank, port, str(path))
+        )
+        process.start()
+        processes.append(process)
     if fault.seconds is not None:
-        started[0].join(fault.seconds)
-        if fault.kind == "deleted":
-            shutil.rmtree(folder, ignore_errors=True)  # what is written while this lasts may stay
-        for rank, process in enumerate(started):
-            if fault.kind == "deleted":
-                break
-            if process.is_alive() and process.pid and (fault.signal != signal.SIGKILL or rank == fault.rank):
-                os.kill(process.pid, fault.signal)
-    while any(process.is_alive() for process in started) and time.monotonic() < begun + PATIENCE:
+        processes[0].join(fault.seconds)
+        _hit(processes, fault, folder)
+    _wait(processes, deadline)
+    messages = [path.read_text() if path.exists() else "" for path in message_files]
+    return Ended([process.exitcode or 0 for process in processes], messages)
+
+
+def _hit(processes: Sequence[BaseProcess], fault: Fault, folder: Path) -> None:
+    """Delete a job's folder, or send its processes a signal."""
+    if fault.kind == "deleted":
+        shutil.rmtree(folder, ignore_errors=True)  # files that are written meanwhile may remain
+        return
+    for rank, process in enumerate(processes):
+        is_target = rank == fault.rank or fault.signal != signal.SIGKILL
+        if is_target and process.is_alive() and process.pid:
+            os.kill(process.pid, fault.signal)
+
+
+def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
+    """Wait for the end of all processes; after one has failed the others are ended.
+
+    Raises:
+        Hang: If some are alive at the deadline; they are killed.
+    """
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
-        if any(process.exitcode for process in started):
-            _end(started)
-    late = [process for process in started if process.is_alive()]
-    for process in late:
+        if any(process.exitcode for process in processes):
+            _end(processes)
+    hanging = [process for process in processes if process.is_alive()]
+    for process in hanging:
         process.kill()
         process.join()
-    if late:
-        raise Hang(f"{len(late)} of {len(started)} processes did not end within {PATIENCE} s")
-    said = [path.read_text() if path.exists() else "" for path in errors]
-    return Ended([process.exitcode or 0 for process in started], said)
+    if hanging:
+        raise Hang(f"{len(hanging)} of {len(processes)} processes did not end within {TIMEOUT} s")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a job left.
+
+    Attributes:
+        states: Global states, and personal ones if there are any.
+        scores: Scores of each client by name.
+        rounds: Rows of ``metrics.csv``, with six digits.
+    """
+
+    states: list[State]
+    scores: dict[str, list[float]]
+    rounds: list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A job that was not interrupted.
+
+    Attributes:
+        content: What it left.
+        seconds: How long it took.
+        num_opened: Files that it opened for writing.
+        num_operations: Its operations on files.
+    """
+
+    content: Content
+    seconds: float
+    num_opened: int
+    num_operations: int
+
+
+class JobFailed(Exception):
+    """A job that was not interrupted failed, mostly since its options do not go together."""
 
 
 @dataclass
-class Wholes:
-    """Jobs that were left alone: what each ends with, how long it takes, and on how many files it operates."""
+class References:
+    """Jobs that are not interrupted, each run when it is first needed.
+
+    Attributes:
+        folder: Folder for the runs, which are deleted at their end.
+        results: By job, the reference, or the error of a job that failed.
+        locks: By job, a lock that lets one thread run it while others wait.
+    """
 
     folder: Path
-    found: dict[Job, tuple[Content, float, int, int] | str] = field(default_factory=dict)
+    results: dict[Job, Reference | JobFailed] = field(default_factory=dict)
     locks: dict[Job, threading.Lock] = field(default_factory=dict)
 
-    def of(self, job: Job) -> tuple[Content, float, int, int] | str:
-        """Content, seconds, files opened for writing and operations on files; or why the job is refused."""
-        with self.locks.setdefault(job, threading.Lock()):
-            if job not in self.found:
-                self.found[job] = self._run(job)
-            return self.found[job]
+    def of(self, job: Job) -> Reference:
+        """Return the reference of a job.
 
-    def _run(self, job: Job) -> tuple[Content, float, int, int] | str:
+        Raises:
+            JobFailed: If the job fails.
+        """
+        with self.locks.setdefault(job, threading.Lock()):
+            if job not in self.results:
+                self.results[job] = self._run(job)
+        result = self.results[job]
+        if isinstance(result, JobFailed):
+            raise result
+        return result
+
+    def possible(self, job: Job) -> Job:
+        """Return the job, without privacy if its algorithm cannot be private."""
+        try:
+            self.of(job)
+        except JobFailed:
+            return replace(job, private="none")
+        return job
+
+    def _run(self, job: Job) -> Reference | JobFailed:
         folder = Path(tempfile.mkdtemp(dir=self.folder)) / "run"
-        begun = time.monotonic()
+        started_at = time.monotonic()
         ended = start(job, folder, folder.with_name("tmp"), Fault("count"))
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started_at
         if not ended.done:
-            return ended.error
-        opened, operations = map(int, folder.with_name(f"{folder.name}.0.txt.count").read_text().split())
-        whole = content(folder, job)
+            return JobFailed(ended.error)
+        num_opened, num_operations = folder.with_name(f"{folder.name}.0.txt.count").read_text().split()
+        reference = Reference(content(folder, job), seconds, int(num_opened), int(num_operations))
         shutil.rmtree(folder.parent)
-        return whole, seconds, opened, operations
+        return reference
 
 
 def content(folder: Path, job: Job) -> Content:
-    """States and scores of what was saved, and the rounds that the newest ``metrics.csv`` has."""
+    """Read the states and scores that a job saved, and the rounds of its newest ``metrics.csv``."""
     saved = perada.Run.load(folder / "saved", backbone=network_of(job))
     tables = sorted(folder.glob("lightning_logs/*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
-    # A resumed run writes a round's training and its scores into one row, and in more digits. A round that was begun
-    # twice is accounted twice.
-    rows = [
-        {name: f"{value:.6g}" for name, value in row.items() if not name.startswith("privacy/")}
-        for row in rounds_of_csv(tables[-1])
-    ]
+    rounds = []
+    for row in rounds_of_csv(tables[-1]):
+        # A resumed run writes a round's training and its scores into one row, and in more digits. A round that was
+        # begun twice is accounted for twice.
+        rounds.append({name: f"{value:.6g}" for name, value in row.items() if not name.startswith("privacy/")})
     states = list(saved.states("global"))
     if (folder / "saved" / "client_0").is_dir():
         states += saved.states("personal")
-    return states, saved.metrics["clients"], rows
+    return Content(states, saved.metrics["clients"], rounds)
 
 
-def equal(found: Content, expected: Content) -> bool:
-    """Whether states and scores are equal bit by bit, and the tables of rounds to six digits."""
-    states = len(found[0]) == len(expected[0]) and all(
-        torch.equal(value, other[key])
-        for state, other in zip(found[0], expected[0], strict=True)
-        for key, value in state.items()
-    )
-    return states and found[1] == expected[1] and found[2] == expected[2]
+def equal(result: Content, expected: Content) -> bool:
+    """Return whether states and scores are equal bit by bit, and the tables of rounds to six digits."""
+    if len(result.states) != len(expected.states):
+        return False
+    for state, expected_state in zip(result.states, expected.states, strict=True):
+        if not all(torch.equal(value, expected_state[key]) for key, value in state.items()):
+            return False
+    return result.scores == expected.scores and result.rounds == expected.rounds
 
 
 def left_behind(folder: Path, temporary: Path) -> list[str]:
-    """Files that nobody needs after a run that was interrupted and resumed."""
-    partial = [path for ending in ("*.partial", "*.part", ".perada-*") for path in folder.rglob(ending)]
-    return [path.name for path in (*partial, *temporary.iterdir())]
+    """Return the names of files that are of no use after a run was interrupted and resumed."""
+    files: list[Path] = []
+    for pattern in ("*.partial", "*.part", ".perada-*"):
+        files += folder.rglob(pattern)
+    files += temporary.iterdir()
+    return [path.name for path in files]
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """End what is left after one of the processes failed, as torchrun does; most notice it by themselves."""
-    for wait, signal_ in ((GRACE, signal.SIGTERM), (GRACE, signal.SIGKILL)):
-        until = time.monotonic() + wait
+    """End the other processes after one has failed, as torchrun does; most notice it by themselves."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + GRACE
         for process in processes:
-            process.join(max(0.0, until - time.monotonic()))
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive() and process.pid:
-                os.kill(process.pid, signal_)
+                os.kill(process.pid, signal_number)
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

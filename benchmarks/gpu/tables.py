@@ -11,7 +11,8 @@ from benchmarks.gpu.runner import RECORD
 
 ABOUT = {"benchmark", "machine", "instructions", "threads", "load", "commit", "torch"}
 """What a benchmark's row says of the machine, which is shown once."""
-BEGIN, END = "<!-- make gpu: begin -->", "<!-- make gpu: end -->"
+BEGIN = "<!-- make gpu: begin -->"
+END = "<!-- make gpu: end -->"
 """Between these lines a page has the tables."""
 
 
@@ -60,24 +61,33 @@ def write_into(document: Path, text: str) -> None:
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines = []
+    for row in (columns, ["---"] * len(columns), *rows):
+        cells = [str(cell).replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _results(records: list[dict[str, Any]]) -> str:
     """Return the table of a benchmark, or of a comparison."""
     if any("stage" in record for record in records):
         return _comparison(records)
-    shown = [
-        {name: value for name, value in record.items() if name not in ABOUT and not isinstance(value, dict)}
-        for record in records
-    ]
-    columns = list(dict.fromkeys(name for row in shown for name in row))
-    return markdown(columns, [[_number(row.get(name, "")) for name in columns] for row in shown])
+    columns: dict[str, None] = {}  # in order
+    for record in records:
+        for name, value in record.items():
+            if name not in ABOUT and not isinstance(value, dict):
+                columns[name] = None
+    rows = []
+    for record in records:
+        cells = [record.get(name, "") for name in columns]
+        rows.append(["" if isinstance(cell, dict) else _cell_text(cell) for cell in cells])
+    return markdown(list(columns), rows)
 
 
-def _number(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+def _cell_text(value: object) -> str:
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:.4g}"
+    return str(value)
 
 
 def _comparison(records: list[dict[str, Any]]) -> str:
@@ -87,11 +97,18 @@ def _comparison(records: list[dict[str, Any]]) -> str:
     runs = [record for record in records if record["stage"] == "run" and "failed" not in record]
     labels = {record["label"] for record in runs}
     seeds = sorted({record["seed"] for record in runs})
-    complete = [seed for seed in seeds if {run["label"] for run in runs if run["seed"] == seed} == labels]
-    note = f"Seeds of all methods: {', '.join(map(str, complete)) or 'none'}."
-    if complete:
-        records = [record for record in records if record["seed"] in complete]
-    return f"{note}\n\n{summary(records)}" if runs else note
+    complete_seeds = []
+    for seed in seeds:
+        labels_with_seed = {run["label"] for run in runs if run["seed"] == seed}
+        if labels_with_seed == labels:
+            complete_seeds.append(seed)
+    seeds_text = ", ".join(str(seed) for seed in complete_seeds)
+    note = f"Seeds of all methods: {seeds_text or 'none'}."
+    if not runs:
+        return note
+    if complete_seeds:
+        records = [record for record in records if record["seed"] in complete_seeds]
+    return f"{note}\n\n{summary(records)}"
 
 
 def _tests(log: Path) -> str:

@@ -17,7 +17,7 @@ def test_a_job_that_has_ended_is_resumed_and_saved(tmp_path):
     first = start(JOB, tmp_path / "run", tmp_path / "tmp")
     states = content(tmp_path / "run", JOB)
     again = start(JOB, tmp_path / "run", tmp_path / "tmp")
-    assert (first.statuses, again.statuses, again.said) == ([0, 0], [0, 0], ["done", "done"])
+    assert (first.statuses, again.statuses, again.messages) == ([0, 0], [0, 0], ["done", "done"])
     assert equal(content(tmp_path / "run", JOB), states)
 
 
