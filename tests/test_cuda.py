@@ -37,7 +37,7 @@ def assert_close(found, expected, tolerance):
 @pytest.mark.parametrize("algorithm", ["perada", "feddf", "scaffold", "moon", "fedrep", "fedbe"])
 def test_rounds_are_those_of_the_cpu(algorithm, engine):
     """In float64, dropout included: a client's draws do not depend on the device."""
-    here, there = (finetune(algorithm, **sections(engine=engine, dropout=0.3, **on)) for on in ({}, ON_GPU))
+    here, there = (finetune(algorithm, engine=engine, dropout=0.3, **on) for on in ({}, ON_GPU))
     assert_close(there, here, 1e-9)
     start = network("net").state_dict()
     assert any((value - start[key]).abs().max() > 1e-3 for key, value in states(here)[0].items())
@@ -46,7 +46,7 @@ def test_rounds_are_those_of_the_cpu(algorithm, engine):
 @pytest.mark.parametrize("rule", ["mean", "svd", "lora_fair", "median", "geometric_median"])
 def test_rounds_of_lora_are_those_of_the_cpu(rule):
     """Its norms are frozen."""
-    here, there = (finetune("fedavg", **sections(adapter=LORA, server_rule=rule, **on)) for on in ({}, ON_GPU))
+    here, there = (finetune("fedavg", adapter=LORA, server_rule=rule, **on) for on in ({}, ON_GPU))
     assert_close(there, here, 1e-9)
     assert any(value.abs().max() > 1e-3 for key, value in states(here)[0].items() if "lora_B" in key)
 
@@ -54,8 +54,7 @@ def test_rounds_of_lora_are_those_of_the_cpu(rule):
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_where_states_are_kept_makes_no_difference(store: StoreKind, tmp_path):
     kept, expected = (
-        finetune("perada", **sections(client_store=kind, default_root_dir=tmp_path / kind, **ON_GPU))
-        for kind in (store, "device")
+        finetune("perada", client_store=kind, default_root_dir=tmp_path / kind, **ON_GPU) for kind in (store, "device")
     )
     assert_close(kept, expected, 0.0)
 
@@ -83,7 +82,7 @@ class NoWaiting(pl.Callback):
 def test_a_local_step_never_waits(algorithm):
     watch = NoWaiting()
     try:
-        finetune(algorithm, **sections(callbacks=[watch], **ON_GPU))
+        finetune(algorithm, callbacks=[watch], **ON_GPU)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert watch.steps >= 4
@@ -103,7 +102,7 @@ def waits(problem):
     """How often a round's end waits."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        finetune("perada", problem, **sections(rounds=2, callbacks=[Waits()], **ON_GPU))
+        finetune("perada", problem, rounds=2, callbacks=[Waits()], **ON_GPU)
     torch.cuda.set_sync_debug_mode("default")
     places = [f"{one.filename}:{one.lineno}" for one in found if "synchroniz" in str(one.message)]
     return [place for place in places if "pytorch_lightning" not in place]  # its log makes a tensor of each number
@@ -129,14 +128,14 @@ def test_half_precision_stays_near_single_precision(precision, bound, tiny):
 
 def test_a_checkpoint_of_a_gpu_is_resumed_on_the_cpu(tmp_path):
     whole = finetune("ditto", rounds=3, dropout=0.3)
-    finetune("ditto", **sections(rounds=2, dropout=0.3, enable_checkpointing=True, default_root_dir=tmp_path, **ON_GPU))
+    finetune("ditto", rounds=2, dropout=0.3, enable_checkpointing=True, default_root_dir=tmp_path, **ON_GPU)
     (last,) = tmp_path.rglob("last.ckpt")
     assert_close(finetune("ditto", rounds=3, dropout=0.3, ckpt_path=str(last)), whole, 1e-9)
 
 
 def test_what_a_run_gives_is_on_the_cpu():
     """As Lightning leaves the model."""
-    run = finetune("ditto", **sections(rounds=1, **ON_GPU))
+    run = finetune("ditto", rounds=1, **ON_GPU)
     assert {value.device.type for state in states(run) for value in state.values()} == {"cpu"}
     x = torch.randn(2, 1, 6, 6, dtype=torch.float64)
     assert run.global_model()(x).isfinite().all() and run.personal(0)(x).isfinite().all()

@@ -30,7 +30,6 @@ from perada.algorithms import (
     make_algorithm,
 )
 from perada.data import Phase
-from tests.options import sections
 
 from . import personal_references, references
 from .problems import (
@@ -164,7 +163,7 @@ def engine_cases():
 @pytest.mark.parametrize(("name", "options", "function", "problem", "engine"), list(engine_cases()))
 def test_equals_its_definition(name, options, function, problem, engine):
     w, personal = answer(function, problem)
-    run = finetune(name, problem, engine, **sections(**options))
+    run = finetune(name, problem, engine, **options)
     shared = run.states("global")
     for k, (state, wanted) in enumerate(zip(shared, [w] if isinstance(w, dict) else w, strict=True)):
         assert_same(state, wanted, f"global {k}")

@@ -32,7 +32,6 @@ from perada.algorithms import (
 )
 from perada.algorithms.base import AlgorithmWrapper
 from perada.core.states import Factors
-from tests.options import sections
 
 from .problems import LORA, OF_BRANCHES, OF_LORA, finetune
 
@@ -138,7 +137,7 @@ def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
 )
 def test_splits_that_leave_nothing_are_refused_at_set_up(algorithm, problem, options, message):
     with pytest.raises(ValueError, match=message) as error:
-        finetune(algorithm, problem, **sections(rounds=0, **options))
+        finetune(algorithm, problem, rounds=0, **options)
     assert "\n" not in str(error.value)
 
 

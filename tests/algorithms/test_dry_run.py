@@ -10,7 +10,6 @@ from perada.algorithms import ALGORITHMS, Algorithm, FedEnsemble, FedROD, make_a
 from perada.algorithms.dry_run import is_foreign
 from perada.server import Mean, ServerRule
 from perada.server.rules import FedAvgM
-from tests.options import sections
 
 from .problems import finetune
 
@@ -63,7 +62,7 @@ class Rounds(pl.Callback):
 def refused(algorithm="fedavg", **options):
     rounds = Rounds()
     with pytest.raises(ValueError) as error:
-        finetune(algorithm, "net-full", **sections(rounds=1, callbacks=[rounds], **options))
+        finetune(algorithm, "net-full", rounds=1, callbacks=[rounds], **options)
     assert not rounds.begun
     assert "\n" not in str(error.value)
     return str(error.value)

@@ -6,7 +6,6 @@ import torch
 
 from perada.algorithms import FedBE, FFALoRA, ensembles
 from perada.algorithms.ensembles import sample_models
-from tests.options import sections
 
 from .problems import CLIENTS, LR_LOCAL, distance, finetune, reference
 
@@ -154,12 +153,10 @@ def test_no_squares_are_sent_of_what_is_frozen():
 
 def test_by_moments_the_server_needs_sums_alone():
     options = {"rounds": 2, "distill_steps": 3}
-    one = finetune(FedBE(samples=3, moments=True), **sections(secure_sums={"fraction_bits": 40}, **options)).state(
-        "global"
-    )
-    other = finetune(FedBE(samples=3, moments=True), **sections(**options)).state("global")
+    one = finetune(FedBE(samples=3, moments=True), secure_sums={"fraction_bits": 40}, **options).state("global")
+    other = finetune(FedBE(samples=3, moments=True), **options).state("global")
     assert distance(one, other) < 1e-6
     with pytest.raises(ValueError, match="does not follow from their mean"):
-        finetune(FedBE(samples=3), **sections(secure_sums={"fraction_bits": 40}, **options))
+        finetune(FedBE(samples=3), secure_sums={"fraction_bits": 40}, **options)
     with pytest.raises(ValueError, match="moments=True cannot be used with sampler='dirichlet'"):
         FedBE("dirichlet", moments=True)

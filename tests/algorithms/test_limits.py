@@ -8,7 +8,6 @@ import torch
 
 from perada.algorithms import APFL, MTL, Ditto, FedAvg, FedEnsemble, FedProx, FedRep, make_algorithm
 from perada.server.rules import FedAvgM, ModifiedLocalGD
-from tests.options import sections
 
 from .problems import CLIENTS, PROX, assert_equal, assert_same, distance, finetune, is_head
 
@@ -26,7 +25,7 @@ NO_KD = make_algorithm("perada_no_kd", prox_strength=PROX)
 
 
 def train(algorithm, engine, problem="net-full", **options):
-    return finetune(algorithm, problem, engine, **sections(dropout=0.4, **options))
+    return finetune(algorithm, problem, engine, dropout=0.4, **options)
 
 
 @cache

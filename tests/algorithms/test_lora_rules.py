@@ -13,7 +13,6 @@ from perada.data import Phase
 from perada.privacy import ClientPrivacy, Privacy
 from perada.server import SVD, LoRAFair, NormClipping
 from perada.studies.report.records import run_report
-from tests.options import sections
 
 from .problems import BATCH, LORA, LR_LOCAL, SIZES, assert_equal, finetune, reference, task
 
@@ -65,7 +64,7 @@ def loop(rule, together, weighted):
 def test_runs_equal_a_loop_with_dense_products(rule, plain, together, weighted, engine):
     weighting = "samples" if weighted else "uniform"
     options = {"weighting": weighting, "clients_per_round": together, "diagnostics": ["lora_residual"]}
-    run = finetune("fedavg", "net-adapter", engine, **sections(server_rule=rule, **options))
+    run = finetune("fedavg", "net-adapter", engine, server_rule=rule, **options)
     wanted, errors = loop(plain or (lambda updates, weights, ref: ref.mean(updates, weights)), together, weighted)
     state = run.state("global")
     assert state.keys() == wanted.keys()
@@ -105,7 +104,7 @@ def test_with_one_factor_alike_there_is_no_residual(algorithm):
 def test_a_run_is_resumed_to_the_bit(tmp_path, rule):
     def run(rounds, **options):
         saves = {"callbacks": [ModelCheckpoint(tmp_path, "saved")], "enable_checkpointing": True, "server_rule": rule}
-        return finetune("fedavg", "net-adapter", **sections(rounds=rounds, momentum=0.5, **saves | options))
+        return finetune("fedavg", "net-adapter", rounds=rounds, momentum=0.5, **saves | options)
 
     whole = run(4)
     run(2)
@@ -122,7 +121,7 @@ NOISE = {"noise_multiplier": 0.5, "max_norm": 0.5, "delta": 1e-3, "secure_rng": 
 @pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repeat).*:UserWarning")
 def test_images_are_private_and_clients_are_not():
     private = {"adapter": LORA, "server_rule": SVD(), "rounds": 2, "privacy": Privacy(**NOISE)}
-    run = finetune("fedavg", "net-full", **sections(**private, diagnostics=["lora_residual"]))
+    run = finetune("fedavg", "net-full", **private, diagnostics=["lora_residual"])
     assert all(0 < record["updates/lora_error"] < 1 for record in run.metrics["rounds"])
     for rule in (SVD(), LoRAFair(), NormClipping(aggregate=SVD())):
         message = f"the server rule {rule.kind}: it is not a function of the clients' mean"
@@ -190,7 +189,7 @@ def test_images_are_private_and_clients_are_not():
 )
 def test_what_cannot_be_is_refused_at_setup(algorithm, problem, options, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        finetune(algorithm, problem, **sections(**options))
+        finetune(algorithm, problem, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -205,7 +204,7 @@ def test_all_diagnostics_say_nothing_of_lora_where_there_is_none(caplog):
 
 def test_the_report_of_a_run_shows_both(tmp_path):
     options = {"server_rule": SVD(), "diagnostics": ["lora_residual"], "rounds": 2}
-    run = finetune("fedavg", "net-adapter", **sections(logger=True, default_root_dir=str(tmp_path), **options))
+    run = finetune("fedavg", "net-adapter", logger=True, default_root_dir=str(tmp_path), **options)
     table = [line.split("|")[1:-1] for line in run_report(tmp_path / "lightning_logs/version_0").splitlines()]
     header, _, *lines = [[cell.strip() for cell in row] for row in table]
     for record, line in zip(run.metrics["rounds"], lines, strict=True):

@@ -7,7 +7,6 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from perada.algorithms import ALGORITHMS, APFL, FedBE, FedEnsemble, FedProx, PFedMe, make_algorithm
 from perada.server.rules import FedAdam, ModifiedLocalGD
-from tests.options import sections
 
 from .problems import CLIENTS, MERGING, OF_BRANCHES, OF_LORA, assert_equal, finetune, task
 
@@ -43,7 +42,7 @@ MADE = [
 def train(algorithm, folder, rounds, **options):
     checkpoint = {"callbacks": [ModelCheckpoint(folder, "saved")], "enable_checkpointing": True}
     options = {"dropout": 0.4, "momentum": 0.5, "batch_size": 8, "local_epochs": 1} | checkpoint | options
-    return finetune(algorithm, **sections(rounds=rounds, **options))
+    return finetune(algorithm, rounds=rounds, **options)
 
 
 VARIANTS = [pytest.param(*row, marks=[pytest.mark.slow] * (number % 3 > 0)) for number, row in enumerate(MADE)]

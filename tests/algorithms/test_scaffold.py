@@ -53,7 +53,7 @@ def test_it_goes_to_the_minimum_where_fedavg_does_not(clients_per_round):
 def test_one_step_of_all_clients_is_that_of_fedavg():
     """Then the corrections cancel out."""
     options = WHOLE | {"local_epochs": None, "local_steps": 1}
-    runs = [finetune(name, "linear-full", **sections(**options)) for name in ("scaffold", "fedavg")]
+    runs = [finetune(name, "linear-full", **options) for name in ("scaffold", "fedavg")]
     assert_same(runs[0].state("global"), runs[1].state("global"), "global")
 
 

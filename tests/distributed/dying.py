@@ -20,6 +20,6 @@ class Killed(pl.Callback):
 
 
 if __name__ == "__main__":
-    from job import run
+    from tests.distributed.job import run
 
     run("perada", 2, 4, callbacks=Killed(), logger=True, default_root_dir=sys.argv[1])

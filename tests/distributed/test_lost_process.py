@@ -12,7 +12,8 @@ import torch
 
 from .job import run
 
-DYING = Path(__file__).with_name("dying.py")
+ROOT = Path(__file__).parents[2]
+DYING = [sys.executable, "-m", "tests.distributed.dying"]
 
 
 def check_resumed(folder):
@@ -33,7 +34,8 @@ def test_the_others_notice_when_they_wait_for_it(tmp_path):
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     first, second = (
         subprocess.Popen(
-            [sys.executable, str(DYING), str(tmp_path), "0"],
+            [*DYING, str(tmp_path), "0"],
+            cwd=ROOT,
             env=os.environ | shared | {"LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -52,9 +54,7 @@ def test_the_others_notice_when_they_wait_for_it(tmp_path):
 
 @pytest.mark.slow
 def test_the_process_that_started_it_does_not_train_on(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(DYING), str(tmp_path), "500"], capture_output=True, text=True, timeout=200
-    )
+    done = subprocess.run([*DYING, str(tmp_path), "500"], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("perada: error: process 0 has lost another one")

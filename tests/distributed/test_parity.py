@@ -14,7 +14,7 @@ import torch
 from .job import CASES, QUICK, results, run
 
 pytestmark = pytest.mark.slow  # two processes that start anew take half a minute
-JOB = Path(__file__).with_name("job.py")
+ROOT = Path(__file__).parents[2]
 OTHERS = [case for case in CASES if case not in QUICK]
 
 
@@ -24,7 +24,8 @@ def started(folder, cases):
     (checkpoint,) = (folder / "one").rglob("last.ckpt")
     shutil.copy(checkpoint, folder / "one.ckpt")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*torchrun, str(JOB), folder, *cases], capture_output=True, text=True, timeout=600)
+    job = [*torchrun, "-m", "tests.distributed.job", folder, *cases]
+    done = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "found.pt", weights_only=False)
 

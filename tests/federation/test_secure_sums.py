@@ -7,7 +7,6 @@ import torch
 from perada.algorithms import ALGORITHMS, FedAvg, FedEnsemble, HetLoRA, PerAda
 from perada.server import SecureSums
 from tests.algorithms.problems import MERGING, OF_BRANCHES, OF_LORA, finetune
-from tests.options import sections
 
 CANNOT = {"fedbe", "fedbe_no_kd", "fed_ensemble", "standalone", "het_lora", *MERGING}
 
@@ -18,7 +17,7 @@ def run(name, **options):
         problem = {"problem": "net-backbone"}
     elif name in OF_BRANCHES:
         problem = {"problem": "net-branches"}
-    return finetune(name, **sections(**{"rounds": 2, "clients_per_round": 3} | problem | options))
+    return finetune(name, **{"rounds": 2, "clients_per_round": 3} | problem | options)
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - CANNOT))

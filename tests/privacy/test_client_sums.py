@@ -259,9 +259,7 @@ def test_s_stays_where_the_sum_has_room():
 def test_a_run_with_many_bits_and_no_noise_is_that_without_secure_sums():
     given = {"rounds": 2, "clients_per_round": 4, "client_privacy": {"noise_multiplier": 0.0, "max_norm": 0.3}}
     for algorithm in ("ditto", "feddyn"):
-        one, other = (
-            finetune(algorithm, **sections(secure_sums=sums, **given)) for sums in ({"fraction_bits": 40}, None)
-        )
+        one, other = (finetune(algorithm, secure_sums=sums, **given) for sums in ({"fraction_bits": 40}, None))
         start = finetune(algorithm, rounds=0).state("global")
         for key, value in one.state("global").items():
             torch.testing.assert_close(value, other.state("global")[key], rtol=1e-9, atol=1e-9, msg=key)
@@ -308,14 +306,14 @@ def test_a_round_with_too_few_clients_is_void_and_counted(monkeypatch):
     given = {"rounds": 1, "clients_per_round": 3, "client_privacy": {"noise_multiplier": 2.0}, "secure_sums": {}}
     start = finetune("fedavg", rounds=0).state("global")
     monkeypatch.setattr(SecureSums, "least", lambda self, clients: clients + 1)
-    run = finetune("fedavg", **sections(**given))
+    run = finetune("fedavg", **given)
     assert all(torch.equal(value, start[key]) for key, value in run.state("global").items())
     assert sum(epsilon > 0 for epsilon in run.info["privacy"]["client"]["epsilon"]) == 3
 
 
 def test_epsilon_equals_opacus_and_the_card_says_against_whom():
     given = {"rounds": 3, "clients_per_round": 3, "client_privacy": {"noise_multiplier": 2.0, "delta": 1e-3}}
-    run = finetune("fedavg", **sections(secure_sums={}, **given))
+    run = finetune("fedavg", secure_sums={}, **given)
     record = run.info["privacy"]["client"]
     cohorts = [sample_cohort(0, round, 4, 3) for round in range(3)]
     rounds = [sum(client in cohort for cohort in cohorts) for client in range(4)]
@@ -358,4 +356,4 @@ def test_a_run_that_was_once_without_sums_does_not_hold_against_the_server():
 )
 def test_what_cannot_be_private_in_sums_is_refused(algorithm, options, message):
     with pytest.raises(ValueError, match=message):
-        finetune(algorithm, **sections(**{"secure_sums": {}, "client_privacy": {"noise_multiplier": 1.0}} | options))
+        finetune(algorithm, **{"secure_sums": {}, "client_privacy": {"noise_multiplier": 1.0}} | options)
