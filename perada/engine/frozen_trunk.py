@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a model that no trained tensor precedes: what it makes of an image stays the same for the whole run.
+"""The part of a model that no trained tensor precedes, whose outputs for an image stay the same for the whole run.
 
-All of the backbone where only a head is trained; the stem and the first frozen layers where adapters are. It is found
-by trying, so that no model has to be known. A module is *constant* whose output on examples stays the same when what is
-trained, the mode or the other images change, and no random number has been drawn before it. Of the constant modules
-those are *needed* without whose output the logits change. In the end features must give the logits of their images.
+It is the complete backbone if only a head is trained, and the stem and the first frozen layers if adapters are. It is
+found by experiments, so that any model will do. A module is *constant* if its output on examples stays the same when
+the trained tensors, the mode or the other images change, and no random number is drawn before it. A constant module is
+*needed* if the logits change without its output. In the end, features must give the same logits as their images.
 """
 
 import logging
@@ -24,19 +24,21 @@ from perada.engine.substitutes import WrappingSubstitute
 
 
 class _Enough(Exception):
-    """Leaves a pass through the model early: all that was wanted has been computed."""
+    """Raised to end a pass through the model early, when all features have been computed."""
 
 
 class FrozenTrunk:
     """The constant modules of a model, and their outputs in the pass under way.
 
-    *Features* of an image are the needed outputs, flattened and laid side by side: (F,).
+    The *features* of an image are the needed outputs, flattened and concatenated: (F,).
 
     Attributes:
-        shapes: Output of each constant module for one image, by path.
-        needed: Paths of those whose outputs are the features.
+        shapes: Shape of each constant module's output for one image, by path.
+        needed: Paths of the modules whose outputs are the features.
+        image: Shape of an image.
         share: Share of a forward pass's floating-point operations that features save.
-        spoil: Whether outputs that nobody should look at are NaN, and blank images, while that is tried out.
+        size: F.
+        spoil: Fill outputs that should not be used, and blank images, with NaN, to find out whether they are used.
     """
 
     def __init__(
@@ -49,27 +51,31 @@ class FrozenTrunk:
         self.size = sum(shapes[path].numel() for path in needed)
         self.rows = 0
         self.spoil = False
+        # Outputs that are cut from features, while a pass runs on features.
         self._given: dict[str, Tensor] | None = None
-        self._kinds: dict[str, tuple[torch.dtype, torch.memory_format]] = {}
-        self._seen: dict[str, Tensor] | None = None
+        self._formats: dict[str, tuple[torch.dtype, torch.memory_format]] = {}
+        # Outputs that are recorded, while features are computed.
+        self._recorded: dict[str, Tensor] | None = None
 
     def wrap(self, module: nn.Module, path: str) -> nn.Module:
-        """What stands in a folded model for the module at ``path``."""
-        return ConstantModule(module, path, self) if path in self.shapes else module
+        """Return the module that takes the place of the one at ``path`` in a folded model."""
+        if path in self.shapes:
+            return ConstantModule(module, path, self)
+        return module
 
     def parts(self, features: Tensor) -> dict[str, Tensor]:
-        """What of the features (R, F) each module gave, still flattened."""
+        """Split features (R, F) into the flattened outputs of the needed modules."""
         sizes = [self.shapes[path].numel() for path in self.needed]
         return dict(zip(self.needed, torch.split(features, sizes, 1), strict=True))
 
     def holds(self, x_R: Tensor) -> bool:
-        """Whether rows are features (R, F) instead of images."""
+        """Return whether rows are features (R, F) instead of images."""
         return x_R.dim() == 2 and x_R.shape[1] == self.size
 
     def feed(self, x_R: Tensor) -> Tensor:
-        """What to give to the model: images (R, ...) as they are, or in the place of features a blank image each.
+        """Return the model's input: images (R, ...) as they are, or a blank image for each row of features.
 
-        The model gets copies of the features, which it may change in place as it may its own modules' outputs.
+        The modules' outputs are copies of the features, since a model may change them in place.
         """
         self._given = None
         if not self.holds(x_R):
@@ -77,33 +83,42 @@ class FrozenTrunk:
         self.rows = len(x_R)
         self._given = {}
         for path, part in self.parts(x_R).items():
-            dtype, layout = self._kinds.get(path, (part.dtype, torch.contiguous_format))
+            dtype, layout = self._formats.get(path, (part.dtype, torch.contiguous_format))
             self._given[path] = part.view(-1, *self.shapes[path]).to(dtype, copy=True, memory_format=layout)
-        return x_R.new_full((), torch.nan if self.spoil else 0.0).expand(self.rows, *self.image)
+        blank = torch.nan if self.spoil else 0.0
+        return x_R.new_full((), blank).expand(self.rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
-        """Features (R, F) of images (R, ...), through a model with this trunk's :class:`ConstantModule` instances."""
+        """Compute features (R, F) of images (R, ...) by a model with this trunk's :class:`ConstantModule` instances."""
         self._given = None
-        self._seen = {}
+        self._recorded = {}
         with suppress(_Enough), torch.no_grad():
             model.eval()(x_R)
-        seen = self._seen
-        self._seen = None
-        self._kinds = {path: (value.dtype, _layout(value)) for path, value in seen.items()}
-        return torch.cat([seen[path].flatten(1) for path in self.needed], 1)
+        outputs = self._recorded
+        self._recorded = None
+        self._formats = {path: (value.dtype, _layout(value)) for path, value in outputs.items()}
+        return torch.cat([outputs[path].flatten(1) for path in self.needed], 1)
 
     def output(self, path: str, run: Callable[[], Tensor], like: Tensor) -> Tensor:
-        """What the module at ``path`` gives in this pass."""
+        """Return the output of the module at ``path`` in this pass.
+
+        Args:
+            path: Path of the module.
+            run: Computes the output.
+            like: Tensor with the number format and device of the output.
+        """
         if self._given is not None:
-            # Nobody looks at what is not needed, but it must have the right shape.
             if path in self._given:
                 return self._given[path]
+            # The values of an output that is not needed are not used, but it must have the right shape.
             shape = (self.rows, *self.shapes[path])
-            return like.new_full(shape, torch.nan) if self.spoil else like.new_empty(shape)
+            if self.spoil:
+                return like.new_full(shape, torch.nan)
+            return like.new_empty(shape)
         out = run()
-        if self._seen is not None and path in self.needed:
-            self._seen[path] = out.clone()
-            if len(self._seen) == len(self.needed):
+        if self._recorded is not None and path in self.needed:
+            self._recorded[path] = out.clone()
+            if len(self._recorded) == len(self.needed):
                 raise _Enough
         return out
 
@@ -122,8 +137,11 @@ class ConstantModule(WrappingSubstitute):
 
 
 def _layout(value: Tensor) -> torch.memory_format:
-    last = value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
+    if value.dim() != 4 or value.is_contiguous():
+        return torch.contiguous_format
+    if value.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def find_trunk(model: nn.Module, image: Tensor, least_share: float = 0.0) -> FrozenTrunk | None:
@@ -135,13 +153,14 @@ def find_trunk(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Fro
         least_share: Share of a pass's floating-point operations that features must save.
 
     Returns:
-        None where there are none, or passes with features fail, give other logits, or save less.
+        The trunk; None if there are no constant modules, or passes with features fail, give other logits, or save less.
     """
-    third = 0.5 * image if image.is_floating_point() else image.roll(1)  # of a text, the same tokens in another order
-    x_R = torch.stack([image, image.flip(-1), third])
+    # For a text, the same tokens in another order.
+    third_image = 0.5 * image if image.is_floating_point() else image.roll(1)
+    x_R = torch.stack([image, image.flip(-1), third_image])
     try:
         return _find(model, x_R, least_share)
-    except Exception as error:  # the model does something else between its modules, each in its own way
+    except Exception as error:  # the code of a model between its modules can fail in any way
         failed = f"{type(error).__name__}: {error}"
         logging.getLogger(__name__).info("features of the model's frozen part cannot stand for images: %s", failed)
         return None
@@ -164,22 +183,27 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | No
     needed = _needed(trunk, module, features, expected)
     if not needed:
         return None
-    # Once more with only the features that are needed.
+    # Try again with only the needed features.
     trunk = FrozenTrunk(shapes, needed, x_R.shape[1:], share)
     if x_R.dim() == 2 and trunk.size == x_R.shape[1]:
-        return None  # features could not be told from images
+        # Features could not be distinguished from images by their shape.
+        return None
     module = fold(model, random_only=True, wrap=trunk.wrap).model
     features = trunk.features(module, x_R)
     of_two_images = trunk.features(module, x_R[:2])
     if not torch.allclose(of_two_images, features[:2], 1e-3, 1e-3 * float(features.abs().max())):
-        return None  # an image's features depend on the other images
-    return trunk if _stand_for(trunk, module, features, x_R) else None
+        # An image's features depend on the other images.
+        return None
+    if not _features_replace_images(trunk, module, features, x_R):
+        return None
+    return trunk
 
 
-def _stand_for(trunk: FrozenTrunk, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
-    """Whether features give the logits of their images in evaluation and training mode, but for our dropout.
+def _features_replace_images(trunk: FrozenTrunk, module: nn.Module, features: Tensor, x_R: Tensor) -> bool:
+    """Return whether features give the logits of their images in evaluation and training mode, without our dropout.
 
-    What is trained is moved, for a branch may begin at zero. Other images pass in between, for modules may remember.
+    Trained tensors are changed, since a branch may be zero at first. Other images pass in between, since modules may
+    have a memory.
     """
     tensors = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     for name, parameter in module.named_parameters():
@@ -190,7 +214,8 @@ def _stand_for(trunk: FrozenTrunk, module: nn.Module, features: Tensor, x_R: Ten
     def logits(rows_R: Tensor) -> Tensor:
         with torch.no_grad(), torch.random.fork_rng([x_R.device] if x_R.is_cuda else []):
             torch.manual_seed(0)
-            copies = clone(tensors)  # a pass may write to buffers
+            # Copies, since a pass may write to buffers.
+            copies = clone(tensors)
             copies |= {name: copies[first] for name, first in tied.items()}
             out: Tensor = functional_call(module, copies, (trunk.feed(rows_R),), tie_weights=False)
             return out
@@ -208,7 +233,14 @@ def _stand_for(trunk: FrozenTrunk, module: nn.Module, features: Tensor, x_R: Ten
 
 
 class _Output(NamedTuple):
-    """What a module gave in a pass: its shape, one number and the norm of each row, whether it may change."""
+    """Facts about a module's output in a pass.
+
+    Attributes:
+        shape: Its shape.
+        number: A fingerprint of each row.
+        norm: The norm of each row.
+        changing: Whether it depends on trained tensors or random numbers.
+    """
 
     shape: torch.Size
     number: Tensor
@@ -217,7 +249,7 @@ class _Output(NamedTuple):
 
 
 def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
-    """Shape of one image's output of the outermost modules that depend on nothing trained, in order of their calls."""
+    """Find the outermost constant modules, in the order of their calls, with the shapes of one image's outputs."""
     first = _outputs(model, x_R, training=False)
     second = _outputs(model, x_R[:2], training=True)
     modules = dict(model.named_modules())
@@ -235,39 +267,47 @@ def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
 
 
 def _agree(output: _Output, of_two: _Output, rows: int) -> bool:
-    """Whether a module gave the same for the first two rows in both passes."""
+    """Return whether a module's outputs for the first two rows are the same in both passes."""
     if output.changing or of_two.changing:
         return False
     if len(output.number) != rows or len(of_two.number) != 2 or output.shape[1:] != of_two.shape[1:]:
         return False
-    return bool(((output.number[:2] - of_two.number).abs() <= 1e-3 * output.norm[:2]).all())
+    difference = (output.number[:2] - of_two.number).abs()
+    return bool((difference <= 1e-3 * output.norm[:2]).all())
 
 
 def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output | None]:
-    """What modules give in a pass that leaves no trace, by path; ``None`` where it cannot be a feature."""
+    """Return facts about all modules' outputs, by path; ``None`` for an output that cannot be a feature.
+
+    The pass leaves the model and torch's global stream as they were.
+    """
     outputs: dict[str, _Output | None] = {}
     cuda = x_R.is_cuda
 
-    def drawn() -> Tensor:
-        return torch.cuda.get_rng_state(x_R.device) if cuda else torch.get_rng_state()
+    def rng_state() -> Tensor:
+        if cuda:
+            return torch.cuda.get_rng_state(x_R.device)
+        return torch.get_rng_state()
 
     hooks = []
     for path, module in model.named_modules():
 
-        def note(module: nn.Module, _: object, out: object, path: str = path) -> object:
+        def record(module: nn.Module, _: object, out: object, path: str = path) -> object:
             if not isinstance(out, Tensor) or not out.is_floating_point() or out.dim() == 0 or path in outputs:
                 outputs[path] = None
                 return out
             if draws(module):
-                out = (1 - out if training else out).detach().requires_grad_()  # as if trained: another one each time
-            exact = out.detach().cpu().double()  # the device may have none
+                # Dropout is treated like a trained module, whose output differs between the two passes.
+                out = (1 - out if training else out).detach().requires_grad_()
+            # On the CPU, since the device may have no double precision.
+            exact = out.detach().cpu().double()
             rows = exact.flatten(1) if out.dim() > 1 else exact.unsqueeze(1)
-            number = rows @ torch.arange(rows.shape[1]).double().cos()
-            changing = out.requires_grad or not torch.equal(drawn(), before)
-            outputs[path] = _Output(out.shape, number, rows.norm(dim=1), changing)
+            fingerprints = rows @ torch.arange(rows.shape[1]).double().cos()
+            changing = out.requires_grad or not torch.equal(rng_state(), initial_rng_state)
+            outputs[path] = _Output(out.shape, fingerprints, rows.norm(dim=1), changing)
             return out
 
-        hooks.append(module.register_forward_hook(note))
+        hooks.append(module.register_forward_hook(record))
     tensors = {key: value.detach().clone() for key, value in model.named_buffers()}
     for key, value in model.named_parameters():
         if value.requires_grad:
@@ -281,7 +321,7 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
         module.training &= not draws(module)
     try:
         with torch.enable_grad(), torch.random.fork_rng([x_R.device] if cuda else []):
-            before = drawn()
+            initial_rng_state = rng_state()
             functional_call(model, tensors, (x_R,), tie_weights=False)
     finally:
         for hook in hooks:
@@ -290,18 +330,20 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
 
 
 def _needed(trunk: FrozenTrunk, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
-    """Paths whose outputs the logits depend on; none where the features of all paths do not give the same logits."""
-    parts_of = trunk.parts(features)
+    """Find the paths on whose outputs the logits depend; none if the features of all paths give other logits."""
+    parts = trunk.parts(features)
 
-    def same(spoilt: set[str]) -> bool:
-        parts = [torch.full_like(part, torch.nan) if path in spoilt else part for path, part in parts_of.items()]
+    def gives_expected_logits_without(spoilt: set[str]) -> bool:
+        values = []
+        for path, part in parts.items():
+            values.append(torch.full_like(part, torch.nan) if path in spoilt else part)
         with torch.no_grad():
-            return torch.equal(module(trunk.feed(torch.cat(parts, 1))), expected)
+            return torch.equal(module(trunk.feed(torch.cat(values, 1))), expected)
 
-    if not same(set()):
+    if not gives_expected_logits_without(set()):
         return ()
-    spoilt: set[str] = set()
-    for path in parts_of:
-        if same(spoilt | {path}):
-            spoilt.add(path)
-    return tuple(path for path in parts_of if path not in spoilt)
+    not_needed: set[str] = set()
+    for path in parts:
+        if gives_expected_logits_without(not_needed | {path}):
+            not_needed.add(path)
+    return tuple(path for path in parts if path not in not_needed)
