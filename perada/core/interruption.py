@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM that are not lost, and loader workers that leave both to the process that they work for.
+"""Handlers that do not lose Ctrl-C and SIGTERM, and loader workers that leave both to their parent process.
 
 Python drops an exception that is raised while an object is deleted, such as the iterator of a data loader that shuts
-its workers down: without :func:`watch_signals` the run would train on. A terminal sends Ctrl-C, and a supervisor
-SIGTERM, to all processes of a run at once: a worker that ends by it would end the run in an error of the data loader
-instead.
+its workers down: without :func:`watch_signals` the run would continue. A terminal sends Ctrl-C, and a supervisor
+SIGTERM, to all processes of a run at once: a worker that ended by it would make the run fail with an error of the data
+loader.
 """
 
 import os
@@ -21,22 +21,28 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 RETRY_SECONDS = 0.05
-"""After which a signal is raised again whose exception was dropped."""
+"""Time after which a signal is raised again if its exception was dropped."""
 WORKER_GRACE_SECONDS = 30.0
-"""How long a worker goes on after SIGTERM, so that the local step that needs its images can end."""
+"""How long a worker continues after SIGTERM, so that the local step that needs its images can end."""
 LATE_SIGNAL_SECONDS = 1.0
 """How long after the death of a worker a signal may still be on its way to the process that started it."""
 
 
 class Terminated(SystemExit):
-    """Ends the program after SIGTERM, with the status that shells give it."""
+    """Raised to end the program after SIGTERM, with the exit status that shells use for it."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
 
 
 class _Watch:
-    """Which signal this process received, and what was in place before it was watched."""
+    """The signal that this process received, and the hook that was in place before.
+
+    Attributes:
+        received: The signal, if any.
+        process: Id of the process that watches; a forked one does not.
+        former_hook: Python's hook for dropped exceptions before :func:`watch_signals`.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -53,8 +59,8 @@ def watch_signals(terminate: bool = False) -> None:
     Handlers that a caller has set stay in place. It has no effect outside of the main thread.
 
     Args:
-        terminate: Also raise :class:`Terminated` at SIGTERM, but while another handler, such as a Trainer's, calls this
-            one: it ends the run after its step.
+        terminate: Also raise :class:`Terminated` at SIGTERM, unless another handler calls this one, such as a
+            Trainer's, which ends the run after its step.
     """
     _watch.received = None
     if threading.current_thread() is not threading.main_thread():
@@ -70,11 +76,11 @@ def watch_signals(terminate: bool = False) -> None:
 
 
 def received_signal(error: BaseException | None = None) -> signal.Signals | None:
-    """The signal that this process received since :func:`watch_signals`; None if there was none.
+    """Return the signal that this process received since :func:`watch_signals`; None if there was none.
 
     Args:
-        error: What ended the program. If a loader's worker died, a signal to all processes of the run may have reached
-            the worker first, and is waited for.
+        error: The error that ended the program. If a loader's worker died, a signal to all processes of the run may
+            have reached the worker first, so this process waits for it.
     """
     if _watch.received is None and "DataLoader worker" in str(error):
         deadline = time.monotonic() + LATE_SIGNAL_SECONDS
@@ -87,19 +93,21 @@ def received_signal(error: BaseException | None = None) -> signal.Signals | None
 
 
 def raise_if_interrupted() -> None:
-    """Raise the KeyboardInterrupt of a Ctrl-C whose exception something has caught and dropped."""
+    """Raise KeyboardInterrupt again if other code has caught and dropped that of a Ctrl-C."""
     if _watch.received == signal.SIGINT:
         raise KeyboardInterrupt
 
 
 def _on_interrupt(signum: int, frame: FrameType | None) -> None:
-    if os.getpid() == _watch.process:  # not in a process that was forked
+    # A forked process has the handler, too, but does not watch.
+    if os.getpid() == _watch.process:
         _watch.received = signal.SIGINT
     raise KeyboardInterrupt
 
 
 def _on_terminate(signum: int, frame: FrameType | None) -> None:
-    if os.getpid() != _watch.process:  # that was forked, and ends as it would without a handler
+    if os.getpid() != _watch.process:
+        # A forked process ends as it would without a handler.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         return
@@ -109,24 +117,25 @@ def _on_terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def _on_dropped(dropped: "UnraisableHookArgs") -> None:
-    """Called by Python with an exception that it cannot raise where it arose."""
+    """Handle an exception that Python cannot raise where it occurred (``sys.unraisablehook``)."""
     if isinstance(dropped.exc_value, KeyboardInterrupt | Terminated) and os.getpid() == _watch.process:
         signum = signal.SIGINT if isinstance(dropped.exc_value, KeyboardInterrupt) else signal.SIGTERM
         main_thread = threading.main_thread().ident
         assert main_thread is not None
-        # Raised from in here, it would be dropped again.
+        # An exception that is raised in this hook would be dropped again.
         retry = threading.Timer(RETRY_SECONDS, signal.pthread_kill, [main_thread, signum])
         retry.daemon = True
         retry.start()
         return
     if "DataLoader worker" in str(dropped.exc_value):
-        return  # of a loader that is being shut down, and needs its workers no more
+        # A loader that is shutting down does not need its workers any more.
+        return
     (_watch.former_hook or sys.__unraisablehook__)(dropped)
 
 
 @contextmanager
 def workers_start() -> Iterator[None]:
-    """Hold signals back while workers are started, so that none of them receives one before :func:`begin_worker`."""
+    """Block signals while workers are started, so that no worker receives one before :func:`begin_worker`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -148,7 +157,8 @@ def begin_worker(worker: int = 0) -> None:
         worker: Number of the worker, which the loader gives.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # macOS does not say who sent a signal; a worker then ends by any
+    # macOS lacks sigwaitinfo, which tells who sent a signal: a worker ends by any SIGTERM there.
+    if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_worker, daemon=True).start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -47,8 +47,11 @@ class Merged(nn.Parameter):
 
 def parameter_keys(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters of ``model`` that clients may train, in the model's order."""
-    named = model.named_parameters()
-    return tuple(name for name, value in named if value.requires_grad and not isinstance(value, Merged))
+    keys = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, Merged):
+            keys.append(name)
+    return tuple(keys)
 
 
 def trained_keys(model: nn.Module) -> tuple[str, ...]:

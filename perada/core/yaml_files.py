@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files of users: what is wrong with one is reported with the file, the line and the remedy."""
+"""Readers of users' YAML files, whose errors name the file, the line and the remedy."""
 
 import re
 from collections.abc import Hashable
@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 
 MERGE_TAG = "tag:yaml.org,2002:merge"
-"""Of the key ``<<``, which may stand in a mapping several times."""
+"""Tag of the key ``<<``, which may occur in a mapping several times."""
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class YamlFileError(ValueError):
-    """A file is not the YAML that it should be; the message names the file, the line and the remedy."""
+    """Raised for a file that is not valid YAML, or not options; the message names file, line and remedy."""
 
 
 def read_yaml(path: Path, example: str = "rounds: 3") -> dict[str, Any]:
@@ -50,20 +50,21 @@ def parse_yaml(content: bytes | str, source: str, example: str = "rounds: 3") ->
         ) from None
     except yaml.MarkedYAMLError as error:
         raise _explained(error, text, source) from None
-    except ValueError as error:  # a number or a date that looks like one, such as 2024-13-01
-        if isinstance(error, YamlFileError):
-            raise
+    except YamlFileError:
+        raise
+    except ValueError as error:
+        # A value that looks like a date and is none, such as 2024-13-01.
         raise YamlFileError(f"{source}: a value cannot be read ({error}); quote it") from None
     if parsed is None:
         raise YamlFileError(f"{source} is empty; write options into it, for example {example}")
     if not isinstance(parsed, dict):
-        shown = "a list" if isinstance(parsed, list) else repr(parsed)
-        raise YamlFileError(f"{source}, line 1: must hold options, NAME: VALUE, got {shown}; write {example}")
+        content_text = "a list" if isinstance(parsed, list) else repr(parsed)
+        raise YamlFileError(f"{source}, line 1: must hold options, NAME: VALUE, got {content_text}; write {example}")
     for key, _ in _pairs(root):
         if not isinstance(key, yaml.ScalarNode) or key.tag not in ("tag:yaml.org,2002:str", MERGE_TAG):
-            shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+            key_text = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
             raise YamlFileError(
-                f"{source}, line {key.start_mark.line + 1}: the name of an option must be a text, got {shown}; "
+                f"{source}, line {key.start_mark.line + 1}: the name of an option must be a text, got {key_text}; "
                 f"write, for example, {example}"
             )
     return parsed
@@ -89,9 +90,10 @@ def _pairs(node: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node]]:
 
 
 def _check_keys(root: yaml.Node | None, source: str) -> None:
-    """Refuse a key that a mapping has twice: YAML would silently take the last."""
+    """Reject a key that a mapping has twice: YAML would silently use the last value."""
     pending = [root]
-    seen: set[int] = set()  # an alias stands for a node that was visited
+    # Ids of visited nodes: an alias is the same node again.
+    seen: set[int] = set()
     while pending:
         node = pending.pop()
         if node is None or id(node) in seen:
@@ -114,7 +116,7 @@ def _check_keys(root: yaml.Node | None, source: str) -> None:
 
 
 def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileError:
-    """What a mistake of syntax is, judged by the text where the parser stopped."""
+    """Explain a syntax error by the text at which the parser stopped."""
     mark = error.problem_mark or error.context_mark
     opened = error.context_mark
     lines = text.splitlines() or [""]
@@ -129,16 +131,17 @@ def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileE
         is_alias = mark is not None and _character(lines, number, mark.column) in ("*", "&")
         remedy = "quote a text that begins with * or &" if is_alias else "keep only one document"
         return _at(source, number, f"{error.problem}; {remedy}")
-    # A bracket or a quote that is open is reported where it was opened, for the parser stops far below.
+    # An unclosed bracket or quote is reported where it was opened, since the parser stops far below.
     begins = _character(lines, opened.line, opened.column) if opened else ""
     if begins in ("[", "{", "'", '"') and opened:
         return _at(source, opened.line, f"the {begins} is not closed, or a comma is missing after it; correct it")
     if _is_misplaced(lines, number):
         return _at(source, number, "the indentation fits none of the lines above; align it with the options beside it")
     stopped_at = _character(lines, number, mark.column) if mark else ""
-    for near in (number - 1, number):
-        if near >= 0 and re.fullmatch(r"\s*[\w.-]+:[^\s:/]+", lines[near]):
-            return _at(source, near, "no space follows the colon; write NAME: VALUE")
+    # The parser often stops in the line after the mistake.
+    for candidate in (number - 1, number):
+        if candidate >= 0 and re.fullmatch(r"\s*[\w.-]+:[^\s:/]+", lines[candidate]):
+            return _at(source, candidate, "no space follows the colon; write NAME: VALUE")
     if stopped_at == "\t":
         return _at(source, number, "a tab stands where YAML allows only spaces; replace it by spaces")
     if stopped_at == ":":
@@ -157,7 +160,7 @@ def _character(lines: list[str], number: int, column: int) -> str:
 
 
 def _is_misplaced(lines: list[str], number: int) -> bool:
-    """Whether the indentation of a line fits none of the sections that are open above it."""
+    """Return whether the indentation of a line matches none of the sections that are open above it."""
     open_indents: list[int] = []
     before = ""
     for line in lines[:number]:

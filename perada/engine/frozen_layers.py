@@ -143,11 +143,11 @@ def is_strided_depthwise(conv: nn.Conv2d, x: Tensor) -> bool:
 
 def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:
     """Compute the height and width of a convolution's output for a map of this ``size``."""
-    left, right, top, bottom = conv._reversed_padding_repeated_twice
+    pad_left, pad_right, pad_top, pad_bottom = conv._reversed_padding_repeated_twice
     kernel_height = conv.dilation[0] * (conv.kernel_size[0] - 1) + 1
     kernel_width = conv.dilation[1] * (conv.kernel_size[1] - 1) + 1
-    height = (size[0] + top + bottom - kernel_height) // conv.stride[0] + 1
-    width = (size[1] + left + right - kernel_width) // conv.stride[1] + 1
+    height = (size[0] + pad_top + pad_bottom - kernel_height) // conv.stride[0] + 1
+    width = (size[1] + pad_left + pad_right - kernel_width) // conv.stride[1] + 1
     return height, width
 
 
@@ -159,9 +159,9 @@ def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
     """
     if output_size(conv, torch.Size((1, 1))) != (1, 1):
         return None
-    left, _, top, _ = conv._reversed_padding_repeated_twice
-    row, between_rows = divmod(top, conv.dilation[0])
-    column, between_columns = divmod(left, conv.dilation[1])
+    pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
+    row, between_rows = divmod(pad_top, conv.dilation[0])
+    column, between_columns = divmod(pad_left, conv.dilation[1])
     if between_rows or between_columns or row >= conv.kernel_size[0] or column >= conv.kernel_size[1]:
         return None
     return row, column
@@ -174,12 +174,12 @@ def joining_taps(conv: nn.Conv2d, size: torch.Size) -> Tensor:
     """
     height, width = output_size(conv, size)
     kernel_height, kernel_width = conv.kernel_size
-    left, _, top, _ = conv._reversed_padding_repeated_twice
+    pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
     taps = torch.full((height, width, *size), -1)
     positions = itertools.product(range(height), range(width), range(kernel_height), range(kernel_width))
     for row, column, tap_row, tap_column in positions:
-        y = row * conv.stride[0] - top + tap_row * conv.dilation[0]
-        x = column * conv.stride[1] - left + tap_column * conv.dilation[1]
+        y = row * conv.stride[0] - pad_top + tap_row * conv.dilation[0]
+        x = column * conv.stride[1] - pad_left + tap_column * conv.dilation[1]
         if 0 <= y < size[0] and 0 <= x < size[1]:
             taps[row, column, y, x] = tap_row * kernel_width + tap_column
     return taps
