@@ -110,12 +110,16 @@ def with_joined(run: Models, single: Models, record: dict[str, Any]) -> tuple[di
     entries["clients/personal/global_test"] = math.nan
     # NaN and not 0 ("never took part"), for which the personal model would be called old.
     entries[f"clients/{LAST_ROUND}"] = math.nan
-    entries["global/local_test"] = math.nan if record["before"] is None else record["before"]
+    entries["global/local_test"] = record["before"]
+    if record["before"] is None:
+        entries["global/local_test"] = math.nan
     entries["test_images"] = single.metrics.get("test_images", [0])[0]
 
     def append_entry(name: str, values: list[Any], empty: Any) -> list[Any]:  # noqa: ANN401  # a number or a row
         entry = entries.get(name)
-        return [*values, empty if entry is None else entry]
+        if entry is None:
+            entry = empty
+        return [*values, entry]
 
     return info, _edit_client_lists(run.metrics, append_entry)
 
@@ -163,9 +167,8 @@ def forget(folder: Path, client: int | str) -> int:
             values[number] = 0
     saved.metrics = _without_client(saved.metrics, number)
     client_folder = folder / f"client_{number}"
-    saved.files = {
-        name: digest for name, digest in saved.files.items() if not name.startswith(f"{client_folder.name}/")
-    }
+    prefix = f"{client_folder.name}/"
+    saved.files = {name: digest for name, digest in saved.files.items() if not name.startswith(prefix)}
     write_run(folder, saved)
     shutil.rmtree(client_folder, ignore_errors=not client_folder.exists())
     return number

@@ -62,7 +62,10 @@ class Predictions:
             first_cells = [str(number) for number in range(len(self.labels))]
         else:
             first_header = "path"
-            first_cells = [f"./{name}" if name.startswith(FORMULA) else name for name in self.paths]
+            first_cells = []
+            for name in self.paths:
+                # Spreadsheets take some paths for formulas, such as "=1.png". With a prefix they are still valid.
+                first_cells.append(f"./{name}" if name.startswith(FORMULA) else name)
         with writing(path), path.open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
             table.writerow([first_header, "predicted", *(f"p({name})" for name in self.classes)])
