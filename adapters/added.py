@@ -46,7 +46,7 @@ def backbone_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a normalisation layer with parameters."""
-    # By name: timm and transformers have norms of their own, which derive from none of torch's.
+    # By name: some norms of timm and transformers derive from none of torch's classes.
     return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
 
 
@@ -60,7 +60,7 @@ class AdapterConfig(PeftConfig):
 def check_dropout(rate: float) -> None:
     """Raise a ValueError if a rate of dropout is not at least 0 and below 1."""
     if not isinstance(rate, int | float) or not 0 <= rate < 1:
-        raise ValueError(f"dropout={rate!r} is not a probability: give a number from 0 to below 1")
+        raise ValueError(f"dropout must be a number >= 0 and < 1, got {rate!r}")
 
 
 def check_last_blocks(count: int | None) -> None:
@@ -68,7 +68,7 @@ def check_last_blocks(count: int | None) -> None:
     if count is None:
         return
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"last_blocks={count!r} is not a number of blocks: give 1 or more, or null for all")
+        raise ValueError(f"last_blocks must be an integer >= 1 or None, got {count!r}; None stands for all blocks")
 
 
 def modules_from_last_blocks(model: nn.Module, last_blocks: int | None) -> frozenset[str]:

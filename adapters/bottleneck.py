@@ -65,14 +65,14 @@ class BottleneckConfig(AdapterConfig):
         super().__post_init__()
         self.peft_type = "PERADA_BOTTLENECK"
         if self.reduction < 1:
-            raise ValueError(f"reduction={self.reduction!r} is too small: give 1 or more")
+            raise ValueError(f"reduction must be an integer >= 1, got {self.reduction!r}")
         if self.bottleneck_dim is not None and self.bottleneck_dim < 1:
-            raise ValueError(f"bottleneck_dim={self.bottleneck_dim!r} is too small: give 1 or more, or leave it out")
+            raise ValueError(f"bottleneck_dim must be an integer >= 1 or None, got {self.bottleneck_dim!r}")
         if self.activation not in ("relu", "gelu", "silu", "tanh"):
-            raise ValueError(f"activation={self.activation!r} is unknown: choose 'relu', 'gelu', 'silu' or 'tanh'")
+            raise ValueError(f"activation must be one of 'relu', 'gelu', 'silu', 'tanh', got {self.activation!r}")
         check_dropout(self.dropout)
         if self.placement not in ("pfeiffer", "houlsby"):
-            raise ValueError(f"placement={self.placement!r} is unknown: choose 'pfeiffer' or 'houlsby'")
+            raise ValueError(f"placement must be one of 'pfeiffer', 'houlsby', got {self.placement!r}")
         check_last_blocks(self.last_blocks)
 
 

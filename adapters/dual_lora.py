@@ -50,9 +50,9 @@ class DualLoraConfig(AdapterConfig):
         super().__post_init__()
         self.peft_type = "PERADA_DUAL_LORA"
         if self.r < 1:
-            raise ValueError(f"r={self.r!r} is too small: give 1 or more")
+            raise ValueError(f"r must be an integer >= 1, got {self.r!r}")
         if not 0 < self.lora_alpha < float("inf"):
-            raise ValueError(f"lora_alpha={self.lora_alpha!r} cannot scale the branches: give a number above 0")
+            raise ValueError(f"lora_alpha must be a finite number > 0, got {self.lora_alpha!r}")
 
 
 class Branches(nn.Module):

@@ -65,15 +65,15 @@ class PromptConfig(AdapterConfig):
         super().__post_init__()
         self.peft_type = "PERADA_PROMPT"
         if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
-            raise ValueError(f"tokens={self.tokens!r} is not a number of tokens: give 1 or more")
+            raise ValueError(f"tokens must be an integer >= 1, got {self.tokens!r}")
         check_dropout(self.dropout)
         check_last_blocks(self.last_blocks)
         try:
             re.compile(self.target_modules or "")
         except (re.error, TypeError) as error:
             raise ValueError(
-                f"target_modules={self.target_modules!r} is no regular expression ({error}): give one of the blocks' "
-                "full names"
+                "target_modules must be a regular expression of the blocks' full names, got "
+                f"{self.target_modules!r} ({error})"
             ) from None
 
 

@@ -75,9 +75,9 @@ class ResidualConfig(AdapterConfig):
         self.peft_type = "PERADA_RESIDUAL"
         check_dropout(self.dropout)
         if self.norm not in ("batch", "group", "none"):
-            raise ValueError(f"norm={self.norm!r} is unknown: choose 'batch', 'group' or 'none'")
+            raise ValueError(f"norm must be one of 'batch', 'group', 'none', got {self.norm!r}")
         if self.init_std < 0:
-            raise ValueError(f"init_std={self.init_std!r} is negative: give 0 (start as the identity) or more")
+            raise ValueError(f"init_std must be a number >= 0, got {self.init_std!r}; 0 starts as the identity")
         check_last_blocks(self.last_blocks)
 
 

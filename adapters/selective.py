@@ -42,7 +42,7 @@ class SelectiveConfig(AdapterConfig):
         self.peft_type = "PERADA_SELECTIVE"
         unknown = sorted(set(self.select) - {"all", "bias", "norm"})
         if unknown:
-            raise ValueError(f"select={unknown!r} is unknown: choose from 'all', 'bias' and 'norm'")
+            raise ValueError(f"select must have no other items than 'all', 'bias' and 'norm', got {unknown!r}")
         if not self.select and not self.modules:
             raise ValueError("select and modules are both empty, so nothing would be trained: fill in one of them")
         check_last_blocks(self.last_blocks)

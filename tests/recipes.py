@@ -18,4 +18,4 @@ def recipe(**parts: dict[str, Any]) -> dict[str, Any]:
         },
         "training": {"local_steps": 1},
     }
-    return {name: plain[name] | parts.get(name, {}) for name in plain}
+    return {name: plain.get(name, {}) | parts.get(name, {}) for name in {**plain, **parts}}

@@ -442,6 +442,7 @@ class Algorithm(Options):
 def moved_towards(previous: State, target: State, share: float) -> State:
     """Return previous + share · (target − previous) for each tensor of ``target``; integer counters are the target's.
 
+    >>> import torch
     >>> moved_towards({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, 0.5)
     {'w': tensor([2.])}
     """

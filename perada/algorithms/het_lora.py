@@ -337,7 +337,7 @@ class _NormWeightedRule(ServerRule):
 
 def _to_cpu(state: State) -> State:
     """Copy tensors to the CPU, those of one dtype together: the host waits for each copy."""
-    if device_of(state).type == "cpu":
+    if not state or device_of(state).type == "cpu":
         return state
     names_by_dtype: dict[torch.dtype, list[str]] = {}
     for name, value in state.items():
@@ -353,6 +353,8 @@ def _to_cpu(state: State) -> State:
 
 def _used_ranks(state: State, factors: Sequence[Factors], largest_rank: int | None) -> list[int]:
     """Count how many of a layer's first rows of A and columns of B are not both zero, for each layer."""
+    if not factors:
+        return []
     used = []
     for pair in factors:
         rows = state[pair.down][:largest_rank].flatten(1)

@@ -187,7 +187,9 @@ def _facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, objec
     for name, value in vars(config).items():
         if name not in ignored:
             # PEFT writes sets as lists in any order.
-            facts[f"its {name}"] = sorted(map(str, value)) if isinstance(value, list) else value
+            if isinstance(value, list):
+                value = sorted(map(str, value))
+            facts[f"its {name}"] = value
     for name, tensor in tensors.items():
         facts[repr(name)] = list(tensor.shape)
     return facts

@@ -111,7 +111,7 @@ def scores_beside(means: Iterable[Mapping[str, float]], test_images: Iterable[in
     return names
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int = 1) -> str:
     """Lay out a Markdown table.
 
     Control characters and column separators in cells are replaced, since names may come from anyone's file.
@@ -119,7 +119,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     Args:
         header: Titles of the columns.
         rows: Cells of each row.
-        left: Number of columns, from the first, that are aligned left; the others are aligned right.
+        left_columns: Number of columns, from the first, that are aligned left. The others are aligned right.
 
     >>> print(table(["a", "b"], [["x", "10"]]))
     | a |  b |
@@ -134,7 +134,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     for column in range(len(header)):
         longest = max(len(row[column]) for row in all_rows)
         # Markdown needs three characters for a rule, of which a colon at its end aligns the column right.
-        if column < left:
+        if column < left_columns:
             width = max(longest, 1)
             rules.append("-" * (width + 2))
         else:
@@ -145,7 +145,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
     for row in all_rows:
         cells = []
         for column, text in enumerate(row):
-            if column < left:
+            if column < left_columns:
                 cells.append(text.ljust(widths[column]))
             else:
                 cells.append(text.rjust(widths[column]))

@@ -58,7 +58,8 @@ def together(folder: Path) -> Iterator[Path]:
             shutil.rmtree(stage, ignore_errors=True)
             if not isinstance(error, OSError) or error.errno is None:
                 raise
-            reason = error.strerror if error.filename is None else error
+            # With a file name, the error's text names it and includes strerror.
+            reason = error.strerror if error.filename is None else str(error)
             raise OSError(
                 error.errno, f"{str(folder)!r} could not be written, and was not changed ({reason})"
             ) from error
@@ -91,7 +92,10 @@ def finish(folder: Path) -> None:
 def _move(folder: Path) -> None:
     """Move the files in :data:`READY` into the folder, and delete :data:`READY`."""
     ready = folder / READY
-    sources = [] if ready.is_symlink() else sorted(ready.rglob("*"))
+    # A link would be followed. It is rejected below.
+    sources = []
+    if not ready.is_symlink():
+        sources = sorted(ready.rglob("*"))
     # A folder that does not exist yet is moved as a whole.
     new_folders = set()
     for path in sources:

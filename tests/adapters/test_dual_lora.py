@@ -86,9 +86,9 @@ def test_factors_give_what_is_added(make_backbone):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"r": 0}, "r=0 is too small: give 1 or more"),
-        ({"lora_alpha": 0}, "lora_alpha=0 cannot scale the branches: give a number above 0"),
-        ({"lora_alpha": float("nan")}, "lora_alpha=nan cannot scale"),
+        ({"r": 0}, "r must be an integer >= 1, got 0"),
+        ({"lora_alpha": 0}, "lora_alpha must be a finite number > 0, got 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a finite number > 0, got nan"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -252,11 +252,14 @@ def test_prompts_on_prompts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 0}, "tokens=0 is not a number of tokens: give 1 or more"),
-        ({"tokens": True}, "tokens=True is not a number of tokens"),
-        ({"dropout": 1.0}, "dropout=1.0 is not a probability"),
-        ({"last_blocks": 0}, "last_blocks=0 is not a number of blocks"),
-        ({"target_modules": "("}, r"target_modules='\(' is no regular expression \(.*\): give one of the blocks'"),
+        ({"tokens": 0}, "tokens must be an integer >= 1, got 0"),
+        ({"tokens": True}, "tokens must be an integer >= 1, got True"),
+        ({"dropout": 1.0}, r"dropout must be a number >= 0 and < 1, got 1\.0"),
+        ({"last_blocks": 0}, "last_blocks must be an integer >= 1 or None, got 0"),
+        (
+            {"target_modules": "("},
+            r"target_modules must be a regular expression of the blocks' full names, got '\(' \(.*\)",
+        ),
     ],
 )
 def test_bad_options_are_named(options, message):

@@ -62,7 +62,7 @@ def test_values_that_do_not_fit_the_scale_are_named(tmp_path, values, says):
     images = ImageFolder(folder(tmp_path, Image.fromarray(values), "deep.tif"), size=2, full_scale=4095)
     with pytest.raises(ValueError, match=rf"train/a/deep\.tif is not a readable image \(its values are {says}"):
         images[0]
-    with pytest.raises(ValueError, match=r"full_scale must be a finite number > 0, got 0"):
+    with pytest.raises(ValueError, match=r"full_scale must be a finite number > 0 or None, got 0"):
         ImageFolder(str(tmp_path), full_scale=0)
 
 

@@ -126,8 +126,11 @@ def test_a_sites_run_and_the_servers_are_used_as_any_other(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_private_runs_carry_their_epsilon(told, tmp_path, monkeypatch, capsys):
-    federated = {"algorithm": "FedAvg", "local_steps": 1, "privacy": {"noise_multiplier": 1.5, "delta": 1e-3}}
-    recipe = RECIPE | {"federated": federated}
+    recipe = RECIPE | {
+        "federated": {"algorithm": "FedAvg"},
+        "training": {"local_steps": 1},
+        "privacy": {"noise_multiplier": 1.5, "delta": 1e-3},
+    }
     may_send = ["epsilon"] if told else []
     own, server, said = deployed(tmp_path, monkeypatch, capsys, recipe, may_send=may_send, limits={"delta": 1e-3})
     # One step at σ = 1.5, of a batch of 8 among 20 images, as the site's own ledger has it.

@@ -79,5 +79,5 @@ def test_data_and_partitions_say_what_is_wrong(make, name, value):
 
 @pytest.mark.parametrize("adapter", ["residual", "bottleneck"])
 def test_a_dropout_that_is_no_number(adapter):
-    with pytest.raises(ValueError, match="dropout='x' is not a probability: give a number"):
+    with pytest.raises(ValueError, match="dropout must be a number >= 0 and < 1, got 'x'"):
         METHODS[adapter](dropout="x")

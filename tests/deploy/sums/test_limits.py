@@ -27,7 +27,14 @@ NAMES = {
         "mtl": "multi-task learning",
     },
     **dict.fromkeys(
-        ("perada_no_kd", "running statistics", "teachers in training mode", "a guarded distillation", "prompts"),
+        (
+            "perada_no_kd",
+            "running statistics",
+            "teachers in training mode",
+            "a guarded distillation",
+            "augmented public images",
+            "prompts",
+        ),
         "perada",
     ),
     **{"lg_fedavg": "lg-fedavg", "fedsa_lora": "fedsa-lora", "ffa_lora": "ffa-lora", "ffa": "ffa-lora"},
