@@ -239,21 +239,21 @@ def _training(training: Training | dict[str, Any] | None, everyday: Mapping[str,
     Raises:
         ValueError: If an option is given twice, or is out of range.
     """
-    given = {name: value for name, value in everyday.items() if value is not None}
+    set_options = {name: value for name, value in everyday.items() if value is not None}
     if isinstance(training, Training):
         fields_of_section: Collection[str] = [field.name for field in fields(training)]
     else:
         training = {} if training is None else training
         check_options("training", training, "{'momentum': 0.9}")
         fields_of_section = training
-    for name, value in given.items():
+    for name, value in set_options.items():
         if name in fields_of_section:
             raise OptionError(
                 f"{name}={value!r} cannot be given beside training={training!r}; set it there", name=name, value=value
             )
     if isinstance(training, Training):
         return training
-    options = options_of(Training, "training", training | given)
+    options = options_of(Training, "training", training | set_options)
     assert options is not None
     return options
 

@@ -355,10 +355,10 @@ def _used_ranks(state: State, factors: Sequence[Factors], largest_rank: int | No
     """Count how many of a layer's first rows of A and columns of B are not both zero, for each layer."""
     if not factors:
         return []
-    used = []
+    num_used = []
     for pair in factors:
         rows = state[pair.down][:largest_rank].flatten(1)
         columns = state[pair.up].transpose(0, 1)[:largest_rank].flatten(1)
-        used.append((rows.any(1) | columns.any(1)).sum())
+        num_used.append((rows.any(1) | columns.any(1)).sum())
     # One copy from the device for all layers: the host waits for it.
-    return torch.stack(used).tolist()
+    return torch.stack(num_used).tolist()

@@ -135,7 +135,8 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
         # another number of outputs.
         for path, candidate in linears:
             if candidate.out_features == num_classes:
-                head, layer = path, candidate
+                head = path
+                layer = candidate
     if "default" in head.split("."):
         raise ValueError(f"the head {head!r} of backbone {name!r} has PEFT's adapter name 'default' in it: rename it")
     if num_classes is not None and layer.out_features != num_classes:

@@ -116,7 +116,8 @@ def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
     if not candidates:
         return ""
     worst = max(candidates, key=lambda mistake: (mistake.images, mistake.label, mistake.predicted))
-    label, predicted = class_names[worst.label], class_names[worst.predicted]
+    label = class_names[worst.label]
+    predicted = class_names[worst.predicted]
     return f" Most often {label} was taken for {predicted} ({worst.images} times)."
 
 

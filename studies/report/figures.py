@@ -128,10 +128,12 @@ def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
     has_names = len(clients) <= MAX_NAMED_CLIENTS
     if has_names:
         height = min(max(1.2 + 0.19 * len(clients), 2.6), 8.5)
-        marker_size, line_width = 4, 1.0
+        marker_size = 4
+        line_width = 1.0
     else:
         height = 3.4
-        marker_size, line_width = 2, 0.4
+        marker_size = 2
+        line_width = 0.4
     with report_style():
         figure, axes = new_axes(4.5, height)
         scores_after = [100 * after[client] for client in clients]

@@ -235,13 +235,13 @@ class SiteWorker:
 
         problem = ""
         if bool(trained.finite[0]):
-            kept = {
+            client_state = {
                 role: {key: value.cpu() for key, value in part.items()} for role, part in trained.client_state.items()
             }
             if tuning:
-                training = replace(training, tuned_state=kept)
+                training = replace(training, tuned_state=client_state)
             else:
-                training = replace(training, client_state=kept)
+                training = replace(training, client_state=client_state)
             if failure:
                 problem = f"{failure}; it is in no batch"
         else:
