@@ -219,6 +219,14 @@ def test_the_blocks_of_a_page_run(reader, page):
     reader.follow(page)
 
 
+def test_each_row_of_choosing_has_a_command():
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
+    assert rows == [str(number) for number in range(1, len(rows) + 1)]
+    numbered = [comment for block in blocks("docs/choosing.md") for comment in re.findall(r"# (\d[^:\n]*)", block.code)]
+    assert {number for comment in numbered for number in re.findall(r"\d+", comment)} == set(rows)
+
+
 def metrics_of_the_glossary():
     return set(re.findall(r"`(\w+/\w+)`", (ROOT / "docs" / "glossary.md").read_text()))
 
