@@ -65,7 +65,7 @@ def test_the_program_finds_the_recipes_own_run(tmp_path, monkeypatch, capsys):
     from ..recipes import recipe
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(federated={"distillation": {"steps": 0}})))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe(distillation={"steps": 0})))
     main(["fit", "--config", "tiny.yaml", "--federated.algorithm=ditto"])
     main(["fit", "--config", "tiny.yaml", "--federated.algorithm=fedavg"])
     main(["fit", "--config", "tiny.yaml", "--federated.algorithm=ditto", "--trainer.max_epochs=2", "--ckpt_path=last"])

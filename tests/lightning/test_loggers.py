@@ -13,7 +13,8 @@ WANDB = {"class_path": "WandbLogger", "init_args": {"offline": True}}
 RECIPE = recipe(
     trainer={"max_epochs": 2, "devices": 1},
     data={"image_size": 32},
-    federated={"algorithm": "FedAvg", "local_steps": 2},
+    federated={"algorithm": "FedAvg"},
+    training={"local_steps": 2},
 ) | {"seed_everything": 3}
 
 

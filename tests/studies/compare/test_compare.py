@@ -37,8 +37,8 @@ from tests import recipes
 from tests.digests import without
 
 comparison = partial(file.comparison, find=comparison_file)
-DISTILLING = {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}}
-TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
+DISTILLING = {"federated": {"clients_per_round": 2}, "distillation": {"steps": 1, "batch_size": 4}}
+TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, **DISTILLING))
 GRID = ["--tune", "training.lr_personal+training.lr_local=0.01,0.3,0.1"]
 
 

@@ -18,8 +18,8 @@ RATE = "training.lr_local+training.lr_personal"
 
 
 OUT = ["--output", "out/r.json"]
-DISTILLING = {"clients_per_round": 2, "distillation": {"steps": 1, "batch_size": 4}}
-TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, federated=DISTILLING))
+DISTILLING = {"federated": {"clients_per_round": 2}, "distillation": {"steps": 1, "batch_size": 4}}
+TINY = yaml.safe_dump(recipes.recipe(data={"public_fraction": 0.2}, **DISTILLING))
 
 
 def begun(text):
