@@ -26,6 +26,7 @@ from perada.lightning.checkpoint import find_checkpoint
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_fingerprint import early_fingerprint
 from perada.lightning.run_folder import discard_folder_on_rejection
+from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 from perada.lightning.trainer_setup import check_trainer
 from perada.lightning.trainers import make_trainer
 from perada.models.adapted import AdapterChoice
@@ -50,7 +51,7 @@ OPTION_CLASSES: dict[str, type] = {
 """Sections of a recipe, and arguments of :func:`finetune`, and the dataclasses whose fields they have."""
 
 
-def finetune(  # noqa: PLR0913  # one argument an option
+def finetune(  # noqa: PLR0913  # options that users set by name; what belongs together is in dataclasses
     backbone: str | nn.Module,
     data: FederatedData | FederatedDataModule,
     *,
@@ -305,16 +306,17 @@ def _take_over(
     """Have a trainer of the caller's own run so many rounds, and evaluate as often as is asked for."""
     if others:
         raise ValueError(f"{sorted(others)} cannot be used beside trainer=; set them in the trainer itself")
-    if any(isinstance(callback, FederatedLoop) for callback in trainer.callbacks):  # type: ignore[attr-defined]  # set by Lightning
+    if any(isinstance(callback, FederatedLoop) for callback in callbacks_of(trainer)):
         raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
-    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+    if not is_dev_run(trainer):
         if trainer.max_epochs not in (None, -1, 1000, rounds):  # 1000 is Lightning's default
             given = f"max_epochs={trainer.max_epochs} and rounds={rounds}"
             raise ValueError(f"the trainer has {given}; give both the same, or leave max_epochs out")
         trainer.fit_loop.max_epochs = rounds
     if eval_every is not None:
         trainer.check_val_every_n_epoch = eval_every
-    trainer.callbacks.insert(0, loop)  # type: ignore[attr-defined]  # checkpoints must see what the loop did
+    # First, since checkpoints must see what the loop did.
+    callbacks_of(trainer).insert(0, loop)
     check_trainer(trainer)
 
 

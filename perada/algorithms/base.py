@@ -455,57 +455,21 @@ def moved_towards(previous: State, target: State, share: float) -> State:
     return moved
 
 
-class AlgorithmWrapper(Algorithm):
-    """An algorithm around another one, its base, that changes some of what the base does.
+class ClientSideWrapper(Algorithm):
+    """An algorithm whose clients do what those of another one, its base, do.
 
-    Whatever a subclass does not override comes from the base: attributes are copied when the wrapper is made, methods
-    are called.
+    The client's methods that a subclass does not override are the base's. The server's side is not the base's.
 
     Attributes:
         base: The algorithm inside.
-
-    Raises:
-        ValueError: If ``base`` is not an algorithm.
     """
 
     def __init__(self, base: Algorithm) -> None:
-        if not isinstance(base, Algorithm):
-            raise OptionError(f"base={base!r} is not an algorithm; give one, such as PerAda()", name="base", value=base)
         self.base = base
-        self.inference = base.inference
-        self.roles = base.roles
-        self.sends_updates = base.sends_updates
-        self.global_model = base.global_model
-        self.uses_distillation = base.uses_distillation
-        self.own_teachers = base.own_teachers
-        self.unsent = base.unsent
-        self.modes = base.modes
-        self.compares_models = base.compares_models
-        self.needs_class_counts = base.needs_class_counts
-        self.merges_into_backbone = base.merges_into_backbone
-        self.average = base.average
-
-    @property
-    def kind(self) -> str:
-        """The class and the base."""
-        return f"{type(self).__name__} of {self.base.kind}"
-
-    @property
-    def is_ensemble(self) -> bool:
-        """Whether several global models of the base predict together."""
-        return self.base.is_ensemble
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise if the base cannot work with the trained tensors or the number of clients."""
         self.base.check(tensor_names, num_clients)
-
-    def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
-        """Return the base's phases."""
-        return self.base.phases(epochs, steps)
-
-    def initial(self, make: Callable[[int], State]) -> State:
-        """Return the base's first global state."""
-        return self.base.initial(make)
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """Return what a client of the base stores before the first round."""
@@ -533,6 +497,59 @@ class AlgorithmWrapper(Algorithm):
         """Return what clients of the base keep and send."""
         return self.base.end_round(trained, client_state, received, tensor_names)
 
+    def personal(self, client_state: Stacks, global_state: State) -> State:
+        """Return what clients of the base predict with."""
+        return self.base.personal(client_state, global_state)
+
+
+class AlgorithmWrapper(ClientSideWrapper):
+    """An algorithm around another one, its base, that changes some of what the base does.
+
+    Whatever a subclass does not override comes from the base: attributes are copied when the wrapper is made, methods
+    are called.
+
+    Attributes:
+        base: The algorithm inside.
+
+    Raises:
+        ValueError: If ``base`` is not an algorithm.
+    """
+
+    def __init__(self, base: Algorithm) -> None:
+        if not isinstance(base, Algorithm):
+            raise OptionError(f"base={base!r} is not an algorithm; give one, such as PerAda()", name="base", value=base)
+        super().__init__(base)
+        self.inference = base.inference
+        self.roles = base.roles
+        self.sends_updates = base.sends_updates
+        self.global_model = base.global_model
+        self.uses_distillation = base.uses_distillation
+        self.own_teachers = base.own_teachers
+        self.unsent = base.unsent
+        self.modes = base.modes
+        self.compares_models = base.compares_models
+        self.needs_class_counts = base.needs_class_counts
+        self.merges_into_backbone = base.merges_into_backbone
+        self.average = base.average
+
+    @property
+    def kind(self) -> str:
+        """The class and the base."""
+        return f"{type(self).__name__} of {self.base.kind}"
+
+    @property
+    def is_ensemble(self) -> bool:
+        """Whether several global models of the base predict together."""
+        return self.base.is_ensemble
+
+    def phases(self, epochs: float | None, steps: int | None) -> tuple[Phase, ...]:
+        """Return the base's phases."""
+        return self.base.phases(epochs, steps)
+
+    def initial(self, make: Callable[[int], State]) -> State:
+        """Return the base's first global state."""
+        return self.base.initial(make)
+
     def server_step(self, server: ServerStep) -> State:
         """Take the base's server step."""
         return self.base.server_step(server)
@@ -540,10 +557,6 @@ class AlgorithmWrapper(Algorithm):
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """Return the base's global models."""
         return self.base.members(global_state, server_state)
-
-    def personal(self, client_state: Stacks, global_state: State) -> State:
-        """Return what clients of the base predict with."""
-        return self.base.personal(client_state, global_state)
 
     def personalization(self) -> "tuple[Algorithm, Phase] | None":
         """Return what clients of the base train after the last round."""

@@ -13,7 +13,7 @@ from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep,
 from perada.algorithms.fedavg import FedAvg
 from perada.core.checks import check_number
 from perada.core.rounds import Phase
-from perada.core.states import Factors, State, expand, partition, per_client, stack_size
+from perada.core.states import Factors, State, expand, per_client, select, stack_size, without
 
 
 def check_branches(name: str, tensor_names: TensorNames) -> None:
@@ -108,7 +108,7 @@ def _zeros(state: Mapping[str, Tensor], keys: frozenset[str]) -> State:
 
 def _expand_without_private(sending: Broadcast) -> State:
     """Send the shared branch and the head, but not the private branch."""
-    _, shared = partition(sending.global_state, sending.tensor_names.private)
+    shared = without(sending.global_state, sending.tensor_names.private)
     return expand(shared, len(sending.clients))
 
 
@@ -133,7 +133,7 @@ class FedDPA(_WeightedBranches):
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """Keep the own branch and head, and the weights."""
-        _, own_branch = partition(initial, tensor_names.shared)
+        own_branch = without(initial, tensor_names.shared)
         return {"personal": own_branch, WEIGHT: self.branch_weights(initial, tensor_names)}
 
     def broadcast(self, sending: Broadcast) -> State:
@@ -146,7 +146,7 @@ class FedDPA(_WeightedBranches):
         ``shared`` is the global branch as it was received, beside the own one. ``absent`` are zeros in place of the own
         branch, beside the global one.
         """
-        received_branch, _ = partition(received, tensor_names.shared)
+        received_branch = select(received, tensor_names.shared)
         return {
             "personal": client_state["personal"],
             WEIGHT: client_state[WEIGHT],
@@ -217,7 +217,7 @@ class FedDPAF(FedAvg):
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep nothing, send what was trained."""
-        _, update = partition(trained["local"], tensor_names.private)
+        update = without(trained["local"], tensor_names.private)
         return {}, update
 
     def personalization(self) -> tuple[Algorithm, Phase]:
@@ -245,7 +245,7 @@ class OwnBranch(_WeightedBranches):
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Train the own branch, completed by zeros in place of the global one."""
-        _, own_branch = partition(client_state["personal"], tensor_names.shared)
+        own_branch = without(client_state["personal"], tensor_names.shared)
         return {"personal": own_branch, "absent": _zeros(client_state["personal"], tensor_names.shared)}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
@@ -306,7 +306,8 @@ class RestOfWorld(Algorithm):
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """Keep the individual branch, gate and head, and the RoW branch."""
-        row_branch, individual = partition(initial, tensor_names.shared)
+        row_branch = select(initial, tensor_names.shared)
+        individual = without(initial, tensor_names.shared)
         return {"personal": individual, "others": row_branch}
 
     def broadcast(self, sending: Broadcast) -> State:

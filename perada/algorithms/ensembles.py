@@ -24,7 +24,7 @@ from perada.algorithms.perada import APFL, MTL
 from perada.algorithms.scaffold import Scaffold
 from perada.core.checks import OptionError, check_choice, check_integer, check_number
 from perada.core.seeding import generator
-from perada.core.states import State, clone, device_of, expand, gather, partition, stack, unstack
+from perada.core.states import State, clone, device_of, expand, gather, select, stack, unstack, without
 from perada.server import mean
 
 Sampler = Literal["gaussian", "dirichlet"]
@@ -115,7 +115,9 @@ class FedBE(Algorithm):
 
         With the changes d_m of the clients from the previous state, the variance is mean(d_m²) − mean(d_m)².
         """
-        mean_squares, mean_model = partition(server.updates.mean(server.weights), squares)
+        means = server.updates.mean(server.weights)
+        mean_squares = select(means, squares)
+        mean_model = without(means, squares)
         spread = {}
         for name, value in mean_model.items():
             if SQUARE + name in mean_squares:
@@ -342,7 +344,7 @@ class FedEnsemble(AlgorithmWrapper):
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Train the stacks of the base."""
-        _, sent_by_base = partition(received, (MODE, BEST))
+        sent_by_base = without(received, (MODE, BEST))
         return self.base.begin_round(client_state, sent_by_base, tensor_names)
 
     def end_round(

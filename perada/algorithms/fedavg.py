@@ -8,7 +8,7 @@ import torch
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Stacks, TensorNames
 from perada.core.checks import check_choice, check_number
 from perada.core.rounds import Phase
-from perada.core.states import State, partition
+from perada.core.states import State, without
 
 
 class FedAvg(Algorithm):
@@ -90,7 +90,7 @@ class FedBABU(FedAvgFT):
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep nothing, send all but the head."""
-        _, body = partition(trained["local"], tensor_names.head)
+        body = without(trained["local"], tensor_names.head)
         return {}, body
 
     def personalization(self) -> tuple[Algorithm, Phase]:

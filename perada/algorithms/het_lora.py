@@ -25,7 +25,7 @@ from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
 from perada.core.checks import OptionError, check_integer, invalid_option
 from perada.core.rounds import Phase
-from perada.core.states import Factors, State, cut_ranks, device_of, expand, partition, per_client, to_device_async
+from perada.core.states import Factors, State, cut_ranks, device_of, expand, per_client, to_device_async, without
 from perada.server.aggregate import Aggregation, ServerRule
 from perada.server.low_rank import client_pairs, product_norm
 
@@ -196,7 +196,7 @@ def _check_ranks(ranks: object, sizes: object) -> None:
 
 def _split_ranks(received: State) -> tuple[Tensor, State]:
     """Split what clients received into their ranks (C,) and what the base sent."""
-    _, sent_by_base = partition(received, {RANK})
+    sent_by_base = without(received, {RANK})
     return received[RANK], sent_by_base
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import perada.algorithms as algorithms
-from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Stacks, TensorNames
+from perada.algorithms.base import Algorithm, Broadcast, ClientSideWrapper, ClientStep, Stacks, TensorNames
 from perada.algorithms.branches import RestOfWorld, branch_pairs
 from perada.algorithms.fedavg import Standalone
 from perada.algorithms.het_lora import HetLoRA
@@ -20,7 +20,7 @@ from perada.core.rounds import Phase
 from perada.core.states import State
 
 
-class Joining(Algorithm):
+class Joining(ClientSideWrapper):
     """A client's side of another algorithm: it sends nothing, and the server's state stays as it is.
 
     What the client receives, trains, keeps and predicts with is the base's. All else is that of an algorithm whose
@@ -35,43 +35,12 @@ class Joining(Algorithm):
     global_model = False
     unsent = frozenset({"personal", "local", "own"})
 
-    def __init__(self, base: Algorithm) -> None:
-        self.base = base
-
-    def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the base cannot work with the trained tensors."""
-        self.base.check(tensor_names, num_clients)
-
-    def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Return what a client of the base stores before its first round."""
-        return self.base.initial_client_state(initial, tensor_names)
-
-    def broadcast(self, sending: Broadcast) -> State:
-        """Return what the base sends."""
-        return self.base.broadcast(sending)
-
-    def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Return the stacks that the base trains."""
-        return self.base.begin_round(client_state, received, tensor_names)
-
-    def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Return the parameters that the base trains."""
-        return self.base.trainable_keys(role, phase, tensor_names, round)
-
-    def client_step(self, step: ClientStep) -> None:
-        """Take the base's local step."""
-        self.base.client_step(step)
-
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep what clients of the base keep, send nothing."""
         new_client_state, _ = self.base.end_round(trained, client_state, received, tensor_names)
         return new_client_state, {}
-
-    def personal(self, client_state: Stacks, global_state: State) -> State:
-        """Return what clients of the base predict with."""
-        return self.base.personal(client_state, global_state)
 
 
 class JoiningPrivatePart(Joining):

@@ -23,7 +23,7 @@ from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.sharing import PartialSharing
 from perada.core.checks import OptionError
 from perada.core.rounds import Phase
-from perada.core.states import State, device_of, expand, partition, stack_size
+from perada.core.states import State, device_of, expand, stack_size, without
 
 
 def check_factors(name: str, tensor_names: TensorNames) -> None:
@@ -103,7 +103,7 @@ class FFALoRA(AlgorithmWrapper):
     ) -> tuple[Stacks, State]:
         """Keep what clients of the base keep, and send what they send without A."""
         new_client_state, update = self.base.end_round(trained, client_state, received, _without_a(tensor_names))
-        _, update_without_a = partition(update, downs(tensor_names))
+        update_without_a = without(update, downs(tensor_names))
         return new_client_state, update_without_a
 
     def server_step(self, server: ServerStep) -> State:
@@ -113,7 +113,7 @@ class FFALoRA(AlgorithmWrapper):
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
         """Return the base's global models (K, ...), completed by A."""
         members = self.base.members(global_state, server_state)
-        _, not_in_members = partition(global_state, members)
+        not_in_members = without(global_state, members)
         return expand(not_in_members, stack_size(members)) | members
 
     def personalization(self) -> tuple[Algorithm, Phase] | None:
@@ -185,7 +185,7 @@ class RoLoRA(Algorithm):
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Train the global state."""
-        _, global_state = partition(received, {A_IS_TRAINED})
+        global_state = without(received, {A_IS_TRAINED})
         return {"local": global_state}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ class RoLoRA(Algorithm):
     ) -> tuple[Stacks, State]:
         """Keep nothing, send what was trained."""
         frozen = _frozen(tensor_names, bool(received[A_IS_TRAINED][0]))
-        _, update = partition(trained["local"], frozen)
+        update = without(trained["local"], frozen)
         return {}, update
 
 

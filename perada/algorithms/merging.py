@@ -15,7 +15,7 @@ from torch import Tensor
 from perada.algorithms.base import Algorithm, ServerStep, Stacks, TensorNames
 from perada.algorithms.lora import check_factors
 from perada.core.seeding import generator
-from perada.core.states import Factors, State, partition
+from perada.core.states import Factors, State, without
 from perada.server.aggregate import double
 
 
@@ -40,7 +40,7 @@ class _Merging(Algorithm):
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep nothing, send all but W."""
-        _, update = partition(trained["local"], tensor_names.merged)
+        update = without(trained["local"], tensor_names.merged)
         return {}, update
 
 

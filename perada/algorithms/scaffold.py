@@ -7,7 +7,7 @@ import torch
 
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Stacks, TensorNames, moved_towards
 from perada.core.checks import check_number
-from perada.core.states import State, expand, partition, per_client
+from perada.core.states import State, expand, per_client, without
 
 CONTROL = "control/"
 """Prefix of the names under which control variates travel beside the model."""
@@ -59,7 +59,7 @@ class Scaffold(Algorithm):
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Start from y = x, and sum up the gradients and the steps, which are counted per client (C,)."""
-        _, model = partition(received, _control_names(tensor_names))
+        model = without(received, _control_names(tensor_names))
         gradient_sums = {key: torch.zeros_like(control) for key, control in client_state["control"].items()}
         example = next(iter(gradient_sums.values()))
         num_steps = example.new_zeros(len(example))

@@ -9,7 +9,7 @@ from torch import Tensor
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, Stacks, TensorNames
 from perada.core.checks import check_choice, check_number
 from perada.core.rounds import Phase
-from perada.core.states import State, expand, partition, stack_size
+from perada.core.states import State, expand, select, stack_size, without
 
 Split = Literal["input", "output", "adapter", "branch"]
 
@@ -50,12 +50,12 @@ class PartialSharing(Algorithm, ABC):
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """Keep the private part of the initial state."""
-        private, _ = partition(initial, self.private(tensor_names))
+        private = select(initial, self.private(tensor_names))
         return {"personal": private}
 
     def broadcast(self, sending: Broadcast) -> State:
         """Send the shared part."""
-        _, shared = partition(sending.global_state, self.private(sending.tensor_names))
+        shared = without(sending.global_state, self.private(sending.tensor_names))
         return expand(shared, len(sending.clients))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
@@ -66,7 +66,9 @@ class PartialSharing(Algorithm, ABC):
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep the private part, send the shared one."""
-        private, shared = partition(trained["local"], self.private(tensor_names))
+        private_names = self.private(tensor_names)
+        private = select(trained["local"], private_names)
+        shared = without(trained["local"], private_names)
         return {"personal": private}, shared
 
     def personal(self, client_state: Stacks, global_state: State) -> State:

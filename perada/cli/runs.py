@@ -43,6 +43,7 @@ from perada.lightning.module import FederatedClassifier
 from perada.lightning.run_fingerprint import early_fingerprint
 from perada.lightning.run_folder import discard_folder_on_rejection, log_options
 from perada.lightning.strategies import device_defaults
+from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 from perada.lightning.trainer_setup import check_devices, check_trainer, check_words
 from perada.lightning.trainers import TRAINER_DEFAULTS, as_callback_list, default_components
 from perada.privacy import ClientPrivacy, Privacy
@@ -63,7 +64,7 @@ class SaveConfig(SaveConfigCallback):
         """Write the file once."""
         if not trainer.loggers:
             return
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+        callbacks = callbacks_of(trainer)
         if any(isinstance(callback, FederatedLoop) and callback.test_mode for callback in callbacks):
             self.config = self.config.clone()
             self.config.seed_everything = False  # the noise of a private run could be computed from it
@@ -178,7 +179,7 @@ class PeradaCLI(LightningCLI):
     @property
     def loop(self) -> FederatedLoop:
         """The federated loop of the trainer."""
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning
+        callbacks = callbacks_of(self.trainer)
         return next(callback for callback in callbacks if isinstance(callback, FederatedLoop))
 
     def _parse_ckpt_path(self) -> None:
@@ -248,7 +249,7 @@ class PeradaCLI(LightningCLI):
         self.after_validate()
         # log_dir is a collective: all processes read it.
         folder = self.trainer.log_dir if self.trainer.loggers else None
-        if folder and self.trainer.is_global_zero and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        if folder and self.trainer.is_global_zero and not is_dev_run(self.trainer):
             print(f"Run folder: {folder}")
 
     def after_validate(self) -> None:
@@ -276,7 +277,7 @@ class PeradaCLI(LightningCLI):
     def before_predict(self) -> None:
         """Write the predictions into a file."""
         self.predictions = PredictionFile()
-        self.trainer.callbacks.append(self.predictions)  # type: ignore[attr-defined]  # set by Lightning
+        callbacks_of(self.trainer).append(self.predictions)
 
     def after_predict(self) -> None:
         """Print where the predictions are."""
@@ -453,7 +454,7 @@ def _set_up(recipes: list[dict[str, Any]], words: Sequence[str]) -> _SetUpAttemp
         quiet_options = [f"--trainer.{option}" for option in QUIET]
         try:
             cli = PeradaCLI([*configs, *words, *quiet_options], run=False)
-            cli.trainer.callbacks.insert(0, _StopAfterSetUp())  # type: ignore[attr-defined]  # set by Lightning
+            callbacks_of(cli.trainer).insert(0, _StopAfterSetUp())
             cli.trainer.fit(cli.model, cli.datamodule)
         except _SetUpError:
             pass

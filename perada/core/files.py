@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 try:
     import fcntl
 except ModuleNotFoundError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]  # a module elsewhere
+    fcntl = None  # type: ignore[assignment]  # mypy expects the module that POSIX systems have
 
 LOCK = "lock"
 """Name of the file in a folder by which a process locks it."""

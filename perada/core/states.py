@@ -199,21 +199,24 @@ def prefix(stacked: State, clients: int) -> State:
     return {key: value[:clients] for key, value in stacked.items()}
 
 
-def partition(state: State, keys: Iterable[str]) -> tuple[State, State]:
-    """Split a state into the part named by ``keys`` and the rest.
+def select(state: State, keys: Iterable[str]) -> State:
+    """Return the tensors of a state that are among ``keys``, in the order of the state.
 
-    >>> partition({"a": torch.ones(1), "b": torch.ones(1)}, {"b"})[0].keys()
-    dict_keys(['b'])
+    >>> list(select({"a": torch.ones(1), "b": torch.ones(1)}, {"b"}))
+    ['b']
     """
     selected_keys = set(keys)
-    selected: State = {}
-    others: State = {}
-    for key, value in state.items():
-        if key in selected_keys:
-            selected[key] = value
-        else:
-            others[key] = value
-    return selected, others
+    return {key: value for key, value in state.items() if key in selected_keys}
+
+
+def without(state: State, keys: Iterable[str]) -> State:
+    """Return the tensors of a state that are not among ``keys``, in the order of the state.
+
+    >>> list(without({"a": torch.ones(1), "b": torch.ones(1)}, {"b"}))
+    ['a']
+    """
+    omitted_keys = set(keys)
+    return {key: value for key, value in state.items() if key not in omitted_keys}
 
 
 def to_device(state: State, device: torch.device) -> State:

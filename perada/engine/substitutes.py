@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base classes of modules that take the place of another module in a model."""
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import nn
 
 
-class Substitute(nn.Module):
+class Substitute(nn.Module, ABC):
     """Takes the place of a module, and answers for it whatever else is asked of it.
 
     Parents read options of their children, such as ``stride``, and adapters the weight of the layer that they wrap.
     """
 
+    @abstractmethod
     def _replaced(self) -> nn.Module:
         """Return the module whose place this one has taken.
 
         A method, not a property: an AttributeError in a property would end in ``__getattr__``, and so in a recursion.
         """
-        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the other module has there
         """Return an attribute of the other module if this one does not have it."""

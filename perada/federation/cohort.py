@@ -19,7 +19,7 @@ from perada.algorithms.dry_run import no_counts, no_logits
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
-from perada.core.states import State, clone, partition, per_client
+from perada.core.states import State, clone, per_client, select, without
 from perada.engine.engine import Engine, client_losses, client_means
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.federation.settings import Settings
@@ -79,8 +79,9 @@ class _Chunk:
         self.full: Stacks = {}
         for role, stacked in opened.items():
             # Weights that the server merges into stay as they are, and may be views of one tensor: no copies of them.
-            merged, unmerged = partition(_rows(stacked, start, stop), cohort.tensor_names.merged)
-            self.full[role] = merged | clone(unmerged)
+            rows = _rows(stacked, start, stop)
+            unmerged = clone(without(rows, cohort.tensor_names.merged))
+            self.full[role] = select(rows, cohort.tensor_names.merged) | unmerged
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
@@ -379,7 +380,7 @@ class Cohort:
         # Weights that the server merges into are not trained: they need no copies, and come back as they were.
         self._merged: Stacks = {}
         for role, stacked in opened.items():
-            self._merged[role], _ = partition(stacked, self.tensor_names.merged)
+            self._merged[role] = select(stacked, self.tensor_names.merged)
         clients_per_chunk = settings.clients_per_chunk or clients
         if self.engine.kind == "loop":
             clients_per_chunk = 1

@@ -21,8 +21,8 @@ from perada.core.states import (
     device_of,
     expand,
     is_finite,
-    partition,
     rank_axes,
+    select,
     stack_size,
     to_device,
     to_device_async,
@@ -230,7 +230,7 @@ class Server:
             self.server_state = step.state
         if self.tensor_names.merged:
             # Whoever looks at the clients' models takes the merged weights that these were trained with.
-            merged_weights, _ = partition(step.previous, self.tensor_names.merged)
+            merged_weights = select(step.previous, self.tensor_names.merged)
             updates = updates.completed(merged_weights)
         return ServerResult(
             updates=updates,

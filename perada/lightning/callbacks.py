@@ -16,6 +16,7 @@ from tqdm import tqdm
 from perada.core.files import writing
 from perada.core.text import is_spread
 from perada.lightning.federated_loop import PROGRESS_METRICS, FederatedLoop
+from perada.lightning.trainer_attributes import callbacks_of
 from perada.results.report import ENTROPY, cell, title
 
 
@@ -94,7 +95,7 @@ class RoundLines(ProgressBar):
 
 def _last_record(trainer: pl.Trainer) -> dict[str, float]:
     """Return the metrics of the last round; empty without a loop or a round."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
+    for callback in callbacks_of(trainer):
         if isinstance(callback, FederatedLoop) and callback.history:
             return callback.history[-1]
     return {}

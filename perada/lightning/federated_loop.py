@@ -34,6 +34,7 @@ from perada.lightning.run_fingerprint import (
     run_fingerprint,
 )
 from perada.lightning.setup import set_up_rounds
+from perada.lightning.trainer_attributes import datamodule_of, is_dev_run
 from perada.lightning.trainer_setup import loss_scaler, set_up_trainer
 from perada.privacy import ClientPrivacy, Privacy
 from perada.privacy.options import test_mode
@@ -217,11 +218,11 @@ class FederatedLoop(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Build the model, and check that model, data and algorithm fit one another."""
         watch_signals()
-        data = trainer.datamodule  # type: ignore[attr-defined]  # set by Lightning
-        for component, kind in ((data, FederatedDataModule), (pl_module, FederatedClassifier)):
-            if not isinstance(component, kind):
-                raise TypeError(f"FederatedLoop needs a {kind.__name__}, not {type(component).__name__}; give one")
-        assert isinstance(pl_module, FederatedClassifier)
+        data = datamodule_of(trainer)
+        if not isinstance(data, FederatedDataModule):
+            raise TypeError(f"FederatedLoop needs a FederatedDataModule, not {type(data).__name__}; give one")
+        if not isinstance(pl_module, FederatedClassifier):
+            raise TypeError(f"FederatedLoop needs a FederatedClassifier, not {type(pl_module).__name__}; give one")
         module = pl_module
         self._check_unused(data, module, stage)
         set_up_trainer(trainer, FederatedLoop)
@@ -508,7 +509,7 @@ class FederatedLoop(pl.Callback):
         federation = self.parts.federation
         if not federation.keeps_personal_models:
             return
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # a function of another module of Lightning's sets it
+        if is_dev_run(trainer):
             return
         warning = federation.participation.warning(self.parts.data.client_names, anonymous=self.parts.settings.private)
         if warning is not None:

@@ -14,6 +14,8 @@ from pytorch_lightning.callbacks import (
     WeightAveraging,
 )
 
+from perada.lightning.trainer_attributes import callbacks_of
+
 _TRIES_STEPS = "it trains steps on trial, which no ledger counts; set batch_size and learning rates yourself"
 _AVERAGES = (
     "it averages the weights of the module, and those that are trained are the clients' states, kept beside it; "
@@ -47,7 +49,7 @@ UNSUPPORTED_CALLBACKS: dict[type[pl.Callback], str] = {
 
 def check_callbacks(trainer: pl.Trainer) -> None:
     """Reject, by a ValueError, callbacks of a trainer that federated rounds cannot run with."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's _CallbackConnector sets it
+    for callback in callbacks_of(trainer):
         for kind, reason in UNSUPPORTED_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise ValueError(f"{type(callback).__name__} cannot be used: {reason}")

@@ -10,6 +10,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from perada.lightning.parts import Parts
+from perada.lightning.trainer_attributes import is_dev_run
 from perada.privacy.journal import JOURNAL, Journal
 
 
@@ -65,7 +66,7 @@ def keep_journal(parts: Parts, earlier: Sequence[Path]) -> None:
             continue
         if callback.dirpath and "://" not in str(callback.dirpath):  # on a local disk
             paths.append(Path(callback.dirpath) / JOURNAL)
-    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+    if not is_dev_run(trainer):
         protection.journal = Journal(paths, earlier)
 
 
@@ -76,7 +77,7 @@ def keep_default_journal(parts: Parts) -> None:
     """
     trainer = parts.trainer
     federation = parts.federation
-    if trainer.fast_dev_run or not trainer.is_global_zero:  # type: ignore[attr-defined]  # set by Lightning
+    if is_dev_run(trainer) or not trainer.is_global_zero:
         return
     if trainer.training and parts.has_rounds_left():
         federation.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, federation.rounds_done)

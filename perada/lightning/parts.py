@@ -20,6 +20,7 @@ from perada.federation.federation import Federation
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.results import EvaluationResults
+from perada.lightning.trainer_attributes import is_dev_run
 from perada.models.adapted import AdaptedModel
 
 T = TypeVar("T")
@@ -164,6 +165,6 @@ def log_folder(trainer: pl.Trainer) -> Path | None:
 
     A collective: Lightning broadcasts ``log_dir`` from rank 0.
     """
-    if not trainer.loggers or trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+    if not trainer.loggers or is_dev_run(trainer):
         return None
     return Path(trainer.log_dir) if trainer.log_dir else None

@@ -16,6 +16,7 @@ from perada.core.states import State, expand, get_state
 from perada.data import Phase
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
+from perada.lightning.trainer_attributes import callbacks_of
 from perada.models.weight_files import SHIPPED_SOURCES
 from perada.privacy import Privacy
 from perada.privacy.account import Account, QueryPlan
@@ -97,7 +98,7 @@ def _check_options(parts: Parts) -> None:
 
 def _check_callbacks(parts: Parts) -> None:
     """Reject callbacks that stop training or choose a checkpoint by metrics that depend on clients' images."""
-    for callback in parts.trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning
+    for callback in callbacks_of(parts.trainer):
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str) and not monitor.startswith(DATA_INDEPENDENT_METRICS):
             raise _privacy_error(

@@ -15,6 +15,7 @@ from perada.federation.evaluation import EvaluationPass
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
 from perada.lightning.parts import Parts
+from perada.lightning.trainer_attributes import is_dev_run
 from perada.results.report import LAST_ROUND
 from perada.results.run_file import RunFile, write_run
 
@@ -54,7 +55,7 @@ class ClientScores:
 
         Does nothing in a run that is resumed.
         """
-        if parts.federation.rounds_done or self.initial or parts.trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+        if parts.federation.rounds_done or self.initial or is_dev_run(parts.trainer):
             return
         evaluation = EvaluationPass(parts.federation, parts.module.metrics, everywhere=[])
         has_images = parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, evaluation.step)

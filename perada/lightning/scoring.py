@@ -19,6 +19,7 @@ from perada.lightning.parts import Parts
 from perada.lightning.results import ShiftScores
 from perada.lightning.round_warnings import warn_of_failed_clients
 from perada.lightning.run_record import History
+from perada.lightning.trainer_attributes import is_dev_run
 from perada.results.report import LAST_ROUND, SHIFTS_FILE
 
 DETAILS = ("test_images", "predictions", "global/local_test", "per_class")
@@ -325,7 +326,7 @@ def _log_scores(parts: Parts, history: History) -> None:
 
 def _rewrite_newest_checkpoints(trainer: pl.Trainer) -> None:
     """Write the newest checkpoint of each callback again, with the present models and scores."""
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by Lightning
+    if is_dev_run(trainer):
         return
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint):

@@ -18,6 +18,7 @@ from perada.core.checks import OptionError, check_choice, invalid_option
 from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.lightning.foreign_callbacks import check_callbacks
 from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
+from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 
 WORD_OPTIONS = {"profiler": ("simple", "advanced", "pytorch", "xla"), "gradient_clip_algorithm": ("value", "norm")}
 """Options of a trainer that take one of several words."""
@@ -157,8 +158,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
     for name, unsupported in UNSUPPORTED_TRAINER_OPTIONS.items():
         value = getattr(trainer, name)
         # fast_dev_run sets max_steps.
-        is_dev_run = name == "max_steps" and trainer.fast_dev_run  # type: ignore[attr-defined]  # set by Lightning
-        if str(value) not in unsupported.allowed and not is_dev_run:
+        is_set_by_dev_run = name == "max_steps" and is_dev_run(trainer)
+        if str(value) not in unsupported.allowed and not is_set_by_dev_run:
             raise OptionError(f"{name}={value!r} cannot be used: {unsupported.reason}", name=name, value=value)
 
 
@@ -185,7 +186,7 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
     Raises:
         ValueError: If the trainer has several loops, or options that rounds do not support.
     """
-    if sum(isinstance(callback, loop) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]  # set by Lightning
+    if sum(isinstance(callback, loop) for callback in callbacks_of(trainer)) > 1:
         raise ValueError(f"the Trainer has several {loop.__name__}s among its callbacks; give it one")
     check_trainer(trainer)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # Lightning's default, not the caller's choice

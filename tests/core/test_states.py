@@ -90,7 +90,8 @@ def test_expand_holds_one_copy():
 
 def test_partition_and_sizes():
     state = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.int64)}
-    inside, outside = states.partition(state, ["b", "absent"])
+    inside = states.select(state, ["b", "absent"])
+    outside = states.without(state, ["b", "absent"])
     assert (list(inside), list(outside)) == (["b"], ["a"])
     assert states.numel(state) == 10
     assert states.megabytes(state) == pytest.approx((6 * 4 + 4 * 8) / 1e6)
