@@ -577,9 +577,9 @@ def check_outermost(wrapper: AlgorithmWrapper) -> None:
     wrapper_name = type(wrapper).__name__
     wrapper_has_ranks = type(wrapper).lora_rank is not Algorithm.lora_rank
     if type(wrapper.base) is type(wrapper):
-        remedy = f"give one {base_name} alone"
+        remedy = f"give only one {base_name}"
     elif wrapper.is_ensemble or wrapper_has_ranks:
-        remedy = f"choose one of {base_name} and {wrapper_name} alone"
+        remedy = f"choose only one of {base_name} and {wrapper_name}"
     else:
         remedy = f"give {base_name}(base={wrapper_name}(...))"
     raise OptionError(

@@ -86,7 +86,7 @@ def keys_site(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def keys_identity(parser: ArgumentParser, words: list[str]) -> None:
-    """Write a key for secure sums alone: of a site that has its other key, or of who signs lists of sites."""
+    """Write a key that is only for secure sums: of a site that has its other key, or of who signs lists of sites."""
     options = _parse_folder_and_name(parser, words, "Name of the site, or of the authority.")
     folder = options.folder
     name = options.name
@@ -235,7 +235,7 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path, monitorin
 def demo(parser: ArgumentParser, words: list[str]) -> None:
     """Run a federation of three sites on this machine, with TLS and authentication, and leave nothing."""
     parser.add_argument("--rounds", type=int, default=3, help="Rounds.")
-    parser.add_argument("--secure-sums", action="store_true", help="Let the server see sums over the sites alone.")
+    parser.add_argument("--secure-sums", action="store_true", help="Let the server see only sums over the sites.")
     options = parser.parse_args(words)
     check_integer("rounds", options.rounds)
     from perada.studies.deployment import run_demo

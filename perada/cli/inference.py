@@ -27,7 +27,7 @@ from perada.results.run_file import holds_adapters
 
 RUN_HELP = "Folder that `perada fit`, `perada export` or Run.save wrote, or a checkpoint in one."
 _DATA_HELP = (
-    f"{SOURCE_HELP} Or a recipe, whose data are of the client alone or name it among others. Also called --images."
+    f"{SOURCE_HELP} Or a recipe, whose data are only the client's, or name it among others. Also called --images."
 )
 _SCORES_HELP = (
     "Whether scores and losses are written too; by default not those of a private run, which no ledger counts."
@@ -112,7 +112,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         default="peft",
         help="All but peft: one model, also of a saved run.",
     )
-    parser.add_argument("--client", help="Name or number of a client, of which alone the model is written.")
+    parser.add_argument("--client", help="Name or number of the client whose model is written.")
     parser.add_argument("--scores", type=bool, default=None, help=_SCORES_HELP)
     options = parser.parse_args(words)
     if options.output.is_file():

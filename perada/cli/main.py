@@ -35,7 +35,7 @@ DATA: Tree = {"inspect": ("cli.data:inspect", "Print what is understood of image
 KEYS: Tree = {
     "server": ("cli.flower:keys_server", "Write the server's certificate, and the one by which sites know it."),
     "site": ("cli.flower:keys_site", "Write a site's keys: one for the server, one for other sites."),
-    "identity": ("cli.flower:keys_identity", "Write a key for secure sums alone: a site's, or an authority's."),
+    "identity": ("cli.flower:keys_identity", "Write a key that is only for secure sums: a site's, or an authority's."),
     "sign": ("cli.flower:keys_sign", "Sign a list of sites as its authority."),
 }
 DEPLOY: Tree = {

@@ -65,7 +65,7 @@ class Engine:
                     f"engine='folded' cannot run {message}; use engine='loop' or 'auto'", name="engine", value="folded"
                 )
             if kind == "auto":
-                warnings.warn(f"engine='auto' takes the loop over clients: {message}", stacklevel=2)
+                warnings.warn(f"engine='auto' falls back to the loop over clients: {message}", stacklevel=2)
         self.kind: Literal["folded", "loop"] = "folded"
         self._fold = folded
         if kind == "loop" or folded.missing:

@@ -71,7 +71,7 @@ class FederatedLoop(pl.Callback):
         evaluation: How models are scored.
         privacy: Differential privacy of the clients' images in all that they train; none by default.
         client_privacy: Differential privacy of whole clients in what they send; none by default.
-        secure_sums: Let the server see sums over clients alone (docs/secure_sums.md); it sees each update by default.
+        secure_sums: Let the server see only sums over clients (docs/secure_sums.md); it sees each update by default.
         client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         resume_allow: Options, such as ``training.lr_local``, that may differ from those with which the run began;
             ``clients`` for more clients, ``images`` for other images of the same clients.

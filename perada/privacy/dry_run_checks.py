@@ -122,10 +122,9 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     reasons = {
         f"{name}: its clients send nothing; leave it out": not algorithm.sends_updates,
         f"{weighting=}: a client's number of images is private; choose weighting='uniform'": weighting != "uniform",
-        f"the server rule {rule.kind}: it is not a function of the clients' mean, which alone has the noise; choose a "
-        "rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is one": (
-            needs_more_than_mean
-        ),
+        f"the server rule {rule.kind}: it is not a function of the clients' mean, and only the mean has the noise; "
+        "choose a rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is "
+        "one": (needs_more_than_mean),
         "FedBE(moments=True): its clients also send squares of their changes, which clipping does not cover; choose "
         f"FedAvg, {sample_level}": isinstance(base, FedBE) and base.moments,
         "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "

@@ -154,7 +154,7 @@ def _parse_range(options: Sequence[str], values: Sequence[str], text: str) -> Ra
     if match is None:
         return None
     if len(values) > 1:
-        raise ValueError(f"{text!r}: a range stands alone, give either a range or values")
+        raise ValueError(f"{text!r}: a range cannot be mixed with values; give either a range or values")
     low_text, high_text, scale = match.groups()
     has_integer_ends = all(re.fullmatch(r"[-+]?\d+", end) for end in (low_text, high_text))
     kind = int if has_integer_ends else float

@@ -117,7 +117,7 @@ def _subtitle(record: RunRecord) -> str:
     """Return a sentence on the algorithm, the backbone and the sizes of a run."""
     info = record.info
     if not info:
-        return "Its folder has the rounds alone."
+        return "Its folder has only the rounds."
     algorithm = info.get("algorithm", "unknown algorithm")
     backbone = info.get("backbone") or "a network of its own"
     clients = counted(len(record.client_names), "client")

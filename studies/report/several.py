@@ -143,7 +143,7 @@ def _scores(groups: Sequence[Group]) -> Section:
     return Section(
         key="comparison",
         title="Scores",
-        intro="Runs that differ in their seed alone are one row and one line: their mean, and a sample standard "
+        intro="Runs that differ only in their seed are one row and one line: their mean, and a sample standard "
         "deviation around it.",
         figures=figures,
         tables=[_score_table(groups)],

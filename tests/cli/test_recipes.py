@@ -143,7 +143,7 @@ def refusal(data, method, privacy=None):
     if privacy == "sample" and method in ("moon", "fedrod"):
         return "its local step reads the model's outputs on private images"
     if privacy == "client" and method in RULES_OF_LORA:
-        return "it is not a function of the clients' mean, which alone has the noise"
+        return "it is not a function of the clients' mean, and only the mean has the noise"
     if privacy == "client" and method in ("fedex_lora", "flora"):
         return r"it merges the products B·A of the clients' factors, and sees the noisy mean of each factor alone"
     if privacy == "sample" and not data.endswith("_vit") and method not in (*ADAPTER_OF, *RULES_OF_LORA):
