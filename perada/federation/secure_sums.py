@@ -28,26 +28,33 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
     name = type(algorithm).__name__
     drawn = min(clients, settings.clients_per_round or clients)
     instead = "or leave secure_sums out"
-    reasons = {
-        f"{name}: its clients send nothing; leave it out": not algorithm.sends_updates,
-        f"{name}: it compares models on the clients' images, and their losses are no sums; choose PerAda, {instead}": (
-            algorithm.compares_models
-        ),
-        f"drop_outliers=True: it compares single updates; leave it out, {instead}": settings.drop_outliers,
-        f"clients_per_round={drawn}: more than {secure.threshold:g} of them, and at least {secure.min_sites}, must be "
-        f"there to the end; take more, {instead}": drawn < secure.min_sites,
-        f"the server rule {rule.kind}: it looks at single updates; choose 'mean' or 'fedavgm', {instead}": (
-            not rule.function_of_mean
-        ),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"secure_sums cannot be used with {reason}")
-    if not _follows_from_mean(algorithm, rule, tensor_names, initial):
-        raise ValueError(
-            f"secure_sums cannot be used with {name}: what its server makes of the clients' updates does not follow "
-            f"from their mean, as a trial at set-up shows; choose PerAda, FedAvg or Ditto, {instead}"
+    if not algorithm.sends_updates:
+        raise _incompatible(f"{name}: its clients send nothing; leave it out")
+    if algorithm.compares_models:
+        raise _incompatible(
+            f"{name}: it compares models on the clients' images, and their losses are no sums; choose PerAda, {instead}"
         )
+    if settings.drop_outliers:
+        raise _incompatible(f"drop_outliers=True: it compares single updates; leave it out, {instead}")
+    if drawn < secure.min_sites:
+        raise _incompatible(
+            f"clients_per_round={drawn}: more than {secure.threshold:g} of them, and at least {secure.min_sites}, must "
+            f"be there to the end; take more, {instead}"
+        )
+    if not rule.function_of_mean:
+        raise _incompatible(
+            f"the server rule {rule.kind}: it looks at single updates; choose 'mean' or 'fedavgm', {instead}"
+        )
+    if not _follows_from_mean(algorithm, rule, tensor_names, initial):
+        raise _incompatible(
+            f"{name}: what its server makes of the clients' updates does not follow from their mean, as a trial at "
+            f"set-up shows; choose PerAda, FedAvg or Ditto, {instead}"
+        )
+
+
+def _incompatible(reason: str) -> ValueError:
+    """Return the error for a choice that secure sums rule out, given with the remedy."""
+    return ValueError(f"secure_sums cannot be used with {reason}")
 
 
 def _follows_from_mean(algorithm: Algorithm, rule: ServerRule, tensor_names: TensorNames, initial: State) -> bool:

@@ -118,29 +118,49 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     # Of perada's own rules tests have shown what they say of themselves.
     if rule.function_of_mean and is_foreign(rule):
         needs_more_than_mean = not _rule_follows_from_mean(rule)
+    if not algorithm.sends_updates:
+        raise _incompatible(f"{name}: its clients send nothing; leave it out")
+    if weighting != "uniform":
+        raise _incompatible(f"{weighting=}: a client's number of images is private; choose weighting='uniform'")
+    if needs_more_than_mean:
+        raise _incompatible(
+            f"the server rule {rule.kind}: it is not a function of the clients' mean, and only the mean has the noise; "
+            "choose a rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own "
+            "that is one"
+        )
+
+    # What is rejected below can be trained with sample-level privacy.
     sample_level = "or protect single images instead (the section privacy)"
-    reasons = {
-        f"{name}: its clients send nothing; leave it out": not algorithm.sends_updates,
-        f"{weighting=}: a client's number of images is private; choose weighting='uniform'": weighting != "uniform",
-        f"the server rule {rule.kind}: it is not a function of the clients' mean, and only the mean has the noise; "
-        "choose a rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own that is "
-        "one": (needs_more_than_mean),
-        "FedBE(moments=True): its clients also send squares of their changes, which clipping does not cover; choose "
-        f"FedAvg, {sample_level}": isinstance(base, FedBE) and base.moments,
-        "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose FedAvg, "
-        f"{sample_level}": isinstance(base, FedBE) and not base.distill,
-        f"{name} with distillation: the teachers are single clients' updates, which have only a share of the noise; "
-        f"choose PerAda(distill=False), or set distillation.steps=0, {sample_level}": (
-            algorithm.uses_distillation and distills
-        ),
-        f"{name}: it merges the products B·A of the clients' factors, and sees the noisy mean of each factor alone; "
-        f"choose FedAvg, or FFALoRA, {sample_level}": algorithm.merges_into_backbone,
-        f"{name}({modes=}): a mode's mean is over a part of the clients, with a part of the noise; set modes=1, "
-        f"{sample_level}": modes > 1,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"client_privacy cannot be used with {reason}")
+    if isinstance(base, FedBE) and base.moments:
+        raise _incompatible(
+            "FedBE(moments=True): its clients also send squares of their changes, which clipping does not cover; "
+            f"choose FedAvg, {sample_level}"
+        )
+    if isinstance(base, FedBE) and not base.distill:
+        raise _incompatible(
+            "FedBE(distill=False): its ensemble holds single clients' updates and models drawn from them; choose "
+            f"FedAvg, {sample_level}"
+        )
+    if algorithm.uses_distillation and distills:
+        raise _incompatible(
+            f"{name} with distillation: the teachers are single clients' updates, which have only a share of the "
+            f"noise; choose PerAda(distill=False), or set distillation.steps=0, {sample_level}"
+        )
+    if algorithm.merges_into_backbone:
+        raise _incompatible(
+            f"{name}: it merges the products B·A of the clients' factors, and sees only the noisy mean of each factor; "
+            f"choose FedAvg, or FFALoRA, {sample_level}"
+        )
+    if modes > 1:
+        raise _incompatible(
+            f"{name}({modes=}): a mode's mean is over a part of the clients, with a part of the noise; set modes=1, "
+            f"{sample_level}"
+        )
+
+
+def _incompatible(reason: str) -> ValueError:
+    """Return the error for a choice that client-level privacy rules out, given with the remedy."""
+    return ValueError(f"client_privacy cannot be used with {reason}")
 
 
 def _rule_follows_from_mean(rule: ServerRule) -> bool:

@@ -145,7 +145,7 @@ def refusal(data, method, privacy=None):
     if privacy == "client" and method in RULES_OF_LORA:
         return "it is not a function of the clients' mean, and only the mean has the noise"
     if privacy == "client" and method in ("fedex_lora", "flora"):
-        return r"it merges the products B·A of the clients' factors, and sees the noisy mean of each factor alone"
+        return r"it merges the products B·A of the clients' factors, and sees only the noisy mean of each factor"
     if privacy == "sample" and not data.endswith("_vit") and method not in (*ADAPTER_OF, *RULES_OF_LORA):
         return "are BatchNorm layers in what is trained: an image's gradient then depends on the others of its batch"
     if privacy == "client" and method == "fed_ensemble":
