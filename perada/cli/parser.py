@@ -33,7 +33,7 @@ T = TypeVar("T")
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")
 """Options that take a class by the name of an algorithm or a server rule."""
 ALWAYS_SET = ("training", "evaluation")
-"""Sections that cannot be null, in contrast to the other ones of :data:`perada.api.OPTION_CLASSES`."""
+"""Sections that cannot be null, in contrast to the other sections that are dataclasses."""
 MOST_USED: list[str] = TEXTS["first"].split()
 """Options that help shows first."""
 TRAINER_TEXTS: dict[str, str] = TEXTS["lightning"]

@@ -205,8 +205,7 @@ class EvaluationPass:
 
             - ``test_images``: the number of images that each client is scored on (M,);
             - ``predictions``: by ``personal`` and ``global``, a :meth:`.Tally.record`;
-            - ``global/local_test``: the global model's score on the test images of each client (M,), where clients have
-              models of their own;
+            - ``global/local_test``: the global model's score on each client's test images (M,), with personal models;
             - ``per_class``: scores of each class.
 
             A private run has neither confusions nor scores of classes.
