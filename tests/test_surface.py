@@ -92,7 +92,7 @@ def an_option_of_a_command_comes(patch):
 
 def a_command_goes(patch):
     # Not patch.delitem, which puts the command back at the end: other tests know the order.
-    others = {name: entry for name, entry in program.COMMANDS.items() if name != "forget"}
+    others = {name: entry for name, entry in program.COMMANDS.items() if name != "push"}
     patch.setattr(program, "COMMANDS", others)
 
 
@@ -112,7 +112,7 @@ PLANTED = {
     a_method_goes: ("names: perada.Run.save", "save"),
     an_option_of_recipes_comes: ("options: federated.staleness", "staleness"),
     an_option_of_a_command_comes: ("commands: perada cp(--link)", "--link"),
-    a_command_goes: ("commands: perada forget", "forget"),
+    a_command_goes: ("commands: perada push", "push"),
     the_protocol_changes: ("messages: protocol", "protocol"),
     a_code_comes: ("messages: failure(asleep)", "asleep"),
 }

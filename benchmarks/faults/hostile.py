@@ -96,7 +96,7 @@ def hostile(campaign: Campaign, folder: Path, seed: int, draws: int) -> None:
     ):
         change_value = partial(_change_value, file=file, outside=outside)
         attacks.append(Attack(f"hostile values: {kind}", f"values/{kind}", change_value, use))
-    for name, use in (("Run.load", _load), ("Run.save", _save_over), ("perada forget", _forget)):
+    for name, use in (("Run.load", _load), ("Run.save", _save_over), ("perada clients remove", _forget)):
         put_link = partial(_put_link, outside=outside)
         attacks.append(Attack(f"links out of the folder: {name}", name, put_link, use))
     for attack in attacks:

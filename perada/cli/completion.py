@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from jsonargparse import ArgumentParser
 
-from perada.cli.options import facts
+from perada.cli.options import RECIPE_COMMANDS, facts
 from perada.cli.recipes import recipes
 
 PROPOSALS_COMMAND = "perada completion words"
@@ -90,7 +90,7 @@ def _options(command: str) -> dict[str, list[str]]:
     """Return the options of a command, with dashes, and the values of each."""
     options = dict(facts()["commands"][command]["options"])
     # These take the options of recipes too.
-    if command in ("fit", "validate", "test", "predict", "check", "compare"):
+    if command in (*RECIPE_COMMANDS, "check", "compare"):
         for name, values in facts()["recipe_options"].items():
             options[f"--{name}"] = values
     return options

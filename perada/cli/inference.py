@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands for a finished run: ``perada predict``, ``export``, ``push``, ``personalize``, ``forget``."""
+"""Commands for a finished run: ``perada predict``, ``export``, ``push``, ``clients add``, ``clients remove``."""
 
 import re
 import sys
@@ -185,11 +185,13 @@ def _build_user_algorithm(config: Path) -> Algorithm | None:
     return algorithm
 
 
-def join(parser: ArgumentParser, words: list[str]) -> None:
+def add_client(parser: ArgumentParser, words: list[str]) -> None:
     """Train a model for a new client of a finished run, and write it beside the others or with them elsewhere."""
     parser.add_argument("run", type=Path, help=RUN_HELP)
     parser.add_argument("--data", required=True, help=_DATA_HELP)
-    parser.add_argument("--client", type=str, default=None, help="What the client is called; else as the data say.")
+    parser.add_argument(
+        "--client", type=str, default=None, help="Name of the client; by default, its name in the data."
+    )
     parser.add_argument(
         "--output", type=Path, default=None, help="Folder for the run with the client; by default RUN, if it is saved."
     )
@@ -224,9 +226,9 @@ def join(parser: ArgumentParser, words: list[str]) -> None:
     print(render_template("joined", record=record, client=client, sample_level=sample_level, folder=folder))
 
 
-def leave(parser: ArgumentParser, words: list[str]) -> None:
-    """Remove a client from a saved run, and say what that does not undo."""
-    parser.add_argument("run", type=Path, help="Folder that Run.save, `perada export` or `perada personalize` wrote.")
+def remove_client(parser: ArgumentParser, words: list[str]) -> None:
+    """Remove a client from a saved run, and print what that does not undo."""
+    parser.add_argument("run", type=Path, help="Folder that Run.save, `perada export` or `perada clients add` wrote.")
     parser.add_argument("--client", type=str, required=True, help="Name or number of the client.")
     options = vars(parser.parse_args(words))
     number = forget(options["run"], options["client"])

@@ -15,7 +15,7 @@ from typing import NoReturn
 from jsonargparse import ArgumentParser
 
 from perada.cli.messages import one_line, quiet_libraries, short_warnings
-from perada.cli.options import check_options, check_recipe, help_text, hint
+from perada.cli.options import check_options, check_recipe, command_hint, help_text
 from perada.cli.parser_errors import of_options
 from perada.cli.recipes import find_recipe, is_comparison, listing, recipe_files, recipe_names, recipe_text
 from perada.core.files import writing
@@ -30,6 +30,10 @@ STUDIES: Tree = {
     "fed-ensemble": ("studies.fed_ensemble:main", "Bias and variance of Fed-ensemble's toy regression by modes."),
     "fed-ensemble-plane": ("studies.fed_ensemble_plane:main", "Training loss on the plane through three modes."),
     "local-gd": ("studies.local_gd:main", "What local gradient descent converges to, of linear models and of a head."),
+}
+CLIENTS: Tree = {
+    "add": ("cli.inference:add_client", "Train a model for a new client; the others' models stay as they are."),
+    "remove": ("cli.inference:remove_client", "Remove a client's model; prints what that does not undo."),
 }
 DATA: Tree = {"inspect": ("cli.data:inspect", "Print what is understood of images, and what is wrong with them.")}
 KEYS: Tree = {
@@ -51,8 +55,7 @@ DEPLOY: Tree = {
 }
 COMMANDS: Tree = {
     "fit": ("cli.main:run", "Train, for example: perada fit --config quickstart."),
-    "validate": ("cli.main:run", "Score the models of a checkpoint and print the table of clients."),
-    "test": ("cli.main:run", "The same as validate, and the scores on shifted test sets."),
+    "test": ("cli.main:run", "Score the models of a checkpoint, also on shifted test sets."),
     "predict": ("cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
     "check": ("cli.runs:check", "Report every error and warning that a run would raise, without training."),
     "doctor": ("cli.doctor:doctor", "Print versions and the machine, for a bug report, and check them."),
@@ -67,8 +70,7 @@ COMMANDS: Tree = {
     ),
     "export": ("cli.inference:export", "Write the adapters of a run as PEFT folders."),
     "push": ("cli.inference:push", "Upload one adapter of a saved run to the Hugging Face Hub."),
-    "forget": ("cli.inference:leave", "Remove a client from a saved run; says what that does not undo."),
-    "personalize": ("cli.inference:join", "Train a model for a new client of a finished run, which stays as it is."),
+    "clients": (CLIENTS, "Add a client to a finished run, or remove one."),
     "report": ("cli.main:report", "Print the metrics of runs as tables, or write a page on them."),
     "pretrain": ("studies.pretrain:main", "Train a small backbone on small grey images."),
     "deploy": (DEPLOY, "Run a recipe across real sites."),
@@ -83,8 +85,8 @@ _SITE = "the site's file, such as site.yaml"
 EXISTING = {
     "export": _RUN,
     "push": _RUN,
-    "personalize": _RUN,
-    "forget": _RUN,
+    "clients add": _RUN,
+    "clients remove": _RUN,
     "predict": _RUN,
     "deploy site": _SITE,
     "deploy check": _SITE,
@@ -139,7 +141,7 @@ def _run(words: list[str], entry: str | Tree, description: str, prog: str) -> No
         below, line = entry[words[0]]
         _run(words[1:], below, line, f"{prog} {words[0]}")
     elif words and not words[0].startswith("-"):
-        proposal = hint(words[0], entry, f"`{prog} --help` lists the commands")
+        proposal = command_hint(words[0], entry, prog)
         raise ValueError(f"there is no command {words[0]!r}; {proposal}")
     else:
         text = f"`{prog} COMMAND --help` shows the options of a command."

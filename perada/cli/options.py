@@ -23,9 +23,9 @@ TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("options.yaml").
 SECTIONS_OF_RECIPES = ("trainer", "model", "data", "federated", "training", "evaluation")
 LINKED_SECTIONS = ("training", "distillation", "evaluation", "privacy", "client_privacy", "secure_sums")
 """Sections that the federated loop takes; the parser links them to its arguments of the same names."""
-RECIPE_COMMANDS = ("fit", "validate", "test", "predict")
+RECIPE_COMMANDS = ("fit", "test", "predict")
 """Commands whose options are those of recipes."""
-UNCHECKED = ("data inspect", "personalize", "check", "completion")
+UNCHECKED = ("data inspect", "clients add", "check", "completion")
 """Commands whose options are not checked here: they depend on the images that are named; ``check`` lists all mistakes
 at once; ``completion`` gets incomplete lines."""
 
@@ -68,7 +68,7 @@ def help_text(command: str, words: Sequence[str]) -> str | None:
     if command not in facts()["commands"] or not words or words[-1] not in ("-h", "--help"):
         return None
     # Other commands' help may depend on the words before it.
-    if len(words) > 1 and command not in RECIPE_COMMANDS[:3]:
+    if len(words) > 1 and command not in ("fit", "test"):
         return None
     if any(word.partition("=")[0] in ("-h", "--help") for word in words[:-1]):
         return None
@@ -187,6 +187,24 @@ def nearest(wrong_name: str, options: Collection[str]) -> list[str]:
         return near_names(wrong_name, options)
     in_section = [name for name in meanings[word] if section and name.startswith(f"{section}.")]
     return in_section or meanings[word]
+
+
+def command_hint(wrong: str, commands: Collection[str], prog: str) -> str:
+    """Propose the command that may have been meant by a word.
+
+    Args:
+        wrong: Word that is not among the commands.
+        commands: Names of the commands.
+        prog: The words before it, with the program's name.
+
+    >>> command_hint("validate", ["fit", "test"], "perada")
+    "did you mean 'test'?"
+    """
+    if prog == "perada":
+        for command, names in TEXTS["commands"].items():
+            if wrong.lower() in names.split():
+                return f"did you mean {command!r}?"
+    return hint(wrong, commands, f"`{prog} --help` lists the commands")
 
 
 def hint(wrong: str, words: Iterable[str], otherwise: str) -> str:

@@ -246,14 +246,18 @@ class PeradaCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Print the table of clients, and the folder of the run."""
-        self.after_validate()
+        self._print_scores()
         # log_dir is a collective: all processes read it.
         folder = self.trainer.log_dir if self.trainer.loggers else None
         if folder and self.trainer.is_global_zero and not is_dev_run(self.trainer):
             print(f"Run folder: {folder}")
 
-    def after_validate(self) -> None:
-        """Print the table of clients."""
+    def after_test(self) -> None:
+        """Print the scores."""
+        self._print_scores()
+
+    def _print_scores(self) -> None:
+        """Print the table of clients, and the scores on shifted test sets."""
         if not self.trainer.is_global_zero:
             return
         data = self.datamodule
@@ -271,8 +275,6 @@ class PeradaCLI(LightningCLI):
         """Return lines about what the mean over clients hides."""
         participation = self.loop.parts.federation.participation
         return notes_on_means(self.model.scores, test_images, participation.recent, participation.span)
-
-    after_test = after_validate
 
     def before_predict(self) -> None:
         """Write the predictions into a file."""

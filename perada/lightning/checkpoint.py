@@ -254,7 +254,7 @@ def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Seq
     if ledgers.get("images") or ledgers.get("clients"):
         raise ValueError(
             f"the checkpoint is of a private run of {former_count} clients, and here there are {data.num_clients}: its "
-            "noise and its ledgers are of these clients; start anew, or let the others join by perada personalize"
+            "noise and its ledgers are of these clients; start anew, or add the others by `perada clients add`"
         )
     return saved | {
         "federation": saved["federation"] | {"tuned": None, "numbers": new_numbers},

@@ -144,7 +144,7 @@ def forget(folder: Path, client: int | str) -> int:
     if checkpoints:
         raise ValueError(
             f"{str(checkpoints[0])!r} is a checkpoint, which holds every client's state: nothing was removed; export "
-            "the run to another folder (perada export), forget the client there, and delete the run folder"
+            "the run to another folder (perada export), remove the client there, and delete the run folder"
         )
     info = saved.info
     interrupted = _delete_forgotten(folder, info)

@@ -65,10 +65,10 @@ def test_a_changed_option_is_noticed(monkeypatch):
     ("words", "says"),
     [
         ("fit --help", "usage: perada fit"),
-        ("validate -h", "usage: perada validate"),
+        ("test -h", "usage: perada test"),
         ("fit --config quickstart --help", "usage: perada fit"),
         ("compare --help", "usage: perada compare"),
-        ("personalize --help", "usage: perada personalize"),
+        ("clients add --help", "usage: perada clients add"),
         ("deploy keys site --help", "usage: perada deploy keys site"),
         ("study local-gd --help", "usage: perada study local-gd"),
         ("fit --config quickstart --trainer.max_epoch 3", "--trainer.max_epoch; did you mean --trainer.max_epochs?"),
@@ -130,7 +130,8 @@ def test_a_section_that_is_none_is_refused(recipe, tmp_path):
     ("line", "current", "words"),
     [
         ("perada ", "", [*COMMANDS, "--help"]),
-        ("perada va", "va", ["validate"]),
+        ("perada te", "te", ["test"]),
+        ("perada clients ", "", ["add", "remove", "--help"]),
         ("perada deploy keys s", "s", ["server", "site", "sign"]),
         ("perada fit --config quick", "quick", ["quickstart"]),
         ("perada fit --config=quick", "quick", ["quickstart"]),

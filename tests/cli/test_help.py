@@ -26,7 +26,7 @@ def options(text):
     return [word.strip(",").removeprefix("--") for line in lines for word in line.split() if word.startswith("-")]
 
 
-@pytest.mark.parametrize("command", ["validate", "predict"])
+@pytest.mark.parametrize("command", ["test", "predict"])
 def test_a_command_makes_no_parser_of_the_others(command, capsys):
     with pytest.raises(SystemExit):
         PeradaCLI([command, "--help"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``perada personalize``: from folders, tables and recipes; what it writes and what it leaves."""
+"""``perada clients add``: from folders, tables and recipes; what it writes and what it leaves."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def copy(saved, tmp_path):
 def test_a_folder_joins_a_saved_run_whose_other_files_stay_to_the_last_bit(saved, pictures, tmp_path, capsys):
     folder = copy(saved, tmp_path)
     before = digests(folder)
-    main(["personalize", str(folder), "--data", str(pictures), "--client", "late", "--rounds=30", "--lr=0.3"])
+    main(["clients", "add", str(folder), "--data", str(pictures), "--client", "late", "--rounds=30", "--lr=0.3"])
     out = capsys.readouterr().out
     after = digests(folder)
     assert {name for name in before if before[name] != after[name]} == {"run.json"}
@@ -86,7 +86,7 @@ def test_images_of_12_bits_are_read_as_the_runs_own_were(saved, pictures, tmp_pa
     for data in (pictures, tmp_path / "deep"):
         words = ["--client=late", "--rounds=1", "--accelerator=cpu", "--output", str(tmp_path / f"new_{data.name}")]
         words.append("--images.layout={class}/{group}.*")  # the files differ, and their names divide them alike
-        main(["personalize", str(tmp_path / "run"), "--data", str(data), *words])
+        main(["clients", "add", str(tmp_path / "run"), "--data", str(data), *words])
         states.append(perada.Run.load(tmp_path / f"new_{data.name}").state("personal", "late"))
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
@@ -95,7 +95,7 @@ def test_images_of_12_bits_are_read_as_the_runs_own_were(saved, pictures, tmp_pa
 def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_path):
     def joins(run, name, output):
         words = ["--rounds=1", "--local_steps=1", "--accelerator=cpu", "--output", str(output)]
-        main(["personalize", str(run), "--data", str(pictures), "--client", name, *words])
+        main(["clients", "add", str(run), "--data", str(pictures), "--client", name, *words])
 
     joins(saved, "first", tmp_path / "new")
     with pytest.raises(
@@ -110,7 +110,7 @@ def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_p
 def test_the_folder_may_be_named_as_predict_has_it(saved, pictures, tmp_path, words):
     folder = copy(saved, tmp_path)
     words = [word.format(pictures) for word in words]
-    main(["personalize", str(folder), *words, "--client=late", "--rounds=1", "--images.layout={class}/*"])
+    main(["clients", "add", str(folder), *words, "--client=late", "--rounds=1", "--images.layout={class}/*"])
     assert perada.Run.load(folder).info["joined"][-1]["images"] == 16
 
 
@@ -121,7 +121,7 @@ def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_pat
     table.write_text("\n".join(["file,digit", *rows]))
     before = digests(saved)
     words = ["--client=late", "--rounds=1", "--images.path=file", "--images.label=digit", "--accelerator=cpu"]
-    main(["personalize", str(saved), "--data", str(table), "--output", str(tmp_path / "new"), *words])
+    main(["clients", "add", str(saved), "--data", str(table), "--output", str(tmp_path / "new"), *words])
     assert digests(saved) == before
     assert perada.Run.load(tmp_path / "new").info["clients"] == ["0", "1", "2", "late"]
     same = {name: value for name, value in digests(tmp_path / "new").items() if name in before and "/" in name}
@@ -139,18 +139,18 @@ def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_pat
 )
 def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        main(["personalize", str(saved), "--data", str(pictures), *words])
+        main(["clients", "add", str(saved), "--data", str(pictures), *words])
 
 
 def test_a_run_that_is_not_there_is_said(pictures, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"'.*none' is not there; give a run"):
-        main(["personalize", str(tmp_path / "none"), "--data", str(pictures), "--client=late"])
+        main(["clients", "add", str(tmp_path / "none"), "--data", str(pictures), "--client=late"])
 
 
 def test_a_class_that_the_run_has_not_is_named(saved, pictures):
     (pictures / "5").rename(pictures / "cat")
     with pytest.raises(ValueError, match=r"the data: class='cat' is unknown; choose one of 0, 1, 2"):
-        main(["personalize", str(saved), "--data", str(pictures), "--client=late"])
+        main(["clients", "add", str(saved), "--data", str(pictures), "--client=late"])
 
 
 @pytest.mark.slow
@@ -164,8 +164,8 @@ def test_a_run_folder_and_a_recipe(pictures, tmp_path, monkeypatch, capsys):
     one = {"class_path": "IID", "init_args": {"num_clients": 1}}
     recipe.write_text(json.dumps({"data": {"dataset": dataset, "partition": one}}))
     with pytest.raises(ValueError, match="is a run folder of `perada fit`, which is left as it is; give --output"):
-        main(["personalize", str(run), "--data", str(recipe), "--client=late"])
-    main(["personalize", str(run), "--data", str(recipe), "--client=late", "--output=new", "--rounds=1"])
+        main(["clients", "add", str(run), "--data", str(recipe), "--client=late"])
+    main(["clients", "add", str(run), "--data", str(recipe), "--client=late", "--output=new", "--rounds=1"])
     told = json.loads((tmp_path / "new" / "run.json").read_text())
     assert told["info"]["clients"][-1] == "late"
     assert "Wrote client_" in capsys.readouterr().out

@@ -11,9 +11,10 @@ import yaml
 import perada
 from perada.algorithms import Algorithm, make_algorithm
 from perada.api import OPTION_CLASSES
-from perada.cli.main import main
+from perada.cli.describe import leaves
+from perada.cli.main import COMMANDS, main
 from perada.cli.messages import one_line
-from perada.cli.options import names_elsewhere
+from perada.cli.options import TEXTS, names_elsewhere
 from perada.cli.runs import PeradaCLI
 
 TINY = {
@@ -57,6 +58,13 @@ def test_sections_are_arguments_of_the_python_call():
     fields = {name for kind in OPTION_CLASSES.values() for name in inspect.signature(kind).parameters}
     flat = {"lr_personal", "lr_local", "local_epochs", "local_steps"}
     assert fields & set(arguments) == flat | {"batch_size"}  # of the data, and of the distillation
+
+
+def test_every_command_of_another_program_stands_for_one_here():
+    commands = {" ".join(path) for path, _ in leaves(COMMANDS)}
+    assert set(TEXTS["commands"]) <= commands
+    words = [word for names in TEXTS["commands"].values() for word in names.split()]
+    assert len(words) == len(set(words)) and not set(words) & set(COMMANDS)
 
 
 def test_every_name_of_another_program_stands_for_an_option():

@@ -116,7 +116,7 @@ def test_a_sites_run_and_the_servers_are_used_as_any_other(tmp_path, monkeypatch
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((8, 8), 30 * number + label, np.uint8)).save(path)
     for folder in ("out", "server"):
-        main(["personalize", folder, "--images", "joining", "--client", "new", "--rounds", "1", "--accelerator", "cpu"])
+        main(["clients", "add", folder, "--images=joining", "--client=new", "--rounds=1", "--accelerator=cpu"])
         joined = Run.load(folder)
         assert joined.info["clients"][-1] == "new" and joined.predict(list(images), "new").labels.shape == (5,)
         main(["report", folder])

@@ -38,7 +38,7 @@ def content(folder):
 def test_nothing_of_the_client_is_left_and_the_others_stay(copied, tiny, capsys):
     before, measured = content(copied), json.loads((copied / "run.json").read_text())["metrics"]
     scores = measured["clients"]
-    main(["forget", str(copied), "--client", SECRET])
+    main(["clients", "remove", str(copied), "--client", SECRET])
     assert "This does not undo what others learned" in capsys.readouterr().out
     after = content(copied)
     assert not any(name.startswith("client_1/") for name in after)
