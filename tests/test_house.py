@@ -33,6 +33,7 @@ ROOMS = "core engine server algorithms privacy models federation data results li
 ROOMS += "api deploy studies cli".split()
 LINKS = {"adapters": {"torch", "peft", "timm", "transformers"}}  # never perada's own
 FACES = {"perada", "__main__"}  # perada/__init__.py hands on public names when they are asked for
+ALSO = {"privacy": {"opacus"}, "core": {"filelock", "yaml"}}  # core reads YAML files of users, and locks files
 TORCH_ONLY = set(ROOMS[: ROOMS.index("models")])
 MODEL_ZOOS = {"huggingface_hub", "peft", "timm", "transformers"}
 SEES_ZOOS = {"models", "results"}
@@ -74,8 +75,7 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
             above = ROOMS[: ROOMS.index(room) + 1] if room in ROOMS else [*ROOMS, *FACES, *LINKS]
             wrong = other not in above and not (other in LINKS and room in SEES_ZOOS)
         else:
-            also = {"privacy": "opacus", "core": "yaml"}.get(room)  # core reads YAML files of users
-            torch_only = room in TORCH_ONLY and top not in ("torch", also)
+            torch_only = room in TORCH_ONLY and top not in {"torch", *ALSO.get(room, ())}
             zoo = top in MODEL_ZOOS and room not in SEES_ZOOS
             wrong = torch_only or zoo or (top == "pytorch_lightning" and room not in SEES_LIGHTNING)
         if wrong:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic file writes, locks, and temporary folders.
 
-Files are locked while they are written (``flock``, if the system has it). This distinguishes what a killed process left
+Files are locked while they are written, if their file system has locks. This distinguishes what a killed process left
 behind from what another process is writing.
+
+The locks are filelock's, on handles that this module opens: what is locked is the file being written or the folder
+itself, and links are not followed. ``FileLock`` would need a further file beside each, left in users' folders.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -17,11 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-try:
-    import fcntl
-except ModuleNotFoundError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]  # mypy expects the module that POSIX systems have
-
 LOCK = "lock"
 """Name of the file in a folder by which a process locks it."""
 _LOCK_BYTES = 512
@@ -30,6 +29,8 @@ PREFIX = "perada-scratch-"
 """Prefix of the names of temporary folders."""
 _SYNC_THREADS = 16
 """Files that are synced at the same time: a file system writes them in one go."""
+_NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
+"""Flag with which a symbolic link is not opened, if the system has it."""
 
 
 def sync(paths: Iterable[Path]) -> None:
@@ -123,7 +124,7 @@ def open_atomic(
         with writing(path), open(partial, "xb", opener=opener(mode)) as file:
             # Some file systems have no locks.
             with suppress(OSError):
-                _lock(file.fileno())
+                _try_lock(file.fileno())
             yield file
             file.flush()
             if durable:
@@ -148,7 +149,7 @@ def write_atomic(path: Path, content: bytes, **options: Any) -> None:
 
 def opener(mode: int = 0o666) -> Callable[[str, int], int]:
     """Return an opener for :func:`open` that creates files with these rights and does not follow symbolic links."""
-    return lambda path, flags: os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
+    return lambda path, flags: os.open(path, flags | _NO_FOLLOW, mode)
 
 
 def _keep(path: Path, other: Path) -> None:
@@ -201,12 +202,11 @@ def _check_link(path: Path, allowed: Iterable[Path]) -> None:
 def clear(paths: Iterable[Path]) -> None:
     """Delete files and folders that killed processes left, which no living process has locked."""
     for path in paths:
-        if fcntl is None or path.is_symlink():
+        if path.is_symlink():
             continue
-        # Errors mean that it is locked, belongs to another user, or no longer exists.
+        # Errors mean that it is locked, cannot be locked, belongs to another user, or no longer exists.
         with suppress(OSError):
-            handle = _locked(path)
-            assert handle is not None
+            handle = _open_locked(path)
             try:
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -232,7 +232,7 @@ class Scratch:
         handle = None
         # Some file systems have no locks.
         with suppress(OSError):
-            handle = _locked(self.path)
+            handle = _open_locked(self.path)
         self.close = weakref.finalize(self, _remove, self.path, handle)
 
     def __enter__(self) -> Path:
@@ -262,7 +262,7 @@ def locked(folder: Path, wait: bool = False) -> Iterator[bool]:
     handle = None
     is_free = True
     try:
-        handle = _locked(folder, wait)
+        handle = _open_locked(folder, wait)
     except BlockingIOError:
         is_free = False
     except OSError:
@@ -275,31 +275,39 @@ def locked(folder: Path, wait: bool = False) -> Iterator[bool]:
             os.close(handle)
 
 
-def _locked(path: Path, wait: bool = False) -> int | None:
-    """Return a handle of a file or folder, which is locked until the handle is closed; None without locks.
+def _open_locked(path: Path, wait: bool = False) -> int:
+    """Return a handle of a file or folder, which is locked until the handle is closed.
+
+    Args:
+        path: The file or folder.
+        wait: Wait while another process has it locked.
 
     Raises:
         BlockingIOError: If another process has it locked.
-        OSError: If it cannot be opened. Links are not followed.
+        OSError: If it cannot be opened, is a link, or is on a file system without locks.
     """
-    if fcntl is None:
-        return None
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    handle = os.open(path, os.O_RDONLY | _NO_FOLLOW)
     try:
-        _lock(handle, wait)
+        is_locked = _try_lock(handle, wait)
     except OSError:
         os.close(handle)
         raise
+    if not is_locked:
+        os.close(handle)
+        raise BlockingIOError(errno.EAGAIN, "another process has it locked", str(path))
     return handle
 
 
-def _lock(handle: int, wait: bool = False) -> None:
-    if fcntl is None:
-        return
-    operation = fcntl.LOCK_EX
-    if not wait:
-        operation |= fcntl.LOCK_NB
-    fcntl.flock(handle, operation)
+def _try_lock(handle: int, wait: bool = False) -> bool:
+    """Lock what a handle is of until it is closed; return False if another process has it locked.
+
+    Raises:
+        OSError: If the file system has no locks.
+    """
+    # Not at the top: the import takes about 50 ms, a quarter of what the command line takes to start.
+    from filelock import lock_descriptor
+
+    return lock_descriptor(handle, blocking=wait)
 
 
 def _sync(paths: Iterable[Path]) -> None:
@@ -322,21 +330,25 @@ class FolderLock:
         whose: What uses it, for the message about another process.
 
     Raises:
-        OSError: If another process has it, other users may write to it, or it cannot be created.
+        OSError: If another process has it, other users may write to it, or it cannot be created or locked.
     """
 
     def __init__(self, folder: Path, whose: str) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not is_owner_only(folder.stat(), rights=0o2):
             raise OSError(f"the folder {str(folder)!r} can be written to by other users; chmod 700 it")
-        self._file = file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self.close = weakref.finalize(self, os.close, file)
+        path = folder / LOCK
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
+        self.close = weakref.finalize(self, os.close, self._file)
         try:
-            _lock(file)
+            with writing(path):
+                is_locked = _try_lock(self._file)
         except OSError:
             self.close()
-            reason = f"the folder {str(folder)!r} is in use by another {whose}; stop that one first"
-            raise OSError(reason) from None
+            raise
+        if not is_locked:
+            self.close()
+            raise OSError(f"the folder {str(folder)!r} is in use by another {whose}; stop that one first")
 
     def read(self) -> bytes:
         """Return the content that :meth:`write` wrote to the lock's file; empty if nothing was ever written."""

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process that was killed left is deleted, and what another one is writing is not."""
 
+import errno
 import grp
 import os
 import pwd
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from perada.core.files import PREFIX, Scratch, clear, is_owner_only, locked, open_atomic
+from perada.core.files import LOCK, PREFIX, FolderLock, Scratch, clear, is_owner_only, locked, open_atomic
 
 WAITS = "import time; print('ready', flush=True); time.sleep(60)"
 
@@ -101,6 +104,53 @@ def test_what_a_link_leads_to_is_not_locked(tmp_path):
             assert alone
     with locked(link), locked(outside) as free:
         assert free
+
+
+def test_a_lock_is_waited_for_until_its_process_ends(tmp_path):
+    """However it ends: it is killed here, and frees nothing itself."""
+    process = elsewhere(
+        f"from pathlib import Path; from perada.core.files import locked; l = locked(Path({str(tmp_path)!r})); "
+        "assert l.__enter__()",
+        tmp_path,
+    )
+    killed = []
+    try:
+        with locked(tmp_path) as is_free:
+            assert not is_free
+
+        def kill():
+            time.sleep(0.3)
+            killed.append(True)
+            process.kill()
+
+        threading.Thread(target=kill).start()
+        with locked(tmp_path, wait=True) as is_free:
+            assert is_free and killed
+            with locked(tmp_path) as is_free_again:
+                assert not is_free_again
+    finally:
+        end(process)
+
+
+def test_without_locks_files_are_written_and_nothing_is_cleared(tmp_path, temporary, monkeypatch):
+    """As on some network file systems. A folder cannot be reserved for one process there, and the error names it."""
+
+    def no_locks(handle, *, blocking):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("filelock.lock_descriptor", no_locks)
+    left = tmp_path / ".left.partial"
+    left.write_text("half")
+    clear([left])
+    assert left.read_text() == "half"
+    with open_atomic(tmp_path / "x") as file:
+        file.write(b"ours")
+    assert (tmp_path / "x").read_text() == "ours"
+    with Scratch() as folder, locked(folder) as is_free:
+        assert folder.is_dir() and is_free
+    with pytest.raises(OSError, match="No locks available") as error:
+        FolderLock(tmp_path / "site", "worker")
+    assert error.value.filename == str(tmp_path / "site" / LOCK)
 
 
 def file_of(mode, group):
