@@ -24,8 +24,7 @@ import torch
 import perada
 from perada.algorithms import ALGORITHM_NAMES
 from perada.cli.describe import describe
-from perada.cli.recipes import is_comparison
-from perada.cli.recipes import recipes as recipe_files
+from perada.cli.recipes import combinations, is_comparison, shipped_recipes
 from perada.cli.runs import PeradaCLI
 from perada.core.states import State
 from perada.data import Digits, Dirichlet, FederatedDataModule, Photographs
@@ -153,12 +152,12 @@ def recipes() -> Iterator[tuple[str, Callable[[], str]]]:
                 pass
         return text_digest(output.getvalue())
 
-    for name, paths in recipe_files().items():
-        # Every file once: a method and a kind of privacy on the first data set, not on each.
-        on_other_data = len(paths) > 1 and not name.startswith("cifar10/")
-        combined_with_privacy = len(paths) == 3 and not name.startswith("cifar10/perada/")
-        if not (on_other_data or combined_with_privacy or is_comparison(paths[0])):
-            yield f"recipe/{name}", lambda name=name: resolved(name)
+    # Every file once by itself, and every method and kind of privacy over a data set.
+    names = [name for name, path in shipped_recipes().items() if not is_comparison(path)]
+    names += combinations("cifar10")
+    names += combinations("cifar10/perada")
+    for name in names:
+        yield f"recipe/{name}", lambda name=name: resolved(name)
 
 
 def help_texts() -> Iterator[tuple[str, Callable[[], str]]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from jsonargparse import ArgumentParser
 
 from perada.cli.options import RECIPE_COMMANDS, facts
-from perada.cli.recipes import recipes
+from perada.cli.recipes import combinations, shipped_recipes
 
 PROPOSALS_COMMAND = "perada completion words"
 SCRIPTS = {
@@ -19,7 +19,7 @@ SCRIPTS = {
     f"complete -o default -C '{PROPOSALS_COMMAND}' perada\n",
 }
 """Script for each shell. If no word is proposed, the shell proposes files (``-o default``)."""
-RECIPE_ARGUMENT_COMMANDS = ("check", "compare", "cp", "deploy init")
+RECIPE_ARGUMENT_COMMANDS = ("check", "compare", "cp", "ls", "deploy init")
 """Commands that take recipes without an option before them."""
 
 
@@ -104,6 +104,6 @@ def _values(command: str, option: str, typed: str) -> list[str]:
 
 
 def _recipe_names(typed: str) -> list[str]:
-    """Return the names of recipes, without combinations of more parts than were typed."""
-    groups = ("method/", "privacy/", "paper/")
-    return [name for name in recipes() if name.count("/") <= typed.count("/") or name.startswith(groups)]
+    """Return the names of recipes, and of combinations whose other parts were typed."""
+    other_parts, _, _ = typed.rpartition("/")
+    return [*shipped_recipes(), *combinations(other_parts)]

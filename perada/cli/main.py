@@ -17,7 +17,15 @@ from jsonargparse import ArgumentParser
 from perada.cli.messages import one_line, quiet_libraries, short_warnings
 from perada.cli.options import check_options, check_recipe, command_hint, help_text
 from perada.cli.parser_errors import of_options
-from perada.cli.recipes import find_recipe, is_comparison, listing, recipe_files, recipe_names, recipe_text
+from perada.cli.recipes import (
+    descriptions,
+    find_recipe,
+    is_comparison,
+    overview,
+    recipe_files,
+    recipe_names,
+    recipe_text,
+)
 from perada.core.files import writing
 from perada.core.garbage import collection_paused, objects_frozen
 from perada.core.interruption import Terminated, received_signal, watch_signals
@@ -59,7 +67,7 @@ COMMANDS: Tree = {
     "predict": ("cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
     "check": ("cli.runs:check", "Report every error and warning that a run would raise, without training."),
     "doctor": ("cli.doctor:doctor", "Print versions and the machine, for a bug report, and check them."),
-    "ls": ("cli.main:ls", "List the shipped recipes."),
+    "ls": ("cli.main:ls", "List the shipped recipes, or describe some of them."),
     "cp": ("cli.main:cp", "Copy a shipped recipe, to edit it."),
     "init": ("cli.data:init", "Ask four questions and write a recipe."),
     "completion": ("cli.completion:completion", "Print a script by which a shell completes commands and options."),
@@ -94,6 +102,10 @@ EXISTING = {
     "deploy audit": f"{_SITE}, or the site's state folder",
 }
 """Description of the path that must exist, for commands whose first word is one."""
+
+
+SIGPIPE_STATUS = 128 + 13
+"""Exit status of shells for a program whose output is no longer read. Windows has no SIGPIPE."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -200,9 +212,15 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def ls(parser: ArgumentParser, words: list[str]) -> None:
-    """List the shipped recipes with their first line."""
-    parser.parse_args(words)
-    print(listing())
+    """Print an overview of the shipped recipes, or the full descriptions of some."""
+    parser.add_argument(
+        "prefix",
+        nargs="?",
+        metavar="PREFIX",
+        help="data, method, privacy, paper, or the first letters of names: describe only these recipes, in full.",
+    )
+    prefix = parser.parse_args(words).prefix
+    print(overview() if prefix is None else descriptions(prefix))
 
 
 def cp(parser: ArgumentParser, words: list[str]) -> None:
@@ -280,8 +298,49 @@ def entry_point() -> None:
     """Run the ``perada`` program, which prints errors and warnings as one line each.
 
     With ``PERADA_DEBUG=1`` tracebacks are printed. A run that is ended by Ctrl-C or SIGTERM prints how to resume it,
-    and exits with the status of shells for these signals, 130 or 143.
+    and exits with the status of shells for these signals, 130 or 143. If the program that reads its output ends first,
+    as in ``perada ls | head``, it ends without a message, with the status of shells for SIGPIPE, 141.
     """
+    try:
+        _run_program()
+    except SystemExit as end:
+        if _discard_unread_output() and not end.code:
+            sys.exit(SIGPIPE_STATUS)
+        raise
+    except BrokenPipeError as error:
+        # What could not be written is no longer in the buffer, so only another attempt shows whose pipe it was.
+        if _discard_unread_output(attempt="\n"):
+            sys.exit(SIGPIPE_STATUS)
+        # A pipe between processes.
+        if os.environ.get("PERADA_DEBUG"):
+            raise
+        sys.exit(f"perada: error: {one_line(error)}")
+    if _discard_unread_output():
+        sys.exit(SIGPIPE_STATUS)
+
+
+def _discard_unread_output(attempt: str = "") -> bool:
+    """Send output that nobody reads any more to the null device; return whether there is such output.
+
+    Otherwise the interpreter would write it when it ends, and print an error.
+
+    Args:
+        attempt: Text to write first, which shows whether a stream is read.
+    """
+    is_unread = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if not is_unread:
+                stream.write(attempt)
+            stream.flush()
+        except BrokenPipeError:
+            is_unread = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return is_unread
+
+
+def _run_program() -> None:
+    """Run the command, and end with a line for an error or a signal."""
     quiet_libraries()
     if not os.environ.get("PERADA_DEBUG"):
         short_warnings()
@@ -308,7 +367,7 @@ def entry_point() -> None:
         is_user_error = is_lightnings or isinstance(
             error, ValueError | TypeError | OSError | ImportError | ArgumentError
         )
-        if os.environ.get("PERADA_DEBUG") or not is_user_error:
+        if os.environ.get("PERADA_DEBUG") or not is_user_error or isinstance(error, BrokenPipeError):
             raise
         sys.exit(f"perada: error: {one_line(error)}")
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes by name: those that ship, their combinations, and files that list recipes to compare."""
+"""Recipes that ship with perada, their combinations, and files that list recipes to compare."""
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import yaml
@@ -12,70 +14,158 @@ from perada.cli.options import hint
 from perada.core.yaml_files import read_yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-GROUPS = {
-    "data": "Data sets, each with a backbone and a budget",
-    "method": "Methods",
-    "privacy": "Privacy",
-    "paper": "Tables and figures of the papers, each for `perada compare NAME`",
-    "": "Complete recipes",
-}
-COMBINE = """\
-Combine them, each over those before it:
+PREFIXED = ("method", "privacy", "paper")
+"""Groups whose recipes have the group in their names, such as ``method/ditto``."""
+GROUPS = ("data", *PREFIXED)
+"""Folders of recipes; those outside are complete."""
+COMBINED = ("data", "method", "privacy")
+"""Groups of the parts of a combination such as ``cifar10/ditto/sample``, each over those before it."""
+WIDTH = 100
+"""Largest number of columns of the overview."""
+OVERVIEW_END = """\
+`perada ls method`, `perada ls paper` or `perada ls PREFIX` prints full descriptions.
+Recipes are combined, each over those before it, by several options or by one name:
   perada fit --config cifar10_vit --config method/ditto --config privacy/sample
-cifar10_vit/ditto/sample is one name for these three, and cifar10_vit/ditto for the first two.
-`perada cp cifar10_vit/ditto/sample mine.yaml` writes them as one file."""
+  perada fit --config cifar10_vit/ditto/sample
+`perada cp cifar10_vit/ditto/sample mine.yaml` writes a combination as one file."""
 
 
-def recipes() -> dict[str, list[Path]]:
-    """Return the files of every recipe by its name; later files take precedence over earlier ones."""
-    names = {}
+def shipped_recipes() -> dict[str, Path]:
+    """Return the file of every shipped recipe, by its name."""
+    files = {}
     for path in sorted(RECIPES.rglob("*.yaml")):
-        names[path.relative_to(RECIPES).with_suffix("").as_posix()] = [path]
-    by_group: dict[str, list[Path]] = {group: [] for group in ("data", "method", "privacy")}
-    for (path,) in names.values():
-        if path.parent.name in by_group:
-            by_group[path.parent.name].append(path)
-    for data in by_group["data"]:
-        names[data.stem] = [data]
-        for method in by_group["method"]:
-            names[f"{data.stem}/{method.stem}"] = [data, method]
-            for privacy in by_group["privacy"]:
-                names[f"{data.stem}/{method.stem}/{privacy.stem}"] = [data, method, privacy]
-    return names
+        group = path.parent.name
+        name = f"{group}/{path.stem}" if group in PREFIXED else path.stem
+        files[name] = path
+    return files
 
 
 def find_recipe(name: str) -> list[Path]:
-    """Return a configuration file, or the files of the shipped recipe of that name.
+    """Return a configuration file, or the files of a shipped recipe or combination; later files take precedence.
 
     Raises:
-        FileNotFoundError: If there is neither.
+        FileNotFoundError: If there is none.
     """
     if Path(name).is_file():
         return [Path(name)]
-    paths_by_name = recipes()
     key = name.removesuffix(".yaml")
-    if key in paths_by_name:
-        return paths_by_name[key]
-    # If a combination does not exist, propose its longest part that does.
-    prefixes = [key.rsplit("/", cut)[0] for cut in range(1, key.count("/"))]
-    existing = [prefix for prefix in prefixes if prefix in paths_by_name]
-    if existing:
-        proposal = f"did you mean {existing[0]!r}?"
+    shipped = shipped_recipes()
+    if key in shipped:
+        return [shipped[key]]
+    words = key.split("/")
+    paths: list[Path] = []
+    for group, word in zip(COMBINED, words, strict=False):
+        path = RECIPES / group / f"{word}.yaml"
+        if path not in shipped.values():
+            break
+        paths.append(path)
+    if paths and len(paths) == len(words):
+        return paths
+    if paths:
+        proposal = _hint_for_combination(words, len(paths))
     else:
-        proposal = hint(key, paths_by_name, "`perada ls` lists the recipes")
+        data_sets = [path.stem for path in shipped.values() if path.parent.name == "data"]
+        with_same_end = ["/".join([data_set, *words[1:]]) for data_set in data_sets]
+        proposal = hint(key, [*shipped, *with_same_end], "`perada ls` lists the recipes")
     raise FileNotFoundError(f"{name!r} is neither a file nor a recipe; {proposal}")
 
 
-def listing() -> str:
-    """Format the shipped recipes by group, each with its first line."""
-    blocks = []
-    for group, title in GROUPS.items():
-        prefix = f"{group}/" if group in ("method", "privacy", "paper") else ""
-        lines = [f"{title}:"]
-        for path in sorted((RECIPES / group).glob("*.yaml")):
-            lines.append(f"  {prefix + path.stem:28}  {_leading_comment(path)[0]}")
-        blocks.append("\n".join(lines))
-    return "\n\n".join([*blocks, COMBINE])
+def _hint_for_combination(words: Sequence[str], num_existing: int) -> str:
+    """Propose a combination in place of one whose first words exist, and no further ones."""
+    existing = "/".join(words[:num_existing])
+    longer = combinations(existing)
+    misspelt = "/".join(words[: num_existing + 1])
+    return hint(misspelt, longer, f"did you mean {existing!r}?")
+
+
+def combinations(name: str) -> list[str]:
+    """Return the names that combine a data set, or a data set and a method, with one more recipe.
+
+    >>> combinations("cifar10/ditto")
+    ['cifar10/ditto/client', 'cifar10/ditto/sample']
+    """
+    words = name.split("/")
+    if len(words) >= len(COMBINED) or not (RECIPES / "data" / f"{words[0]}.yaml").is_file():
+        return []
+    group = COMBINED[len(words)]
+    return [f"{name}/{path.stem}" for path in sorted((RECIPES / group).glob("*.yaml"))]
+
+
+def overview() -> str:
+    """Format all shipped recipes by group, on one screen: about 50 lines of at most 100 columns."""
+    by_group: dict[str, list[Path]] = {group: [] for group in (*GROUPS, RECIPES.name)}
+    for path in shipped_recipes().values():
+        by_group[path.parent.name].append(path)
+    methods = [path.stem for path in by_group["method"]]
+    blocks = [
+        ["Data sets, each with a backbone and a budget:", *_short_lines(by_group["data"])],
+        ["Methods, method/NAME:", *_columns(methods)],
+        ["Privacy, privacy/NAME:", *_short_lines(by_group["privacy"])],
+        ["Tables and figures of papers, for `perada compare paper/NAME`:", *_paper_lines(by_group["paper"])],
+        ["Complete recipes, and comparisons of them:", *_short_lines(by_group[RECIPES.name])],
+        [OVERVIEW_END],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in blocks)
+
+
+def _short_lines(paths: Sequence[Path]) -> list[str]:
+    """Format recipes with as much of their descriptions as fits into a line each."""
+    lines = []
+    for path in paths:
+        line = f"  {path.stem:26} "
+        lines.append(line + shorten(_leading_comment(path)[0], WIDTH - len(line), placeholder=" …"))
+    return lines
+
+
+def _paper_lines(paths: Sequence[Path]) -> list[str]:
+    """Format one line for each paper, with the tables and figures of which there are comparisons."""
+    figures_by_paper: dict[str, list[str]] = {}
+    for path in paths:
+        # Such as perada_table1_cifar10: the paper, the table, and its data set.
+        match = re.fullmatch(r"(\w+?)_((?:figure|table)\d+|protocol)(_\w+)?", path.stem)
+        if match is None:
+            raise AssertionError(f"the name of {path} has no table or figure")
+        figures = figures_by_paper.setdefault(match[1], [])
+        if match[2] not in figures:
+            figures.append(match[2])
+    return [f"  {paper + '_*':16} {' '.join(figures)}" for paper, figures in figures_by_paper.items()]
+
+
+def _columns(names: Sequence[str]) -> list[str]:
+    """Lay out names in as few lines as fit, sorted from top to bottom.
+
+    >>> _columns(["a", "b", "c"])
+    ['  a  b  c']
+    """
+    num_lines = 1
+    while True:
+        columns = [names[start : start + num_lines] for start in range(0, len(names), num_lines)]
+        widths = [max(len(name) for name in column) + 2 for column in columns]
+        if sum(widths) <= WIDTH or len(columns) == 1:
+            break
+        num_lines += 1
+    lines = [""] * num_lines
+    for column, width in zip(columns, widths, strict=True):
+        for row, name in enumerate(column):
+            lines[row] += f"  {name}".ljust(width)
+    return [line.rstrip() for line in lines]
+
+
+def descriptions(prefix: str) -> str:
+    """Format the recipes of a group, or whose names begin with a prefix, with their full descriptions.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    shipped = shipped_recipes()
+    lines = []
+    for name, path in shipped.items():
+        if path.parent.name == prefix or name.startswith(prefix) or path.stem.startswith(prefix):
+            lines.append(f"{name:38} {_leading_comment(path)[0]}")
+    if not lines:
+        proposal = hint(prefix, [*GROUPS, *shipped], "`perada ls` lists the recipes")
+        raise ValueError(f"no recipe has a name that begins with {prefix!r}; {proposal}")
+    return "\n".join(lines)
 
 
 def recipe_text(name: str) -> str:
@@ -145,8 +235,10 @@ def is_comparison(path: Path) -> bool:
 
 def comparison_file(word: str) -> Path | None:
     """Return the file with recipes to compare that a word names; None if it names none."""
-    is_file = Path(word).suffix == ".yaml" and Path(word).is_file()
-    if not is_file and word not in recipes():
+    if Path(word).suffix == ".yaml" and Path(word).is_file():
+        path: Path | None = Path(word)
+    else:
+        path = shipped_recipes().get(word)
+    if path is None or not is_comparison(path):
         return None
-    path = find_recipe(word)[0]
-    return path if is_comparison(path) else None
+    return path

@@ -427,6 +427,56 @@ def test_report_prints_the_rounds(folder, capsys):
     assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()][2:] == ["1", "2"]
 
 
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("ls", 141),
+        ("ls paper", 141),
+        ("fit --help", 141),
+        ("completion bash", 141),
+        pytest.param("schema", 141, marks=pytest.mark.slow),
+        ("--help", 0),  # printed by argparse, which ignores what it cannot print
+        ("deploy", 0),
+    ],
+)
+def test_a_closed_pipe_ends_a_command_without_a_message(folder, words, status):
+    """As in ``perada ls | head``."""
+    ended = run_into_closed_pipe(words)
+    assert (ended.returncode, ended.stderr) == (status, "")
+
+
+def test_an_error_is_printed_although_the_output_is_not_read(folder):
+    ended = run_into_closed_pipe("fti")
+    assert (ended.returncode, ended.stderr) == (1, "perada: error: there is no command 'fti'; did you mean 'fit'?\n")
+
+
+def test_a_closed_pipe_of_errors_ends_a_command_too(folder):
+    command = f"{Path(sys.executable).parent / 'perada'} fti 2>&1 | true"
+    ended = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
+
+
+def test_a_closed_pipe_between_processes_is_an_error(monkeypatch, capsys):
+    def write_into_closed_pipe():
+        with open_pipe_without_reader() as pipe:
+            pipe.write(b"x")
+
+    monkeypatch.setattr(sys.modules["perada.cli.main"], "overview", write_into_closed_pipe)
+    assert perada_says(monkeypatch, capsys, "ls") == "perada: error: [Errno 32] Broken pipe"
+
+
+def run_into_closed_pipe(words):
+    command = [str(Path(sys.executable).parent / "perada"), *words.split()]
+    with open_pipe_without_reader() as pipe:
+        return subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+
+
+def open_pipe_without_reader():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    return open(write_end, "wb", buffering=0)
+
+
 def ending(*words):
     """The status with which the program ends; 0 where it just returns."""
     try:

@@ -16,7 +16,7 @@ import perada
 from perada.cli import main
 from perada.cli.messages import one_line
 from perada.cli.parser import spelt_out
-from perada.cli.recipes import find_recipe, is_comparison, recipes
+from perada.cli.recipes import find_recipe, is_comparison, shipped_recipes
 from perada.cli.recipes import recipe_text as merged
 from perada.cli.runs import PeradaCLI
 from perada.studies.compare import command
@@ -193,8 +193,10 @@ def test_recipe_runs(name, capsys):
     assert list(Path().iterdir()) == []
 
 
-PRIVATE = [name for name in recipes() if name.endswith(("/sample", "/client")) and not name.startswith("privacy/")]
-PRIVATE = [name for name in PRIVATE if name.split("/")[1] in ("perada", "fedavg", "feddf", "fedbe", "fed_ensemble")]
+PRIVATE = [
+    "/".join(parts)
+    for parts in product(GROUPS["data"], ("perada", "fedavg", "feddf", "fedbe", "fed_ensemble"), GROUPS["privacy"])
+]
 
 
 @pytest.mark.parametrize("name", [*PRIVATE, "adapters_private"])
@@ -271,31 +273,82 @@ def test_cp_writes_one_recipe_that_says_what_it_is(capsys):
 
 def test_recipes_are_found_by_name():
     assert len(SPELT_OUT) == 36
-    assert set(recipes()) >= {*SPELT_OUT, *COMPLETE, *COMBINED, *GROUPS["data"], "method/ditto", "privacy/sample"}
+    names = [*COMPLETE, *COMPARISONS, "sites", *GROUPS["data"]]
+    names += [f"{group}/{name}" for group in ("method", "privacy", "paper") for name in GROUPS[group]]
+    assert sorted(shipped_recipes()) == sorted(names)  # a name for each file, and none for combinations
+    for name in [*names, *SPELT_OUT, *COMBINED]:
+        parts = name.split("/")
+        if parts[0] in GROUPS["data"]:
+            wanted = [ROOT / group / f"{part}.yaml" for group, part in zip(FOLDERS, parts, strict=False)]
+        else:
+            wanted = [ROOT / f"{name}.yaml"]
+        assert find_recipe(name) == wanted
     assert find_recipe("cifar10/ditto.yaml") == [ROOT / "data" / "cifar10.yaml", ROOT / "method" / "ditto.yaml"]
-    for name in ("cifar10/dito", "cifar10/ditto/sampel", "cifar10/ditto/sample/client"):
-        with pytest.raises(FileNotFoundError, match=r"is neither a file nor a recipe; did you mean 'cifar10/ditto"):
-            find_recipe(name)
 
 
-def test_ls_shows_the_groups_and_how_to_combine_them(parser, capsys):
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("cifar10/dito", "'cifar10/ditto'"),
+        ("cifar10/ditto/sampel", "'cifar10/ditto/sample'"),
+        ("cifar10/ditto/sample/client", "'cifar10/ditto/sample'"),
+        ("cifar10/xyzzy", "'cifar10'"),
+        ("cifr10/ditto", "'cifar10/ditto'"),
+        ("method/dito", "'method/ditto'"),
+    ],
+)
+def test_a_wrong_part_of_a_combination_proposes_the_nearest(name, meant):
+    with pytest.raises(FileNotFoundError, match=f"is neither a file nor a recipe; did you mean {meant}"):
+        find_recipe(name)
+
+
+@pytest.mark.parametrize("name", ["digits/ditto", "cifar10/sample", "sample/cifar10", "paper/perada_table1"])
+def test_what_cannot_be_combined_is_refused(name):
+    with pytest.raises(FileNotFoundError, match=f"'{name}' is neither a file nor a recipe"):
+        find_recipe(name)
+
+
+def test_ls_shows_the_groups_and_how_to_combine_them_on_one_screen(parser, capsys):
     main(["ls"])
-    *blocks, combine = capsys.readouterr().out.strip().split("\n\n")
-    listed = [[line.split(maxsplit=1) for line in block.splitlines()[1:]] for block in blocks]
-    assert [[name for name, _ in rows] for rows in listed] == [
-        GROUPS["data"],
-        [f"method/{name}" for name in GROUPS["method"]],
-        [f"privacy/{name}" for name in GROUPS["privacy"]],
-        [f"paper/{name}" for name in GROUPS["paper"]],
-        sorted([*COMPLETE, *COMPARISONS, "sites"]),
-    ]
-    for name, text in (row for rows in listed for row in rows):
-        (path,) = find_recipe(name)
-        assert path.read_text().startswith(f"# {text}\n")
-    example = next(line.split() for line in combine.splitlines() if "perada fit" in line)
-    one_name = next(word for word in combine.split() if word.count("/") == 2)
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
+    *blocks, end = text.strip().split("\n\n")
+    data, methods, privacy, papers, complete = ([line.split() for line in block.splitlines()[1:]] for block in blocks)
+    assert [row[0] for row in data] == GROUPS["data"]
+    assert sorted(name for row in methods for name in row) == GROUPS["method"]
+    assert [row[0] for row in privacy] == GROUPS["privacy"]
+    assert [row[0] for row in complete] == sorted([*COMPLETE, *COMPARISONS, "sites"])
+    figures = {f"{paper.removesuffix('*')}{figure}" for paper, *figures in papers for figure in figures}
+    assert all(any(name.startswith(figure) for figure in figures) for name in GROUPS["paper"])
+    assert all(any(name.startswith(figure) for name in GROUPS["paper"]) for figure in figures)
+    example = next(line.split() for line in end.splitlines() if line.count("--config") == 3)
+    one_name = next(line.split() for line in end.splitlines() if line.count("--config") == 1)[-1]
     assert parsed(parser, *example[3::2]) == parsed(parser, one_name)
     assert refusal(*one_name.split("/")) is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "names"),
+    [
+        ("method", [f"method/{name}" for name in GROUPS["method"]]),
+        ("data", GROUPS["data"]),
+        ("paper/fed_ensemble_table4", ["paper/fed_ensemble_table4", "paper/fed_ensemble_table4_mini"]),
+        ("cifar10", ["cifar10", "cifar10_vit"]),
+        ("ditto", ["method/ditto"]),
+    ],
+)
+def test_ls_of_a_group_or_a_prefix_prints_full_descriptions(prefix, names, capsys):
+    main(["ls", prefix])
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in rows] == names
+    for name, text in rows:
+        (path,) = find_recipe(name)
+        assert path.read_text().startswith(f"# {text}\n")
+
+
+def test_ls_of_nothing_proposes_the_nearest():
+    with pytest.raises(ValueError, match="no recipe has a name that begins with 'methdo'; did you mean 'method'"):
+        main(["ls", "methdo"])
 
 
 @pytest.mark.slow
