@@ -143,7 +143,7 @@ def residual_network():
     return timm.create_model("test_resnet", num_classes=3, zero_init_last=False)
 
 
-@pytest.mark.filterwarnings("ignore:engine='auto' takes the loop", "ignore:Setting boft_n_butterfly_factor")
+@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the loop", "ignore:Setting boft_n_butterfly_factor")
 @pytest.mark.parametrize("adapter", [peft.LoraConfig(use_dora=True), peft.BOFTConfig()])
 @pytest.mark.every(2)
 def test_adapters_that_need_contiguous_tensors_get_them(adapter):

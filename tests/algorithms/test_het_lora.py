@@ -394,11 +394,11 @@ def test_tuples_will_do():
     [
         (lambda: HetLoRA("fedavg"), "base='fedavg' is not an algorithm; give one"),
         (lambda: HetLoRA(FedBE()), "base=FedBE has several global models; choose another"),
-        (lambda: HetLoRA(HetLoRA()), "base=HetLoRA gives clients ranks.*give one HetLoRA alone"),
+        (lambda: HetLoRA(HetLoRA()), "base=HetLoRA gives clients ranks.*give only one HetLoRA"),
         (lambda: FFALoRA(HetLoRA()), r"base=HetLoRA gives clients ranks.*give HetLoRA\(base=FFALoRA"),
         (
             lambda: FedEnsemble(HetLoRA()),
-            "base=HetLoRA gives clients ranks.*choose one of HetLoRA and FedEnsemble alone",
+            "base=HetLoRA gives clients ranks.*choose only one of HetLoRA and FedEnsemble",
         ),
         (lambda: HetLoRA(ranks=[]), r"ranks must be a list .*, got \[\]"),
         (lambda: HetLoRA(ranks=4), r"ranks must be a list such as \[2, 4, 8\] or .*, got 4"),
