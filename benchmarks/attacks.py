@@ -109,7 +109,7 @@ def _accuracy(rule: ServerRule, attack: str, hostile: int, seed: int, device: to
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
     mislabelled = hostile if attack == "labels" else 0
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*times as long as the median")
+        warnings.filterwarnings("ignore", ".*times the round's median")
         run = perada.finetune(
             network,
             _data(mislabelled),

@@ -233,7 +233,9 @@ def test_images_that_nobody_normalised_are_warned_of(low, high, warned, recwarn)
     data = perada.FederatedData([TensorDataset(images, torch.arange(6) % 2)], [])
     options = {"adapter": "head", "rounds": 0, "logger": False, "accelerator": "cpu"}
     perada.finetune("test_resnet", data, **sections(pretrained="perada:fashion_test_resnet", **options))
-    said = [str(w.message) for w in recwarn.list if "have values from 0 to 1 and reach backbone" in str(w.message)]
+    said = [
+        str(w.message) for w in recwarn.list if "have values from 0 to 1, but the weights of backbone" in str(w.message)
+    ]
     assert len(said) == warned
     perada.finetune("test_resnet", data, **sections(pretrained=False, **options))
     assert len([w for w in recwarn.list if "have values from 0 to 1" in str(w.message)]) == warned
@@ -330,7 +332,7 @@ def emptied(tiny):
         ({"backbone": "test_resnet", "pretrained": True}, "pretrained: false"),
         ({"precision": "16-true"}, "precision='16-true'"),
         ({"devices": 2, "strategy": "ddp"}, "strategy=DDPStrategy"),
-        ({"ckpt_path": "nowhere.ckpt"}, "ckpt_path='nowhere.ckpt' is not there"),
+        ({"ckpt_path": "nowhere.ckpt"}, "ckpt_path='nowhere.ckpt' does not exist"),
         ({"ckpt_path": "last"}, "there is no checkpoint below"),
     ],
 )
@@ -353,7 +355,7 @@ def test_images_of_the_wrong_size_for_the_backbone_are_refused_at_set_up(call, t
 
 def test_a_network_that_does_not_return_logits_is_refused(call, tiny):
     net = nn.Sequential(tiny.net(), nn.Unflatten(1, (1, 3)))
-    with pytest.raises(ValueError, match=r"what comes out has shape \(1, 1, 3\) instead of \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"the output has shape \(1, 1, 3\) instead of \(1, 3\)"):
         call(net, rounds=1, logger=False, adapter="head")
 
 
@@ -444,7 +446,7 @@ def test_batches_of_one_image_are_refused_where_a_batch_norm_is_trained(call, ti
         data.public = TensorDataset(data.public.tensors[0][: options.pop("public")])
     common = {"rounds": 1, "logger": False, "distill_steps": None, "distill_batch_size": None}
     mode = {"distillation": {"steps": 1, "student_mode": "train"} | options.pop("distillation", {})}
-    message = f"{says}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch"
+    message = f"{says}, but the adapter trains BatchNorm layers, which require at least 2 images per batch"
     with pytest.raises(ValueError, match=message):
         call(norms(), data, **common | mode | options)
     if "distillation" in says or "public" in says:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a communication round an epoch of Lightning's: the module, the loop, checkpoints, devices."""
+"""Communication rounds as Lightning epochs: the module, the loop, checkpoints, devices."""
 
 from perada.lightning.callbacks import PredictionFile, RoundLines, RoundProgressBar, round_progress
 from perada.lightning.checkpoint import RoundCheckpoint

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks beside the loop: progress of the rounds, as bars or as lines, and a table of predictions."""
+"""Callbacks in addition to the loop: progress of the rounds, as bars or lines, and a table of predictions."""
 
 import csv
 import sys
@@ -43,7 +43,7 @@ class RoundProgressBar(TQDMProgressBar):
 
 
 class RoundLines(ProgressBar):
-    """Prints one line to standard error for each round, where that is a file or a pipe.
+    """Prints one line per round to standard error, for output that goes to a file or a pipe.
 
     A line has the round, its seconds including evaluation, an estimate of the time left from the mean of the rounds
     before, and the scores if the round was scored: means over the clients, without their spread.
@@ -73,7 +73,7 @@ class RoundLines(ProgressBar):
             self._fit_started_at = self._round_started_at
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the round. Lightning validates before this hook, so its scores are there."""
+        """Print the round. Lightning validates before this hook, so the scores are available."""
         if not self.enabled or self._first_round is None:
             return
         now = time.monotonic()
@@ -102,14 +102,14 @@ def _last_record(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def round_progress() -> RoundProgressBar | RoundLines:
-    """Return a progress bar in a terminal or a notebook, and elsewhere what prints lines."""
+    """Return a progress bar in a terminal or a notebook, and a line printer elsewhere."""
     if sys.stderr.isatty() or "ipykernel" in sys.modules:
         return RoundProgressBar()
     return RoundLines()
 
 
 class PredictionFile(pl.Callback):
-    """Writes ``predictions.csv`` into the run's folder when the trainer predicts, a row for each test image.
+    """Writes ``predictions.csv`` into the run's folder when the trainer predicts, with a row for each test image.
 
     Columns: ``image`` (counted over all clients' test sets, in order of client), ``client`` who owns it, ``label``, and
     what the owner's ``personal`` and the ``global`` model predict (where there is one); the 0/1 labels of a multi-label

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: atomic files with a digest, which one a run resumes from, and what it takes from it."""
+"""Checkpoints: atomic files with a digest, and the choice and restoring of the one that a run resumes from."""
 
 import hashlib
 import os
@@ -27,7 +27,7 @@ from perada.results.restore import LAST, LENGTH, MARK, PREVIOUS, check_intact_fi
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoints on local disks, each written to a partial file that is then renamed.
+    """Lightning checkpoint I/O for local disks that writes to a partial file and then renames it.
 
     If the process is killed or the disk is full, the file that was there before is still there. A digest of the content
     is the comment of the zip archive that a checkpoint is, so other programs read these files like any checkpoint. The
@@ -123,7 +123,7 @@ def find_checkpoint(
         return str(_find_last(root, fingerprint, allowed, training))
     path = Path(ckpt_path)
     if not path.is_file():
-        raise FileNotFoundError(f"ckpt_path={ckpt_path!r} is not there; give a checkpoint's path, or 'last'")
+        raise FileNotFoundError(f"ckpt_path={ckpt_path!r} does not exist; pass the path of a checkpoint, or 'last'")
     check_intact_file(path)
     if fingerprint is not None:
         difference = early_difference(path, fingerprint, allowed, training)
@@ -153,17 +153,17 @@ def _find_last(root: Path, fingerprint: EarlyFingerprint | None, allowed: Sequen
         # The newest is tried first.
         path, difference = next(iter(rejected.items()))
         raise ValueError(
-            f"ckpt_path=last: no checkpoint below {str(folder)!r} belongs to this run, and the "
-            f"newest, {str(path)!r}, is refused: {difference}"
+            f"ckpt_path=last: no checkpoint below {str(folder)!r} belongs to this run; the newest, {str(path)!r}, was "
+            f"rejected: {difference}"
         )
-    what = "whole checkpoint" if paths else "checkpoint"
+    what = "intact checkpoint" if paths else "checkpoint"
     raise FileNotFoundError(
-        f"ckpt_path=last: there is no {what} below {str(folder)!r}; train first, or name one by its path"
+        f"ckpt_path=last: there is no {what} below {str(folder)!r}; train first, or pass the path of a checkpoint"
     )
 
 
 def set_resume_point(checkpoint: dict[str, Any], rounds: int, step: int, max_epochs: int) -> None:
-    """Change the progress in a Lightning checkpoint so that training resumes with the round after ``rounds``.
+    """Change the progress in a Lightning checkpoint so that training resumes after ``rounds`` rounds.
 
     A checkpoint that was written within a round, or between the end of a round and the end of its epoch, has counted
     part of an epoch. Its clients' states are those of the last complete round.
@@ -179,12 +179,13 @@ def set_resume_point(checkpoint: dict[str, Any], rounds: int, step: int, max_epo
     """
     if "loops" not in checkpoint:
         raise ValueError(
-            "the checkpoint was saved with save_weights_only=True, and can only be evaluated; resume from another"
+            "the checkpoint was saved with save_weights_only=True and can only be evaluated; resume from a full "
+            "checkpoint"
         )
     if rounds > max_epochs >= 0:
         raise ValueError(
-            f"the checkpoint has {rounds} rounds behind it, more than max_epochs={max_epochs} asks for; give at least "
-            f"{rounds}"
+            f"the checkpoint was saved after {rounds} rounds, more than max_epochs={max_epochs}; set max_epochs to at "
+            f"least {rounds}"
         )
     # The names of the counters are private to Lightning (2.6.6). Each counts "total" and, of an epoch, "current".
     progress = checkpoint["loops"]["fit_loop"]
@@ -203,7 +204,7 @@ def _set_counts(progress: dict[str, Any], total: int, current: int) -> None:
 
 
 def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Sequence[str]) -> dict[str, Any]:
-    """Give the clients of a checkpoint their numbers in a run that has more clients, where that is ``allowed``.
+    """Renumber a checkpoint's clients for a run that has more clients, where that is ``allowed``.
 
     Clients are matched by name where both runs have names, or else by number. New clients start from the global state.
     Scores and fine-tuned models are left out: they are of the former clients only.
@@ -236,8 +237,8 @@ def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Seq
             size = data.train_sizes[number_of[name]]
         if former_size != size:
             raise ValueError(
-                f"client {name} had {former_size} training images when the checkpoint was written, and here it has "
-                f"{size}; resume with all former clients, with the images that they had, and others"
+                f"client {name} had {former_size} training images when the checkpoint was written but has {size} now; "
+                "resume with all original clients and their original images, and any new clients"
             )
         number = number_of[name]
         # In this order: the fingerprint of large data takes a while.
@@ -245,16 +246,17 @@ def remap_clients(saved: dict[str, Any], data: FederatedDataModule, allowed: Seq
             saved["data"], former_number, data.fingerprint, number
         ):
             raise ValueError(
-                f"client {name} has other training images or labels than when the checkpoint was written; resume with "
-                "all former clients, with the images that they had, and others, or accept the change by "
-                f"resume_allow=[{ALLOW_CLIENTS!r}, {ALLOW_IMAGES!r}]"
+                f"the training images or labels of client {name} have changed since the checkpoint was written; "
+                "resume with all original clients and their original images, and any new clients, or accept the "
+                f"change with resume_allow=[{ALLOW_CLIENTS!r}, {ALLOW_IMAGES!r}]"
             )
         new_numbers.append(number)
     ledgers = saved["federation"]["privacy"] or {}
     if ledgers.get("images") or ledgers.get("clients"):
         raise ValueError(
-            f"the checkpoint is of a private run of {former_count} clients, and here there are {data.num_clients}: its "
-            "noise and its ledgers are of these clients; start anew, or add the others by `perada clients add`"
+            f"the checkpoint is from a private run of {former_count} clients, but this run has {data.num_clients}: "
+            "its noise and its ledgers cover only the original clients; start a new run, or add the "
+            "new clients with `perada clients add`"
         )
     return saved | {
         "federation": saved["federation"] | {"tuned": None, "numbers": new_numbers},

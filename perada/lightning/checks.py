@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks at set-up that model, data and algorithm fit one another, most of them on the run's first images."""
+"""Checks at set-up that model, data and algorithm are compatible, most of them on the run's first images."""
 
 import warnings
 from collections.abc import Collection, Sequence
@@ -25,7 +25,7 @@ from perada.models.adapted import AdaptedModel
 from perada.models.usage import check_usage
 
 MIN_TRUNK_SHARE = 0.1
-"""Share of a forward pass from which caching the features of the frozen trunk pays."""
+"""Share of a forward pass above which caching the features of the frozen trunk pays off."""
 
 
 def check_folding(parts: Parts, images: Tensor) -> None:
@@ -58,7 +58,7 @@ def check_folding(parts: Parts, images: Tensor) -> None:
 
 
 def check_adapter(parts: Parts, images: Tensor) -> None:
-    """Check once for each run that the network uses what is trained in it.
+    """Check once per run that the network uses the trained parameters.
 
     Args:
         parts: The run.
@@ -86,7 +86,7 @@ def check_adapter(parts: Parts, images: Tensor) -> None:
         )
     if usage.unused:
         rank_zero_warn(
-            f"backbone {name!r} does not use {abbreviated(usage.unused, 4)}, which are to be trained and will not "
+            f"backbone {name!r} does not use {abbreviated(usage.unused, 4)}, so these trained parameters will not "
             "change; ignore this, or choose an adapter that leaves them out"
         )
     if usage.merging is not None:
@@ -95,7 +95,7 @@ def check_adapter(parts: Parts, images: Tensor) -> None:
 
 
 def check_images(parts: Parts, images: Tensor) -> None:
-    """Send one image of each set through the model.
+    """Run one image of each set through the model.
 
     Args:
         parts: The run.
@@ -124,7 +124,7 @@ def check_images(parts: Parts, images: Tensor) -> None:
 
 
 def _warn_if_not_normalized(parts: Parts, images: Tensor) -> None:
-    """Warn if floating-point images reach pretrained weights with values from 0 to 1."""
+    """Warn if pretrained weights receive floating-point images with values from 0 to 1."""
     backbone = parts.adapted.backbone
     is_users_network = isinstance(parts.module.backbone, nn.Module)
     is_pretrained = parts.module.pretrained is not False and not is_users_network
@@ -132,8 +132,8 @@ def _warn_if_not_normalized(parts: Parts, images: Tensor) -> None:
         return
     if float(images.min()) >= 0 and float(images.max()) <= 1 and any(backbone.image.mean):
         rank_zero_warn(
-            f"images have values from 0 to 1 and reach backbone {backbone.name!r}, but its weights expect mean "
-            f"{backbone.image.mean} and standard deviation {backbone.image.std}: give uint8 images, or normalise them"
+            f"images have values from 0 to 1, but the weights of backbone {backbone.name!r} expect mean "
+            f"{backbone.image.mean} and standard deviation {backbone.image.std}; pass uint8 images, or normalise them"
         )
 
 
@@ -150,34 +150,34 @@ def _check_image(parts: Parts, name: str, image: Tensor) -> None:
         raise _explained(parts, name, image, mismatch, reason) from error
     if tuple(logits.shape) != (1, classes):
         raise ValueError(
-            f"{mismatch}: what comes out has shape {tuple(logits.shape)} instead of (1, {classes}); choose another "
+            f"{mismatch}: the output has shape {tuple(logits.shape)} instead of (1, {classes}); choose a different "
             "backbone"
         )
 
 
 def _explained(parts: Parts, name: str, image: Tensor, mismatch: str, reason: str) -> ValueError:
-    """Return the error for an image that does not pass through the model, with what causes it as far as is known."""
+    """Return the error for an image that does not pass through the model, with its cause as far as known."""
     adapted = parts.adapted
     backbone = f"backbone {adapted.backbone.name!r}"
     if _runs_without_adapter(adapted, parts.module.model, image):
         return ValueError(
-            f"the adapter ({type(adapted.config).__name__}) does not run on {backbone}, which runs without it: "
-            f"{reason}; choose another adapter, or set channels_last: false"
+            f"the adapter ({type(adapted.config).__name__}) fails on {backbone}, which runs without it: {reason}; "
+            "choose a different adapter, or set channels_last: false"
         )
     formats = {value.dtype for value in parts.module.model.parameters() if value.is_floating_point()}
     if image.dtype == torch.float32 and formats == {torch.float64}:
         return ValueError(
-            f"{backbone} has weights in float64, and the {name} are {image.dtype} ({reason}); convert the network by "
-            "network.float(), or give images in float64"
+            f"{backbone} has float64 weights, but the {name} are {image.dtype} ({reason}); convert the network with "
+            "network.float(), or pass float64 images"
         )
-    remedy = "images of the shape and type it takes (image_size resizes uint8 ones)"
+    remedy = "pass images of the shape and type that it expects (image_size resizes uint8 images)"
     if parts.data.tokens:
-        remedy = "texts of the length that it takes, and tokens that it knows"
-    return ValueError(f"{mismatch}: {reason}; give {remedy}")
+        remedy = "pass texts of the length that it expects, with tokens from its vocabulary"
+    return ValueError(f"{mismatch}: {reason}; {remedy}")
 
 
 def _runs_without_adapter(adapted: AdaptedModel, model: nn.Module, image: Tensor) -> bool:
-    """Whether an image passes through the backbone, so that the adapter is at fault."""
+    """Return whether an image passes through the backbone alone, which puts the fault with the adapter."""
     try:
         with torch.no_grad(), adapted.peft_model.disable_adapter():
             model(image)
@@ -187,7 +187,7 @@ def _runs_without_adapter(adapted: AdaptedModel, model: nn.Module, image: Tensor
 
 
 def check_batch_norm(parts: Parts) -> None:
-    """Raise a ValueError if trained BatchNorm layers get batches of one image: statistics need at least two."""
+    """Raise a ValueError if trained BatchNorm layers would see batches of one image; statistics need at least two."""
     if not any(key.endswith("running_var") for key in parts.module.tensor_names.keys):
         return
     data = parts.data
@@ -199,8 +199,8 @@ def check_batch_norm(parts: Parts) -> None:
         cause = f"client {smallest} has 1 training image"
     if cause is not None:
         raise ValueError(
-            f"{cause}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, or "
-            "choose an adapter without them (head, lora) or a backbone with LayerNorm"
+            f"{cause}, but the adapter trains BatchNorm layers, which require at least 2 images per batch; use more "
+            "images, an adapter without BatchNorm (head, lora) or a backbone with LayerNorm"
         )
     check_distilled_batch_norm(parts.settings, parts.module.tensor_names, data.public_size)
 
@@ -230,25 +230,25 @@ def with_diagnostics(
 
 
 def _announce_skipped(reasons: dict[Diagnostic, str], has_lora: bool) -> None:
-    """Announce the diagnostics that are not measured, those with the same reason together."""
+    """Log which diagnostics are skipped, grouped by reason."""
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         # Nobody without LoRA expects its residual.
         if has_lora or name != "lora_residual":
             names_by_reason.setdefault(reason, []).append(name)
     for reason, names in names_by_reason.items():
-        rank_zero_info(f"diagnostics: without {', '.join(names)}: {reason}")
+        rank_zero_info(f"diagnostics: skipping {', '.join(names)}: {reason}")
 
 
 def names_sent(module: FederatedClassifier, algorithm: Algorithm) -> Collection[str]:
-    """Return the names that a client sends in the first round; empty where the adapter has no factors of LoRA."""
+    """Return the names that a client sends in the first round; empty if the adapter has no LoRA factors."""
     if not module.tensor_names.factors:
         return ()
     return example_sent(algorithm, module.tensor_names, algorithm.initial(module.initial_state)).keys()
 
 
 def dry_run_foreign_classes(parts: Parts) -> None:
-    """Run two rounds on made-up gradients if the algorithm or the server rule is not one of perada's.
+    """Dry-run two rounds on made-up gradients if the algorithm or the server rule is not one of perada's.
 
     Perada's are covered by its tests. The rule is run alone where the algorithm trains an ensemble of models.
 
@@ -274,7 +274,7 @@ def dry_run_foreign_classes(parts: Parts) -> None:
 
 
 def set_up_feature_cache(parts: Parts, image: Tensor) -> FrozenTrunk | None:
-    """Let the data serve features of the frozen trunk in place of images, where that pays or is requested.
+    """Have the data serve features of the frozen trunk in place of images, where that pays off or is requested.
 
     Args:
         parts: The run.
@@ -296,8 +296,8 @@ def set_up_feature_cache(parts: Parts, image: Tensor) -> FrozenTrunk | None:
     if trunk is None:
         if requested:
             raise OptionError(
-                "cache_features=True, and the model has no frozen part before all that is trained; leave "
-                "cache_features out, or choose an adapter that has one (head, lora)",
+                "cache_features=True requires frozen layers before all trained ones, but this model has none; leave "
+                "cache_features out, or choose an adapter that leaves some (head, lora)",
                 name="cache_features",
                 value=True,
             )

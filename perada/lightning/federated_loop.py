@@ -154,7 +154,7 @@ class FederatedLoop(pl.Callback):
             raise invalid_option("resume_allow", self.resume_allow, "a list such as ['training.lr_local']")
         if not isinstance(self.algorithm, Algorithm):
             raise OptionError(
-                f"algorithm={self.algorithm!r} is not an algorithm; give one, such as PerAda()",
+                f"algorithm={self.algorithm!r} is not an algorithm; pass an Algorithm object, such as PerAda()",
                 name="algorithm",
                 value=self.algorithm,
             )
@@ -167,27 +167,28 @@ class FederatedLoop(pl.Callback):
             )
         if self.max_failures is not None and (self.privacy is not None or self.client_privacy is not None):
             raise OptionError(
-                f"max_failures={self.max_failures} cannot be used with privacy or client_privacy: whether the run ends "
-                "would show whether a client's training failed, which depends on its images and which no ledger "
-                "counts; leave it out",
+                f"max_failures={self.max_failures} cannot be used with privacy or client_privacy: ending the run "
+                "would reveal that a client's training failed, which depends on its images and which no ledger "
+                "counts; leave max_failures out",
                 name="max_failures",
                 value=self.max_failures,
             )
         if self.drop_outliers and self.client_privacy is not None:
             raise OptionError(
-                "drop_outliers=True cannot be used with client_privacy, whose account is of all clients; leave it out",
+                "drop_outliers=True cannot be used with client_privacy, whose accounting covers all clients; leave "
+                "drop_outliers out",
                 name="drop_outliers",
                 value=True,
             )
 
     @property
     def test_mode(self) -> bool:
-        """Whether the noise of a private run follows from the seed, which is then written nowhere."""
+        """Whether the noise of a private run follows from the seed, which is then never written to disk."""
         return test_mode(self.privacy, self.client_privacy)
 
     @property
     def parts(self) -> Parts:
-        """Data, module and settings of the run, known after set-up."""
+        """Data, module and settings of the run, available after set-up."""
         assert self._parts is not None
         return self._parts
 
@@ -216,13 +217,17 @@ class FederatedLoop(pl.Callback):
         return replace(settings, **changes)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Build the model, and check that model, data and algorithm fit one another."""
+        """Build the model, and check that model, data and algorithm are compatible."""
         watch_signals()
         data = datamodule_of(trainer)
         if not isinstance(data, FederatedDataModule):
-            raise TypeError(f"FederatedLoop needs a FederatedDataModule, not {type(data).__name__}; give one")
+            raise TypeError(
+                f"FederatedLoop requires a FederatedDataModule, got {type(data).__name__}; pass one as datamodule"
+            )
         if not isinstance(pl_module, FederatedClassifier):
-            raise TypeError(f"FederatedLoop needs a FederatedClassifier, not {type(pl_module).__name__}; give one")
+            raise TypeError(
+                f"FederatedLoop requires a FederatedClassifier, got {type(pl_module).__name__}; pass one as the model"
+            )
         module = pl_module
         self._check_unused(data, module, stage)
         set_up_trainer(trainer, FederatedLoop)
@@ -249,8 +254,8 @@ class FederatedLoop(pl.Callback):
         """Raise a ValueError for a second fit, and for a module or data that another loop has used."""
         if stage == "fit" and self._fit_began:
             raise ValueError(
-                "this FederatedLoop has been fitted, and rounds, noise and ledgers begin once; make a new "
-                "FederatedLoop and FederatedClassifier, and resume from a checkpoint (ckpt_path)"
+                "this FederatedLoop has already been fitted, and its rounds, noise and ledgers cannot start again; "
+                "create a new FederatedLoop and FederatedClassifier, and resume from a checkpoint (ckpt_path)"
             )
         if self._parts is None:
             used_elsewhere = module.federation is not None
@@ -258,14 +263,14 @@ class FederatedLoop(pl.Callback):
             used_elsewhere = self._parts.data is not data or self._parts.module is not module
         if used_elsewhere:
             raise ValueError(
-                "a FederatedLoop belongs to one FederatedClassifier and to one FederatedDataModule, and this one or "
-                "its module was used with others; make new ones"
+                "a FederatedLoop belongs to one FederatedClassifier and one FederatedDataModule, but this loop or its "
+                "module was already used with others; create new objects"
             )
 
     def _complete_settings(
         self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
     ) -> Settings:
-        """Return the settings with what follows from trainer and data."""
+        """Return the settings completed from trainer and data."""
         storage = run_folder.client_storage(self.client_store, self.clients_per_round, data.num_clients, trainer)
         settings = self.settings_of(module, storage=storage, loss_scaling=loss_scaler(trainer))
         # Ranks may follow from numbers of images, which are secret in a private run.
@@ -275,7 +280,7 @@ class FederatedLoop(pl.Callback):
         return replace(settings, lora_ranks=ranks)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the states of server and clients, and take over those of a checkpoint that was loaded.
+        """Create the states of server and clients, or take over those of a loaded checkpoint.
 
         Lightning loads a checkpoint after ``setup`` and before the first hook of a stage, so this is where both are
         known.
@@ -294,18 +299,18 @@ class FederatedLoop(pl.Callback):
             journals.keep_journal(self.parts, self._earlier_journals)
 
     def _discard_states_of_evaluation(self, module: FederatedClassifier) -> None:
-        """Start a fit with new states, and raise a ValueError if rounds of a checkpoint would be lost by that."""
+        """Start a fit with new states, and raise a ValueError if that would discard the rounds of a checkpoint."""
         federation = module.federation
         if self._checkpoint is None and federation is not None and federation.rounds_done:
             raise ValueError(
                 f"the FederatedClassifier holds {federation.rounds_done} rounds of a checkpoint that was evaluated; "
-                "give it to fit too, or make new objects"
+                "pass that checkpoint to fit too, or create new objects"
             )
         module.federation = None
         self.history = []
 
     def _make_federation(self, trainer: pl.Trainer) -> Federation:
-        """Make the federation of this process, after comparing its options with those of the other processes."""
+        """Create the federation of this process, after comparing its options with those of the other processes."""
         parts = self.parts
         ranks = Ranks(together=trainer.world_size > 1)
         rounds_done = 0
@@ -346,7 +351,7 @@ class FederatedLoop(pl.Callback):
     on_predict_start = _begin
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the states, score the initial models, and start the run's folder."""
+        """Create the states, score the initial models, and start the run's folder."""
         self._begin(trainer, pl_module)
         parts = self.parts
         if not parts.can_afford_round(()):
@@ -358,14 +363,14 @@ class FederatedLoop(pl.Callback):
         run_folder.write_description(parts, self.config)
 
     def _finish_without_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End a resumed run that has nothing left to train in the way that it would have ended.
+        """End a resumed run with nothing left to train in the same way as the original run.
 
         Without batches Lightning skips ``on_train_end`` and its checkpoint callbacks.
         """
         if self.parts.has_rounds_left():
             rank_zero_warn(
-                f"privacy: after {self.parts.federation.rounds_done} rounds no client can afford another, and "
-                "nothing more is trained; raise the limit (max_epsilon or target_epsilon) to train on"
+                f"privacy: after {self.parts.federation.rounds_done} rounds no client can afford another, so training "
+                "has ended; raise the limit (max_epsilon or target_epsilon) to continue"
             )
         trainer.limit_train_batches = 0
         self.on_train_end(trainer, pl_module)
@@ -382,14 +387,15 @@ class FederatedLoop(pl.Callback):
         if trainer.max_epochs != self._planned_max_epochs:
             raise ValueError(
                 f"max_epochs was {self._planned_max_epochs} at set-up and is {trainer.max_epochs} now: a callback "
-                "changed the number of rounds, by which noise and learning rates were planned; leave it out"
+                "changed the number of rounds, for which noise and learning rates were planned; leave that callback "
+                "out"
             )
         shares = parts.data.shares(trainer.current_epoch)
         round = shares.plan.round
         if round != federation.rounds_done:
             raise ValueError(
-                f"round {round + 1} cannot be trained after {federation.rounds_done} rounds: the Trainer has counted "
-                "others; make a new one"
+                f"round {round + 1} cannot be trained after {federation.rounds_done} rounds: the Trainer's own count "
+                "differs; create a new Trainer"
             )
         images = federation.protection.images
         if images is not None:
@@ -452,7 +458,7 @@ class FederatedLoop(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Announce after the first batch how long all of them take."""
+        """Log after the first batch how long all of them will take."""
         batches = trainer.num_test_batches if trainer.state.fn == "test" else trainer.num_val_batches
         self._clock.stop(self.parts, batch_idx, sum(batches))
 
@@ -460,7 +466,7 @@ class FederatedLoop(pl.Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Score the shifts where they are due.
+        """Score the shifted test sets where they are due.
 
         Lightning calls this hook before the module's, which then logs these scores with its own.
         """
@@ -482,7 +488,7 @@ class FederatedLoop(pl.Callback):
         run_record.write_run_file(self.parts, self.history, self.client_scores, self.command)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Fine-tune and score where training was stopped before it, and warn of what went wrong in the run."""
+        """Fine-tune and score if training was stopped before that, and warn of what went wrong in the run."""
         self._warn_of_missing_rounds(trainer)
         # A round that was stopped before its last step counts as not begun.
         self.parts.federation.cohort = None
@@ -494,18 +500,18 @@ class FederatedLoop(pl.Callback):
             check_anything_learned(self._failures)
 
     def _warn_of_missing_rounds(self, trainer: pl.Trainer) -> None:
-        """Warn if Lightning ended training before all rounds were done, and nothing requested that."""
+        """Warn if Lightning ended training before all rounds were done although nothing requested it."""
         rounds_done = self.parts.federation.rounds_done
         max_epochs = trainer.max_epochs
         was_stopped = trainer.should_stop or trainer.limit_train_batches == 0
         if max_epochs is not None and rounds_done < max_epochs and not was_stopped:
             rank_zero_warn(
                 f"{rounds_done} of {max_epochs} rounds were trained: a callback or a hook of the module ended a round "
-                "before its last step; leave it out, or give max_epochs as many as are to be trained"
+                "before its last step; leave it out, or set max_epochs to the number of rounds to train"
             )
 
     def _warn_of_stale_models(self, trainer: pl.Trainer) -> None:
-        """Warn if clients end the run with models that were not trained for more than half of it."""
+        """Warn if clients end the run with models that were not trained in more than half of its rounds."""
         federation = self.parts.federation
         if not federation.keeps_personal_models:
             return
@@ -516,14 +522,14 @@ class FederatedLoop(pl.Callback):
             rank_zero_warn(warning)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Bring the clients' states to rank 0. A collective.
+        """Gather the clients' states on rank 0. A collective.
 
         Lightning calls this hook also where a resumed run had nothing left to train.
         """
         self.parts.federation.collect()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Complete an exception with what the user needs to know.
+        """Add to an exception what the user needs to know.
 
         A disk error gets a file name and how to resume: errors of writes have no path. torch's error about a worker
         that died gets a note on the sample that it was reading. SIGTERM ends the program with the status that shells
@@ -542,7 +548,7 @@ class FederatedLoop(pl.Callback):
                 exception.filename = next(filter(None, folders), trainer.default_root_dir)
 
     def outcome(self, module: FederatedClassifier) -> Run:
-        """Return the run of a fit with this loop: the models of clients and server, and what was measured."""
+        """Return the run of a fit with this loop: the models of clients and server, and the measurements."""
         parts = self.parts
         metrics = run_record.run_metrics(parts, self.history, self.client_scores)
         global_states, personal_of = states_of(parts.federation)

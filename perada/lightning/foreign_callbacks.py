@@ -16,10 +16,10 @@ from pytorch_lightning.callbacks import (
 
 from perada.lightning.trainer_attributes import callbacks_of
 
-_TRIES_STEPS = "it trains steps on trial, which no ledger counts; set batch_size and learning rates yourself"
+_TRIES_STEPS = "it runs trial training steps, which no ledger counts; set batch_size and learning rates yourself"
 _AVERAGES = (
-    "it averages the weights of the module, and those that are trained are the clients' states, kept beside it; "
-    "choose an algorithm or a server rule that averages, or export another round's checkpoint"
+    "it averages the module's weights, but the trained ones are the clients' states, stored outside the module; "
+    "choose an algorithm or a server rule that averages, or export the checkpoint of a different round"
 )
 UNSUPPORTED_CALLBACKS: dict[type[pl.Callback], str] = {
     BatchSizeFinder: _TRIES_STEPS,
@@ -27,29 +27,29 @@ UNSUPPORTED_CALLBACKS: dict[type[pl.Callback], str] = {
     StochasticWeightAveraging: _AVERAGES,
     WeightAveraging: _AVERAGES,
     BaseFinetuning: (
-        "it freezes and unfreezes the module's parameters in training, and what clients train is settled at set-up; "
-        "choose the adapter, its last_blocks or train_backbone"
+        "it freezes and unfreezes the module's parameters during training, but what clients train is fixed at set-up; "
+        "use the adapter, its last_blocks or train_backbone instead"
     ),
     ModelPruning: (
-        "it prunes the weights of the module, and those that are trained are the clients' states, kept beside it; "
-        "prune a model that Run.personal or Run.merged returns"
+        "it prunes the module's weights, but the trained ones are the clients' states, stored outside the module; "
+        "prune a model returned by Run.personal or Run.merged"
     ),
-    GradientAccumulationScheduler: "a batch is one local step of every client; give a larger batch_size",
+    GradientAccumulationScheduler: "a batch is one local step of every client; set a larger batch_size",
     LearningRateMonitor: (
-        "it would log 0, the rate of an optimiser without effect; the clients' rates follow from lr_personal, lr_local "
-        "and lr_schedule"
+        "it would log 0, the rate of a dummy optimiser; the clients' rates follow from lr_personal, lr_local and "
+        "lr_schedule"
     ),
     SpikeDetection: (
-        "it looks at the loss that a training step returns, and rounds return none; max_failures ends a run whose "
-        "clients fail"
+        "it inspects the loss that a training step returns, but rounds return none; set max_failures to end a run "
+        "whose clients fail"
     ),
 }
-"""Why a kind of callback, or one derived from it, cannot be used, and what to do."""
+"""Why a callback class and its subclasses are not supported, and what to do instead."""
 
 
 def check_callbacks(trainer: pl.Trainer) -> None:
-    """Reject, by a ValueError, callbacks of a trainer that federated rounds cannot run with."""
+    """Raise a ValueError for a trainer's callbacks that federated rounds do not support."""
     for callback in callbacks_of(trainer):
         for kind, reason in UNSUPPORTED_CALLBACKS.items():
             if isinstance(callback, kind):
-                raise ValueError(f"{type(callback).__name__} cannot be used: {reason}")
+                raise ValueError(f"{type(callback).__name__} is not supported: {reason}")

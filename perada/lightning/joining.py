@@ -146,7 +146,9 @@ def check_name(run: Run, name: str | None) -> None:
     names: Sequence[str] = run.info.get("clients") or [str(client) for client in range(run.num_clients)]
     is_taken = name is not None and (name in names or (name.isdecimal() and int(name) < run.num_clients))
     if is_taken or name == "":
-        raise ValueError(f"name={name!r} is that of a client of the run, or empty; choose another name")
+        raise ValueError(
+            f"name={name!r} is empty or already the name or number of a client of the run; choose a different name"
+        )
 
 
 def _mean_participation(training: Mapping[str, Any]) -> int:
@@ -167,7 +169,7 @@ def _recorded_training(run: Run, lr: float | None) -> Training:
 
 
 def _release_privacy(info: Mapping[str, Any]) -> Privacy | None:
-    """Return the run's sample-level privacy, limited in what a released model shows; None if it has none."""
+    """Return the run's sample-level privacy, with the limit on the release ledger; None if it has none."""
     privacy = info.get("privacy") or {}
     sample_level = privacy.get("sample")
     if sample_level is None:
@@ -190,6 +192,6 @@ def _warn_if_worse(name: str, before: float, after: float, *, lower_is_better: b
     if is_worse and not math.isclose(after, before, abs_tol=1e-4):
         rank_zero_warn(
             f"client {name!r}: its personal model is worse than the global model on its {images} test images, "
-            f"{100 * after:.2f} % after {100 * before:.2f} %; use the global model for it, or train less or "
-            "otherwise (rounds, local_steps, lr)"
+            f"{100 * after:.2f} % after {100 * before:.2f} %; use the global model for it, or train less or with "
+            "different options (rounds, local_steps, lr)"
         )

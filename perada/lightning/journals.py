@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the journal of a private run is: beside the checkpoints that it writes, and those that it was resumed from."""
+"""Locations of a private run's journal: next to the checkpoints that it writes and those that it was resumed from."""
 
 import os
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ def find_journals(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
         # That of the checkpoint's own run is missed where it is read, with an error.
         if not existing and path.parent != former_folder:
             rank_zero_warn(
-                f"privacy: {str(path)!r} is not there, of a run that this one was resumed from: rounds that others "
-                "began from it are not counted, if there are any"
+                f"privacy: {str(path)!r} is missing, the journal of a run that this one was resumed from: any rounds "
+                "that other runs began from it are not counted"
             )
         journals += existing
     return list(dict.fromkeys(journals))
@@ -57,7 +57,7 @@ def keep_journal(parts: Parts, earlier: Sequence[Path]) -> None:
     if begun:
         rounds = ", ".join(str(round + 1) for round in begun)
         rank_zero_warn(
-            f"privacy: round {rounds} was begun once already since this checkpoint was written; its noise has been "
+            f"privacy: round {rounds} was already begun once after this checkpoint was written; its noise has been "
             "drawn, so it is counted too"
         )
     paths = []

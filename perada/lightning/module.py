@@ -27,7 +27,7 @@ from perada.models.spec import ModelSpec, frozen_digest
 
 
 class Task(NamedTuple):
-    """What a module is built for."""
+    """The task that a module is built for."""
 
     num_classes: int
     multilabel: bool
@@ -71,7 +71,7 @@ class FederatedClassifier(pl.LightningModule):
         super().__init__()
         check_options("adapter_options", {} if adapter_options is None else adapter_options, "{'r': 8}")
         if not isinstance(pretrained, bool | str):
-            raise invalid_option("pretrained", pretrained, "True, False or where the weights are")
+            raise invalid_option("pretrained", pretrained, "True, False or the location of the weights")
         # A network of the caller's is no part of this module: it would be moved and put in training mode with it.
         object.__setattr__(self, "backbone", backbone)
         self.adapter = adapter
@@ -122,14 +122,14 @@ class FederatedClassifier(pl.LightningModule):
         if self._task is not None:
             if self._task != task:
                 raise ValueError(
-                    f"the FederatedClassifier was built for {tuple(self._task)} (classes, multi-label, seed), and not "
-                    f"for {tuple(task)}; make a new one"
+                    f"the FederatedClassifier was built for {tuple(self._task)} (classes, multi-label, seed), not for "
+                    f"{tuple(task)}; create a new one"
                 )
             return
         if self.num_classes not in (None, num_classes):
             raise ValueError(
                 f"num_classes={self.num_classes} does not match the data, whose labels have {num_classes} classes; "
-                "correct it"
+                "correct num_classes"
             )
         self.training_options = training or Training()
         self.evaluation = evaluation or Evaluation()
@@ -176,7 +176,7 @@ class FederatedClassifier(pl.LightningModule):
         return frozen_digest(self.model)
 
     def training_step(self, batch: AnyBatch, batch_idx: int) -> None:
-        """Take one local step of every client that still has one to take in this round."""
+        """Take one local step for every client that has steps left in this round."""
         cohort = self._states().cohort
         if cohort is None:
             raise RuntimeError("no round is open: add perada.lightning.FederatedLoop to the Trainer's callbacks")
@@ -187,12 +187,12 @@ class FederatedClassifier(pl.LightningModule):
         steps.increment_completed()
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Add no callback, but check those of the trainer before Lightning sets any of them up."""
+        """Return no callbacks, but check the trainer's before Lightning sets any of them up."""
         check_callbacks(self.trainer)
         return []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return an optimiser without effect, since Lightning needs one. Clients' optimisers live for one round."""
+        """Return a dummy optimiser, since Lightning requires one. Clients' optimisers live for one round."""
         return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -219,14 +219,14 @@ class FederatedClassifier(pl.LightningModule):
             self.log(name, value, prog_bar=not is_spread(name) and not is_shifted)
 
     def score(self) -> None:
-        """Compute ``results`` from what the validation steps have counted. A collective."""
+        """Compute ``results`` from the counts of the validation steps. A collective."""
         self.results.scores, self.results.per_client = self._evaluation.result()
         self.results.details = self._evaluation.details()
         self.results.include_shifted()
 
     @property
     def scores(self) -> dict[str, float]:
-        """Scores of the last evaluation by name, as they are logged."""
+        """Scores of the last evaluation by name, as logged."""
         return self.results.scores
 
     on_test_epoch_start = on_validation_epoch_start
@@ -259,5 +259,8 @@ class FederatedClassifier(pl.LightningModule):
 
     def _states(self) -> Federation:
         if self.federation is None:
-            raise RuntimeError("there are no states: add perada.lightning.FederatedLoop to the Trainer's callbacks")
+            raise RuntimeError(
+                "the states of server and clients are missing: add perada.lightning.FederatedLoop to "
+                "the Trainer's callbacks"
+            )
         return self.federation

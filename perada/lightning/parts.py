@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data, module and settings of a run, and what every step of it needs of them."""
+"""Data, module and settings of a run, and the helpers that its steps share."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass
 class PassedChecks:
-    """Long checks of the network that a run has passed, which a further set-up does not repeat.
+    """Expensive network checks that a run has passed, which a repeated set-up skips.
 
     Attributes:
         folding: Clients that are folded into one batch compute what they would compute alone.
@@ -41,7 +41,7 @@ class PassedChecks:
 
 @dataclass(eq=False)
 class Parts:
-    """What a run consists of, once it is set up.
+    """The components of a run, once it is set up.
 
     Attributes:
         data: The data module, set up.
@@ -82,7 +82,7 @@ class Parts:
         return tensor.to(next(self.module.model.parameters()).device)
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Return a context in which forward passes have the trainer's precision."""
+        """Return a context in which forward passes run in the trainer's precision."""
         return self.trainer.precision_plugin.forward_context()
 
     def has_rounds_left(self) -> bool:
@@ -105,13 +105,13 @@ class Parts:
         options = self.settings.privacy
         if exhausted and options is not None and options.max_epsilon is not None:
             rank_zero_warn(
-                f"privacy: client {', '.join(map(str, exhausted))} cannot take part any more: another round would pass "
-                f"max_epsilon={options.max_epsilon} of its {options.ledger} ledger"
+                f"privacy: client {', '.join(map(str, exhausted))} can no longer take part: another round would "
+                f"exceed max_epsilon={options.max_epsilon} of its {options.ledger} ledger"
             )
         return bool(able)
 
     def folder(self) -> Path | None:
-        """Return the run's folder on rank 0, which writes it; None on other ranks or without one. A collective."""
+        """Return the run's folder on rank 0, which writes it; None on other ranks or without a folder. A collective."""
         folder = log_folder(self.trainer)
         if folder is None or not self.trainer.is_global_zero:
             return None
@@ -129,7 +129,7 @@ class Parts:
             yield self.data.prepare(move_data_to_device(batch, self.module.device))
 
     def every_training_image(self, plan: RoundPlan) -> Iterator[CohortBatch]:
-        """Yield all training images of a plan's clients, each once, to compare the global models on them."""
+        """Yield each training image of a plan's clients once, for comparing the global models on them."""
         sizes = self.data.train_sizes
         full_pass = self.data.plan_for(plan.clients, plan.round, [Phase("compare", 1)])
         batches = self.progress_bar(self.local_steps(full_pass), f"Compare {plan.round + 1}")

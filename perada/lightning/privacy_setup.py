@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Privacy at set-up: what would void the guarantee is rejected, and the accounts are planned."""
+"""Privacy at set-up: reject everything that would void the guarantee, and plan the accounting."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ from perada.results.run_file import DATA_INDEPENDENT_METRICS
 
 
 def check_private(parts: Parts) -> None:
-    """Reject options, callbacks, data and weights with which training would not be private.
+    """Reject options, callbacks, data and weights that would void the privacy of training.
 
     Raises:
         ValueError: With the reason and the remedy.
@@ -69,13 +69,13 @@ def _check_options(parts: Parts) -> None:
     is_sample_level = settings.privacy is not None
     if data.tokens:
         raise _privacy_error(
-            "texts cannot be used: networks are tried at set-up on images that are changed, which tokens cannot be; "
-            "leave privacy and client_privacy out"
+            "texts are not supported: networks are checked at set-up on perturbed images, and tokens cannot be "
+            "perturbed; leave privacy and client_privacy out"
         )
     if getattr(parts.trainer.precision_plugin, "scaler", None) is not None:
         raise _privacy_error(
-            "precision='16-mixed' cannot be used: loss scales, and which steps are skipped, depend on clients' images, "
-            "which no ledger counts; give precision='bf16-mixed'"
+            "precision='16-mixed' is not supported: the loss scale and the skipped steps depend on clients' images, "
+            "which no ledger counts; set precision='bf16-mixed'"
         )
     if settings.algorithm.compares_models:
         raise _privacy_error(
@@ -84,15 +84,17 @@ def _check_options(parts: Parts) -> None:
         )
     if data.evaluate_on == "validation":
         raise _privacy_error(
-            "evaluate_on='validation' scores models on images held out of the clients' private ones, to choose by, "
-            "which no ledger counts; set evaluate_on='test', and choose settings on public data"
+            "evaluate_on='validation' scores models on held-out private images for choosing settings, which no ledger "
+            "counts; set evaluate_on='test', and choose settings on public data"
         )
     if is_sample_level and settings.weighting == "samples":
-        raise _privacy_error("weighting='samples' shows the clients' numbers of images without noise; choose 'uniform'")
+        raise _privacy_error(
+            "weighting='samples' reveals the clients' numbers of images without noise; choose weighting='uniform'"
+        )
     if is_sample_level and clip_norm is not None:
         raise _privacy_error(
-            f"clip_norm={clip_norm} (of training) would clip once more, after the noise; leave it "
-            "out: privacy.max_norm clips every image's gradient"
+            f"clip_norm={clip_norm} (of training) would clip again after the noise; leave clip_norm out: "
+            "privacy.max_norm clips every image's gradient"
         )
 
 
@@ -102,14 +104,13 @@ def _check_callbacks(parts: Parts) -> None:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str) and not monitor.startswith(DATA_INDEPENDENT_METRICS):
             raise _privacy_error(
-                f"{type(callback).__name__} chooses by {monitor!r}, which may depend on clients' private "
-                "images in a way that no ledger counts; train for a fixed number of rounds and keep the last "
-                "checkpoint"
+                f"{type(callback).__name__} selects by {monitor!r}, which may depend on clients' private images in a "
+                "way that no ledger counts; train for a fixed number of rounds and keep the last checkpoint"
             )
 
 
 def _check_server_has_no_client_images(parts: Parts) -> None:
-    """Raise an OptionError if the server has clients' images, whatever it does with them.
+    """Raise an OptionError if the server holds clients' images, whatever it does with them.
 
     Distillation, server rules that look at predictions, and diagnostics all read the server's images, and a user's own
     rule may do so too. So what the server has is checked, and not who reads it.
@@ -121,8 +122,8 @@ def _check_server_has_no_client_images(parts: Parts) -> None:
             labels = " with their labels" if option == "validation_fraction" else ""
             raise OptionError(
                 f"{option}={share} cannot be used in a private run: it would hand a share of the clients' own images "
-                f"to the server{labels}, without clipping, noise or a ledger. Set it to 0, and give images of another "
-                "source (data.public), or do without distillation (distillation.steps=0)",
+                f"to the server{labels} without clipping, noise or a ledger; set it to 0 and provide public images "
+                "from a different source (data.public), or turn distillation off (distillation.steps=0)",
                 name=option,
                 value=share,
             )
@@ -152,15 +153,15 @@ def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]]) 
     for dataset in datasets:
         if any(type(source).__name__ == trained_on for source in _sources(dataset)):
             raise OptionError(
-                f"privacy: pretrained={pretrained!r} was trained on the images of {trained_on}, which are the clients' "
-                "here, and no ledger counts that; give weights that were trained on other images",
+                f"privacy: pretrained={pretrained!r} was trained on the images of {trained_on}, which the clients of "
+                "this run hold, and no ledger counts that; use weights that were trained on other images",
                 name="pretrained",
                 value=pretrained,
             )
 
 
 def _sources(dataset: Dataset[Any]) -> Iterator[object]:
-    """Yield a dataset and those that it wraps, such as the dataset of a Subset and the parts of a ConcatDataset."""
+    """Yield a dataset and those that it wraps, such as that of a Subset and the parts of a ConcatDataset."""
     pending: list[object] = [dataset]
     seen = set[int]()
     while pending:
@@ -180,16 +181,16 @@ def check_trained_norms(module: FederatedClassifier) -> None:
     trained = [key.removesuffix(".running_var") for key in module.tensor_names.keys if key.endswith("running_var")]
     if trained:
         raise _privacy_error(
-            f"{trained[0]!r} and {len(trained) - 1} more are BatchNorm layers in what is trained: an image's "
-            "gradient then depends on the others of its batch. Choose lora, bottleneck or head, a residual adapter "
-            "with norm='group' and train_norms=False (adapter_options), or a backbone with LayerNorm or GroupNorm"
+            f"{trained[0]!r} and {len(trained) - 1} more are trained BatchNorm layers: an image's gradient then "
+            "depends on the other images of its batch; choose lora, bottleneck or head, a residual adapter with "
+            "norm='group' and train_norms=False (adapter_options), or a backbone with LayerNorm or GroupNorm"
         )
 
 
 def check_private_gradients(
     privacy: Privacy, module: FederatedClassifier, batch: CohortBatch, features: bool = False
 ) -> None:
-    """Raise a ValueError if the model has no private gradients.
+    """Raise a ValueError if private gradients cannot be computed for the model.
 
     They are tried for two clients with two images each, all made of the first image of the batch.
 
@@ -225,7 +226,7 @@ def states_near_initial(module: FederatedClassifier, clients: int) -> State:
 
 
 def plan_privacy(parts: Parts, rounds: int | None) -> Protection:
-    """Plan the privacy of a run: the accounts of the clients' images and of whole clients, where it has them.
+    """Plan the privacy of a run: its image-level and client-level accounts, where it has them.
 
     Args:
         parts: The run.

@@ -45,7 +45,7 @@ class ShiftScores:
 
 @dataclass
 class EvaluationResults:
-    """What the last evaluation of a run's models found.
+    """Results of the last evaluation of a run's models.
 
     Attributes:
         scores: Scores by name, as they are logged.
@@ -60,7 +60,7 @@ class EvaluationResults:
     shifted: ShiftScores | None = None
 
     def include_shifted(self) -> None:
-        """Add the scores on shifted test sets, if there are any, to the others."""
+        """Add the scores on shifted test sets, if any, to the others."""
         if self.shifted is not None:
             # New dictionaries: a logger may hold the former ones.
             self.scores = self.scores | self.shifted.scores

@@ -12,7 +12,7 @@ from perada.federation.settings import Settings
 
 
 def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unreadable: dict[int, str]) -> None:
-    """Name the clients whose training failed, and what becomes of it.
+    """Warn of the clients whose training failed, and of the consequence.
 
     Args:
         when: When it failed, such as ``round 3``.
@@ -27,7 +27,7 @@ def warn_of_failed_clients(when: str, clients: list[int], consequence: str, unre
     if diverged:
         rank_zero_warn(
             f"{when}: the loss of client {', '.join(diverged)} became NaN or infinite; {consequence}. Lower the "
-            "learning rate (of the clients, or of the server's rule where all break) or check the images."
+            "learning rate (of the clients, or of the server's rule if all clients diverge), or check the images."
         )
 
 
@@ -40,16 +40,15 @@ def warn_of_round(round: int, report: RoundReport, settings: Settings) -> None:
     """
     when = f"round {round + 1}"
     if not settings.private:
-        consequence = "its adapter stays as it was and the round continues without it"
+        consequence = "its adapter is unchanged and the round continues without it"
         warn_of_failed_clients(when, report.broken, consequence, report.failed)
     if settings.drop_outliers:
-        outlier_note = "It was left out, since drop_outliers is set."
+        outlier_note = "It was dropped (drop_outliers)."
     else:
-        outlier_note = "If that is no accident, drop_outliers leaves it out, and robust server rules withstand it."
+        outlier_note = "If this may be deliberate, set drop_outliers or choose a robust server rule."
     for client, ratio in report.server.outliers.items():
         rank_zero_warn(
-            f"{when}: client {client} sent a change {ratio:,.0f} times as long as the median of the round's. "
-            f"{outlier_note}"
+            f"{when}: client {client} sent a change whose norm is {ratio:,.0f} times the round's median. {outlier_note}"
         )
     if report.server.diverged:
         rank_zero_warn(
@@ -58,13 +57,13 @@ def warn_of_round(round: int, report: RoundReport, settings: Settings) -> None:
         )
     if report.server.discarded:
         rank_zero_warn(
-            f"{when}: what the server made of the clients' states became NaN or infinite; the global state "
-            f"stays as it was. Check {settings.rule.kind} and the options of {settings.algorithm.kind}."
+            f"{when}: the server's aggregate of the clients' states became NaN or infinite; the global state is "
+            f"unchanged. Check {settings.rule.kind} and the options of {settings.algorithm.kind}."
         )
 
 
 class Failures(NamedTuple):
-    """Number of clients that were drawn in a round, and of those whose training failed."""
+    """Numbers of clients drawn in a round, and of those whose training failed."""
 
     drawn: float
     failed: float
@@ -75,12 +74,12 @@ class NothingLearnedError(ValueError):
 
 
 def check_failures(rounds: Sequence[Failures], limit: int | None) -> None:
-    """Raise an OptionError if the clients failed more often than ``max_failures`` in all rounds so far."""
+    """Raise an OptionError if clients have failed more than ``max_failures`` times in all rounds so far."""
     count = int(sum(round.failed for round in rounds))
     if limit is not None and count > limit:
         raise OptionError(
-            f"max_failures={limit}: clients failed {count} times in {len(rounds)} rounds, as the warnings say; fix "
-            "what they name and resume (ckpt_path=last), or raise max_failures",
+            f"max_failures={limit}: clients failed {count} times in {len(rounds)} rounds (see the warnings); fix the "
+            "causes and resume (ckpt_path=last), or raise max_failures",
             name="max_failures",
             value=limit,
         )
@@ -90,6 +89,6 @@ def check_anything_learned(rounds: Sequence[Failures]) -> None:
     """Raise a NothingLearnedError if every client failed in every round of a run."""
     if rounds and all(round.drawn == round.failed for round in rounds):
         raise NothingLearnedError(
-            f"every client failed in all {len(rounds)} rounds, as the warnings say, so nothing was learned; fix the "
+            f"every client failed in all {len(rounds)} rounds (see the warnings), so nothing was learned; fix the "
             "data, or lower the learning rates"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What identifies a run: compared with a checkpoint's before it is loaded, and among the processes of a job."""
+"""Fingerprint of a run: compared with a checkpoint's before loading, and among the processes of a job."""
 
 import hashlib
 import json
@@ -22,20 +22,20 @@ from perada.results.restore import CHECKPOINT_KEY
 from perada.server import ServerRule
 
 COMPUTATION = ("engine", "clients_per_chunk", "channels_last", "cache_features", "torch_compile")
-"""Options of training that say how it is computed. Results stay the same up to rounding."""
+"""Options of training that control how it is computed; results are the same up to rounding."""
 ALLOW_CLIENTS = "clients"
 """What ``resume_allow`` must contain for more clients."""
 ALLOW_IMAGES = "images"
 """What ``resume_allow`` must contain for other images or labels of the same clients."""
 CLIENT_FIELDS = ("number of clients", "clients' numbers of images", "partition of the data")
-"""What may differ between a checkpoint and a run that resumes from it with more clients."""
+"""Fields that may differ between a checkpoint and a run that resumes from it with more clients."""
 OPTIONS_KNOWN_AT_SETUP = ("precision",)
 """Options of a fingerprint that an early one lacks."""
 
 
 @dataclass(frozen=True)
 class RunFingerprint:
-    """What a checkpoint records about its run, in plain types.
+    """The record of a run in a checkpoint, in plain types.
 
     Attributes:
         belongs: What all runs that may load the checkpoint have in common.
@@ -53,7 +53,7 @@ class RunFingerprint:
 
 @dataclass(frozen=True)
 class EarlyFingerprint(RunFingerprint):
-    """As much of a fingerprint as is known before anything is set up.
+    """The part of a fingerprint that is known before anything is set up.
 
     Attributes:
         model: The options ``backbone`` and ``adapter``, which a checkpoint has in its ``info``.
@@ -65,7 +65,7 @@ class EarlyFingerprint(RunFingerprint):
 
 
 def early_fingerprint(loop: Any, module: FederatedClassifier, data: FederatedDataModule) -> EarlyFingerprint:  # noqa: ANN401  # a FederatedLoop, which imports this
-    """Return the fingerprint of a run as far as it is known before set-up."""
+    """Return the part of a run's fingerprint that is known before set-up."""
     belongs: dict[str, Any] = {"algorithm": loop.algorithm.kind, "server rule": loop.server_rule.kind}
     if not loop.test_mode:
         belongs["seed"] = loop.seed
@@ -147,19 +147,19 @@ def _round_options(source: Any, rule: ServerRule) -> dict[str, Any]:  # noqa: AN
 
 @cache
 def disguise_seed(seed: int, salt: str) -> str:
-    """Return a mark of a secret seed, by which it can be compared. Each guess of a seed costs 50 ms."""
+    """Return a digest of a secret seed for comparison; each guess of a seed costs 50 ms."""
     return hashlib.scrypt(str(seed).encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()
 
 
 def cross_rank_fingerprint(parts: Parts, rounds_done: int) -> dict[str, Any]:
-    """Return by name, in plain types, what must be the same in all processes of a job."""
+    """Return the values that must be equal in all processes of a job, by name and in plain types."""
     fingerprint = run_fingerprint(parts)
     trainer = parts.trainer
     return {
         **fingerprint.belongs,
         **fingerprint.options,
         "number of rounds (max_epochs)": trainer.max_epochs,
-        "number of rounds behind it": rounds_done,
+        "number of completed rounds": rounds_done,
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
         "limit_val_batches": trainer.limit_val_batches,
         "eval_batch_size": parts.data.eval_batch_size,
@@ -170,7 +170,7 @@ def cross_rank_fingerprint(parts: Parts, rounds_done: int) -> dict[str, Any]:
 
 
 def check_ranks_agree(ranks: Ranks, fingerprint: dict[str, Any]) -> None:
-    """Raise a ValueError that names the first difference between the processes of a job. A collective.
+    """Raise a ValueError naming the first difference between the processes of a job. A collective.
 
     Processes that trained different things would wait for one another forever.
 
@@ -187,9 +187,10 @@ def check_ranks_agree(ranks: Ranks, fingerprint: dict[str, Any]) -> None:
             else:
                 differs = other.get(name) != value
             if differs:
-                subject = f"process {rank} has another {name} than process {ranks.rank}"
+                subject = f"process {rank} differs from process {ranks.rank} in its {name}"
                 raise ValueError(
-                    f"{subject}: data and options must be alike in all; draw from a fixed seed in your script"
+                    f"{subject}: data and options must be equal in all processes; use a fixed seed for random draws "
+                    "in your script"
                 )
 
 
@@ -200,7 +201,7 @@ def check_allowed_before_setup(allowed: Sequence[str], fingerprint: EarlyFingerp
 
 
 def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequence[str], training: bool) -> str | None:
-    """Describe why a checkpoint belongs to another run, by what is known before set-up.
+    """Describe why a checkpoint belongs to a different run, from what is known before set-up.
 
     Args:
         path: The checkpoint.
@@ -237,7 +238,7 @@ def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequenc
 
 
 def check_same_run(saved: dict[str, Any], parts: Parts, training: bool, allowed: Sequence[str]) -> None:
-    """Raise a ValueError if a checkpoint belongs to another run than this one.
+    """Raise a ValueError if a checkpoint belongs to a different run.
 
     Args:
         saved: The checkpoint's content.
@@ -276,14 +277,14 @@ def check_same_run(saved: dict[str, Any], parts: Parts, training: bool, allowed:
 
 
 def _check_fields(saved: dict[str, Any], belongs: dict[str, Any], ignored: Sequence[str], training: bool) -> None:
-    """Raise a ValueError if a checkpoint differs in one of the fields that it must have in common with the run."""
+    """Raise a ValueError if a checkpoint differs from the run in a field that must match."""
     difference = _difference_in_fields(saved["belongs"], belongs, ignored, training)
     if difference is not None:
         raise ValueError(difference)
 
 
 def _check_names(former: dict[str, Any], current: dict[str, Any], training: bool) -> None:
-    """Raise a ValueError if clients or classes have other names or another order.
+    """Raise a ValueError if clients or classes have different names or a different order.
 
     Their states and their noise are stored by number.
     """
@@ -291,7 +292,7 @@ def _check_names(former: dict[str, Any], current: dict[str, Any], training: bool
     if difference is None:
         return
     if training:
-        raise ValueError(f"the checkpoint belongs to another run: {difference}")
+        raise ValueError(f"the checkpoint belongs to a different run: {difference}")
     raise ValueError(_other_run_message(difference, training))
 
 
@@ -305,12 +306,13 @@ def _check_content(former: dict[str, Any], parts: Parts, training: bool, allowed
         raise ValueError(_other_run_message(difference, training))
     if resumes_private_run:
         raise ValueError(
-            f"the checkpoint belongs to a private run on other data: {difference}; its noise and its ledgers are of "
-            "the former images. Give these in the former order, or start anew"
+            f"the checkpoint belongs to a private run on different data: {difference}; its noise and its ledgers "
+            "cover the original images; resume with these in the original order, or start a new run"
         )
     raise ValueError(
-        f"the checkpoint belongs to a run on other data: {difference}; give the former data in the former order, "
-        f"or accept the change by resume_allow=[{ALLOW_IMAGES!r}] (--federated.resume_allow=[{ALLOW_IMAGES}])"
+        f"the checkpoint belongs to a run on different data: {difference}; resume with the original data in the "
+        f"original order, or accept the change with resume_allow=[{ALLOW_IMAGES!r}] "
+        f"(--federated.resume_allow=[{ALLOW_IMAGES}])"
     )
 
 
@@ -331,31 +333,31 @@ def _difference_in_options(former: dict[str, Any], options: dict[str, Any], allo
         former_value = former.get(name)
         if former_value != value and name not in allowed:
             return (
-                f"the checkpoint belongs to a run with {name}={_shortened(former_value)}, and here it is "
-                f"{_shortened(value)}; resume with the former, or accept the change by resume_allow=[{name!r}] "
-                f"(--federated.resume_allow=[{name}])"
+                f"the checkpoint belongs to a run with {name}={_shortened(former_value)}, but this run has "
+                f"{_shortened(value)}; resume with the original value, or accept the change with "
+                f"resume_allow=[{name!r}] (--federated.resume_allow=[{name}])"
             )
     return None
 
 
 def _other_run_message(difference: str, training: bool) -> str:
-    remedy = "give the configuration that wrote it"
+    remedy = "resume with the configuration that wrote it"
     if not training:
         remedy += "; other test images belong in data.shifts (docs/shifts.md)"
-    return f"the checkpoint belongs to another run: {difference}; {remedy}"
+    return f"the checkpoint belongs to a different run: {difference}; {remedy}"
 
 
 def _difference(former: object, value: object) -> str:
-    """Describe how two values differ; of dictionaries only the first difference."""
+    """Describe how two values differ; for dictionaries, only the first difference."""
     if isinstance(former, dict) and isinstance(value, dict):
         for key in former | value:
             if former.get(key) != value.get(key):
-                return f"have {key!r} of shape {former.get(key)}, here it is {value.get(key)}"
-    return f"is {_shortened(former)}, here it is {_shortened(value)}"
+                return f"have {key!r} of shape {former.get(key)}, here {value.get(key)}"
+    return f"is {_shortened(former)}, here {_shortened(value)}"
 
 
 def _shortened(value: object, limit: int = 80) -> str:
-    """Return the ``repr`` of a value on one line, cut to so many characters."""
+    """Return the ``repr`` of a value on one line, truncated to ``limit`` characters."""
     text = " ".join(repr(value).split())
     if len(text) <= limit:
         return text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: what is written into it and to loggers, and where its clients' files are."""
+"""The folder of a run: what is written to it and to loggers, and where its clients' files are."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from perada.lightning.checkpoint import RoundCheckpoint
 from perada.lightning.parts import Parts, log_folder
 
 PARTIAL_FILES = ("*/checkpoints/.*.partial", "*/clients/**/.*.partial", "*/.*.partial")
-"""Files beside and in a run's folder that a killed process was writing."""
+"""Files in and next to a run's folder that a killed process was writing."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def discard_folder_on_rejection(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def _delete_if_unused(folder: Path) -> None:
-    """Delete a run folder without files but events of this process, and then its parent folder if that is empty."""
+    """Delete a run folder with no files except this process's events, and its parent folder if that is then empty."""
     if all(path.match(f"events.out.tfevents.*.{os.getpid()}.*") for path in folder.glob("*")):
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # it contains other runs
@@ -74,7 +74,7 @@ def write_description(parts: Parts, config: dict[str, Any]) -> None:
 
 
 def log_options(trainer: pl.Trainer, config: dict[str, Any]) -> None:
-    """Pass the configuration to all loggers but CSV files, which have it beside them as ``config.yaml``."""
+    """Pass the configuration to all loggers except CSV loggers, whose folder has it as ``config.yaml``."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.log_hyperparams(config, {})  # without metrics, or it would log one named hp_metric
@@ -83,7 +83,7 @@ def log_options(trainer: pl.Trainer, config: dict[str, Any]) -> None:
 
 
 def log_history(trainer: pl.Trainer, history: list[dict[str, float]]) -> None:
-    """Write the rounds before a resumed one into CSV files, so that the run's folder has all of them."""
+    """Write the rounds before the resumed one into CSV files, so that the run's folder has all rounds."""
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
             for record in history:
@@ -93,7 +93,7 @@ def log_history(trainer: pl.Trainer, history: list[dict[str, float]]) -> None:
 
 
 def client_storage(requested: Storage, clients_per_round: int | None, num_clients: int, trainer: pl.Trainer) -> Storage:
-    """Return where a run stores its clients' states; their files, if any, are in the run's folder."""
+    """Return the store of a run's client states; its files, if any, are in the run's folder."""
     run_folder = log_folder(trainer)
     # Files that only older checkpoints refer to are deleted only if nothing keeps an older checkpoint.
     replaces_checkpoints = all(isinstance(callback, RoundCheckpoint) for callback in trainer.checkpoint_callbacks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run records about itself: ``run.json``, and ``info`` and ``metrics`` of checkpoints and of ``perada.Run``."""
+"""The record of a run: ``run.json``, and ``info`` and ``metrics`` of checkpoints and of ``perada.Run``."""
 
 import math
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ RECORDED_OPTIONS = (
 )
 """Options of training that a run records under their own names, beside ``clip_norm``."""
 LOCAL_SCORE = "personal/local_test"
-"""Name of the scores of personal models on their own clients' test images."""
+"""Name of the scores of personal models on their clients' test images."""
 SCORE_DIGITS = 6
-"""Digits that scores are written with: more than any number of images gives."""
+"""Number of digits that scores are written with: more than any number of images can yield."""
 
 
 @dataclass
@@ -152,7 +152,7 @@ def run_info(parts: Parts) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a simulation and a deployment learn about a run in different ways.
+    """The facts about a run that a simulation and a deployment obtain in different ways.
 
     Attributes:
         rounds: Number of rounds that are done.
@@ -213,7 +213,7 @@ def describe_run(
 def _describe_training(
     settings: Settings, module: FederatedClassifier, data: FederatedDataModule, facts: RunFacts
 ) -> dict[str, Any]:
-    """Return how clients trained, which a client that joins later repeats."""
+    """Return how clients trained, for clients that join later."""
     training: dict[str, Any] = {
         "algorithm": algorithm_record(settings.algorithm),
         "phases": [asdict(phase) for phase in settings.phases],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a fit besides those of Lightning's validation: on shifted sets, and after the last round."""
+"""Scores of a fit in addition to Lightning's validation: on shifted sets, and after the last round."""
 
 import json
 import math
@@ -23,15 +23,15 @@ from perada.lightning.trainer_attributes import is_dev_run
 from perada.results.report import LAST_ROUND, SHIFTS_FILE
 
 DETAILS = ("test_images", "predictions", "global/local_test", "per_class")
-"""Metrics of a checkpoint that the module keeps from its last evaluation besides scores."""
+"""Metrics of a checkpoint that the module keeps from its last evaluation in addition to scores."""
 LONG_SCORING = 60.0
-"""Seconds from which a run announces how long scoring takes."""
+"""Scoring time in seconds above which a run announces it."""
 FEW_MODELS = 10
-"""Number of models that is proposed where scoring all of them on all images takes long."""
+"""Number of models to propose where scoring all of them on all images takes long."""
 
 
 def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -> str | None:
-    """Describe how long it takes to score all models, where that is minutes.
+    """Describe how long it takes to score all models, if that is minutes.
 
     Args:
         seconds: Duration of the first batch of images.
@@ -82,7 +82,7 @@ class ScoringClock:
             self._started_at = time.perf_counter()
 
     def stop(self, parts: Parts, batch_idx: int, batches: float) -> None:
-        """Stop the clock after the first of so many batches, and announce how long all take, if that is minutes."""
+        """Stop the clock after the first batch, and log how long all ``batches`` will take, if that is minutes."""
         if batch_idx != 0 or self.announced or not math.isfinite(batches):
             return
         self.announced = True
@@ -99,7 +99,7 @@ class ScoringClock:
 
 
 def _synchronize(parts: Parts) -> None:
-    """Wait for the accelerator, whose kernels run asynchronously and would not be in the measured time."""
+    """Wait for the accelerator, whose kernels run asynchronously and would be missing from the measured time."""
     if parts.module.device.type == "cuda":
         torch.cuda.synchronize(parts.module.device)
 
@@ -148,12 +148,12 @@ def score_shifts(parts: Parts) -> bool:
 
 
 def _announce_long_shifts(seconds_of_first: float, count: int) -> None:
-    """Announce how long so many shifted sets take, from the time of the first, if that is minutes."""
+    """Log how long all shifted sets will take, from the time of the first, if that is minutes."""
     expected = seconds_of_first * count
     if expected >= LONG_SCORING:
         rank_zero_info(
-            f"scoring {count} shifted test sets takes about {_format_duration(expected)}; give fewer kinds "
-            "or severities in data.shifts, or score fewer models on all images with global_test_clients"
+            f"scoring {count} shifted test sets takes about {_format_duration(expected)}; reduce the kinds or "
+            "severities in data.shifts, or score fewer models on all images with global_test_clients"
         )
 
 
@@ -177,7 +177,7 @@ def restore_scores(parts: Parts, saved: dict[str, Any]) -> None:
 
 
 def _shift_reprs(parts: Parts) -> dict[str, str]:
-    """Return what identifies the shifts of the data in a checkpoint."""
+    """Return the values that identify the shifts of the data in a checkpoint."""
     return {name: repr(shift) for name, shift in parts.data.shifts.items()}
 
 
@@ -241,7 +241,7 @@ def _mean_and_std(scores: torch.Tensor) -> tuple[float, float]:
 
 
 def fine_tune_clients(parts: Parts) -> bool:
-    """Let every client fine-tune the final global state, where that is how the algorithm ends. A collective.
+    """Fine-tune the final global state for every client, if the algorithm ends that way. A collective.
 
     Returns:
         Whether the clients were fine-tuned by this call.
@@ -277,7 +277,7 @@ def fine_tune_clients(parts: Parts) -> bool:
 
 
 def finish(parts: Parts, history: History) -> None:
-    """Do at the end of training what a training that was stopped early has skipped. A collective.
+    """Run the final steps that training skipped because it was stopped early. A collective.
 
     Clients are fine-tuned, and models are scored, where that was not done yet. New scores are logged and added to the
     last record of the history, if there is one. The newest checkpoint of each callback is written again with all that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Set-up before the first round: all checks in their order, the privacy of the run, and how the data serve rounds."""
+"""Set-up before the first round: all checks in order, the privacy of the run, and the batches of rounds."""
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -33,7 +33,7 @@ from perada.privacy.protection import Protection
 
 
 def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Protection:
-    """Check that model, data and algorithm fit one another, and tell the data how rounds go.
+    """Check that model, data and algorithm are compatible, and configure the data for rounds.
 
     Args:
         parts: The run.
@@ -80,7 +80,7 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
 
 
 def _check_algorithm_and_rule(parts: Parts) -> None:
-    """Check algorithm, server rule and secure sums with the names of what is trained."""
+    """Check algorithm, server rule and secure sums against the names of the trained tensors."""
     settings = parts.settings
     tensor_names = parts.module.tensor_names
     num_clients = parts.data.num_clients
@@ -104,7 +104,7 @@ def _number_of_rounds(parts: Parts) -> int | None:
 
 
 def configure_rounds(parts: Parts, protection: Protection) -> None:
-    """Tell the data how clients and batches are drawn, which differs where training is private."""
+    """Configure how the data draws clients and batches, which differs if training is private."""
     images = protection.images
     parts.data.configure_rounds(
         seed=parts.settings.seed,
@@ -127,7 +127,7 @@ def _first_batch(parts: Parts) -> CohortBatch:
 
 
 def check_first_batch(parts: Parts, batch: CohortBatch, trains: bool) -> None:
-    """Send a round's first images through the model and, for private training, check each image's influence.
+    """Run a round's first images through the model and, for private training, check each image's influence.
 
     Args:
         parts: The run.
@@ -167,16 +167,16 @@ def _check_images_apart(parts: Parts, batch: CohortBatch) -> None:
 
 
 def _announce_cached_features(parts: Parts, trunk: FrozenTrunk) -> None:
-    """Announce that features of the frozen trunk are cached, if the cache has room for them."""
+    """Log that features of the frozen trunk are cached, if they fit into the cache."""
     if isinstance(parts.data.samples_of(parts.data.checked.train), FeatureStore):
         rank_zero_info(
-            f"the frozen layers before everything trained, {trunk.share:.0%} of a forward pass, run once for each "
-            "image (cache_features)"
+            f"caching features: the frozen layers before all trained ones ({trunk.share:.0%} of a forward pass) run "
+            "once per image (cache_features)"
         )
 
 
 def _prepare_trainer(parts: Parts) -> None:
-    """Set what a trainer of rounds needs, and announce a precision that gains nothing."""
+    """Configure the trainer for rounds, and warn of a precision that is not faster."""
     trainer = parts.trainer
     if trainer.precision == "bf16-mixed" and trainer.strategy.root_device.type == "cpu":
         announce_slow_bfloat16(product_seconds(torch.float32), product_seconds(torch.bfloat16))
@@ -187,10 +187,10 @@ def _prepare_trainer(parts: Parts) -> None:
 
 
 def announce_slow_bfloat16(single_seconds: float, half_seconds: float) -> None:
-    """Announce that bfloat16 is not faster than single precision, by the seconds of a product of matrices in each."""
+    """Log that bfloat16 is not faster than single precision, with the time of a matrix product in each."""
     if half_seconds > single_seconds:
         rank_zero_info(
-            f"precision='bf16-mixed' is not faster on this processor: a product of matrices takes "
-            f"{1e3 * half_seconds:.1f} ms in bfloat16 and {1e3 * single_seconds:.1f} ms in single precision; "
-            "precision='32-true' is also more exact"
+            f"precision='bf16-mixed' is not faster on this processor: a matrix product takes {1e3 * half_seconds:.1f} "
+            f"ms in bfloat16 and {1e3 * single_seconds:.1f} ms in single precision; precision='32-true' is also more "
+            "exact"
         )

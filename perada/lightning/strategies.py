@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A strategy for several devices, whose processes each train their own clients."""
+"""A strategy for several devices, each of whose processes trains its own clients."""
 
 import os
 import signal
@@ -17,18 +17,18 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from perada.core.checks import check_known
 
 LOST = (
-    "has lost another one, whose own message (or the system's, such as out of memory) says why; the job ends. Resume "
-    "with ckpt_path=last, on any number of devices, or start again if no round was saved"
+    "lost another process; see that process's message (or the system's, such as out of memory) for the cause. The job "
+    "ends; resume with ckpt_path=last, on any number of devices, or start again if no round was saved"
 )
-"""What follows the name of a process in the message that another process has ended."""
+"""Message after the name of a process when another process has ended."""
 
 
 class LostRankError(ConnectionError):
-    """Another process of the job has ended."""
+    """Raised when another process of the job has ended."""
 
 
 class _WatchingLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, with a message when a process that it started is lost.
+    """Lightning's launcher, with a message when one of its processes is lost.
 
     Lightning (2.6.6) watches them too, and kills this process without a word.
     """
@@ -80,7 +80,7 @@ class FederatedStrategy(DDPStrategy):
             torch.distributed.broadcast(tensor, 0)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Raise a LostRankError with a remedy where the exception is the loss of another process."""
+        """Raise a LostRankError with a remedy if the exception stems from the loss of another process."""
         super().on_exception(exception)
         if not isinstance(exception, RuntimeError):
             return
@@ -96,12 +96,12 @@ class FederatedStrategy(DDPStrategy):
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun started this process, which fixes the number of processes."""
+    """Return whether torchrun started this process, which fixes the number of processes."""
     return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
 
 
 def device_defaults() -> dict[str, Any]:
-    """Return the default ``devices`` and ``num_nodes``: one device, or as many as torchrun started processes."""
+    """Return the default ``devices`` and ``num_nodes``: one device, or one per process that torchrun started."""
     if not started_by_torchrun():
         return {"devices": 1}
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -109,7 +109,7 @@ def device_defaults() -> dict[str, Any]:
 
 
 def choose_strategy(strategy: object, devices: object, num_nodes: int) -> Any:  # noqa: ANN401  # what Trainer takes
-    """Return the requested strategy or, where none is, perada's for more than one device.
+    """Return the requested strategy or, by default, perada's if there is more than one device.
 
     >>> choose_strategy("auto", 1, 1), choose_strategy("auto", 2, 1), choose_strategy("ddp", 2, 1)
     ('auto', 'perada', 'ddp')
@@ -126,5 +126,5 @@ def choose_strategy(strategy: object, devices: object, num_nodes: int) -> Any:  
 
 
 StrategyRegistry.register(
-    FederatedStrategy.strategy_name, FederatedStrategy, description="Shares the clients of a round out among processes"
+    FederatedStrategy.strategy_name, FederatedStrategy, description="Divides the clients of a round among processes"
 )

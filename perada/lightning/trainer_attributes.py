@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return the trainer's own list of callbacks: what is added to it takes part in the run."""
+    """Return the trainer's list of callbacks itself; a callback appended to it takes part in the run."""
     undeclared: Any = trainer
     callbacks: list[pl.Callback] = undeclared.callbacks
     return callbacks
@@ -21,6 +21,6 @@ def datamodule_of(trainer: pl.Trainer) -> object:
 
 
 def is_dev_run(trainer: pl.Trainer) -> bool:
-    """Whether ``fast_dev_run`` is set: a trial of a few steps that writes nothing."""
+    """Return whether ``fast_dev_run`` is set: a test run of a few steps that writes nothing."""
     undeclared: Any = trainer
     return bool(undeclared.fast_dev_run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a trainer is checked, and what is changed in it, before federated rounds."""
+"""Checks of a trainer, and changes to it, before federated rounds."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
 from perada.lightning.trainer_attributes import callbacks_of, is_dev_run
 
 WORD_OPTIONS = {"profiler": ("simple", "advanced", "pytorch", "xla"), "gradient_clip_algorithm": ("value", "norm")}
-"""Options of a trainer that take one of several words."""
+"""Options of a trainer that take one of several strings."""
 ALL_DEVICES = ("auto", "-1", -1, None)
 """Values of ``devices`` for all devices of the machine."""
 
@@ -42,12 +42,12 @@ def check_devices(accelerator: object, devices: object) -> None:
     on_cpu = accelerator == "cpu" or (accelerator == "auto" and not _is_available("gpu"))
     has_indices = isinstance(devices, list) or (isinstance(devices, str) and "," in devices)
     if count is None or count < 1 or (has_indices and on_cpu):
-        requirement = "an integer >= 1, 'auto' for all or, on GPUs, a list of their indices such as [0, 1]"
+        requirement = "an integer >= 1, 'auto' for all or, on GPUs, a list of indices such as [0, 1]"
         raise invalid_option("devices", devices, requirement)
     on_cuda = accelerator == "cuda" or (accelerator in ("auto", "gpu") and torch.cuda.is_available())
     if on_cuda and count > torch.cuda.device_count():
         raise OptionError(
-            f"devices={devices!r} cannot be used: torch finds {torch.cuda.device_count()} GPUs; give fewer",
+            f"devices={devices!r} exceeds the {torch.cuda.device_count()} GPUs that torch finds; request fewer",
             name="devices",
             value=devices,
         )
@@ -59,8 +59,8 @@ def _check_accelerator(accelerator: str) -> None:
     check_choice("accelerator", accelerator, sorted(names))
     if accelerator != "auto" and not _is_available(accelerator):
         raise OptionError(
-            f"accelerator={accelerator!r} cannot be used: torch finds no such device on this machine; give 'auto' "
-            "or 'cpu', or see `perada doctor`",
+            f"accelerator={accelerator!r} is not available: torch finds no such device on this machine; set 'auto' or "
+            "'cpu', or see `perada doctor`",
             name="accelerator",
             value=accelerator,
         )
@@ -74,7 +74,7 @@ def _is_available(accelerator: str) -> bool:
 
 
 def _device_count(devices: object) -> int | None:
-    """Return the number of devices that an option requests as a number, a list of indices or a text of either.
+    """Return the number of devices that an option requests as a number, a list of indices or a string of either.
 
     None for a value that is neither.
     """
@@ -91,7 +91,7 @@ def _device_count(devices: object) -> int | None:
 
 
 def check_words(options: Mapping[str, Any]) -> None:
-    """Reject words that a trainer's options do not take. Lightning's own messages do not name the option.
+    """Reject invalid strings in a trainer's options; Lightning's messages do not name the option.
 
     Raises:
         OptionError: With the value and the choice.
@@ -108,7 +108,7 @@ def check_words(options: Mapping[str, Any]) -> None:
 
 
 class _Unsupported(NamedTuple):
-    """The values of an option that rounds can run with, as text, and why no other."""
+    """The values of an option that rounds support, as strings, and why no others."""
 
     allowed: tuple[str, ...]
     reason: str
@@ -116,27 +116,27 @@ class _Unsupported(NamedTuple):
 
 UNSUPPORTED_TRAINER_OPTIONS = {
     "accumulate_grad_batches": _Unsupported(
-        ("1",), "a batch is one local step of every client; give a larger batch_size"
+        ("1",), "a batch is one local step of every client; set a larger batch_size"
     ),
     "gradient_clip_val": _Unsupported(
         ("None", "0", "0.0"),
-        "it does not know the clients; give training.clip_norm, which clips each client's gradient",
+        "it would ignore the division into clients; set training.clip_norm, which clips each client's gradient",
     ),
     "val_check_interval": _Unsupported(
         ("None", "1.0"),
-        "models are there only between rounds; give check_val_every_n_epoch, the rounds between two evaluations",
+        "models are complete only between rounds; set check_val_every_n_epoch, the rounds between two evaluations",
     ),
-    "max_steps": _Unsupported(("-1",), "it would stop within a round; give max_epochs, the number of rounds"),
+    "max_steps": _Unsupported(("-1",), "it would stop within a round; set max_epochs, the number of rounds"),
     "precision": _Unsupported(
         ("32-true", "bf16-mixed", "16-mixed"),
-        "it casts whole models; give 'bf16-mixed', '16-mixed' or '32-true'",
+        "it casts all weights; set 'bf16-mixed', '16-mixed' or '32-true'",
     ),
 }
-"""Options of a trainer that federated rounds support for some values only."""
+"""Options of a trainer that federated rounds support only for some values."""
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Reject a trainer with options or callbacks that federated rounds do not support.
+    """Raise a ValueError if a trainer has options or callbacks that federated rounds do not support.
 
     Raises:
         ValueError: With the value, the reason and the remedy.
@@ -144,15 +144,15 @@ def check_trainer(trainer: pl.Trainer) -> None:
     if trainer.world_size > 1 and not isinstance(trainer.strategy, FederatedStrategy):
         strategy = type(trainer.strategy).__name__
         raise OptionError(
-            f"strategy={strategy} cannot be used on {trainer.world_size} devices: clients are not replicas of one "
-            "model; give strategy='perada'",
+            f"strategy={strategy} is not supported on {trainer.world_size} devices: clients are not replicas of one "
+            "model; set strategy='perada'",
             name="strategy",
             value=strategy,
         )
     if started_by_torchrun() and trainer.world_size != int(os.environ["WORLD_SIZE"]):
         options = f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes}"
         raise ValueError(
-            f"{options} cannot be used: torchrun started {os.environ['WORLD_SIZE']} processes; leave both out"
+            f"{options} do not match the {os.environ['WORLD_SIZE']} processes that torchrun started; leave both out"
         )
     check_callbacks(trainer)
     for name, unsupported in UNSUPPORTED_TRAINER_OPTIONS.items():
@@ -160,7 +160,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         # fast_dev_run sets max_steps.
         is_set_by_dev_run = name == "max_steps" and is_dev_run(trainer)
         if str(value) not in unsupported.allowed and not is_set_by_dev_run:
-            raise OptionError(f"{name}={value!r} cannot be used: {unsupported.reason}", name=name, value=value)
+            raise OptionError(f"{name}={value!r} is not supported: {unsupported.reason}", name=name, value=value)
 
 
 def loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
@@ -175,7 +175,7 @@ def loss_scaler(trainer: pl.Trainer) -> torch.amp.GradScaler | None:
 
 
 def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
-    """Check a trainer, let it write atomic checkpoints, and let each process have clients of its own.
+    """Check a trainer, and configure it for atomic checkpoints and separate clients per process.
 
     Each process gets the batches as the data module gives them, and logs the same values, those of all clients.
 
@@ -187,7 +187,7 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
         ValueError: If the trainer has several loops, or options that rounds do not support.
     """
     if sum(isinstance(callback, loop) for callback in callbacks_of(trainer)) > 1:
-        raise ValueError(f"the Trainer has several {loop.__name__}s among its callbacks; give it one")
+        raise ValueError(f"the Trainer has several {loop.__name__}s among its callbacks; pass only one")
     check_trainer(trainer)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # Lightning's default, not the caller's choice
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
@@ -202,7 +202,7 @@ def set_up_trainer(trainer: pl.Trainer, loop: type[pl.Callback]) -> None:
 
 
 def _note_sigterm(trainer: pl.Trainer, signum: int, frame: object) -> None:
-    """Let this process end after its step, and those that it started; the others then lose their connection to it.
+    """End this process and those that it started after the current step; the others then lose their connection to it.
 
     Lightning's own handler (2.6.6) broadcasts to the other processes at once. In the middle of another collective they
     take this for a part of it, or none of them ever ends.

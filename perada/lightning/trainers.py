@@ -15,11 +15,11 @@ from perada.lightning.strategies import choose_strategy, device_defaults
 from perada.lightning.trainer_setup import check_devices, check_trainer, check_words
 
 TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_model_summary": False}
-"""Options of a trainer that have other defaults than Lightning's."""
+"""Options of a trainer whose defaults differ from Lightning's."""
 
 
 def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **options: Any) -> pl.Trainer:
-    """Make a trainer with perada's defaults: one device, CSV logs, a checkpoint after every round.
+    """Create a trainer with perada's defaults: one device, CSV logs, a checkpoint after every round.
 
     Under torchrun it has as many devices as processes were started. Without a logger there is no run folder, and no
     checkpoint unless a callback writes one.

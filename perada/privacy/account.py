@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run costs each client: its noise, its ledgers, and whether it can afford another round."""
+"""The privacy cost of a run for each client: noise, ledgers, and whether another round is affordable."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -16,7 +16,7 @@ from perada.privacy.options import ClientPrivacy, LedgerName, Privacy
 from perada.privacy.sampling import passes
 
 Planned = Callable[[int], Sequence[int]]
-"""Returns, from a round on, in how many of the planned ones each client takes part."""
+"""Returns the number of planned rounds, from a given round on, in which each client takes part."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Cost(NamedTuple):
 
 
 class Budget(ABC):
-    """What was spent by one section of a run's options, and what still may be.
+    """The budget of one section of a run's options: what has been spent and what remains.
 
     Args:
         options: The section.
@@ -85,10 +85,10 @@ class Budget(ABC):
 
     @abstractmethod
     def costs(self, client: int, tuning: bool = False) -> list[Cost]:
-        """Return what a client spends in a round, or in the fine-tuning after the last."""
+        """Return the cost of a round, or of the fine-tuning after the last, for one client."""
 
     def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[Cost]:
-        """Return what all clients of ``plan`` will spend."""
+        """Return the costs of ``plan`` for all its clients."""
         costs: list[Cost] = []
         for client in plan.clients:
             costs += self.costs(client, tuning)
@@ -107,7 +107,7 @@ class Budget(ABC):
                 self.lost.add(client, sigma, rate, steps, sent=sent)
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
-        """Return those of ``clients`` who stay within every limit if they train once more, or are fine-tuned.
+        """Return the ``clients`` that stay within every limit if they train once more, or are fine-tuned.
 
         A target can be passed where a run is resumed: with other options, or fine-tuning again after an early stop.
         """
@@ -123,11 +123,11 @@ class Budget(ABC):
         return able
 
     def check_planned(self, is_planned: bool) -> None:
-        """Raise a ValueError if noise has to be calibrated and the number of rounds is not known."""
+        """Raise a ValueError if noise must be calibrated but the number of rounds is unknown."""
         if not is_planned:
             raise OptionError(
-                f"{self.section}: target_epsilon={self.options.target_epsilon} needs a number of rounds to be "
-                "calibrated for; give max_epochs (rounds), or noise_multiplier",
+                f"{self.section}: target_epsilon={self.options.target_epsilon} requires a known number of rounds to "
+                "calibrate the noise; set max_epochs (rounds), or noise_multiplier",
                 name=f"{self.section}: target_epsilon",
                 value=self.options.target_epsilon,
             )
@@ -144,7 +144,7 @@ class Budget(ABC):
     def _planned_history(
         self, client: int, rounds: int, tunings: int, ledger: LedgerName
     ) -> Counter[tuple[float, float]]:
-        """Return the steps that a client takes in so many rounds and fine-tunings, as a ledger would count them."""
+        """Return the steps that a ledger would count for a client after so many rounds and fine-tunings."""
         history = Counter[tuple[float, float]]()
         for tuning, times in ((False, rounds), (True, tunings)):
             for cost in self.costs(client, tuning):
@@ -169,7 +169,7 @@ class Budget(ABC):
         return history_epsilon(history, options.delta, options.accountant)
 
     def epsilons(self, clients: Iterable[int]) -> dict[str, list[float]]:
-        """Return ε so far of each of ``clients``, by ledger."""
+        """Return the ε spent so far by each of ``clients``, by ledger."""
         delta = self.options.delta
         accountant = self.options.accountant
         return {
@@ -224,9 +224,9 @@ class Budget(ABC):
             epsilon = self._epsilon_after(client, rounds, tunings, by_plan=True)
             if epsilon > target * ROUNDING:
                 raise ValueError(
-                    f"{self.section}: the noise was calibrated to target_epsilon={target} for another plan: with the "
-                    f"rounds planned now client {client} would come to ε = {epsilon:.2f}; train no further, or give a "
-                    "higher target_epsilon"
+                    f"{self.section}: the noise was calibrated to target_epsilon={target} for a different plan: with "
+                    f"the rounds now planned, client {client} would reach ε = {epsilon:.2f}; stop training, or raise "
+                    "target_epsilon"
                 )
 
 
@@ -289,7 +289,7 @@ class Account(Budget):
         all_steps = [*self._steps(self.sizes[0], False), *self._steps(self.sizes[0], True)]
         if self.limit is not None and not any(self._is_limited(steps.sent) for steps in all_steps):
             raise OptionError(
-                "privacy: ledger='server' cannot limit an algorithm whose clients send nothing; choose "
+                "privacy: ledger='server' sets no limit on an algorithm whose clients send nothing; choose "
                 "ledger='release'",
                 name="privacy: ledger",
                 value="server",
@@ -303,7 +303,7 @@ class Account(Budget):
         self._check_first_round()
 
     def query_plan(self, tuning: bool) -> QueryPlan:
-        """Return what is trained in a round, or after the last one."""
+        """Return the query plan of a round, or of the fine-tuning after the last."""
         return self.tuning if tuning else self.rounds
 
     def sampling(self, tuning: bool = False) -> PrivateSampling:
@@ -316,16 +316,16 @@ class Account(Budget):
         return sampling_rate(self.sizes[client], self.batch_size)
 
     def check_data(self, sizes: Sequence[int], batch_size: BatchSize) -> None:
-        """Raise a ValueError if the data are not those that the account was made for."""
+        """Raise a ValueError if the data differ from those that the account was created for."""
         if tuple(sizes) != self.sizes or batch_size != self.batch_size:
             raise OptionError(
-                f"privacy: the data have batch_size={batch_size} and {sum(sizes)} images, and the ledgers count with "
-                f"batch_size={self.batch_size} and {sum(self.sizes)}; do not change them while a run is under way",
+                f"privacy: the data have batch_size={batch_size} and {sum(sizes)} images, but the ledgers assume "
+                f"batch_size={self.batch_size} and {sum(self.sizes)}; do not change the data during a run",
                 name="privacy",
             )
 
     def round_costs(self, plan: RoundPlan, tuning: bool = False) -> list[Cost]:
-        """Return what all clients of ``plan`` will spend.
+        """Return the costs of ``plan`` for all its clients.
 
         Raises:
             ValueError: If the clients take other steps than the ledgers count.
@@ -335,14 +335,14 @@ class Account(Budget):
             counted.append(tuple(phase.local_steps(self.sizes[client], self.batch_size) for client in plan.clients))
         if plan.steps != tuple(counted):
             raise OptionError(
-                f"privacy: round {plan.round + 1} has {plan.steps} steps of its clients by phase, and the ledgers "
-                f"count {tuple(counted)}; do not use the data module for another run meanwhile",
+                f"privacy: round {plan.round + 1} has {plan.steps} client steps by phase, but the ledgers count "
+                f"{tuple(counted)}; do not use the data module for another run at the same time",
                 name="privacy",
             )
         return super().round_costs(plan, tuning)
 
     def costs(self, client: int, tuning: bool = False) -> list[Cost]:
-        """Return what a client spends in a round, or in the fine-tuning after the last."""
+        """Return the cost of a round, or of the fine-tuning after the last, for one client."""
         rate = self._accounted_rate(client)
         costs = []
         for entry in self._steps(self.sizes[client], tuning):
@@ -380,7 +380,7 @@ class Account(Budget):
         }
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
-        """Resume as :meth:`Budget.load_state_dict`; a calibrated σ stays what it was.
+        """Resume like :meth:`Budget.load_state_dict`; a calibrated σ keeps its value.
 
         Raises:
             ValueError: Also if batches were drawn in another way before.
@@ -388,9 +388,9 @@ class Account(Budget):
         before = state["sampling"]
         if before != self.options.sampling:
             raise OptionError(
-                f"privacy: the checkpoint's batches were drawn with sampling={before!r}, and here it is "
-                f"{self.options.sampling!r}: ε would be of two kinds of neighbours at once; resume with "
-                f"sampling={before!r}, or start anew",
+                f"privacy: the checkpoint's batches were drawn with sampling={before!r}, but this run has "
+                f"{self.options.sampling!r}: ε would mix two neighbouring relations; resume with sampling={before!r}, "
+                "or start a new run",
                 name="privacy",
             )
         if self.options.target_epsilon is not None:
@@ -446,7 +446,7 @@ class Account(Budget):
         return result
 
     def _check_first_round(self) -> None:
-        """Raise a ValueError that names the clients who cannot afford a single round."""
+        """Raise a ValueError naming the clients that cannot afford a single round."""
         clients = range(len(self.sizes))
         unable = sorted({*clients} - {*self.affordable(clients)})
         if not unable:
@@ -456,8 +456,8 @@ class Account(Budget):
             epsilon = self._epsilon_after(client, rounds=1, tunings=0)
             examples.append(f"{client} ({self.sizes[client]} images, ε = {epsilon:.2f})")
         raise OptionError(
-            f"privacy: {len(unable)} of {len(clients)} clients would pass max_epsilon={self.options.max_epsilon} "
-            f"in their first round: client {', '.join(examples)}; give more noise (noise_multiplier), smaller batches "
-            "or fewer local steps, or leave them out",
+            f"privacy: {len(unable)} of {len(clients)} clients would exceed max_epsilon={self.options.max_epsilon} in "
+            f"their first round: client {', '.join(examples)}; increase the noise (noise_multiplier), use smaller "
+            "batches or fewer local steps, or leave these clients out",
             name="privacy",
         )

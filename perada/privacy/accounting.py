@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What private training costs: each client's history of noisy steps, and its epsilon by Opacus's accountants.
+"""The cost of private training: each client's history of noisy steps, and its epsilon by Opacus's accountants.
 
 The noise multiplier σ is the noise's standard deviation over the sensitivity of the sum; the sample rate q is the
 probability of an image to be in a step's batch. Two data sets are neighbours if one has one image more.
@@ -71,7 +71,7 @@ def history_epsilon(history: History, delta: float, accountant: str = "rdp") -> 
 
 
 def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "rdp") -> float:
-    """Return the smallest noise multiplier, up to a tolerance, whose planned steps stay within a budget.
+    """Return the smallest noise multiplier, up to a tolerance, that keeps the planned steps within a budget.
 
     The ε of the result lies in [target − tolerance, target], with a tolerance of 0.01 or 1 % of the target, whichever
     is less. Less than that is spent only where the accountant jumps.
@@ -90,7 +90,7 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
     check_target("target_epsilon", target_epsilon)
     check_step(1.0, sample_rate, steps)
     if not steps:
-        raise ValueError("the plan has no steps, so that any noise would do; give the steps of all rounds together")
+        raise ValueError("the plan has no steps, so any noise would satisfy it; pass the steps of all rounds together")
     tolerance = min(0.01, target_epsilon / 100)
 
     def epsilon_of(noise_multiplier: float) -> float:
@@ -104,8 +104,8 @@ def calibrate(target_epsilon: float, delta: float, sample_rate: float, steps: in
         high = 2 * high
         if high > 1e6:
             raise OptionError(
-                f"target_epsilon={target_epsilon} at delta={delta} is below what the {accountant} accountant can show "
-                "with any noise; raise the target, or use 'prv', whose bound goes lower than that of 'rdp'",
+                f"target_epsilon={target_epsilon} at delta={delta} is below what the {accountant} accountant can "
+                "certify with any noise; raise the target, or use 'prv', whose bound is tighter than that of 'rdp'",
                 name="target_epsilon",
                 value=target_epsilon,
             )
@@ -144,7 +144,7 @@ def _epsilon(segments: tuple[tuple[float, float, int], ...], delta: float, accou
 
 
 def _rdp_epsilon(segments: tuple[tuple[float, float, int], ...], delta: float) -> float:
-    """Return what Opacus's accountant would: the least ε over its orders, without computing most of them.
+    """Return the same ε as Opacus's accountant, the least over its orders, without computing most of them.
 
     (α − 1) times the divergence of order α is the logarithm of a moment, so it is convex in α, as is (α − 1) times what
     the conversion adds. So ε falls up to its least value and rises from there. Each order's ε is a bound in any case.
@@ -189,14 +189,14 @@ def check_delta(delta: float, section: str = "") -> None:
 
 def check_target(name: str, target: float | None, optional: bool = False) -> None:
     """Raise a ValueError if noise cannot be calibrated for an ε; None is accepted if it is ``optional``."""
-    hint = f"usual budgets lie from 1 to 10, more than {LARGEST_TARGET} protects nobody; or set noise_multiplier"
+    hint = f"typical budgets are 1 to 10, and more than {LARGEST_TARGET} protects nobody; or set noise_multiplier"
     check_number(name, target, gt=0, le=LARGEST_TARGET, optional=optional, hint=hint)
 
 
 def check_delta_covers(section: str, delta: float, count: int, what: str) -> None:
-    """Raise if a mechanism may publish one of ``count`` records in full and still keep its promise with this δ.
+    """Raise if δ would allow a mechanism to publish one of ``count`` records in full.
 
-    Such a mechanism picks one record at random: each is shown with probability 1 / count.
+    Such a mechanism picks one record at random, so each is published with probability 1 / count.
 
     Args:
         section: Section of the options, for the message.
@@ -210,7 +210,7 @@ def check_delta_covers(section: str, delta: float, count: int, what: str) -> Non
     if delta >= 1 / count:
         raise OptionError(
             f"{section}: delta={delta} must be below 1 / {count}, the number of {what}: otherwise publishing one of "
-            f"them in full would count as private; give less, such as {1 / (10 * count):.0e}",
+            f"them in full would count as private; choose a smaller delta, such as {1 / (10 * count):.0e}",
             name=f"{section}: delta",
             value=delta,
         )
@@ -218,13 +218,13 @@ def check_delta_covers(section: str, delta: float, count: int, what: str) -> Non
 
 def check_step(sigma: float, rate: float, steps: int) -> None:
     """Raise a ValueError if a noise multiplier, rate or number of steps is out of its range."""
-    check_number("noise_multiplier", sigma, ge=0, hint="usual values lie from 0.5 to 5")
+    check_number("noise_multiplier", sigma, ge=0, hint="typical values are 0.5 to 5")
     check_number("sample_rate", rate, gt=0, le=1, hint="it is batch size / number of images")
-    check_integer("steps", steps, 0, hint="every step counts, empty batches included")
+    check_integer("steps", steps, 0, hint="count every step, including empty batches")
 
 
 class Ledger:
-    """How often each client took a noisy step, by noise multiplier and sample rate.
+    """The number of noisy steps of each client, by noise multiplier and sample rate.
 
     Counts are kept per setting rather than per step, so runs that alternate stay cheap to account for.
 
@@ -260,7 +260,7 @@ class Ledger:
         return history_epsilon(self.history(client), delta, accountant)
 
     def epsilons(self, delta: float, accountant: str = "rdp", clients: Iterable[int] | None = None) -> dict[int, float]:
-        """Return the ε of each of ``clients``, 0.0 without a step; by default of those who took a step, in order."""
+        """Return the ε of each of ``clients``, 0.0 without a step; by default of the clients with a step, in order."""
         if clients is None:
             clients = sorted(self._clients)
         epsilons: dict[int, float] = {}
@@ -297,7 +297,10 @@ class Ledger:
             ValueError: If :meth:`state_dict` did not return this.
         """
         if "rows" not in state:
-            raise ValueError(f"a ledger has no 'rows' but {sorted(state)}; load what Ledger.state_dict() gave")
+            raise ValueError(
+                f"the state of a ledger must have the key 'rows' only, got {sorted(state)}; load what "
+                "Ledger.state_dict() returned"
+            )
         loaded = Ledger()
         for client, sigma, rate, steps in state["rows"]:
             loaded.add(client, sigma, rate, steps)
@@ -305,7 +308,7 @@ class Ledger:
 
 
 class Ledgers:
-    """The two accounts of a run, because both adapters of a client are trained on the same images.
+    """The two ledgers of a run, since both adapters of a client are trained on the same images.
 
     Distillation on public images follows from what was sent, and costs nothing.
 
@@ -342,7 +345,9 @@ class Ledgers:
             ValueError: If :meth:`state_dict` did not return this.
         """
         if set(state) != {"server", "release"}:
-            raise ValueError(f"the ledgers are {sorted(state)}, not server and release; load a Ledgers.state_dict()")
+            raise ValueError(
+                f"the ledgers must be server and release, got {sorted(state)}; load what Ledgers.state_dict() returned"
+            )
         server = Ledger()
         server.load_state_dict(state["server"])
         release = Ledger()
@@ -352,5 +357,5 @@ class Ledgers:
 
 
 def ledgers_by_name(ledgers: Ledgers) -> dict[str, Ledger]:
-    """Return both ledgers of a run by their names."""
+    """Return both ledgers of a run by name."""
     return {"server": ledgers.server, "release": ledgers.release}

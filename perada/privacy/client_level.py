@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differential privacy for a client as a whole: what it sends is clipped and gets its share of the noise.
+"""Client-level differential privacy: each client's update is clipped and receives its share of the noise.
 
 Two federations are neighbours if one client's part in every round is taken out of the sums: neither a change nor, with
 adaptive clipping, a vote. The number of clients of a round, by which sums are divided, is the same in both. A client
@@ -101,7 +101,7 @@ def noisy_updates(
 
 
 def split_noise(noise_multiplier: float, count_noise: float) -> float:
-    """Return the noise multiplier z_Δ of the clipped updates, where the noisy count of short ones takes its part of z.
+    """Return the noise multiplier z_Δ of the clipped updates, given that the noisy count of short ones takes part of z.
 
     z_Δ = (z⁻² − (2 σ_b)⁻²)^(−1/2) (Andrew et al., NeurIPS 2021, theorem 1), so that both together cost what z costs.
 
@@ -119,9 +119,9 @@ def split_noise(noise_multiplier: float, count_noise: float) -> float:
         return 0.0
     if not 2 * count_noise > noise_multiplier:
         raise OptionError(
-            f"count_noise={count_noise} is too little for noise_multiplier={noise_multiplier}: the count of short "
-            f"updates alone would cost more; give more than {noise_multiplier / 2} (by default it is a twentieth of "
-            "the clients of a round, so more clients help too), or clipping='fixed'",
+            f"count_noise={count_noise} is too small for noise_multiplier={noise_multiplier}: counting the short "
+            f"updates would by itself exceed the budget; choose more than {noise_multiplier / 2} (the default is a "
+            "twentieth of the clients of a round, so drawing more clients helps too), or clipping='fixed'",
             name="count_noise",
             value=count_noise,
         )
@@ -129,7 +129,7 @@ def split_noise(noise_multiplier: float, count_noise: float) -> float:
 
 
 def noisy_share(norms: Tensor, max_norm: float, count_noise: float, generator: torch.Generator | None) -> float:
-    """Return the share of clients whose update is not longer than S, with noise (Andrew et al. 2021, algorithm 1).
+    """Return the noisy share of clients whose update norm is at most S (Andrew et al. 2021, algorithm 1).
 
     1/2 + (Σ (b_i − 1/2) + noise) / C with b_i = 1 for a short update and 0 for a long one; so a client changes the sum
     by 1/2 at most. Noise may take the share below 0 or above 1.
@@ -146,7 +146,7 @@ def noisy_share(norms: Tensor, max_norm: float, count_noise: float, generator: t
 
 
 def floor_variances(state: State) -> State:
-    """Set running variances that noise took below 0 to 0; post-processing, which costs nothing."""
+    """Set running variances that noise made negative to 0; this is post-processing and costs nothing."""
     floored = dict(state)
     for key, value in state.items():
         if key.endswith("running_var"):
@@ -156,7 +156,7 @@ def floor_variances(state: State) -> State:
 
 @dataclass(frozen=True)
 class _NoiseSplit:
-    """How the noise of a round is divided between updates and the count of short ones.
+    """The split of a round's noise between the updates and the count of short ones.
 
     Attributes:
         update_multiplier: z_Δ, the noise multiplier of the updates.
@@ -185,7 +185,7 @@ class ContributionNoise:
 
 
 class ClientLevel(Budget):
-    """Client-level privacy of a run: makes each round's updates private and keeps the account.
+    """Client-level privacy of a run: makes each round's updates private and accounts for the cost.
 
     Args:
         options: The section ``client_privacy``.
@@ -238,13 +238,13 @@ class ClientLevel(Budget):
         return _NoiseSplit(split_noise(self.noise_multiplier, self._count_std), self._count_std)
 
     def costs(self, client: int, tuning: bool = False) -> list[Cost]:
-        """Return the one step of a round; fine-tuning sends nothing."""
+        """Return the single step of a round; fine-tuning sends nothing."""
         if tuning:
             return []
         return [Cost(client, self.noise_multiplier, sample_rate=1.0, steps=1, sent=True)]
 
     def privatized(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
-        """Make the updates of a round private, and move S. The round must have been counted; all ranks call it.
+        """Make the updates of a round private, and move S. The round must have been counted; all ranks must call this.
 
         received + clipped change + the client's share of the noise, whose standard deviation is z · S / √C. The sum
         over the C ``clients`` then has noise z · S, so that z is the noise multiplier of any function of the uniform
@@ -301,7 +301,7 @@ class ClientLevel(Budget):
         return ContributionNoise(change_std, vote_std)
 
     def contribution(self, update: State, received: State, clients: int, round: int, client: int) -> State:
-        """Return what a client adds to the secure sum over n ``clients``: its clipped change with noise, in integers.
+        """Return a client's contribution to a secure sum over n ``clients``: its noisy clipped change, in integers.
 
         With adaptive clipping its vote is added. A client that is not finite adds only noise.
 
@@ -332,13 +332,13 @@ class ClientLevel(Budget):
         return integers
 
     def _noise_source(self, round: int, client: int) -> torch.Generator | None:
-        """Return what a client's noise in a round is drawn from; None for the cryptographic generator."""
+        """Return the generator of a client's noise in a round; None for the cryptographic generator."""
         if self.options.secure_rng:
             return None
         return generator(self._seed, "client privacy", round, client)
 
     def mean_change(self, updates: Updates, received: State, round: int, clients: Sequence[int]) -> State:
-        """Return the mean change that a secure sum over a round's ``clients`` gives, computed as sites compute it.
+        """Return the mean change from a secure sum over a round's ``clients``, computed as sites compute it.
 
         The arguments are as those of :meth:`privatized`; all ranks call it.
         """
@@ -392,12 +392,12 @@ class ClientLevel(Budget):
                 self.norm = previous_norm
 
     def metrics(self) -> dict[str, float]:
-        """Return S of the next round, and the largest ε of a client so far."""
+        """Return S for the next round, and the largest ε of any client so far."""
         epsilon = self.ledgers.server.summary(self.options.delta, self.options.accountant)
         return {"privacy/client_norm": self.norm, "privacy/client_epsilon_max": epsilon["max"]}
 
     def record(self, num_clients: int) -> dict[str, Any]:
-        """Return options, the least noise that a round ever had, and ε of each client, in plain types."""
+        """Return the options, the smallest noise of any round, and each client's ε, in plain types."""
         past_noise = [sigma for _, sigma, *_ in self.ledgers.server.state_dict()["rows"]]
         record: dict[str, Any] = {
             "options": asdict(self.options),
@@ -409,7 +409,7 @@ class ClientLevel(Budget):
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """Return S, z, the ledgers, and whether all was hidden in sums, in plain types."""
+        """Return S, z, the ledgers, and whether everything was hidden in sums, in plain types."""
         return super().state_dict() | {
             "norm": self.norm,
             "noise_multiplier": self.noise_multiplier,
@@ -417,14 +417,17 @@ class ClientLevel(Budget):
         }
 
     def load_state_dict(self, state: dict[str, Any], rounds_done: int = 0, tuned: bool = False) -> None:
-        """Resume as :meth:`.Budget.load_state_dict`; a calibrated z stays what it was.
+        """Resume like :meth:`.Budget.load_state_dict`; a calibrated z keeps its value.
 
         Raises:
             ValueError: Also if :meth:`state_dict` did not return this.
         """
         names = sorted(self.state_dict())
         if sorted(state) != names:
-            raise ValueError(f"client-level privacy has {names}, not {sorted(state)}; load its state_dict()")
+            raise ValueError(
+                f"the state of client-level privacy must have the keys {names}, got {sorted(state)}; "
+                "load what its state_dict() returned"
+            )
         check_bound(state["norm"])
         if self.options.target_epsilon is not None:
             self.noise_multiplier = state["noise_multiplier"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of clients in secure sums: each adds a part of it, on the sum's grid, before anybody sees its change.
+"""The noise of clients in secure sums: each adds its part on the sum's grid before anyone sees its change.
 
 Of n clients who are asked, t at least must be in the sum (:meth:`.SecureSums.least`), or nothing of it can be read.
 Each clips its change to the norm S, rounds it towards zero to multiples of u = 2^−``fraction_bits``, and adds Gaussian
@@ -74,12 +74,14 @@ def floating_names(update: Mapping[str, Tensor], received: Mapping[str, Tensor])
     names = []
     for name, value in update.items():
         if name not in received:
-            raise ValueError(f"{name!r} is sent but was not received, so that its change is unknown; leave it out")
+            raise ValueError(f"{name!r} is sent but was not received, so its change is unknown; do not send it")
         if value.is_floating_point():
             check_precision(name, value)
             names.append(name)
     if not names:
-        raise ValueError("the clients send no floating tensors, so that there is nothing to protect; check the adapter")
+        raise ValueError(
+            "the clients send no floating-point tensors, so there is nothing to protect; check the adapter"
+        )
     return names
 
 
@@ -138,7 +140,7 @@ def integer_noise(shape: torch.Size, deviation: float, source: torch.Generator |
 
 
 def example_contribution(sent: Mapping[str, Tensor], adaptive: bool) -> State:
-    """Return zeros in the names, shapes and dtype of what a client adds to a sum.
+    """Return zeros with the names, shapes and dtype of a client's contribution to a sum.
 
     Args:
         sent: Tensors that the client sends, without a client axis.
@@ -167,16 +169,16 @@ def check_grid(secure: SecureSums, size: float, deviation: float, sites: int, wh
     if 0 < grid_steps < MIN_GRID_STEPS:
         bits = secure.fraction_bits + math.ceil(math.log2(MIN_GRID_STEPS / grid_steps))
         raise OptionError(
-            f"client_privacy: the noise in {what} of one of {sites} clients has the deviation {deviation:.3g}, "
-            f"{grid_steps:.3g} multiples of 2^-{secure.fraction_bits}, and rounding needs {MIN_GRID_STEPS:g}; give "
-            f"secure_sums.fraction_bits={bits} or more, or a larger max_norm",
+            f"client_privacy: the noise in {what} of one of {sites} clients has the standard deviation "
+            f"{deviation:.3g}, {grid_steps:.3g} multiples of 2^-{secure.fraction_bits}, but rounding requires at "
+            f"least {MIN_GRID_STEPS:g}; set secure_sums.fraction_bits={bits} or more, or a larger max_norm",
             name="client_privacy",
         )
     largest = size + MAX_DRAW * deviation
     if largest >= secure.limit(sites):
         raise OptionError(
-            f"client_privacy: {what} of one of {sites} clients may be {largest:.3g}, and "
-            f"fraction_bits={secure.fraction_bits} leaves room below {secure.limit(sites):.3g}; give fewer bits, or a "
-            "smaller max_norm or noise_multiplier",
+            f"client_privacy: {what} of one of {sites} clients may reach {largest:.3g}, but "
+            f"fraction_bits={secure.fraction_bits} only leaves room below {secure.limit(sites):.3g}; use fewer bits, "
+            "or a smaller max_norm or noise_multiplier",
             name="client_privacy",
         )

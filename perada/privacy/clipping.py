@@ -26,7 +26,7 @@ MAX_ROWS = 64
 
 
 def clipping_factors(norms: State, mask: Tensor, max_norm: float, method: str = "flat") -> dict[str, Tensor]:
-    """Return what to multiply each row's gradient with, so that no image has more than its share C in the sum.
+    """Return the factors by which to scale each row's gradient, so that no image contributes more than C to the sum.
 
     - ``flat``: min(1, C / ‖g‖), with the norm over all parameters (Abadi et al. 2016, algorithm 1).
     - ``per_layer``: the same for each of L parameters with its own norm, and the bound C / √L (McMahan et al. 2018,
@@ -116,13 +116,13 @@ def _zero_excluded_rows(rows: Tensor, factors: Tensor) -> Tensor:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return a tensor in half precision in single precision, and any other as it is."""
+    """Convert a half-precision tensor to float32; return any other unchanged."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
 def check_bound(max_norm: float) -> None:
     """Raise a ValueError if a clipping bound is not positive and finite."""
-    check_number("max_norm", max_norm, gt=0, hint="usual values lie from 0.1 to 10")
+    check_number("max_norm", max_norm, gt=0, hint="typical values are 0.1 to 10")
 
 
 def noisy_mean(
@@ -132,7 +132,7 @@ def noisy_mean(
     generators: Sequence[torch.Generator] | None,
     added: State | None = None,
 ) -> State:
-    """Add each client's Gaussian noise to its sum, and divide by the batch size that was expected.
+    """Add each client's Gaussian noise to its sum, and divide by the expected batch size.
 
     The client c gets (sum + std · N(0, 1)) / expected_batch, the gradient of DP-SGD (Abadi et al. 2016, algorithm 1)
     when std = noise multiplier · bound. It is computed in double precision and rounded once, with the noise in it.
@@ -155,9 +155,14 @@ def noisy_mean(
     stds = list(std) if isinstance(std, Sequence) else [std] * clients
     sources = [None] * clients if generators is None else list(generators)
     if {len(stds), len(sources), *map(len, summed.values())} != {clients}:
-        raise ValueError(f"there are not as many deviations, generators and sums as {clients} clients; give each one")
+        raise ValueError(
+            "the numbers of standard deviations, generators and sums must be that of the clients, "
+            f"{clients}; pass one of each per client"
+        )
     if generators is not None and len({id(source) for source in generators}) < clients:
-        raise ValueError("two clients share a generator: their noise would depend on one another; give each its own")
+        raise ValueError(
+            "two clients share a generator, so their noise would be correlated; pass a separate generator for each"
+        )
     for deviation, size in zip(stds, expected_batch, strict=True):
         check_number("std", deviation, ge=0)
         check_number("expected_batch", size, gt=0, hint="a client without images cannot take part")
@@ -194,7 +199,7 @@ def check_precision(name: str, value: Tensor) -> None:
     """Raise a ValueError if a tensor is in half precision, where rounding may be larger than the noise."""
     if value.dtype.itemsize < 4:
         raise OptionError(
-            f"privacy: {name!r} is {value.dtype}, in which the noise would be rounded away; train it in float32 "
-            "(frozen weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
+            f"privacy: {name!r} is {value.dtype}, where rounding would swallow the noise; train it in float32 (frozen "
+            "weights may stay as they are, and precision='bf16-mixed' computes in half precision)",
             name="privacy",
         )

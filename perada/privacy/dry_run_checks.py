@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What private training must know of an algorithm and a server rule, by dry runs at set-up.
+"""Dry runs at set-up that tell private training what it must know about an algorithm and a server rule.
 
 That is how often a step looks at a batch, whether what is called unsent is never sent, and whether privacy of whole
 clients is possible. The network is checked in :mod:`perada.privacy.model_checks`.
@@ -33,7 +33,7 @@ def plan_queries(
     num_clients: int,
     rounds: int | None = None,
 ) -> QueryPlan:
-    """Return the gradients that local training asks for, found by one local step of every phase without images.
+    """Return the gradients that local training asks for, found by running one local step of every phase without images.
 
     Args:
         algorithm: The algorithm.
@@ -65,7 +65,7 @@ def check_unsent(
     num_clients: int,
     tried_rounds: Sequence[int],
 ) -> None:
-    """Check that what clients send does not change with the gradients of a stream that the algorithm calls unsent.
+    """Check that what clients send is independent of the gradients of a stream that the algorithm declares unsent.
 
     The made-up gradients depend on the states at which they are asked for, as real ones do.
 
@@ -75,7 +75,7 @@ def check_unsent(
     clients = tuple(range(min(2, num_clients)))
 
     def sent_in_rounds(changed: str) -> Iterator[State]:
-        """Yield what clients send in each round, with other gradients from the ``changed`` stream."""
+        """Yield what clients send in each round, with different gradients from the ``changed`` stream."""
         dry_run = DryRun(
             copy.deepcopy(algorithm), Mean(), tensor_names, initial, phases, num_clients, clients, changed=changed
         )
@@ -88,8 +88,9 @@ def check_unsent(
         for key in usual:
             if not torch.equal(usual[key], changed[key]):
                 raise OptionError(
-                    f"privacy: {type(algorithm).__name__}.unsent names {stream!r}, and {key!r} that a client sends "
-                    f"in round {round + 1} depends on it: the server's ledger would count too little; leave it out",
+                    f"privacy: {type(algorithm).__name__}.unsent lists {stream!r}, but {key!r}, which clients send in "
+                    f"round {round + 1}, depends on it: the server's ledger would count too little; remove {stream!r} "
+                    "from unsent",
                     name="privacy",
                 )
 
@@ -119,18 +120,18 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
     if rule.function_of_mean and is_foreign(rule):
         needs_more_than_mean = not _rule_follows_from_mean(rule)
     if not algorithm.sends_updates:
-        raise _incompatible(f"{name}: its clients send nothing; leave it out")
+        raise _incompatible(f"{name}: its clients send nothing; leave client_privacy out")
     if weighting != "uniform":
         raise _incompatible(f"{weighting=}: a client's number of images is private; choose weighting='uniform'")
     if needs_more_than_mean:
         raise _incompatible(
-            f"the server rule {rule.kind}: it is not a function of the clients' mean, and only the mean has the noise; "
-            "choose a rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a rule of your own "
+            f"the server rule {rule.kind}: it is not a function of the clients' mean, and only the mean carries the "
+            "noise; choose a rule on the mean, such as 'mean' or 'fedavgm', or set function_of_mean in a custom rule "
             "that is one"
         )
 
     # What is rejected below can be trained with sample-level privacy.
-    sample_level = "or protect single images instead (the section privacy)"
+    sample_level = "or protect single images instead (section privacy)"
     if isinstance(base, FedBE) and base.moments:
         raise _incompatible(
             "FedBE(moments=True): its clients also send squares of their changes, which clipping does not cover; "
@@ -143,28 +144,28 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
         )
     if algorithm.uses_distillation and distills:
         raise _incompatible(
-            f"{name} with distillation: the teachers are single clients' updates, which have only a share of the "
+            f"{name} with distillation: the teachers are single clients' updates, each with only a share of the "
             f"noise; choose PerAda(distill=False), or set distillation.steps=0, {sample_level}"
         )
     if algorithm.merges_into_backbone:
         raise _incompatible(
-            f"{name}: it merges the products B·A of the clients' factors, and sees only the noisy mean of each factor; "
-            f"choose FedAvg, or FFALoRA, {sample_level}"
+            f"{name}: it merges the products B·A of the clients' factors, but would see only the noisy mean of each "
+            f"factor; choose FedAvg, or FFALoRA, {sample_level}"
         )
     if modes > 1:
         raise _incompatible(
-            f"{name}({modes=}): a mode's mean is over a part of the clients, with a part of the noise; set modes=1, "
-            f"{sample_level}"
+            f"{name}({modes=}): the mean of a mode covers only some of the clients and carries only some of the "
+            f"noise; set modes=1, {sample_level}"
         )
 
 
 def _incompatible(reason: str) -> ValueError:
-    """Return the error for a choice that client-level privacy rules out, given with the remedy."""
+    """Return the error for a choice that client-level privacy rules out, including the remedy."""
     return ValueError(f"client_privacy cannot be used with {reason}")
 
 
 def _rule_follows_from_mean(rule: ServerRule) -> bool:
-    """Return whether a rule gives the same on updates as on their mean, of one tensor and with FedAvg's server step.
+    """Return whether a rule gives the same for updates as for their mean, on one tensor and with FedAvg's server step.
 
     Raises:
         ValueError: If the rule fails.
@@ -175,7 +176,7 @@ def _rule_follows_from_mean(rule: ServerRule) -> bool:
         return server_follows_from_mean(Algorithm(), rule, tensor_names, initial, sent=expand(initial, 1))
     except Exception as error:  # a rule of the caller's own
         raise OptionError(
-            f"client_privacy: the server rule {rule.kind} says that it is a function of the mean, and fails "
-            f"where that is tried ({type(error).__name__}: {error})",
+            f"client_privacy: the server rule {rule.kind} declares itself a function of the mean, but fails in the "
+            f"dry run ({type(error).__name__}: {error})",
             name="client_privacy",
         ) from error

@@ -81,7 +81,7 @@ class Query:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor of a state stands in the hooked model; a tied parameter has several places."""
+    """The place of a state's tensor in the hooked model; a tied parameter has several."""
 
     module: nn.Module
     name: str
@@ -110,8 +110,8 @@ class SampleGradients:
         self.one_by_one = kind != "folded"
         if not self.one_by_one and engine.kind != "folded":
             raise OptionError(
-                "privacy: engine='folded' needs a training engine that folds; choose privacy engine 'opacus' or "
-                "'auto', or set engine (training.engine) to 'folded'",
+                "privacy: engine='folded' requires a folded training engine; choose engine='opacus' or 'auto' for "
+                "privacy, or set the training engine (training.engine) to 'folded'",
                 name="privacy: engine",
                 value="folded",
             )
@@ -132,7 +132,7 @@ class SampleGradients:
         self._model = with_grad_sample_hooks(with_clones)
 
     def _hide_from_hooks(self, model: nn.Module) -> None:
-        """Have parameters not require gradients whose per-sample gradients do not come from Opacus's hooks.
+        """Freeze the parameters whose per-sample gradients do not come from Opacus's hooks.
 
         Those are row parameters of the stacked model, whose ordinary gradient has a row for each image already, and
         weights that only the server changes.
@@ -166,7 +166,7 @@ class SampleGradients:
                 place.module._parameters[place.name] = nn.Parameter(parameter.new_empty(0))
 
     def _clipped_sums(self, query: Query) -> State:
-        """Return the sums (C, ...) of clipped gradients of clients who are run in one pass."""
+        """Return the sums (C, ...) of clipped gradients of clients that are run in one pass."""
         trained = {key: value.detach() for key, value in query.states.items() if value.requires_grad}
         # Double precision, so that the sum does not depend on the size of the blocks that it is added up from.
         totals = {key: double(torch.zeros_like(value)) for key, value in trained.items()}
@@ -251,7 +251,7 @@ def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _places(model: nn.Module, names: dict[str, list[str]]) -> dict[str, list[_Place]]:
-    """Return where the tensors with these ``names`` stand in the model, by the keys of ``names``."""
+    """Return the places in the model of the tensors with these ``names``, by the keys of ``names``."""
     modules = dict(_modules_behind_clones(model))
     places: dict[str, list[_Place]] = {}
     for key, aliases in names.items():
@@ -264,7 +264,7 @@ def _places(model: nn.Module, names: dict[str, list[str]]) -> dict[str, list[_Pl
 
 @dataclass(frozen=True)
 class PerSampleGrads:
-    """Gradients of the rows for one parameter, laid out.
+    """Materialised gradients of the rows for one parameter.
 
     Attributes:
         rows: The gradients (R, ...).
@@ -323,12 +323,12 @@ class OuterProductGrads:
         return squares.clamp(min=0) + slack * lengths.square()
 
     def weighted_sums(self, factors: Tensor) -> Tensor:
-        """Return the sums (C, ...) as :meth:`PerSampleGrads.weighted_sums`."""
+        """Return the sums (C, ...), like :meth:`PerSampleGrads.weighted_sums`."""
         return sum_outer_products(self.inputs, self.output_grads, factors).view(len(factors), *self.weight_shape)
 
 
 def collect_sample_gradients(parameter: nn.Parameter) -> PerSampleGrads | OuterProductGrads | None:
-    """Return what the hooks left at a parameter after a backward pass; None if the parameter took no part in it."""
+    """Return the per-sample gradients that the hooks left at a parameter; None if the pass did not use it."""
     uses: list[_LayerUse] = getattr(parameter, "layer_uses", [])
     if uses:
         # A layer that was used twice has the positions of both uses.
@@ -341,7 +341,7 @@ def collect_sample_gradients(parameter: nn.Parameter) -> PerSampleGrads | OuterP
 
 @contextmanager
 def silence_hook_warnings() -> Iterator[None]:
-    """Silence torch's warnings of hooked layers whose input is an image, and of attention that Opacus replaces."""
+    """Silence torch's warnings about hooked layers whose input is an image, and attention that Opacus replaces."""
     with warnings.catch_warnings():
         for message in ("grad and param do not obey", "There is a performance drop", "Full backward hook is firing"):
             warnings.filterwarnings("ignore", message, UserWarning)
@@ -349,7 +349,7 @@ def silence_hook_warnings() -> Iterator[None]:
 
 
 class _ClonedOutput(WrappingSubstitute):
-    """Gives a copy of a layer's output, which the network may change in place.
+    """Return a copy of a layer's output, which the network may then change in place.
 
     torch forbids that for the output itself where the layer has a backward hook.
     """
@@ -359,7 +359,7 @@ class _ClonedOutput(WrappingSubstitute):
 
 
 def clone_outputs(module: nn.Module) -> nn.Module:
-    """Return a copy of a model's containers in which every layer that Opacus will hook gives copies of its output."""
+    """Return a copy of a model's containers in which every layer that Opacus will hook returns a copy of its output."""
     if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
         return _ClonedOutput(module)
     if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -371,7 +371,7 @@ def clone_outputs(module: nn.Module) -> nn.Module:
 
 
 def _modules_behind_clones(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules by the path that they have in the network without :class:`_ClonedOutput`."""
+    """Yield all modules with their paths in the network without :class:`_ClonedOutput`."""
     if isinstance(module, _ClonedOutput):
         module = module.original
     yield path, module
@@ -414,7 +414,7 @@ def _sample_conv2d(layer: nn.Conv2d, activations: list[Tensor], backprops: Tenso
 def _sample_stacked_layer(
     layer: StackedLayer, activations: list[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients (R, ...) of every row for a stacked layer's parameters, as Opacus's registry wants them.
+    """Return the gradients (R, ...) of every row for a stacked layer's parameters, as Opacus's registry expects them.
 
     A row's gradient does not depend on the client's parameters if its input and the gradient by its output are given,
     so that Opacus's sampler for the layer's original gives it.
@@ -437,7 +437,7 @@ def _sample_stacked_layer(
 def _sample_by_autograd(
     layer: StackedLayer, activations: list[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients of every row for a layer without a sampler: each row is run as a client of its own."""
+    """Return the gradients of every row for a layer without a sampler, by running each row as a separate client."""
     original = layer.original[0]
     clients = layer.context.clients
     rows = len(backprops)
@@ -473,7 +473,7 @@ class _LayerUse:
 
 
 def _record_outer_product(layer: StackedLayer, x: Tensor, backprops: Tensor) -> dict[nn.Parameter, Tensor] | None:
-    """Keep a layer's gradients as outer products at its weight, if that is cheaper than to lay them out.
+    """Keep a layer's gradients as outer products at its weight, if that is cheaper than materialising them.
 
     Returns:
         What Opacus gets: an empty gradient of the weight, and that of the bias. None if they have to be laid out.

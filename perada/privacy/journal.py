@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a private run: a line for every round that was begun, written before anything of it is drawn."""
+"""The journal of a private run: one line per round begun, written before anything in that round is drawn."""
 
 import json
 import os
@@ -20,7 +20,7 @@ CUT = b" #cut"
 
 
 class Journal:
-    """Files with a line of JSON for every round that was begun.
+    """Files with one line of JSON per round begun.
 
     Args:
         paths: Files of this run. They must be writable.
@@ -46,15 +46,15 @@ class Journal:
             except OSError as error:
                 if path in self.paths:
                     raise OSError(
-                        f"privacy: the round cannot be written down in {str(path)!r} ({error}), and is not begun; make "
-                        "room or give another folder"
+                        f"privacy: the round cannot be recorded in {str(path)!r} ({error}), so it is not begun; free "
+                        "disk space or choose a different folder"
                     ) from error
-                unaware = "cannot be written: who resumes from there does not know of the round"
+                unaware = "cannot be written: a run resumed from there would not count this round"
                 warnings.warn(f"privacy: {str(path)!r} {unaware}", stacklevel=2)
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    """Append a line to a file, and mark the line before it if a crash cut that off."""
+    """Append a line to a file, and mark the previous line if a crash truncated it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", opener=opener()) as file:
         file.seek(max(0, file.tell() - 1))
@@ -67,7 +67,7 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of one run, and of those resumed from it, by their ids.
+    """Return the entries of one run, and of the runs resumed from it, by their ids.
 
     A line that was cut off is left out: its round was never begun.
 
@@ -87,8 +87,8 @@ def read_journals(paths: Iterable[Path], run: str) -> dict[str, dict[str, Any]]:
                     raise TypeError(entry)
             except (ValueError, TypeError) as error:
                 raise OptionError(
-                    f"privacy: line {number} of {str(path)!r} is damaged, so that it cannot be known what was spent; "
-                    "restore the file from a copy, or start anew",
+                    f"privacy: line {number} of {str(path)!r} is damaged, so the spent budget is unknown; restore the "
+                    "file from a copy, or start a new run",
                     name="privacy",
                 ) from error
             if entry["run"] == run:

@@ -31,7 +31,7 @@ MIN_IMAGES = 8
 """Smallest number of images of a client that a network is checked with."""
 MAX_DEPTH = 5
 """Levels of lists and the like in a module's attributes that are looked into."""
-REMEDY = "choose a backbone without such a layer, or put it into evaluation mode for good"
+REMEDY = "choose a backbone without such a layer, or keep that layer in evaluation mode permanently"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Batch:
 
 
 def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, multilabel: bool) -> None:
-    """Compare the sum of all images' gradients, neither clipped nor noisy, with what one backward pass gives.
+    """Compare the sum of all images' gradients, unclipped and without noise, with the result of one backward pass.
 
     They differ where Opacus's hooks do not see how a parameter is used: it would get noise and nothing else.
 
@@ -75,8 +75,8 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     if not all(gradient.isfinite().all() for gradient in gradients if gradient is not None):
         raise OptionError(
-            "privacy: the gradients of a client's first image are not finite, so that those of single images cannot be "
-            "checked; look for values in the images that are far too large, or normalise them",
+            "privacy: the gradients of a client's first image are not finite, so per-image gradients cannot be "
+            "checked; look for far too large values in the images, or normalise them",
             name="privacy",
         )
     unclipped = replace(options, max_norm=UNCLIPPED, clipping="flat", physical_batch_size=None)
@@ -86,7 +86,7 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
     except Exception as error:  # a layer may fail under the hooks in any way
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
-            f"privacy cannot be used with this model and adapter: Opacus's hooks fail on it ({reason}); choose the "
+            f"privacy does not support this model with this adapter: Opacus's hooks fail ({reason}); choose the "
             "adapter lora, bottleneck, residual (norm='group') or head"
         ) from error
     largest = max((float(gradient.abs().max()) for gradient in gradients if gradient is not None), default=0.0)
@@ -96,28 +96,28 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         tolerance = 1e-2 * float(expected.abs().max()) + 1e-5 * largest
         if not torch.allclose(sums[key], expected, rtol=1e-2, atol=tolerance):
             raise ValueError(
-                f"privacy cannot be used with this model: the images' gradients of {key!r} do not add up to that "
-                "of their batch, since Opacus's hooks do not see how it is used (its layer is not called, or not on a "
+                f"privacy does not support this model: the per-image gradients of {key!r} do not add up to the "
+                "batch's, since Opacus's hooks do not see how it is used (its layer is not called, or not on a "
                 "batch); choose an adapter that leaves it out, such as lora, bottleneck or head"
             )
 
 
 def _check_streams(engine: Engine, states: State, x: Tensor) -> None:
-    """Raise a ValueError if the outputs follow torch's global stream, and not only the clients' own streams."""
+    """Raise a ValueError if the outputs depend on torch's global generator, not only on the clients' streams."""
     with_seed_0 = _logits(engine, states, x, seed=0)
     with_seed_1 = _logits(engine, states, x, seed=1)
     again_with_seed_0 = _logits(engine, states, x, seed=0)
     is_repeatable = torch.equal(with_seed_0, again_with_seed_0)
     if is_repeatable and not torch.allclose(with_seed_0, with_seed_1, equal_nan=True):
         raise ValueError(
-            "privacy cannot be used with this model: it draws from torch's global stream of random numbers (F.dropout "
-            "or the like), which others may foretell, and which goes by an image's place in the batch; use nn.Dropout "
-            "as a module, or set the rates (such as drop_rate or attn_drop_rate) to 0"
+            "privacy does not support this model: it draws from torch's global random generator (F.dropout or "
+            "similar), whose draws are predictable and depend on an image's position in the batch; use nn.Dropout as "
+            "a module, or set the rates (such as drop_rate or attn_drop_rate) to 0"
         )
 
 
 def check_products(device: torch.device) -> None:
-    """Check that a device computes products of float32 matrices with all digits of float32.
+    """Check that a device multiplies float32 matrices in full float32 precision.
 
     A clipped sum is such a product. With fewer digits an image's part in it is longer than the bound, many times so
     where its terms cancel.
@@ -131,9 +131,9 @@ def check_products(device: torch.device) -> None:
         exact = torch.bmm(a.double(), a.double())
     if float((product / exact - 1).abs().max()) > 1e-5:
         raise OptionError(
-            "privacy: products of float32 matrices are computed with fewer digits here, so that an image may have more "
-            "than its share of a clipped sum; leave torch.set_float32_matmul_precision at 'highest', and TF32 off for "
-            "matrix products (precision='bf16-mixed' is fine: sums are made in float32)",
+            "privacy: float32 matrix products are computed with reduced precision here, so an image may contribute "
+            "more than its share to a clipped sum; leave torch.set_float32_matmul_precision at 'highest' and TF32 off "
+            "for matrix products (precision='bf16-mixed' is fine: sums are computed in float32)",
             name="privacy",
         )
 
@@ -141,7 +141,7 @@ def check_products(device: torch.device) -> None:
 def check_one_image(
     options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, counts: tuple[int, ...], multilabel: bool
 ) -> None:
-    """Take one image of every client out of a batch, and compare what that changes with the image's own gradient.
+    """Remove one image of every client from a batch, and compare the change with that image's gradient.
 
     Privacy rests on it: with one image less, a client's sum of clipped gradients is less by that image's own clipped
     gradient, whose norm is at most the bound, and by nothing else. So is every other client's, whose rows are beside it
@@ -167,15 +167,15 @@ def check_one_image(
     sums_of_others = trial.sums(trial.other_rows)
     if trial.remembers_images() or not trial.is_close(sums_of_all, trial.sums(trial.all_rows)):
         raise OptionError(
-            "privacy: the network keeps something of the images that it sees in training, so that one batch depends on "
-            f"earlier ones, by what no noise covers; {REMEDY}",
+            "privacy: the network retains state from the images that it sees in training, so one batch depends on "
+            f"earlier ones, which no noise covers; {REMEDY}",
             name="privacy",
         )
     differences = {key: value - sums_of_others[key] for key, value in sums_of_all.items()}
     if not trial.is_close(differences, trial.gradients_of_removed):
         raise OptionError(
-            "privacy: an image's output in training depends on the other images of its batch, so that its gradient is "
-            f"not its own (a normalisation over the batch, or the like); {REMEDY}",
+            "privacy: an image's output in training depends on the other images of its batch, so there is no gradient "
+            f"of a single image (a normalisation over the batch, or similar); {REMEDY}",
             name="privacy",
         )
 
@@ -204,14 +204,14 @@ def check_clients_apart(engine: Engine, states: State, x: Tensor) -> None:
 
     if not _in_best_precision(others_are_unchanged):
         raise OptionError(
-            "client_privacy: the network mixes the images of all clients that are run as one batch; set engine='loop', "
-            f"which runs one after another, or {REMEDY}",
+            "client_privacy: the network mixes the images of all clients that are run as one batch; set "
+            f"engine='loop', which runs them one after another, or {REMEDY}",
             name="client_privacy",
         )
 
 
 def _in_best_precision(trial: Callable[[torch.dtype | None], T]) -> T:
-    """Call a trial with float64 or, if the network cannot compute in it, with None for the network's own dtype."""
+    """Run a trial in float64 or, if the network cannot compute in it, with None for the network's dtype."""
     try:
         return trial(torch.float64)
     except Exception:  # networks that name a dtype, or have several, each fail in their own way
@@ -234,7 +234,7 @@ def _logits(engine: Engine, states: State, x: Tensor, counts: tuple[int, ...] | 
 
 
 def _at_least_min_images(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> _Batch:
-    """Return so many images of every client that a network could mix them; copies are changed and added if needed.
+    """Return enough images of every client that a network could mix them, adding changed copies if needed.
 
     A Poisson sample may hold more images than are expected, and more than one where one is.
     """
@@ -253,7 +253,7 @@ def _at_least_min_images(x: Tensor, y: Tensor, counts: tuple[int, ...]) -> _Batc
 
 
 class _OneImageTrial:
-    """Clipped sums of a batch, of all of it but one image a client, and of those images.
+    """Clipped sums of a batch, of the batch without one image per client, and of those images.
 
     Args:
         options: The section ``privacy``.
@@ -315,7 +315,7 @@ class _OneImageTrial:
             return self._gradients.sums(query)
 
     def remembers_images(self) -> bool:
-        """Return whether passes on different images leave different contents in the network's modules."""
+        """Return whether passes on different images leave different state in the network's modules."""
         contents = []
         for x in (self._batch.x, 1 - self._batch.x.flip(-1)):
             _logits(self._engine, self._states, x, self._batch.counts)
@@ -338,7 +338,7 @@ def _to_dtype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _engine_without_dropout(engine: Engine, dtype: torch.dtype | None) -> Engine:
-    """Return an engine on a copy of the model in ``dtype`` that draws no random numbers, and takes images."""
+    """Return an engine on a copy of the model in ``dtype`` that draws no random numbers and takes images."""
     model = without_dropout(copy.deepcopy(engine.model))
     if dtype is not None:
         model.to(dtype)
@@ -346,7 +346,7 @@ def _engine_without_dropout(engine: Engine, dtype: torch.dtype | None) -> Engine
 
 
 def _contents_of(model: nn.Module) -> list[Any]:
-    """Return what a model's modules hold beside parameters: buffers, numbers and tensors in attributes.
+    """Return what a model's modules hold in addition to parameters: buffers, numbers and tensors in attributes.
 
     In values that can be compared.
     """
@@ -361,7 +361,7 @@ def _contents_of(model: nn.Module) -> list[Any]:
 
 
 def _comparable(value: object, depth: int = 0) -> Any:  # noqa: ANN401  # whatever an attribute is
-    """Return a value that is equal for equal contents; None for what is neither a number nor holds any."""
+    """Return a value that is equal for equal contents; None for objects that neither are nor hold numbers."""
     if isinstance(value, Tensor):
         # As text, since NaN is not equal to itself.
         return str(value.detach().double().sum().item()), tuple(value.shape)

@@ -14,30 +14,30 @@ LedgerName = Literal["release", "server"]
 
 @dataclass(frozen=True)
 class Privacy:
-    """Differentially private training of every client: DP-SGD (Abadi et al., CCS 2016), for one image of one client.
+    """Differentially private training of every client: image-level DP-SGD (Abadi et al., CCS 2016).
 
-    Give ``noise_multiplier`` or ``target_epsilon``.
+    Set ``noise_multiplier`` or ``target_epsilon``.
 
     Args:
-        noise_multiplier: σ: the noise's standard deviation is σ · max_norm in the sum of clipped gradients.
+        noise_multiplier: σ: the noise added to the sum of clipped gradients has the standard deviation σ · max_norm.
             0 clips only.
-        target_epsilon: Instead: the ε, at most 50, that each client's planned rounds may cost; its σ is then calibrated
+        target_epsilon: Instead: the ε, at most 50, that each client's planned rounds may cost; σ is then calibrated
             for it.
         delta: δ of every ε; must be below 1 / the number of images of the largest client.
         max_norm: Largest norm C of one image's gradient.
-        clipping: ``flat`` for the norm over all parameters; ``per_layer`` for each parameter's own, C / √L each;
+        clipping: ``flat`` bounds the norm over all parameters; ``per_layer`` bounds each parameter's by C / √L;
             ``automatic`` scales every gradient to about C (Bu et al. 2023).
         sampling: ``poisson`` takes each image with probability batch size / images, independently for every step and
             role; ``shuffle`` goes through the images in random order, which earns no amplification.
         accountant: ``rdp`` or ``prv`` (tighter, slower).
-        ledger: The ledger that ``target_epsilon`` and ``max_epsilon`` are of: ``release``, all that a client trains, or
+        ledger: The ledger that ``target_epsilon`` and ``max_epsilon`` limit: ``release``, all that a client trains, or
             ``server``, what it sends.
-        max_epsilon: A client whose next round would pass it stops taking part.
-        engine: Per-image gradients of all clients at once (``folded``), or by Opacus's hooks on the single model, one
-            client in turn (``opacus``); ``auto`` folds where the training engine does.
+        max_epsilon: Limit on ε; a client whose next round would exceed it stops taking part.
+        engine: Per-image gradients of all clients at once (``folded``), or from Opacus's hooks on the single model,
+            one client after another (``opacus``); ``auto`` folds where the training engine does.
         physical_batch_size: Images of a client in one forward and backward pass; all of a batch by default.
         secure_rng: Draw batches, noise, dropout and augmentation from a cryptographic generator. ``False`` is a test
-            mode: they follow from the run's seed, and whoever knows or guesses it can take the noise off.
+            mode: they follow from the run's seed, and whoever knows or guesses it can subtract the noise.
 
     Raises:
         ValueError: If an option is invalid.
@@ -64,12 +64,12 @@ class Privacy:
 
 @dataclass(frozen=True)
 class ClientPrivacy:
-    """Differential privacy for a client as a whole: what it sends is clipped, and the sum gets noise.
+    """Client-level differential privacy: each client's update is clipped, and noise is added to the sum.
 
     DP-FedAvg of McMahan et al. (ICLR 2018), with adaptive clipping by Andrew et al. (NeurIPS 2021). The noise is in the
-    mean that the server computes, so the guarantee is against those who see what the server makes of it, not against
-    the server; with secure sums clients add the noise, and it is against the server too. It says nothing of personal
-    adapters. Give ``noise_multiplier`` or ``target_epsilon``.
+    mean that the server computes, so the guarantee holds against those who see the server's results, not against
+    the server; with secure sums clients add the noise, and it holds against the server too. It does not cover personal
+    adapters. Set ``noise_multiplier`` or ``target_epsilon``.
 
     Args:
         noise_multiplier: z: the noise in the sum of clipped updates has the standard deviation z · max_norm.
@@ -78,13 +78,13 @@ class ClientPrivacy:
         delta: δ of every ε; must be below 1 / number of clients.
         max_norm: Largest norm S of a client's update, with adaptive clipping that of the first round.
         clipping: ``fixed``, or ``adaptive``: the norm follows ``quantile`` of the clients' norms.
-        quantile: Share of clients whose update is to be left as it is.
+        quantile: Target share of clients whose update is left unclipped.
         clip_lr: Learning rate of the norm: it is multiplied by exp(−clip_lr · (share − quantile)) in each round.
-        count_noise: Standard deviation of the noise in the number of clients left as they are; by default a
+        count_noise: Standard deviation of the noise in the number of unclipped clients; by default a
             twentieth of the clients of a round.
         accountant: ``rdp`` or ``prv``.
         secure_rng: Draw the noise from a cryptographic generator. ``False`` is a test mode: it follows from the run's
-            seed, and whoever knows or guesses it can take the noise off.
+            seed, and whoever knows or guesses it can subtract the noise.
 
     Raises:
         ValueError: If an option is invalid.
@@ -119,7 +119,7 @@ T = TypeVar("T")
 
 
 def options_of(kind: type[T], section: str, options: T | Mapping[str, Any] | None) -> T | None:
-    """Return options as an object, made from a dictionary of its fields if they are one.
+    """Return options as an object of their class; a dictionary of its fields is converted.
 
     Args:
         kind: Class of the options, a dataclass.
@@ -134,7 +134,7 @@ def options_of(kind: type[T], section: str, options: T | Mapping[str, Any] | Non
         return options
     if not isinstance(options, Mapping):
         actual = type(options).__name__
-        raise TypeError(f"{section} is a {actual}; give a {kind.__name__} or a dictionary of its fields")
+        raise TypeError(f"{section} must be a {kind.__name__} or a dictionary of its fields, got {actual}")
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     for name in options:
         if name not in names:
@@ -148,8 +148,8 @@ def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
     target_epsilon = options.target_epsilon
     if (noise_multiplier is None) == (target_epsilon is None):
         raise OptionError(
-            f"{section}: noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon}: give one of them, "
-            "the noise or the ε that it is calibrated for",
+            f"{section}: noise_multiplier={noise_multiplier} and target_epsilon={target_epsilon}: set exactly one of "
+            "them, the noise or the ε to calibrate it for",
             name=f"{section}: noise_multiplier",
             value=noise_multiplier,
         )
@@ -160,10 +160,10 @@ def _check_common(section: str, options: Privacy | ClientPrivacy) -> None:
         ge=0,
         le=1e100,
         optional=True,
-        hint="usual values lie from 0.5 to 5",
+        hint="typical values are 0.5 to 5",
     )
     check_target(f"{section}: target_epsilon", target_epsilon, optional=True)
-    check_number(f"{section}: max_norm", options.max_norm, gt=0, le=1e200, hint="usual values lie from 0.1 to 10")
+    check_number(f"{section}: max_norm", options.max_norm, gt=0, le=1e200, hint="typical values are 0.1 to 10")
     check_delta(options.delta, f"{section}: ")
     types = get_type_hints(type(options))
     for field in fields(options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The privacy of a run: its rounds, and what was spent.
+"""The privacy of a run: its rounds, and the budget spent.
 
 A checkpoint knows the rounds up to its own. What was begun after it, and was lost with the process, has been drawn from
 the generator all the same: whoever resumes draws again, and both are counted. No crash makes a ledger forget a round.
@@ -68,7 +68,7 @@ class PrivateRound:
         """Return losses (C,) of 0, whose gradients by ``states`` are the noisy ones on a batch.
 
         Args:
-            stream: Stream of batches that is asked.
+            stream: Stream of batches to query.
             states: The clients' states (C, ...).
             batches: The step's batches of all clients of the round, by stream.
             rows: Which of the round's clients these are.
@@ -105,14 +105,14 @@ class PrivateRound:
         self._num_queries[place] += 1
         if self._num_queries[place] > self._planned_queries[batch.phase].get(stream, 0):
             raise RuntimeError(
-                f"a local step asked for more gradients of {stream!r} than its rehearsal, which the ledgers count; an "
-                "algorithm must ask for the same number in every step"
+                f"a local step asked for more gradients of {stream!r} than in the dry run, whose number the ledgers "
+                "count; an algorithm must ask for the same number in every step"
             )
 
 
 @dataclass
 class Protection:
-    """What protects a run: private training of every client, and privacy of what clients send.
+    """Protection of a run: private training of every client, and privacy of what clients send.
 
     Attributes:
         images: Account of the clients' images; None without ``privacy``.
@@ -146,7 +146,7 @@ class Protection:
         return bool(self.budgets)
 
     def spend(self, plan: RoundPlan, ranks: Ranks, tuning: bool = False) -> None:
-        """Count what a round is going to cost, before anything of it is drawn; all ranks call it.
+        """Count the cost of a round before anything in it is drawn; all ranks must call this.
 
         A round that is begun is counted, whatever becomes of it: its noise has been drawn. Where all noise follows from
         the seed the same is drawn again, and the round is counted once.
@@ -187,7 +187,7 @@ class Protection:
             self.last_journaled = entry["id"]
 
     def journal_in(self, path: Path, rounds_done: int) -> None:
-        """Begin to write a journal where there was none, for a checkpoint that is written while rounds are left."""
+        """Start a journal where there was none, for a checkpoint written while rounds remain."""
         if self._repeats or self.journal.paths or not self.private:
             return
         self.journal = Journal([path], self.journal.earlier_paths)
@@ -201,7 +201,7 @@ class Protection:
             budget.spend(entry[name], lost)
 
     def count_begun(self, journals: Iterable[Path], ranks: Ranks) -> list[int]:
-        """Count the rounds that were begun after the checkpoint that this run is resumed from; all ranks call it.
+        """Count the rounds begun after the checkpoint that this run resumes from; all ranks must call this.
 
         Args:
             journals: Files that hold them.
@@ -219,9 +219,8 @@ class Protection:
         if self.last_journaled is not None and self.last_journaled not in entries:
             names = ", ".join(repr(str(path)) for path in journals)
             raise OptionError(
-                f"privacy: the checkpoint's {JOURNAL} is not there, or not whole (looked for it in {names}): rounds "
-                "that were begun after the checkpoint could not be counted. Put it beside the checkpoint, or start "
-                "anew",
+                f"privacy: the checkpoint's {JOURNAL} is missing or truncated (looked in {names}): rounds begun after "
+                "the checkpoint could not be counted; put it next to the checkpoint, or start a new run",
                 name="privacy",
             )
         missing = [entry for round_id, entry in entries.items() if round_id not in self.counted]
@@ -236,7 +235,7 @@ class Protection:
 
     @property
     def _repeats(self) -> bool:
-        """Whether a round that is trained again draws all of its noise again."""
+        """Whether a round that is trained again draws the same noise again."""
         return not any(self._secure_sections.values())
 
     @property
@@ -245,14 +244,14 @@ class Protection:
         return any(budget.limit is not None for budget in self.budgets.values())
 
     def affordable(self, clients: Sequence[int], tuning: bool = False) -> list[int]:
-        """Return those of ``clients`` who stay within every limit if they train once more, or are fine-tuned."""
+        """Return the ``clients`` that stay within every limit if they train once more, or are fine-tuned."""
         able = list(clients)
         for budget in self.budgets.values():
             able = budget.affordable(able, tuning)
         return able
 
     def metrics(self) -> dict[str, float]:
-        """Return ε so far, and a mark if any noise follows from the run's seed."""
+        """Return the ε spent so far, and a mark if any noise follows from the run's seed."""
         metrics: dict[str, float] = {}
         if self.images is not None:
             metrics |= self.images.metrics()
@@ -263,7 +262,7 @@ class Protection:
         return metrics
 
     def epsilons(self, num_clients: int) -> dict[str, list[float]]:
-        """Return ε of each client so far, by the name of the metric."""
+        """Return the ε spent so far by each client, by name of the metric."""
         clients = range(num_clients)
         epsilons: dict[str, list[float]] = {}
         if self.images is not None:
@@ -297,7 +296,7 @@ class Protection:
         }
 
     def check_same_privacy(self, saved: dict[str, Any] | None) -> None:
-        """Raise a ValueError if a run was private in another way than this one.
+        """Raise a ValueError if the privacy of a saved run differs from this run's.
 
         Args:
             saved: What :meth:`state_dict` returned; None for a run that was not private.
@@ -309,16 +308,16 @@ class Protection:
                 before = "with" if was_private else "without"
                 now = "without" if was_private else "with"
                 raise ValueError(
-                    f"the checkpoint is of a run {before} {section}, and this one is {now}: what it cost could "
-                    f"not be accounted for; resume {before} {section}, or start anew"
+                    f"the checkpoint is from a run {before} {section}, but this run is {now}: the cost could not be "
+                    f"accounted for; resume {before} {section}, or start a new run"
                 )
         for section, is_secure in self._secure_sections.items():
             was_secure = saved["secure_rng"][section]
             if was_secure != is_secure:
                 raise ValueError(
-                    f"{section}: the checkpoint's noise was drawn with secure_rng={was_secure}, and here it is "
-                    f"{is_secure}: what is said of the noise would be wrong of one part; resume with "
-                    f"secure_rng={was_secure}, or start anew"
+                    f"{section}: the checkpoint's noise was drawn with secure_rng={was_secure}, but this run has "
+                    f"{is_secure}: the recorded description of the noise would be wrong for one part; resume with "
+                    f"secure_rng={was_secure}, or start a new run"
                 )
 
     def load_state_dict(self, saved: dict[str, Any] | None, rounds_done: int, tuned: bool) -> None:
@@ -339,6 +338,6 @@ class Protection:
         self.last_journaled = saved["journaled"]
         self.run = str(saved["run"])
         if not re.fullmatch("[0-9a-f]{32}", self.run):  # it is written into files
-            raise ValueError(f"the checkpoint's id of the private run is {self.run!r}, which perada did not write")
+            raise ValueError(f"the private run's id in the checkpoint, {self.run!r}, was not written by perada")
         for name, budget in self.budgets.items():
             budget.load_state_dict(saved[name], rounds_done, tuned)

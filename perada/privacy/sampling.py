@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of a client's images, as Poisson samples and shuffled passes, and draws from a cryptographic generator.
+"""Batches of a client's images by Poisson sampling and shuffled passes, and draws from a cryptographic generator.
 
 Amplification by subsampling is proved for Poisson samples. The generator is for training whose randomness nobody may
 foretell: OpenSSL's, AES-256 in counter mode by default, which the operating system seeds and which starts anew in a
@@ -129,7 +129,7 @@ def secure_uniform(shape: tuple[int, ...]) -> Tensor:
 
 
 def secure_noise(like: Tensor) -> Tensor:
-    """Draw standard normal numbers for adding to ``like``, not yet rounded to its type: float64, on the CPU.
+    """Draw standard normal numbers to be added to ``like``, in float64 on the CPU, not yet rounded to its type.
 
     By Box and Muller (1958) two numbers u in (0, 1] and v give two draws, √(−2 ln u) times the cosine and the sine of
     2πv. In float64 these are so sparse that a noisy sum may tell what it was without noise (Mironov, CCS 2012). There
@@ -157,7 +157,7 @@ def _normal_numbers(count: int, draws: int) -> Tensor:
 
 
 def secure_permutation(n: int) -> Tensor:
-    """Draw an order of ``range(n)``, each as likely as any other: that of n random keys of 64 bits.
+    """Draw a uniformly random permutation of ``range(n)``, the order of n random 64-bit keys.
 
     Returns:
         Indices (n,), int64, on the CPU.

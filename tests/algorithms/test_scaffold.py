@@ -32,7 +32,7 @@ def many_images():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*sent a change .* times as long as the median:UserWarning")  # all are nearly 0
+@pytest.mark.filterwarnings("ignore:.*sent a change .* times the round's median:UserWarning")  # all are nearly 0
 @pytest.mark.parametrize("clients_per_round", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_goes_to_the_minimum_where_fedavg_does_not(clients_per_round):
     """With full batches; FedAvg's fixed point is not where the gradients of the clients' losses add up to 0."""

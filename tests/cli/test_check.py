@@ -58,7 +58,7 @@ def test_every_option_that_is_refused_is_named_at_once(capsys, tmp_path):
         "privacy: noise_multiplier=1.0 and target_epsilon=3.0: give one of them",
         "lr_personal must be a finite number >= 0, got -1.0",
         "batch_size must be an integer >= 1 or 'full', got -3",
-        "precision='64-true' cannot be used: it casts whole models",
+        "precision='64-true' is not supported: it casts all weights",
         "clients_per_round must be an integer >= 1 and <= 3 or None, got 9",
     ]
     assert [[text for text in wanted if text in line] for line in said].count([]) == 0

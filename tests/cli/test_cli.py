@@ -604,7 +604,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         ((*FIT, "--trainer.max_epochs=-2"), "max_epochs"),
         ((*FIT, "--trainer.max_epochs=x"), "error: --trainer.max_epochs: must be an integer, got 'x'"),
         ((*FIT, "--ckpt_path=last"), "ckpt_path=last: there is no checkpoint below 'lightning_logs'"),
-        ((*FIT, "--ckpt_path=no.ckpt"), "ckpt_path='no.ckpt' is not there"),
+        ((*FIT, "--ckpt_path=no.ckpt"), "ckpt_path='no.ckpt' does not exist"),
         ((*FIT, "--ckpt_path=tiny.yaml"), "ckpt_path='tiny.yaml' is not a checkpoint"),
     ],
 )

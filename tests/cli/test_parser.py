@@ -230,7 +230,7 @@ def test_so_it_is_in_a_recipe(recipe, says):
     ("words", "says"),
     [
         ("--trainer.accelerator=gpuu", "accelerator must be one of 'auto', 'cpu', "),
-        ("--trainer.accelerator=tpu", "accelerator='tpu' cannot be used: torch finds no such device on this machine"),
+        ("--trainer.accelerator=tpu", "accelerator='tpu' is not available: torch finds no such device on this machine"),
         ("--trainer.devices=0", "devices must be an integer >= 1, "),
         ("--trainer.devices=abc", "devices must be an integer >= 1, "),
         ("--trainer.devices=[] --trainer.accelerator=cpu", "devices must be an integer >= 1, "),

@@ -143,15 +143,15 @@ def refusal(data, method, privacy=None):
     if privacy == "sample" and method in ("moon", "fedrod"):
         return "its local step reads the model's outputs on private images"
     if privacy == "client" and method in RULES_OF_LORA:
-        return "it is not a function of the clients' mean, and only the mean has the noise"
+        return "it is not a function of the clients' mean, and only the mean carries the noise"
     if privacy == "client" and method in ("fedex_lora", "flora"):
-        return r"it merges the products B·A of the clients' factors, and sees only the noisy mean of each factor"
+        return r"it merges the products B·A of the clients' factors, but would see only the noisy mean of each factor"
     if privacy == "sample" and not data.endswith("_vit") and method not in (*ADAPTER_OF, *RULES_OF_LORA):
-        return "are BatchNorm layers in what is trained: an image's gradient then depends on the others of its batch"
+        return "are trained BatchNorm layers: an image's gradient then depends on the other images of its batch"
     if privacy == "client" and method == "fed_ensemble":
-        return r"client_privacy cannot be used with FedEnsemble\(modes=5\): a mode's mean is over a part of the clients"
+        return r"cannot be used with FedEnsemble\(modes=5\): the mean of a mode covers only some of the clients"
     if privacy == "client" and method == "standalone":
-        return "client_privacy cannot be used with Standalone: its clients send nothing; leave it out"
+        return "client_privacy cannot be used with Standalone: its clients send nothing; leave client_privacy out"
     if privacy == "client" and method in DISTILLING:
         return r"client_privacy cannot be used with \w+ with distillation: the teachers are single clients' updates"
     return None

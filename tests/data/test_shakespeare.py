@@ -298,7 +298,7 @@ def single(x, size=4):
             torch.zeros(4, 80).long().index_fill(0, torch.tensor([3]), 80),  # not in the first text
             "char_lstm_8",
             ValueError,
-            "give texts of the length that it takes, and tokens that it knows",
+            "pass texts of the length that it expects, with tokens from its vocabulary",
         ),
         (torch.rand(4, 80), "char_lstm_8", ValueError, "type torch.float32 do not fit backbone 'char_lstm_8'"),
         (torch.zeros(4, 80, dtype=torch.int64), "test_resnet", ValueError, "do not fit backbone 'test_resnet'"),
@@ -312,7 +312,9 @@ def test_tokens_and_images_in_the_wrong_place_are_refused_at_setup(x, backbone, 
 
 @pytest.mark.parametrize("privacy", ["privacy", "client_privacy"])
 def test_texts_are_refused_where_training_is_private(root, privacy):
-    with pytest.raises(ValueError, match="privacy: texts cannot be used: networks are tried at set-up on images"):
+    with pytest.raises(
+        ValueError, match="privacy: texts are not supported: networks are checked at set-up on perturbed images"
+    ):
         finetune(served(root), "fedavg", **{privacy: {"noise_multiplier": 1.0}})
 
 

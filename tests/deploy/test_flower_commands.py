@@ -394,6 +394,6 @@ def test_batch_norm_in_private_training_is_refused_before_sites_get_the_recipe(t
     main(["cp", "digits", str(tmp_path / "recipe.yaml")])
     with (tmp_path / "recipe.yaml").open("a") as file:
         file.write("privacy: {noise_multiplier: 1.0}\n")
-    with pytest.raises(ValueError, match="are BatchNorm layers in what is trained"):
+    with pytest.raises(ValueError, match="are trained BatchNorm layers"):
         main(["deploy", "init", str(tmp_path / "recipe.yaml"), str(tmp_path / "federation")])
     assert not (tmp_path / "federation").exists()

@@ -28,7 +28,7 @@ def refusals(parties):
 def test_images_held_out_of_the_clients_to_choose_by(tiny, tmp_path, level):
     options = {"evaluate_on": "validation", "client_validation": 0.3}
     simulated, at_site = refusals(Parties(tiny, tmp_path, loop=level, data=options))
-    assert "evaluate_on='validation' scores models on images held out" in simulated
+    assert "evaluate_on='validation' scores models on held-out private images" in simulated
     assert at_site == simulated
 
 
@@ -60,7 +60,7 @@ def test_what_is_made_of_more_than_the_noisy_mean(tiny, tmp_path, algorithm, loo
 
 def test_numbers_of_images_in_a_run_with_privacy_of_images(tiny, tmp_path):
     simulated, at_site = refusals(Parties(tiny, tmp_path, loop=OF_IMAGES | {"weighting": "samples"}))
-    assert "weighting='samples' shows the clients' numbers of images without noise" in simulated
+    assert "weighting='samples' reveals the clients' numbers of images without noise" in simulated
     assert at_site == simulated
 
 

@@ -240,9 +240,9 @@ def test_a_run_is_the_same_with_features(engine, privacy):
 def test_one_line_says_that_training_images_pass_the_frozen_layers_once(caplog, data, options, said):
     caplog.set_level("INFO", "pytorch_lightning")
     run(federation(**data), rounds=1, **options)
-    lines = [record.message for record in caplog.records if "frozen layers before everything trained" in record.message]
+    lines = [record.message for record in caplog.records if "frozen layers before all trained ones" in record.message]
     assert len(lines) == said
-    assert all("% of a forward pass, run once for each image (cache_features)" in line for line in lines)
+    assert all("% of a forward pass) run once per image (cache_features)" in line for line in lines)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -294,7 +294,7 @@ def test_images_of_another_size_stay_images():
 
 def test_what_cannot_be_kept_is_refused_or_left():
     with pytest.raises(
-        ValueError, match=r"the model has no frozen part .*; leave cache_features out, or choose .*\(head, lora\)"
+        ValueError, match=r"requires frozen layers .*; leave cache_features out, or choose .*\(head, lora\)"
     ):
         run(federation(), adapter="full", cache_features=True)
     data = federation()

@@ -213,7 +213,7 @@ def test_equal_models_are_at_no_distance_and_a_round_at_the_optimum_has_no_gradi
     assert found["theory/personal_gradient_std"] == 0.0
 
 
-@pytest.mark.filterwarnings("ignore:.*times as long as")  # pFedMe's rate is too large here
+@pytest.mark.filterwarnings("ignore:.*times the round's median")  # pFedMe's rate is too large here
 @pytest.mark.parametrize(
     ("algorithm", "measured"),
     [
@@ -286,8 +286,8 @@ def test_private_runs_measure_neither_gradients_nor_personal_models(caplog):
         name for name in NAMES if "gradient" not in name and "personal_distance" not in name
     }
     said = sorted(record.getMessage() for record in caplog.records if "diagnostics" in record.getMessage())
-    assert said[0].startswith("diagnostics: without gradient_norms: they would show gradients of private images")
-    assert said[1].startswith("diagnostics: without personal_distance: it would show personal models")
+    assert said[0].startswith("diagnostics: skipping gradient_norms: they would show gradients of private images")
+    assert said[1].startswith("diagnostics: skipping personal_distance: it would show personal models")
 
 
 def test_private_runs_do_not_measure_on_images_that_clients_train_on():
@@ -299,7 +299,7 @@ def test_private_runs_do_not_measure_on_images_that_clients_train_on():
 
 def test_private_runs_do_not_choose_by_the_error_of_the_ensemble():
     stop = EarlyStopping("theory/ensemble_error", check_on_train_epoch_end=True)
-    with pytest.raises(ValueError, match="EarlyStopping chooses by 'theory/ensemble_error', which may depend on"):
+    with pytest.raises(ValueError, match="EarlyStopping selects by 'theory/ensemble_error', which may depend on"):
         private(callbacks=[stop])
 
 

@@ -220,5 +220,5 @@ def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
         assert torch.equal(resumed.state("global")[key], value)
     for path in Path(second).rglob("*.ckpt"):
         path.write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match="there is no whole checkpoint below"), pytest.warns(UserWarning):
+    with pytest.raises(FileNotFoundError, match="there is no intact checkpoint below"), pytest.warns(UserWarning):
         find_checkpoint("last", second)

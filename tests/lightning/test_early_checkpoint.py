@@ -72,7 +72,7 @@ def test_the_program_finds_the_recipes_own_run(tmp_path, monkeypatch, capsys):
     saved = yaml.safe_load((tmp_path / "lightning_logs" / "version_2" / "config.yaml").read_text())
     assert "version_0" in saved["ckpt_path"]
     main(["test", "--config", "tiny.yaml", "--federated.algorithm=fedavg", "--ckpt_path=last"])
-    message = "ckpt_path=last: no checkpoint .* belongs to this run, and the newest, .* its partition is 'IID"
+    message = "ckpt_path=last: no checkpoint .* belongs to this run; the newest, .* its partition is 'IID"
     with pytest.raises(ValueError, match=message):
         main(
             [

@@ -220,10 +220,10 @@ def strip_perada(path):
         (lambda tiny, new: setattr(new[1], "adapter", "head"), "trained tensors have '0.weight' of shape"),
         (
             lambda tiny, new: setattr(new[0].fit_loop, "max_epochs", 0),
-            "more than max_epochs=0 asks for; give at least 1",
+            "more than max_epochs=0; set max_epochs to at least 1",
         ),
         ({"sizes": (9, 5, 14, 7)}, "its number of clients is 5, here it is 4"),
-        ({"sizes": (9, 5, 14, 20, 7)}, r"numbers of images is \[9, 5, 14, 7, 20\], here it is \[9, 5, 14, 20, 7\]"),
+        ({"sizes": (9, 5, 14, 20, 7)}, r"numbers of images is \[9, 5, 14, 7, 20\], here \[9, 5, 14, 20, 7\]"),
         (strip_weights, "save_weights_only=True"),
         (strip_perada, "not written by perada"),
     ],
@@ -256,7 +256,7 @@ def test_another_partition_of_the_same_sizes_is_refused(tiny, tmp_path):
     options = {"adapter": "head", "algorithm": "fedavg", "accelerator": "cpu", "default_root_dir": str(tmp_path)}
     options["enable_progress_bar"] = False
     perada.finetune(net, data(0), **sections(rounds=1, **options))
-    with pytest.raises(ValueError, match=r"its partition of the data is '[0-9a-f]{16}', here it is"):
+    with pytest.raises(ValueError, match=r"its partition of the data is '[0-9a-f]{16}', here "):
         perada.finetune(net, data(1), **sections(rounds=2, ckpt_path="last", **options))
 
 
@@ -387,7 +387,7 @@ def test_limit_val_batches_zero_evaluates_nothing(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": 2, "strategy": "ddp"}, "strategy=DDPStrategy cannot be used on 2 devices"),
+        ({"devices": 2, "strategy": "ddp"}, "strategy=DDPStrategy is not supported on 2 devices"),
         ({"precision": "16-true"}, "precision='16-true'.*bf16-mixed"),
         ({"precision": "bf16-true"}, "precision='bf16-true'"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2.*batch_size"),
@@ -488,14 +488,14 @@ def test_a_module_of_another_loop_is_refused(tiny, tmp_path):
     trainer, module, data, _ = build(tiny, tmp_path, rounds=1)
     trainer.fit(module, data)
     other, _, _, _ = build(tiny, tmp_path, algorithm="ditto", rounds=1)
-    with pytest.raises(ValueError, match="make new ones"):
+    with pytest.raises(ValueError, match="create new objects"):
         other.fit(module, data)
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`:UserWarning")
 def test_module_and_data_must_be_peradas(tiny):
     trainer, module, _, _ = build(tiny, ".", logger=False)
-    with pytest.raises(TypeError, match="needs a FederatedDataModule"):
+    with pytest.raises(TypeError, match="requires a FederatedDataModule"):
         trainer.fit(module, torch.utils.data.DataLoader([0]))
 
 
@@ -517,10 +517,10 @@ def test_progress_bar_counts_rounds(tiny, tmp_path, capsys):
 
 
 CHANGES = [
-    ({"lr_local": 0.02}, "training.lr_local=0.1, and here it is 0.02"),
+    ({"lr_local": 0.02}, "training.lr_local=0.1, but this run has 0.02"),
     ({"batch_size": 3}, "batch_size="),
     ({"algorithm_options": {"prox_strength": 9.0}}, "algorithm='PerAda(prox_strength=1.0"),
-    ({"local_steps": 3}, "training.local_steps=None, and here it is 3"),
+    ({"local_steps": 3}, "training.local_steps=None, but this run has 3"),
     ({"distill_lr": 0.5}, "distillation.lr="),
     ({"momentum": 0.3}, "training.momentum="),
 ]

@@ -57,13 +57,13 @@ def test_without_names_the_former_clients_are_the_first(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ((9, 5, 14, 7), {}, r"belongs to another run: its number of clients is 3, here it is 4"),
+        ((9, 5, 14, 7), {}, r"belongs to a different run: its number of clients is 3, here 4"),
         (
             (9, 5),
             {"resume_allow": ["clients"]},
-            r"client 2 had 14 training images when .*, and here it has none; resume",
+            r"client 2 had 14 training images when .* but has none now; resume",
         ),
-        ((9, 6, 14, 7), {"resume_allow": ["clients"]}, r"client 1 had 5 training images when .*, and here it has 6"),
+        ((9, 6, 14, 7), {"resume_allow": ["clients"]}, r"client 1 had 5 training images when .* but has 6 now"),
         ((9, 5, 14), {"resume_allow": ["client"]}, r"resume_allow must be one of .*, got 'client'"),
     ],
 )
@@ -77,5 +77,5 @@ def test_a_private_run_keeps_its_clients(tiny, tmp_path):
     private = {"privacy": {"noise_multiplier": 1.0, "delta": 1e-3}}
     run(tiny, tmp_path, tiny.data(sizes=(9, 5, 14), public=False), 1, **private)
     more = tiny.data(sizes=(9, 5, 14, 7), public=False)
-    with pytest.raises(ValueError, match=r"of a private run of 3 clients, and here there are 4"):
+    with pytest.raises(ValueError, match=r"from a private run of 3 clients, but this run has 4"):
         run(tiny, tmp_path, more, 2, ckpt_path="last", resume_allow=["clients"], **private)

@@ -182,7 +182,7 @@ def test_a_private_run_protects_the_newcomer_alike(tiny):
 def test_privacy_that_cannot_be_kept_is_refused(tiny):
     privacy = Privacy(noise_multiplier=1.0, delta=1e-3, max_epsilon=20.0)
     run = finished(tiny, "ditto", privacy=privacy)
-    with pytest.raises(ValueError, match=r"would pass max_epsilon=20.0 in their first round"):
+    with pytest.raises(ValueError, match=r"would exceed max_epsilon=20.0 in their first round"):
         perada.personalize(run, newcomer(4), "late", local_steps=500, accelerator="cpu")
 
 
@@ -192,7 +192,7 @@ def test_privacy_that_cannot_be_kept_is_refused(tiny):
         ({"classes": ["a", "b", "cat"]}, r"the data: class='cat' is unknown; choose one of a, b, c"),
         ({"num_classes": 4}, r"the data have 4 classes without names, and the run has 3"),
         ({"name": "late"}, None),
-        ({"name": "2"}, r"name='2' is that of a client of the run"),
+        ({"name": "2"}, r"name='2' is empty or already the name or number of a client of the run"),
         ({"name": None}, r"the client has no name; give one"),
     ],
 )
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_one_line(tiny, options, message):
     name = options.pop("name", "late")
     if message is None:
         run = perada.personalize(run, newcomer(), name, rounds=1, accelerator="cpu")
-        message = r"name='late' is that of a client of the run"
+        message = r"name='late' is empty or already the name or number of a client of the run"
     with pytest.raises(ValueError, match=message) as error:
         perada.personalize(run, newcomer(**options), name, rounds=1, accelerator="cpu")
     assert "\n" not in str(error.value)

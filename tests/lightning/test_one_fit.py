@@ -19,8 +19,8 @@ from tests.options import sections
 
 PIXELS, CLASSES, SIGMA = 16, 3, 1000.0
 PLAIN = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-AGAIN = r"this FederatedLoop has been fitted.*make a new FederatedLoop"
-OTHERS = r"a FederatedLoop belongs to one FederatedClassifier.* was used with others; make new ones"
+AGAIN = r"this FederatedLoop has already been fitted.*create a new FederatedLoop"
+OTHERS = r"a FederatedLoop belongs to one FederatedClassifier.* was already used with others; create new objects"
 
 
 def data(images=8, clients=2):
@@ -72,7 +72,7 @@ def test_another_fit_is_refused_and_changes_nothing(privacy):
 def test_a_trainer_has_one_loop():
     two = pl.Trainer(callbacks=[loop(), loop()], max_epochs=1, **PLAIN)
     refused(
-        "several FederatedLoops among its callbacks; give it one",
+        "several FederatedLoops among its callbacks; pass only one",
         lambda: two.fit(module(), data()),
     )
 
@@ -181,7 +181,10 @@ def test_a_trainer_that_has_counted_other_epochs_is_refused():
     shared.fit(network, served)
     shared.callbacks[:] = [loop()]
     shared.fit_loop.max_epochs = 2
-    refused("round 2 cannot be trained after 0 rounds: the Trainer has counted", lambda: shared.fit(module(), data()))
+    refused(
+        "round 2 cannot be trained after 0 rounds: the Trainer's own count differs",
+        lambda: shared.fit(module(), data()),
+    )
 
 
 class Meddler(pl.Callback):
@@ -201,7 +204,7 @@ def use_for_another_run(served):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda served: setattr(served, "batch_size", 8), "batch_size=8 .*, and the ledgers count with batch_size=4"),
+        (lambda served: setattr(served, "batch_size", 8), "batch_size=8 .*, but the ledgers assume batch_size=4"),
         (use_for_another_run, r"round 2 has \(\(9, 9\),\) steps .* the ledgers count \(\(2, 2\),\)"),
     ],
 )
@@ -211,7 +214,7 @@ def test_data_that_change_under_way_are_refused(change, message):
 
 
 def test_trial_steps_are_refused():
-    message = "BatchSizeFinder cannot be used: it trains steps on trial"
+    message = "BatchSizeFinder is not supported: it runs trial training steps"
     tuned = trainer(loop())
     refused(message, lambda: Tuner(tuned).scale_batch_size(module(), datamodule=data()))
     finding = pl.Trainer(callbacks=[loop(), pl.callbacks.BatchSizeFinder()], max_epochs=1, **PLAIN)

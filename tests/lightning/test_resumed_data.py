@@ -140,7 +140,7 @@ def test_one_changed_image_or_label_is_noticed(tmp_path, change, what):
 
 def test_other_images_cannot_be_allowed_in_a_private_run(tmp_path):
     fit(tmp_path, data(), distill_steps=0, **PRIVATE)
-    with pytest.raises(ValueError, match=r"private run on other data.*ledgers are of the former images"):
+    with pytest.raises(ValueError, match=r"private run on different data.*ledgers cover the original images"):
         fit(tmp_path, data((1, 0, 2)), 2, ckpt_path="last", distill_steps=0, resume_allow=["images"], **PRIVATE)
 
 
@@ -167,7 +167,7 @@ def test_more_clients_are_compared_too(tmp_path):
     for folder in tmp_path.glob("lightning_logs/version_1"):
         folder.rename(tmp_path / "other")
     mixed = data((3, 0, 1, 2), ["west", "south", "north", "east"], test=(13, 11, 10, 12))
-    with pytest.raises(ValueError, match="client north has other training images or labels"):
+    with pytest.raises(ValueError, match="the training images or labels of client north have changed"):
         fit(tmp_path, mixed, 2, ckpt_path="last", resume_allow=["clients"])
 
 

@@ -251,7 +251,9 @@ def test_a_checkpoint_is_tested_on_what_the_fit_was(tmp_path, monkeypatch, capsy
     report = capsys.readouterr().out
     assert "severity 4" in report
     assert "global/o" in report
-    with pytest.raises(ValueError, match=r"its partition .*; give the .*; other test images belong in data.shifts"):
+    with pytest.raises(
+        ValueError, match=r"its partition .*; resume with the .*; other test images belong in data.shifts"
+    ):
         main(["test", "--config", "digits", *small, "--data.test_limit=19", "--ckpt_path", "last"])
 
 

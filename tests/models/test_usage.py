@@ -180,7 +180,8 @@ def test_it_is_refused_before_training_with_a_remedy(options):
 
 def test_tensors_of_the_backbone_that_nothing_uses_are_named():
     with pytest.warns(
-        UserWarning, match=r"'NeverCalls' does not use spare.weight, spare.bias, which are to be trained"
+        UserWarning,
+        match=r"'NeverCalls' does not use spare.weight, spare.bias, so these trained parameters will not change",
     ):
         finetune(NeverCalls(), "full")
 

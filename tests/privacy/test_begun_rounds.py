@@ -32,7 +32,7 @@ LEVELS = {
     "images": {"privacy": {"noise_multiplier": SIGMA, "delta": DELTA}},
     "clients": {"client_privacy": {"noise_multiplier": SIGMA, "delta": DELTA}},
 }
-RESUMED = "ignore:privacy. round .* was begun once already:UserWarning"
+RESUMED = "ignore:privacy. round .* was already begun once:UserWarning"
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_a_round_that_crashed_is_counted_with_the_one_in_its_place(tmp_path, mon
     drawn = Draws(monkeypatch)
     crashed(tmp_path, when, **LEVELS[level])
     last = str(checkpoints(tmp_path) / "last.ckpt")
-    with pytest.warns(UserWarning, match=r"privacy: round 2 was begun once already"):
+    with pytest.warns(UserWarning, match=r"privacy: round 2 was already begun once"):
         run = fit(tmp_path, ckpt_path=last, **LEVELS[level])
     assert [record["round"] for record in run.metrics["rounds"]] == [0, 1, 2]
     assert spent(run, level) == pytest.approx([epsilon(4 * per_round(level))] * CLIENTS, rel=1e-9)
@@ -186,7 +186,7 @@ def test_after_sigkill_the_round_is_on_disk(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), Path(__file__).parents[2], tmp_path]
     killed = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    with pytest.warns(UserWarning, match="round 2 was begun once already"):
+    with pytest.warns(UserWarning, match="round 2 was already begun once"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **LEVELS["images"])
     assert spent(run, "images") == pytest.approx([epsilon(8)] * CLIENTS)
 
@@ -205,7 +205,7 @@ def test_a_target_is_kept_through_a_crash(tmp_path, level):
     assert min(spent(run, level)) >= 3.99
     assert len(run.metrics["clients"]["personal/local_test"]) == CLIENTS
     # And once more: there is no room left at all.
-    with pytest.warns(UserWarning, match="after 1 rounds no client can afford another, and nothing more is trained"):
+    with pytest.warns(UserWarning, match="after 1 rounds no client can afford another, so training has ended"):
         again = fit(tmp_path, ckpt_path=last, **target)
     assert [record["round"] for record in again.metrics["rounds"]] == [0]
     assert max(spent(again, level)) <= 4.0
@@ -215,7 +215,7 @@ def test_a_target_is_kept_through_a_crash(tmp_path, level):
     with pytest.warns(UserWarning, match="after 2 rounds no client can afford another"):
         once_more = fit(tmp_path, ckpt_path=ended, **target)
     assert spent(once_more, level) == spent(run, level)
-    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=4\.0 for another plan"):
+    with pytest.raises(ValueError, match=r"calibrated to target_epsilon=4\.0 for a different plan"):
         fit(tmp_path, 6, ckpt_path=ended, **target)
 
 
@@ -244,7 +244,7 @@ def test_a_budget_that_is_spent_ends_the_run_and_its_resumption(tmp_path, monkey
     """Killed after its last round: resumed, it has nothing to train, and ends as if it had not been killed."""
     monkeypatch.chdir(tmp_path)
     limit = {"privacy": {"noise_multiplier": SIGMA, "delta": DELTA, "max_epsilon": epsilon(4) + 0.01}}
-    with pytest.warns(UserWarning, match="cannot take part any more"):
+    with pytest.warns(UserWarning, match="can no longer take part"):
         whole = fit(tmp_path, 9, **limit)
     assert len(whole.metrics["rounds"]) == 2
     with pytest.warns(UserWarning, match="after 2 rounds no client can afford another"):
@@ -278,9 +278,7 @@ def test_nothing_is_drawn_that_cannot_be_written_down(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(
-        OSError, match=r"cannot be written down in '.*privacy_ledger\.jsonl' .*no space left.* not begun"
-    ):
+    with pytest.raises(OSError, match=r"cannot be recorded in '.*privacy_ledger\.jsonl' .*no space left.* not begun"):
         fit(tmp_path, **LEVELS["images"])
     assert drawn.rows == 0
 
@@ -338,7 +336,7 @@ def test_a_link_is_neither_read_nor_written(tmp_path):
     path.symlink_to(other)
     before = other.read_text()
     assert read_journals([path], "a") == {}
-    with pytest.raises(OSError, match="cannot be written down"):
+    with pytest.raises(OSError, match="cannot be recorded"):
         Journal([path]).write(entry("two"))
     assert other.read_text() == before
 
@@ -346,7 +344,7 @@ def test_a_link_is_neither_read_nor_written(tmp_path):
 def test_a_folder_of_an_earlier_run_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     blocked = tmp_path / "file" / JOURNAL
-    with pytest.warns(UserWarning, match=rf"{re.escape(str(blocked))}' cannot be written: who resumes from there"):
+    with pytest.warns(UserWarning, match=rf"{re.escape(str(blocked))}' cannot be written: a run resumed from there"):
         Journal([tmp_path / JOURNAL], [blocked]).write(entry("one"))
     assert list(read_journals([tmp_path / JOURNAL], "a")) == ["one"]
 
@@ -365,11 +363,11 @@ def test_without_the_journal_of_a_run_it_is_not_resumed(tmp_path, loss):
     else:
         newest = newest.rename(tmp_path / "alone.ckpt")
         (tmp_path / "run").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"privacy_ledger\.jsonl is not there, or not whole .* beside the checkpoint"):
+    with pytest.raises(ValueError, match=r"privacy_ledger\.jsonl is missing or truncated .* next to the checkpoint"):
         fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
     if loss == "left behind":
         (checkpoints(tmp_path / "elsewhere") / JOURNAL).rename(tmp_path / JOURNAL)
-        with pytest.warns(UserWarning, match=r"round 3 was begun once already"):
+        with pytest.warns(UserWarning, match=r"round 3 was already begun once"):
             run = fit(tmp_path, ckpt_path=str(newest), **LEVELS["images"])
         assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
@@ -380,7 +378,7 @@ def test_checkpoints_of_ones_own_have_a_journal_too(tmp_path, level):
     options = {"enable_checkpointing": False, "logger": False} | LEVELS[level]
     with pytest.raises(RuntimeError, match="crashed"):
         fit(tmp_path, callbacks=[Saves(tmp_path / "mine.ckpt"), Crash(2, "opened")], **options)
-    with pytest.warns(UserWarning, match=r"round 3 was begun once already"):
+    with pytest.warns(UserWarning, match=r"round 3 was already begun once"):
         run = fit(tmp_path, ckpt_path=str(tmp_path / "mine.ckpt"), **options)
     assert spent(run, level) == pytest.approx([epsilon(per_round(level) * 4)] * CLIENTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.ckpt", JOURNAL]
@@ -399,7 +397,7 @@ def test_a_checkpoint_of_a_run_that_is_over_needs_no_journal(tmp_path):
 def test_where_one_of_two_levels_is_in_the_test_mode_the_other_draws_anew(tmp_path):
     both = LEVELS["images"] | {"client_privacy": LEVELS["clients"]["client_privacy"] | {"secure_rng": False}}
     crashed(tmp_path, "closed", **both)
-    with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
+    with pytest.warns(UserWarning, match=r"round 2 was already begun once"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **both)
     assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
@@ -408,7 +406,7 @@ def test_a_round_is_counted_with_the_noise_that_it_had(tmp_path):
     """It crashed with σ = 6 and is resumed with 12."""
     crashed(tmp_path, "opened", **LEVELS["clients"])
     other = {"client_privacy": LEVELS["clients"]["client_privacy"] | {"noise_multiplier": 2 * SIGMA}}
-    with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
+    with pytest.warns(UserWarning, match=r"round 2 was already begun once"):
         run = fit(tmp_path, ckpt_path=str(checkpoints(tmp_path) / "last.ckpt"), **other)
     expected = history_epsilon({(SIGMA, 1.0): 2, (2 * SIGMA, 1.0): 2}, DELTA)
     assert spent(run, "clients") == pytest.approx([expected] * CLIENTS)
@@ -425,7 +423,7 @@ def test_two_runs_that_write_into_one_folder_do_not_count_each_others_rounds(tmp
         one(rounds=2)
         with pytest.raises(RuntimeError, match="crashed"):
             one([Crash(1, "opened")])
-        with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
+        with pytest.warns(UserWarning, match=r"round 2 was already begun once"):
             run = one(ckpt_path=str(tmp_path / "both" / "last.ckpt"))
     assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
 
@@ -446,12 +444,12 @@ def test_branches_know_of_each_other_where_they_are_moved_together(tmp_path, mov
         shutil.rmtree(root / "lightning_logs" / "version_0")
     path = str(checkpoints(root, 1) / "last.ckpt")
     if moved:
-        with pytest.warns(UserWarning, match=r"round 2 was begun once already"):
+        with pytest.warns(UserWarning, match=r"round 2 was already begun once"):
             run = fit(root, 3, ckpt_path=path, **options)
         assert spent(run, "images") == pytest.approx([epsilon(2 * 4)] * CLIENTS)
     else:
         with pytest.warns(
-            UserWarning, match=r"privacy_ledger\.jsonl' is not there, of a run that this one was resumed"
+            UserWarning, match=r"privacy_ledger\.jsonl' is missing, the journal of a run that this one was resumed"
         ):
             fit(root, 3, ckpt_path=path, **options)
 
@@ -472,7 +470,7 @@ def test_an_id_that_perada_did_not_write_is_not_written_into_a_journal(tmp_path)
     saved = torch.load(path, weights_only=True)
     saved["perada"]["federation"]["privacy"]["run"] = "$(touch owned)"
     torch.save(saved, path)
-    with pytest.raises(ValueError, match=r"id of the private run is .* which perada did not write"):
+    with pytest.raises(ValueError, match=r"private run's id in the checkpoint, .* was not written by perada"):
         fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
 
 
@@ -490,7 +488,7 @@ def test_a_strangers_checkpoint_does_not_have_anything_written_to_other_files(tm
         with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
             fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
     else:
-        with pytest.warns(UserWarning, match="is not there, of a run that this one was resumed from"):
+        with pytest.warns(UserWarning, match="is missing, the journal of a run that this one was resumed from"):
             fit(tmp_path, 2, ckpt_path=str(path), **LEVELS["images"])
     assert target.read_text() == before
 

@@ -223,7 +223,7 @@ def test_too_little_count_noise_is_refused():
             split_noise(1.0, count_noise)
     adaptive = ClientPrivacy(1.0, clipping="adaptive")
     ClientLevel(adaptive, 0, clients=11)  # σ_b is a twentieth of the clients
-    with pytest.raises(ValueError, match=r"count_noise=0\.5 is too little for noise_multiplier=1\.0"):
+    with pytest.raises(ValueError, match=r"count_noise=0\.5 is too small for noise_multiplier=1\.0"):
         ClientLevel(adaptive, 0, clients=10)
     ClientLevel(ClientPrivacy(1.0), 0, clients=1)
 
@@ -350,9 +350,11 @@ def test_going_on_from_a_checkpoint():
     whole = first.state_dict()
     less = [{name: value for name, value in whole.items() if name != part} for part in whole]
     for state in [*less, whole | {"other": {}}]:
-        with pytest.raises(ValueError, match=r"client-level privacy has \[.*\], not \[.*\]; load its state_dict"):
+        with pytest.raises(
+            ValueError, match=r"client-level privacy must have the keys \[.*\], got \[.*\]; load what its state_dict"
+        ):
             resumed.load_state_dict(state)
-    with pytest.raises(ValueError, match="not server and release"):
+    with pytest.raises(ValueError, match="must be server and release"):
         resumed.load_state_dict(whole | {"norm": 9.0, "ledgers": {}})
     assert resumed.state_dict() == straight.state_dict()
 
@@ -371,7 +373,7 @@ def test_what_cannot_be_used_is_refused():
         clip_updates(counters, counters, 1.0)
     with pytest.raises(ValueError, match=r"std must be a finite number >= 0, got -0\.447"):
         privatize(updates, received, 1.0, -1.0, None)
-    with pytest.raises(ValueError, match="generators and sums as 5 clients"):
+    with pytest.raises(ValueError, match="generators and sums must be that of the clients, 5"):
         privatize(updates, received, 1.0, 1.0, sources(4))
     with pytest.raises(ValueError, match="two clients share a generator"):
         privatize(updates, received, 1.0, 1.0, [random(0)] * 5)
@@ -507,7 +509,7 @@ def test_what_is_not_private_is_refused_with_a_remedy():
         (FedEnsemble(FedExLoRA(), modes=1), "uniform", "merges the products B·A"),
         (FedEnsemble(modes=3), "uniform", r"FedEnsemble\(modes=3\).*set modes=1"),
         (FedEnsemble(PerAda(), modes=1), "uniform", r"teachers"),
-        (make_algorithm("standalone"), "uniform", "send nothing; leave it out"),
+        (make_algorithm("standalone"), "uniform", "send nothing; leave client_privacy out"),
     ]
     for algorithm, weighting, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -578,7 +580,7 @@ def test_a_rule_of_ones_own_on_the_mean():
     assert accepted(FedAvg(), Half(), False)
     assert accepted(FedAvg(), FedAvgM(aggregate=Half()), False)
     with pytest.raises(
-        ValueError, match=r"Failing says that it is a function of the mean, and fails .*KeyError: 'head'"
+        ValueError, match=r"Failing declares itself a function of the mean, but fails .*KeyError: 'head'"
     ):
         check_client_level(FedAvg(), Failing(), "uniform", False)
 

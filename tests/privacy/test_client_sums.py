@@ -189,7 +189,10 @@ def test_no_draw_is_as_far_from_zero_as_a_sum_has_room_for():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_norm": 1e-7}, r"the change of one of 5 clients has the deviation 5e-08, 0\.839 .*rounding needs 4"),
+        (
+            {"max_norm": 1e-7},
+            r"the change of one of 5 clients has the standard deviation 5e-08, 0\.839 .*rounding requires at least 4",
+        ),
         ({"max_norm": 1e-7}, r"give secure_sums\.fraction_bits=27 or more"),
         ({"max_norm": 1e12}, r"may be 1e\+13, and fraction_bits=24 leaves room below 5\.5e\+10; give fewer bits"),
         ({"clipping": "adaptive", "count_noise": 1e10, "z": 1.0}, r"the vote of one of 5 clients may be 9e\+10"),
@@ -199,7 +202,7 @@ def test_a_grid_that_is_too_coarse_or_too_small_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         level_of(**given)
     level_of(max_norm=1e-7, sums=SecureSums(fraction_bits=27))
-    with pytest.raises(ValueError, match="rounding needs 4"):
+    with pytest.raises(ValueError, match="rounding requires at least 4"):
         level_of(max_norm=1e-7, sums=SecureSums(fraction_bits=26))
     level_of(z=0.0, max_norm=1e-7)
 
@@ -351,7 +354,7 @@ def test_a_run_that_was_once_without_sums_does_not_hold_against_the_server():
         ("perada", {}, "the teachers are single clients' updates"),
         ("fedavg", {"weighting": "samples"}, "weighting='samples'"),
         ("fedavg", {"clients_per_round": 2}, "clients_per_round=2: more than"),
-        ("fedavg", {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1e-7}}, "rounding needs 4"),
+        ("fedavg", {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1e-7}}, "rounding requires at least 4"),
     ],
 )
 def test_what_cannot_be_private_in_sums_is_refused(algorithm, options, message):

@@ -192,9 +192,9 @@ def test_other_mistakes_are_refused():
 
 def test_noise_refuses_other_mistakes():
     summed = {"w": torch.zeros(2, 3)}
-    with pytest.raises(ValueError, match="not as many deviations, generators and sums as 1 clients"):
+    with pytest.raises(ValueError, match="deviations, generators and sums must be that of the clients, 1"):
         noisy_mean(summed, 1.0, [1.0], sources(2))
-    with pytest.raises(ValueError, match="not as many deviations, generators and sums as 3 clients"):
+    with pytest.raises(ValueError, match="deviations, generators and sums must be that of the clients, 3"):
         noisy_mean(summed, 1.0, [1.0] * 3, sources(3))
     with pytest.raises(ValueError, match="two clients share a generator"):
         noisy_mean(summed, 1.0, [1.0] * 2, sources(1) * 2)

@@ -20,7 +20,7 @@ from ..algorithms.problems import QUIET
 from .private_loop import once
 
 MIXES = "privacy: an image's output in training depends on the other images of its batch"
-REMEMBERS = "privacy: the network keeps something of the images that it sees in training"
+REMEMBERS = "privacy: the network retains state from the images that it sees in training"
 SIZES, BATCH, CLASSES = (40, 25, 33), 16, 3
 
 
@@ -295,7 +295,7 @@ def test_products_with_fewer_digits_than_float32_are_refused(monkeypatch, sectio
 
     monkeypatch.setattr(torch, "bmm", rounded)
     level = {"privacy": None, section: {"noise_multiplier": 1.0, "delta": 1e-3}}
-    with pytest.raises(ValueError, match=r"privacy: products of float32 .* torch.set_float32_matmul_precision"):
+    with pytest.raises(ValueError, match=r"privacy: float32 matrix products .* torch.set_float32_matmul_precision"):
         train(nn.Identity(), algorithm="fedavg", **level)
 
 

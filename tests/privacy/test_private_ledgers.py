@@ -111,7 +111,7 @@ TAKEN = [name for name in ALGORITHMS if name not in REFUSED] + [*MORE]
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in TAKEN])
 @pytest.mark.every(36)
-@pytest.mark.filterwarnings("ignore:.*times as long as the median:UserWarning")  # of A, whose gradient is first zero
+@pytest.mark.filterwarnings("ignore:.*times the round's median:UserWarning")  # of A, whose gradient is first zero
 def test_what_is_unsent_never_reaches_the_server(name, monkeypatch):
     """Other images for a stream change the global states of three rounds if, and only if, the stream is not unsent."""
     algorithm, run, states, seen, tuned = run_with(name, monkeypatch)
@@ -240,7 +240,7 @@ LEAKS = [
 def test_an_algorithm_that_sends_what_it_calls_unsent_is_refused(leak):
     started = Rounds()
     with pytest.raises(
-        ValueError, match=r"privacy: \w+\.unsent names '\w+', and '.*' that a client sends in round \d"
+        ValueError, match=r"privacy: \w+\.unsent lists '\w+', but '.*', which clients send in round \d"
     ) as error:
         train(leak(), CHEAP, callbacks=[started], distill_steps=2)
     assert "\n" not in str(error.value)
@@ -251,7 +251,9 @@ def test_an_algorithm_that_sends_what_it_calls_unsent_is_refused(leak):
 @pytest.mark.parametrize("rounds", [5, 20])
 def test_what_is_sent_after_some_rounds_is_refused_before_the_first(rounds):
     started = Rounds()
-    with pytest.raises(ValueError, match=r"unsent names 'personal', and '.*' that a client sends in round \d+ depends"):
+    with pytest.raises(
+        ValueError, match=r"unsent lists 'personal', but '.*', which clients send in round \d+, depends"
+    ):
         train(SendsPersonalLate(), CHEAP, rounds, callbacks=[started])
     assert started.states == []
     assert len(train(SendsPersonalLate(), CHEAP, 4).metrics["rounds"]) == 4  # it is never sent in so few

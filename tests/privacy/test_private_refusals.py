@@ -59,7 +59,7 @@ def coloured(test=False, public=False):
 
 def test_batch_norm_in_the_adapter():
     refused(
-        r"'.*' and \d+ more are BatchNorm layers in what is trained.* norm='group'",
+        r"'.*' and \d+ more are trained BatchNorm layers.* norm='group'",
         net="test_resnet",
         data=coloured(),
         adapter="residual",
@@ -70,7 +70,7 @@ def test_batch_norm_in_the_adapter():
 
 
 def test_batch_norm_of_ones_own_network():
-    refused(r"'norm' and 0 more are BatchNorm layers in what is trained", net=network("net"))
+    refused(r"'norm' and 0 more are trained BatchNorm layers", net=network("net"))
 
 
 class ByHand(nn.Module):
@@ -106,11 +106,11 @@ def test_frozen_batch_norm_is_no_hindrance():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weighting": "samples"}, "weighting='samples' shows the clients' numbers of images.*'uniform'"),
-        ({"clip_norm": 1.0}, "clip_norm=1.0 .* leave it out: privacy.max_norm"),
+        ({"weighting": "samples"}, "weighting='samples' reveals the clients' numbers of images.*'uniform'"),
+        ({"clip_norm": 1.0}, "clip_norm=1.0 .* leave clip_norm out: privacy.max_norm"),
         ({"algorithm": FedEnsemble(modes=2, strata=2, assignment="loss")}, "FedEnsemble compares models .*permutation"),
         ({"algorithm": FedEnsemble(modes=2, strata=2, keeps="best")}, "FedEnsemble compares models .*keeps='ensemble'"),
-        ({"engine": "loop", "privacy": PRIVATE | {"engine": "folded"}}, "needs a training engine that folds"),
+        ({"engine": "loop", "privacy": PRIVATE | {"engine": "folded"}}, "requires a folded training engine"),
     ],
 )
 def test_options_that_leak_or_cannot_run(options, message):
@@ -124,7 +124,12 @@ def test_texts_are_refused(level):
     data = perada.FederatedData(lines, [], num_classes=80)
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     refused(
-        "privacy: texts cannot be used", net="char_lstm_8", pretrained=False, data=data, clients_per_round=2, **chosen
+        "privacy: texts are not supported",
+        net="char_lstm_8",
+        pretrained=False,
+        data=data,
+        clients_per_round=2,
+        **chosen,
     )
 
 
@@ -132,7 +137,7 @@ def test_texts_are_refused(level):
 def test_loss_scaling_is_refused(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    refused("privacy: precision='16-mixed' cannot be used: loss scales", plugins=[plugin], **chosen)
+    refused("privacy: precision='16-mixed' is not supported: the loss scale", plugins=[plugin], **chosen)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
@@ -150,14 +155,14 @@ def test_loss_scaling_is_refused(level):
 def test_choosing_by_scores_on_clients_images(tmp_path, callback, level):
     chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
     options = {"callbacks": [callback(tmp_path)], "enable_checkpointing": True}
-    refused("chooses by .*, which may depend on clients' private images", **chosen, **options)
+    refused("selects by .*, which may depend on clients' private images", **chosen, **options)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_evaluation_on_images_held_out_of_the_private_ones(level):
     data = perada.FederatedDataModule(task(), batch_size=4, client_validation=0.4, evaluate_on="validation")
     chosen = {"privacy": None, "client_privacy": None, level: {"noise_multiplier": 8.0}}
-    refused("evaluate_on='validation' scores models on images held out", data=data, **chosen)
+    refused("evaluate_on='validation' scores models on held-out private images", data=data, **chosen)
 
 
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
@@ -245,7 +250,7 @@ def test_a_client_joins_by_no_weights_that_were_trained_on_its_images():
         local_steps=1, batch_size=4, privacy=PRIVATE, accelerator="cpu", enable_progress_bar=False, logger=False,
     )  # fmt: skip
     own = perada.FederatedData([Subset(Digits().with_split(True), range(20))], num_classes=10)
-    with pytest.raises(ValueError, match="was trained on the images of Digits, which are the clients' here"):
+    with pytest.raises(ValueError, match="was trained on the images of Digits, which the clients of this run hold"):
         perada.personalize(run, own, "new", rounds=1, accelerator="cpu")
 
 
@@ -348,7 +353,7 @@ def test_outputs_are_refused_in_the_step_too():
 def test_gradients_that_the_ledgers_do_not_count_are_not_given():
     """The rehearsal sees the first round only, so that this comes up in the step that asks for more: the third."""
     options = {"local_steps": 2, "local_epochs": None, "steps": 3}
-    refused("asked for more gradients of 'local' than its rehearsal", Growing(), kind=RuntimeError, **options)
+    refused("asked for more gradients of 'local' than in the dry run", Growing(), kind=RuntimeError, **options)
     refused("personal", Other(distill=False), kind=(RuntimeError, KeyError), **options)
 
 
@@ -444,31 +449,31 @@ class Attends(nn.Module):
 
 
 def test_a_layer_that_is_not_called():
-    message = r"the images' gradients of 'inner\.weight' do not add up"
+    message = r"the per-image gradients of 'inner\.weight' do not add up"
     refused(message, net=Beside(), data=coloured(), adapter="full", clients_per_round=2, engine="loop")
 
 
 @pytest.mark.parametrize("engine", ["loop", "folded"])
 def test_a_network_that_remembers_images(engine):
-    message = "the network keeps something of the images that it sees in training"
+    message = "the network retains state from the images that it sees in training"
     refused(message, net=Counting(), data=coloured(), adapter="full", clients_per_round=2, engine=engine)
 
 
 @pytest.mark.filterwarnings("ignore:engine='auto' falls back to the loop")
 def test_attention_that_opacus_cannot_hook():
-    refused("Opacus's hooks fail on it", net=Attends(), data=coloured(), adapter="full", clients_per_round=2)
+    refused("Opacus's hooks fail", net=Attends(), data=coloured(), adapter="full", clients_per_round=2)
 
 
 @pytest.mark.parametrize("adapter", [peft.LoraConfig(use_dora=True), peft.LoHaConfig()])
 @pytest.mark.filterwarnings("ignore:engine='auto' falls back to the loop")
 def test_layers_that_opacus_cannot_hook(adapter):
     options = {"pretrained": False, "image_size": 32, "clients_per_round": 2}
-    refused("Opacus's hooks fail on it", net="test_vit", data=coloured(), adapter=adapter, **options)
+    refused("Opacus's hooks fail", net="test_vit", data=coloured(), adapter=adapter, **options)
 
 
 def test_opacus_does_not_know_what_the_fold_knows():
     options = {"pretrained": False, "image_size": 32, "clients_per_round": 2, "engine": "loop"}
-    refused("Opacus's hooks fail on it", net="test_vit", data=coloured(), adapter="ia3", **options)
+    refused("Opacus's hooks fail", net="test_vit", data=coloured(), adapter="ia3", **options)
 
 
 @pytest.mark.parametrize(

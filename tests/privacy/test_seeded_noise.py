@@ -187,7 +187,7 @@ def test_the_program_says_so_and_writes_no_seed(tmp_path, monkeypatch, capsys):
     assert holds_seed(tmp_path / "out") == []
     states = [perada.Run.load("out").state("personal", client) for client in range(4)]
     assert len({float(state["fc.weight"].sum()) for state in states}) == 2  # one was drawn
-    with pytest.raises(ValueError, match=r"belongs to another run: its seed is '[0-9a-f]{32}', here it is '"):
+    with pytest.raises(ValueError, match=r"belongs to a different run: its seed is '[0-9a-f]{32}', here '"):
         main(["fit", "--config", "recipe.yaml", "--ckpt_path=last", "--trainer.max_epochs=2"])
     main(["fit", "--config", "recipe.yaml", "--ckpt_path=last", "--trainer.max_epochs=2", seed])
     with pytest.raises(ValueError, match=r"secure_rng=false cannot be used with perada compare"):
@@ -206,7 +206,7 @@ def test_a_run_does_not_change_its_generator_on_the_way(tmp_path, section, secur
 
     fit(secure, 1)
     path = str(tmp_path / "saved.ckpt")
-    message = rf"{section}: the checkpoint's noise was drawn with secure_rng={secure}, and here it is {not secure}"
+    message = rf"{section}: the checkpoint's noise was drawn with secure_rng={secure}, but this run has {not secure}"
     with pytest.raises(ValueError, match=message) as error:
         fit(not secure, 2, ckpt_path=path)
     assert "\n" not in str(error.value)

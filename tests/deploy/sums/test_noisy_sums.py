@@ -358,7 +358,7 @@ def test_what_a_fixed_norm_is_the_server_does_not_say(tiny, tmp_path, monkeypatc
         ("perada", {}, "PerAda with distillation: the teachers are single clients' updates"),
         ("fedavg", {"loop": {"weighting": "samples"}}, "weighting='samples'"),
         ("fedavg", {"privacy": {"clipping": "adaptive"}}, "needs count_noise in a deployment"),
-        ("fedavg", {"privacy": {"max_norm": 1e-7}}, r"rounding needs 4; give secure_sums\.fraction_bits=27"),
+        ("fedavg", {"privacy": {"max_norm": 1e-7}}, r"rounding requires at least 4; set secure_sums\.fraction_bits=27"),
     ],
 )
 def test_what_cannot_be_private_is_refused_at_both_sides(side, algorithm, options, message, tiny, tmp_path):
