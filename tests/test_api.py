@@ -282,7 +282,7 @@ def emptied(tiny):
         ({"algorithm": "perda"}, "algorithm='perda' is unknown; did you mean 'perada'"),
         (
             {"algorithm": "fedavg", "algorithm_options": {"prox_strength": 1.0}},
-            "algorithm='fedavg' cannot be made with.*prox_strength",
+            "algorithm='fedavg' does not accept the options.*prox_strength",
         ),
         (
             {"algorithm_options": {"prox_strength": -1.0}},
@@ -468,7 +468,7 @@ def test_every_name_of_a_comparison_is_one_here(name):
     assert rule == (variant.server_rule or "mean")
     assert base == (variant.base if variant.server_rule else name)
     if variant.server_rule:
-        with pytest.raises(ValueError, match=rf"{name!r} has the server rule .*server_rule='median' is given beside"):
+        with pytest.raises(ValueError, match=rf"{name!r} implies server_rule=.*server_rule='median' is set too"):
             with_server_rule(name, "median")
 
 

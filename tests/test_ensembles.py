@@ -108,7 +108,7 @@ def test_what_belongs_to_one_model_cannot_be_repeated(name):
 
 @pytest.mark.parametrize("base", ["perada", PerAda])
 def test_a_base_is_an_algorithm(base):
-    with pytest.raises(ValueError, match=r"base=.* is not an algorithm; give one, such as PerAda\(\)"):
+    with pytest.raises(ValueError, match=r"base=.* is not an algorithm; pass an Algorithm object, such as PerAda\(\)"):
         FedEnsemble(base)
 
 

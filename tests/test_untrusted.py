@@ -107,7 +107,7 @@ def test_a_checkpoint_names_no_file_outside_of_its_run(tiny, tmp_path, name):
     named = name.format(name=real.name, absolute=outside / real.name, session=session)
     changed(checkpoint(tmp_path), lambda saved: saved["files"].update({client: named}))
     for rounds in (2, 3):
-        with pytest.raises(ValueError, match=rf"the states of client {client}, is damaged or another file"):
+        with pytest.raises(ValueError, match=rf"the states of client {client}, is damaged or a different file"):
             fit(tiny, tmp_path, client_store="disk", rounds=rounds, ckpt_path=str(checkpoint(tmp_path)))
     linked = [path for path in tmp_path.rglob("version_[12]/clients/*") if path.is_file()]
     assert linked == []
@@ -118,7 +118,7 @@ def test_a_checkpoint_names_no_folder_but_of_clients(tiny, tmp_path):
     run, outside = tmp_path / "lightning_logs" / "version_0", tmp_path / "outside"
     (run / "clients").rename(outside)
     changed(checkpoint(tmp_path), lambda saved: saved.update(folder=str(outside)))
-    with pytest.raises(ValueError, match=r"names files in '.*outside', which is not a run's"):
+    with pytest.raises(ValueError, match=r"lists files in '.*outside', which is not the folder of a run"):
         fit(tiny, tmp_path, client_store="disk", rounds=3, ckpt_path=str(checkpoint(tmp_path)))
 
 
@@ -130,12 +130,12 @@ def test_links_and_other_contents_are_not_taken_for_a_clients_file(tiny, tmp_pat
     whole = real.read_bytes()
     real.rename(secret)
     real.symlink_to(secret)
-    with pytest.raises(ValueError, match="is damaged or another file"):
+    with pytest.raises(ValueError, match="is damaged or a different file"):
         fit(tiny, tmp_path, client_store="disk", rounds=3, ckpt_path=str(checkpoint(tmp_path)))
     real.unlink()
     real.write_bytes(b"x" * len(whole))
     for store in ("disk", "host"):
-        with pytest.raises(ValueError, match="is damaged or another file"):
+        with pytest.raises(ValueError, match="is damaged or a different file"):
             fit(tiny, tmp_path, client_store=store, rounds=3, ckpt_path=str(checkpoint(tmp_path)))
     assert [path for path in tmp_path.rglob("version_[1-9]/clients/*") if path.is_file()] == []
 

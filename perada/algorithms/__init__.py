@@ -109,7 +109,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A named algorithm that is another one with a certain server rule, or with algorithms as arguments.
+    """A name for an algorithm with a certain server rule, or with algorithms as arguments.
 
     Attributes:
         base: Name of the other algorithm in :data:`ALGORITHMS`.
@@ -129,7 +129,7 @@ VARIANTS: dict[str, Variant] = {
     "lora_fair": Variant("fedavg", server_rule="lora_fair"),
 }
 ALGORITHM_NAMES = (*ALGORITHMS, *VARIANTS)
-"""Every name that `finetune`, recipes and comparisons take."""
+"""Every name that `finetune`, recipes and comparisons accept."""
 
 
 def with_server_rule(name: str | Algorithm, server_rule: Any) -> tuple[str | Algorithm, Any]:  # noqa: ANN401  # or a rule
@@ -153,8 +153,8 @@ def with_server_rule(name: str | Algorithm, server_rule: Any) -> tuple[str | Alg
         return name, server_rule
     if server_rule not in (None, "mean", variant.server_rule):
         raise OptionError(
-            f"algorithm={name!r} has the server rule {variant.server_rule!r}, and server_rule={server_rule!r} is given "
-            f"beside it; leave server_rule out, or give algorithm={variant.base!r}",
+            f"algorithm={name!r} implies server_rule={variant.server_rule!r}, but server_rule={server_rule!r} is set "
+            f"too; leave server_rule out, or set algorithm={variant.base!r}",
             name="algorithm",
             value=name,
         )
@@ -162,7 +162,7 @@ def with_server_rule(name: str | Algorithm, server_rule: Any) -> tuple[str | Alg
 
 
 def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
-    """Return the algorithm called ``name`` (an :class:`Algorithm` is returned as it is).
+    """Return the algorithm called ``name``; an :class:`Algorithm` is returned unchanged.
 
     Raises:
         ValueError: If there is no such algorithm, or it does not take an option.
@@ -178,8 +178,8 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
     rule = variant.server_rule if variant else name
     if rule in SERVER_RULES:
         raise OptionError(
-            f"algorithm={name!r} is a server rule here; give algorithm='fedavg', or another one, and "
-            f"server_rule={rule!r}",
+            f"algorithm={name!r} is a server rule, not an algorithm; set server_rule={rule!r} and algorithm='fedavg' "
+            "or a different algorithm",
             name="algorithm",
             value=name,
         )
@@ -193,5 +193,5 @@ def make_algorithm(name: str | Algorithm, **options: Any) -> Algorithm:
         return ALGORITHMS[name](**options)
     except TypeError as error:
         option_names = ", ".join(inspect.signature(ALGORITHMS[name]).parameters) or "none at all"
-        what = f"algorithm={name!r} cannot be made with {options}"
+        what = f"algorithm={name!r} does not accept the options {options}"
         raise ValueError(f"{what}: {error}; its options are {option_names}") from None

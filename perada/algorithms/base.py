@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an algorithm is: what clients keep and send, one client's step, and the server's step.
+"""The interface of an algorithm: what clients keep and send, one client's step, and the server's step.
 
 Roles are named as in PerAda: ``personal`` is what a client keeps and predicts with, ``local`` is what it trains from
 the received global state and sends back. Every method sees the states of C clients as one stack with a leading client
@@ -29,7 +29,7 @@ RULE = "rule/"
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The names of a state's tensors, by what they are.
+    """The names of a state's tensors, by kind.
 
     Attributes:
         keys: All names: trained parameters, and the running statistics and integer counters of trained norms.
@@ -114,7 +114,7 @@ class ClientStep(Protocol):
         """
 
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
-        """Compute logits, as :meth:`logits` does, and the representations (C, B, F) that the head made them of.
+        """Compute logits like :meth:`logits`, and the representations (C, B, F) that the head receives.
 
         Args:
             states: A role, or a stack (C, ...).
@@ -147,7 +147,7 @@ class ClientStep(Protocol):
         """Return the mean (C, ...) of values (C, B, ...) over each client's images, without the rows of padding."""
 
     def restart(self, role: str, start: State) -> None:
-        """Set a role's trained parameters to those of ``start`` (C, ...), and clear the state of its optimiser."""
+        """Set a role's trained parameters to those of ``start`` (C, ...), and reset the state of its optimiser."""
 
     def descend(
         self,
@@ -172,7 +172,7 @@ class ClientStep(Protocol):
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What the server knows when it sends a round's C clients their states.
+    """The server's knowledge when it sends a round's C clients their states.
 
     Attributes:
         global_state: The global state, without a client axis, or a stack of several.
@@ -237,7 +237,7 @@ class ServerStep:
             self.rule.check(len(self.clients))
         except ValueError as error:
             # Set-up has checked the planned number. Fewer are left if some broke, or were given other models.
-            warnings.warn(f"round {self.round + 1}: the server rule cannot do what it is for: {error}", stacklevel=2)
+            warnings.warn(f"round {self.round + 1}: the server rule cannot be applied: {error}", stacklevel=2)
         if not isinstance(updates, Updates):
             updates = Updates(updates)
         predict = None
@@ -304,7 +304,7 @@ class Algorithm(Options):
 
     @property
     def kind(self) -> str:
-        """What saved states belong to: training resumes only with an algorithm of the same kind."""
+        """Identifies the algorithm of saved states: training resumes only with an algorithm of the same kind."""
         return type(self).__name__
 
     @property
@@ -313,7 +313,7 @@ class Algorithm(Options):
         return type(self).members is not Algorithm.members
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise at set-up if the algorithm cannot work with the trained tensors or the number of clients.
+        """Raise if the algorithm does not support the trained tensors or the number of clients. Called at set-up.
 
         Args:
             tensor_names: Names of the model's tensors.
@@ -324,7 +324,7 @@ class Algorithm(Options):
         """
 
     def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int | None:
-        """Return a client's rank of LoRA, or None if clients have the adapter's rank.
+        """Return a client's LoRA rank, or None if clients have the adapter's rank.
 
         Args:
             number: The client's id.
@@ -381,7 +381,7 @@ class Algorithm(Options):
         return stacks
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Return the parameters that ``phase`` trains in ``role`` in a round; those that the role lacks are ignored."""
+        """Return the parameters of ``role`` that ``phase`` trains in a round; names that the role lacks are ignored."""
         return tensor_names.parameters
 
     def client_step(self, step: ClientStep) -> None:
@@ -391,7 +391,7 @@ class Algorithm(Options):
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Return what the clients keep, and what they send.
+        """Return the states that the clients keep, and those that they send.
 
         Args:
             trained: What became of the stacks of :meth:`begin_round`, (C, ...) by role.
@@ -412,7 +412,7 @@ class Algorithm(Options):
         return new_client_state, update
 
     def server_step(self, server: ServerStep) -> State:
-        """Return the new global state, without a client axis. Names that are left out stay as they were.
+        """Return the new global state, without a client axis. Names that are left out keep their values.
 
         The default is the mean of the updates, distilled if the algorithm ``uses_distillation``.
         """
@@ -432,7 +432,7 @@ class Algorithm(Options):
         return client_state["personal"]
 
     def personalization(self) -> "tuple[Algorithm, Phase] | None":
-        """Return what every client trains alone from the final global state after the last round, and for how long.
+        """Return the algorithm and phase of the clients' fine-tuning after the last round, from the final global state.
 
         The default is None: nothing.
         """
@@ -456,7 +456,7 @@ def moved_towards(previous: State, target: State, share: float) -> State:
 
 
 class ClientSideWrapper(Algorithm):
-    """An algorithm whose clients do what those of another one, its base, do.
+    """An algorithm whose clients behave like those of its base, another algorithm.
 
     The client's methods that a subclass does not override are the base's. The server's side is not the base's.
 
@@ -468,7 +468,7 @@ class ClientSideWrapper(Algorithm):
         self.base = base
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the base cannot work with the trained tensors or the number of clients."""
+        """Raise if the base does not support the trained tensors or the number of clients."""
         self.base.check(tensor_names, num_clients)
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
@@ -503,7 +503,7 @@ class ClientSideWrapper(Algorithm):
 
 
 class AlgorithmWrapper(ClientSideWrapper):
-    """An algorithm around another one, its base, that changes some of what the base does.
+    """An algorithm that wraps another one, its base, and changes part of its behaviour.
 
     Whatever a subclass does not override comes from the base: attributes are copied when the wrapper is made, methods
     are called.
@@ -517,7 +517,11 @@ class AlgorithmWrapper(ClientSideWrapper):
 
     def __init__(self, base: Algorithm) -> None:
         if not isinstance(base, Algorithm):
-            raise OptionError(f"base={base!r} is not an algorithm; give one, such as PerAda()", name="base", value=base)
+            raise OptionError(
+                f"base={base!r} is not an algorithm; pass an Algorithm object, such as PerAda()",
+                name="base",
+                value=base,
+            )
         super().__init__(base)
         self.inference = base.inference
         self.roles = base.roles
@@ -564,7 +568,7 @@ class AlgorithmWrapper(ClientSideWrapper):
 
 
 def check_outermost(wrapper: AlgorithmWrapper) -> None:
-    """Raise if the base of ``wrapper`` gives clients LoRA ranks of their own.
+    """Raise if the base of ``wrapper`` assigns LoRA ranks to clients.
 
     Ranks are cut from everything that a client receives, keeps and sends, so HetLoRA has to be the outermost wrapper.
 
@@ -577,11 +581,13 @@ def check_outermost(wrapper: AlgorithmWrapper) -> None:
     wrapper_name = type(wrapper).__name__
     wrapper_has_ranks = type(wrapper).lora_rank is not Algorithm.lora_rank
     if type(wrapper.base) is type(wrapper):
-        remedy = f"give only one {base_name}"
+        remedy = f"use only one {base_name}"
     elif wrapper.is_ensemble or wrapper_has_ranks:
         remedy = f"choose only one of {base_name} and {wrapper_name}"
     else:
-        remedy = f"give {base_name}(base={wrapper_name}(...))"
+        remedy = f"use {base_name}(base={wrapper_name}(...))"
     raise OptionError(
-        f"base={base_name} gives clients ranks, and has to be around all else; {remedy}", name="base", value=base_name
+        f"base={base_name} assigns LoRA ranks to clients and must be the outermost wrapper; {remedy}",
+        name="base",
+        value=base_name,
     )

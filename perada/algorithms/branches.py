@@ -17,23 +17,25 @@ from perada.core.states import Factors, State, expand, per_client, select, stack
 
 
 def check_branches(name: str, tensor_names: TensorNames) -> None:
-    """Raise, for the algorithm called ``name``, if the model lacks the factors of two branches."""
+    """Raise if the model lacks the two branches that the algorithm ``name`` requires."""
     if not tensor_names.factors and tensor_names.private:
-        raise ValueError(f"algorithm {name} needs both factors of its branches; leave out what freezes one (FFALoRA)")
+        raise ValueError(
+            f"algorithm {name} requires both factors of its branches; remove the wrapper that freezes one (FFALoRA)"
+        )
     if not tensor_names.private:
         raise ValueError(
-            f"algorithm {name} is about the shared and the private branch of LoRA, and there are none in what is "
-            f"trained, {tensor_names.parameter_range}; choose adapter='dual_lora'"
+            f"algorithm {name} requires the shared and private branches of dual LoRA, but the trained parameters "
+            f"contain none ({tensor_names.parameter_range}); choose adapter='dual_lora'"
         )
 
 
 def check_branches_without_gate(name: str, tensor_names: TensorNames) -> None:
-    """Raise, for the algorithm called ``name``, if there are no branches, or a gate weights them already."""
+    """Raise if there are no branches for the algorithm ``name``, or if a gate already weights them."""
     check_branches(name, tensor_names)
     gates = tensor_names.private - shared_name_of(tensor_names).keys()
     if gates:
         raise ValueError(
-            f"algorithm {name} weights the branches itself, and the adapter has a gate that does; choose gate=False "
+            f"algorithm {name} weights the branches itself, but the adapter's gate does so too; set gate=False "
             "(adapter_options)"
         )
 
@@ -57,7 +59,7 @@ def shared_name_of(tensor_names: TensorNames) -> dict[str, str]:
 WEIGHT = "weight"
 """The role of the branches' weights: a number for each B."""
 WEIGHT_SUFFIX = "/weight"
-"""Stands behind the name of a B in that role."""
+"""Suffix of the names in that role, after the name of a B."""
 
 
 class _WeightedBranches(Algorithm):
@@ -71,7 +73,7 @@ class _WeightedBranches(Algorithm):
     unsent = frozenset({"personal"})
 
     def __init__(self, weight: float = 0.5) -> None:
-        check_number("weight", weight, ge=0, le=1, hint="0 is the global branch, 1 the client's own")
+        check_number("weight", weight, ge=0, le=1, hint="0 is the global branch, 1 the client's")
         self.weight = weight
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
@@ -113,7 +115,7 @@ def _expand_without_private(sending: Broadcast) -> State:
 
 
 class FedDPA(_WeightedBranches):
-    """A global LoRA and a client's own one, trained in every round (FedDPA-T: Yang et al., NeurIPS 2024).
+    """A global and a personal LoRA, both trained in every round (FedDPA-T: Yang et al., NeurIPS 2024).
 
     ============ ================================================================================================
     global       the shared branch, received; trained without the private one (role ``local``), sent, and averaged
@@ -132,7 +134,7 @@ class FedDPA(_WeightedBranches):
     """
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Keep the own branch and head, and the weights."""
+        """Keep the personal branch and head, and the weights."""
         own_branch = without(initial, tensor_names.shared)
         return {"personal": own_branch, WEIGHT: self.branch_weights(initial, tensor_names)}
 
@@ -141,7 +143,7 @@ class FedDPA(_WeightedBranches):
         return _expand_without_private(sending)
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the own model and the global one; what each is completed by goes along.
+        """Train the personal and the global model, each completed by frozen tensors.
 
         ``shared`` is the global branch as it was received, beside the own one. ``absent`` are zeros in place of the own
         branch, beside the global one.
@@ -156,13 +158,13 @@ class FedDPA(_WeightedBranches):
         }
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train both models, and nothing that completes them."""
+        """Train both models, without the tensors that complete them."""
         if role in ("personal", "local"):
             return tensor_names.parameters
         return ()
 
     def client_step(self, step: ClientStep) -> None:
-        """Take a step on the own branch beside the received one, and one on the global branch without the own one."""
+        """Take a step on the personal branch with the received one, and one on the global branch only."""
         both_branches = weighted(step.states["shared"] | step.states["personal"], step.states[WEIGHT])
         step.descend("personal", step.loss(both_branches, stream="personal"))
         global_model = step.states["local"] | step.states["absent"]
@@ -171,12 +173,12 @@ class FedDPA(_WeightedBranches):
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Keep the own branch and the weights, send the global branch."""
+        """Keep the personal branch and the weights, send the global branch."""
         return {"personal": trained["personal"], WEIGHT: trained[WEIGHT]}, trained["local"]
 
 
 class FedDPAF(FedAvg):
-    """A global LoRA first, then a client's own one (FedDPA-F: Yang et al., NeurIPS 2024).
+    """First a global LoRA, then a personal one for each client (FedDPA-F: Yang et al., NeurIPS 2024).
 
     The rounds are FedAvg of the global branch and the head: clients keep nothing. After the last round every client
     trains a branch of its own, without the global one, of which it starts as a copy. It predicts with
@@ -203,7 +205,7 @@ class FedDPAF(FedAvg):
         return _expand_without_private(sending)
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train what was received, completed by zeros in place of the own branch."""
+        """Train the received state, with zeros in place of the personal branch."""
         absent = {}
         for private_name, shared_name in shared_name_of(tensor_names).items():
             absent[private_name] = torch.zeros_like(received[shared_name])
@@ -221,12 +223,12 @@ class FedDPAF(FedAvg):
         return {}, update
 
     def personalization(self) -> tuple[Algorithm, Phase]:
-        """Train the own branch, from the global one."""
+        """Train the personal branch, from the global one."""
         return self._own_branch, Phase("personalize", self.finetune_epochs)
 
 
 class OwnBranch(_WeightedBranches):
-    """What clients of :class:`FedDPAF` train after the last round.
+    """The fine-tuning of :class:`FedDPAF`'s clients after the last round.
 
     Args:
         weight: α.
@@ -244,25 +246,25 @@ class OwnBranch(_WeightedBranches):
         return {"personal": initial | copied, WEIGHT: self.branch_weights(initial, tensor_names)}
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the own branch, completed by zeros in place of the global one."""
+        """Train the personal branch, with zeros in place of the global one."""
         own_branch = without(client_state["personal"], tensor_names.shared)
         return {"personal": own_branch, "absent": _zeros(client_state["personal"], tensor_names.shared)}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train the own branch and head."""
+        """Train the personal branch and head."""
         if role == "personal":
             return tensor_names.parameters
         return ()
 
     def client_step(self, step: ClientStep) -> None:
-        """Take a step on the own branch, without the global one."""
+        """Take a step on the personal branch, without the global one."""
         own_model = step.states["personal"] | step.states["absent"]
         step.descend("personal", step.loss(own_model, stream="personal"))
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Keep the own branch beside the global one; send nothing."""
+        """Keep the personal branch together with the global one; send nothing."""
         return {"personal": client_state["personal"] | trained["personal"], WEIGHT: client_state[WEIGHT]}, {}
 
 
@@ -271,7 +273,7 @@ SHARE = "row/share"
 
 
 class RestOfWorld(Algorithm):
-    """An individual LoRA beside the mean of everybody else's (FedALT: Bian et al., AAAI 2026, arXiv 2503.11880).
+    """An individual LoRA and the mean of all others' (FedALT: Bian et al., AAAI 2026, arXiv 2503.11880).
 
     A client keeps two branches:
 
@@ -300,8 +302,8 @@ class RestOfWorld(Algorithm):
         check_branches(type(self).__name__, tensor_names)
         if num_clients < 2:
             raise ValueError(
-                "algorithm RestOfWorld needs the branches of other clients, and there is one client; give the data of "
-                "more, or choose algorithm='standalone'"
+                "algorithm RestOfWorld requires the branches of other clients, but there is only one client; add "
+                "clients, or choose algorithm='standalone'"
             )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
@@ -319,7 +321,7 @@ class RestOfWorld(Algorithm):
         return expand(mean | {SHARE: example.new_tensor(share)}, len(sending.clients))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the individual branch and all else, beside the RoW branch v̄ + (v̄ − own) / (M − 1)."""
+        """Train the individual branch and all else, with the RoW branch v̄ + (v̄ − own) / (M − 1)."""
         individual = client_state["personal"]
         row_branch = {}
         for private_name, shared_name in shared_name_of(tensor_names).items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dry runs without images: what an algorithm and a server rule do is found out at set-up, before anything is trained.
+"""Dry runs without images that check an algorithm and a server rule at set-up, before anything is trained.
 
 :class:`DryRun` goes through rounds on made-up gradients, counts the gradients that a local step asks for, or takes
 server steps on made-up updates. What is asked of it:
@@ -32,13 +32,13 @@ T = TypeVar("T")
 MAX_NUMBERS = 10**8
 """Largest number of numbers in the clients' states of a dry run."""
 SERVER_ROUNDS = 3
-"""Rounds in which server steps on updates and on their mean are compared."""
+"""Number of rounds in which server steps on updates and on their mean are compared."""
 SERVER_CLIENTS = 4
-"""Clients in these rounds."""
+"""Number of clients in these rounds."""
 
 
 def is_foreign(options: Options) -> bool:
-    """Return whether an algorithm or a rule, or one that it is made of, is of a class from outside perada."""
+    """Return whether an algorithm or a rule, or one that it contains, is of a class from outside perada."""
     if not type(options).__module__.startswith("perada."):
         return True
     return any(is_foreign(part) for part in vars(options).values() if isinstance(part, Options))
@@ -46,7 +46,7 @@ def is_foreign(options: Options) -> bool:
 
 @dataclass(frozen=True)
 class DryRunRound:
-    """What a round of a dry run led to.
+    """The result of a round of a dry run.
 
     Attributes:
         sent: What the clients sent, (C, ...).
@@ -61,7 +61,7 @@ class DryRunRound:
 
 @dataclass(frozen=True)
 class DryRun:
-    """An algorithm and a server rule that are tried without images.
+    """A dry run of an algorithm and a server rule, without images.
 
     Attributes:
         algorithm, rule: What is tried. It is not copied.
@@ -86,7 +86,7 @@ class DryRun:
     changed: str = ""
 
     def rounds(self, numbers: Iterable[int]) -> Iterator[DryRunRound]:
-        """Go through the rounds with these numbers, on made-up gradients and a distillation that changes nothing."""
+        """Run the rounds with these numbers on made-up gradients, with a distillation that changes nothing."""
         algorithm = self.algorithm
         tensor_names = self.tensor_names
         global_state = self.initial
@@ -206,7 +206,7 @@ class DryRun:
 def server_follows_from_mean(
     algorithm: Algorithm, rule: ServerRule, tensor_names: TensorNames, initial: State, sent: State
 ) -> bool:
-    """Return whether server steps lead to the same on made-up updates as on their mean in every row.
+    """Return whether server steps give the same result for made-up updates as for their mean in every row.
 
     Whatever the algorithm or the rule raises is raised here too.
 
@@ -241,7 +241,7 @@ def server_follows_from_mean(
 
 
 def _are_close(states: dict[str, State], other_states: dict[str, State]) -> bool:
-    """Return whether states have the same names, and tensors that are the same up to rounding."""
+    """Return whether states have the same names, and tensors that are equal up to rounding."""
     if states.keys() != other_states.keys():
         return False
     for name, state in states.items():
@@ -259,7 +259,7 @@ def _add_mean_of_teachers(
     average_from: float | None = None,
     previous: State | None = None,
 ) -> State:
-    """Stand in for a distiller, which is given the mean of the clients' logits, and of no other teachers."""
+    """Stand in for a distiller, which receives the mean of the clients' logits, and no other teachers."""
     rows = teachers.gathered_all() if isinstance(teachers, Updates) else teachers
     return {name: value + rows[name].mean(0) if name in rows else value for name, value in student.items()}
 
@@ -275,7 +275,7 @@ def _predicted(
 
 
 def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
-    """Return what a client sends in the first round, (1, ...), if it trains nothing."""
+    """Return what a client that trains nothing sends in the first round, (1, ...)."""
     first_state = algorithm.initial_client_state(initial, tensor_names)
     client_state = {role: expand(state, 1) for role, state in first_state.items()}
     losses = torch.zeros(1, algorithm.modes) if algorithm.compares_models else None
@@ -297,7 +297,7 @@ def dry_run_rounds(
     num_classes: int,
     multilabel: bool = False,
 ) -> None:
-    """Go through two rounds of ``clients`` on made-up gradients, and check all states that come out.
+    """Run two rounds of ``clients`` on made-up gradients, and check all returned states.
 
     Copies are tried, with fewer clients where those are large; where the rule refuses so few, the mean stands for it.
 
@@ -310,7 +310,7 @@ def dry_run_rounds(
     check_choice(f"{name}.inference", algorithm.inference, ["personal", "global"])
     for phase in phases:
         if not isinstance(phase, Phase):
-            raise _MisfitError(f"{name}.phases gives {phase!r}; give perada.data.Phase(name, epochs, steps)")
+            raise _MisfitError(f"{name}.phases returned {phase!r}; return perada.data.Phase(name, epochs, steps)")
     affordable = MAX_NUMBERS // sum(value.numel() for value in initial.values())
     tried = tuple(range(max(2, min(clients, affordable))))[:num_clients]
     try:
@@ -360,16 +360,18 @@ class _CheckedDryRun(DryRun):
             _check_state(who, result, self.initial | more, clients, partial=True)
         elif method == "end_round":
             if not isinstance(result, tuple) or len(result) != 2:
-                raise _MisfitError(f"{who} gives {type(result).__name__}; give what clients keep, and what they send")
+                raise _MisfitError(
+                    f"{who} returned {type(result).__name__}; return a pair of what clients keep and what they send"
+                )
             client_state, update = result
-            _check_stacks(f"{who}, in what clients keep,", client_state, self.first_state, clients)
+            _check_stacks(f"{who} (client states)", client_state, self.first_state, clients)
             # Clients may send more than the model, for the algorithm's own server_step.
             more = {name: value[0] for name, value in update.items() if name not in self.initial}
-            _check_state(f"{who}, in what clients send,", update, self.initial | more, clients, partial=True)
+            _check_state(f"{who} (updates)", update, self.initial | more, clients, partial=True)
         elif method == "server_step":
             _check_state(who, result, self.initial, partial=True)
             (server,) = arguments
-            _check_stacks(f"{who}, in server.state,", server.state, server.state)
+            _check_stacks(f"{who} (server.state)", server.state, server.state)
         elif method == "personal":
             _check_state(who, result, self.initial, clients)
         return result
@@ -388,46 +390,45 @@ class _CheckedRule(ServerRule):
         for key, value in aggregation.updates.gathered_all().items():
             expected[key] = aggregation.previous.get(key, value[0])
         _check_state(name, result, expected)
-        _check_stacks(f"{name}, in given.state,", aggregation.state, aggregation.state)
+        _check_stacks(f"{name} (given.state)", aggregation.state, aggregation.state)
         return result
 
 
 class _MisfitError(ValueError):
-    """A method of the algorithm or the rule returns what does not fit."""
+    """Raised if the result of an algorithm's or a rule's method is invalid."""
 
 
 def _call_foreign(who: str, function: Callable[..., T], *arguments: object) -> T:
-    """Call a method; name it in what it raises."""
+    """Call a method, and name it in the error if it raises."""
     try:
         return function(*arguments)
     except _MisfitError:
         raise
     except Exception as error:  # whatever a class of the caller's own does
         reason = " ".join(str(error).split())[:200]
-        raise _MisfitError(
-            f"{who} fails in a round that is tried at set-up ({type(error).__name__}: {reason})"
-        ) from error
+        raise _MisfitError(f"{who} fails in the dry run at set-up ({type(error).__name__}: {reason})") from error
 
 
 def _check_stacks(who: str, stacks: object, expected: Mapping[str, State], clients: int | None = None) -> None:
-    """Raise if these are not the states of the ``expected`` roles; with ``clients``, in their shapes behind an axis."""
+    """Raise unless ``stacks`` are the states of the ``expected`` roles, behind an axis of ``clients`` if set."""
     if not isinstance(stacks, Mapping) or set(stacks) != set(expected):
         actual = sorted(map(str, stacks)) if isinstance(stacks, Mapping) else type(stacks).__name__
-        raise _MisfitError(f"{who} gives {actual} instead of states of the roles {sorted(expected)}")
+        raise _MisfitError(f"{who} returned {actual} instead of states for the roles {sorted(expected)}")
     for role, state in stacks.items():
-        _check_state(f"{who} gives {role!r}, which", state, state if clients is None else expected[role], clients)
+        _check_state(f"{who} for role {role!r}", state, state if clients is None else expected[role], clients)
 
 
 def _check_state(who: str, state: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
-    """Raise if these are not tensors by name, with the shapes of ``expected`` behind an axis of ``clients``, if any."""
+    """Raise unless ``state`` has tensors in the shapes of ``expected``, behind an axis of ``clients`` if set."""
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise _MisfitError(f"{who} gives {type(state).__name__}; give tensors by name, {{name: tensor}}")
+        raise _MisfitError(f"{who} returned {type(state).__name__}; return tensors by name, {{name: tensor}}")
     for name, value in state.items():
         if name not in expected:
-            message = f"{who} gives {name!r}, and there is no trained tensor of that name"
+            message = f"{who} returned {name!r}, which is not the name of a trained tensor"
             if who.endswith("server_step"):
                 message += (
-                    "; what else clients send goes into server.state (server.updates.part leaves names out of the mean)"
+                    "; store other values that clients send in server.state (server.updates.part leaves names out of "
+                    "the mean)"
                 )
             raise _MisfitError(message)
         shape = tuple(expected[name].shape)
@@ -436,7 +437,8 @@ def _check_state(who: str, state: object, expected: State, clients: int | None =
         dtype = expected[name].dtype
         if tuple(value.shape) != shape or value.dtype != dtype:
             raise _MisfitError(
-                f"{who} gives {name!r} of shape {tuple(value.shape)} of {value.dtype} instead of {shape} of {dtype}"
+                f"{who} returned {name!r} with shape {tuple(value.shape)} and {value.dtype} instead of {shape} and "
+                f"{dtype}"
             )
     missing = sorted(expected.keys() - state.keys())
     if missing and not partial:
@@ -493,7 +495,7 @@ class DryRunStep:
         return len(next(iter(self.received.values())))
 
     def begin(self, phase: str, tensor_names: TensorNames) -> None:
-        """Begin a phase: what it trains requires gradients from now on."""
+        """Begin a phase: from now on the tensors that it trains require gradients."""
         self.phase = phase
         self.tensor_names = tensor_names
         self.states = self.finished()
@@ -503,7 +505,7 @@ class DryRunStep:
                     state[key].requires_grad_()
 
     def finished(self) -> Stacks:
-        """Return the states as they are now, without gradients."""
+        """Return the current states, without gradients."""
         states: Stacks = {}
         for role, state in self.states.items():
             states[role] = {key: value.detach() for key, value in state.items()}
@@ -529,7 +531,7 @@ class DryRunStep:
 
     @property
     def labels(self) -> Tensor:
-        """Labels of the two images: both are of class 0, or have no label."""
+        """Labels of the two images: both of class 0, or without a label."""
         if self._num_classes is None:
             raise no_logits(self.algorithm)
         device = next(iter(self.received.values())).device
@@ -588,13 +590,13 @@ class DryRunStep:
         if loss is not None:
             if loss.shape != (self._clients,):
                 raise ValueError(
-                    f"the loss has shape {tuple(loss.shape)} instead of ({self._clients},), one value a client"
+                    f"the loss has shape {tuple(loss.shape)} instead of ({self._clients},), one value per client"
                 )
             if not loss.requires_grad:
                 raise ValueError(
-                    f"the loss of step.descend({role!r}) depends on nothing that phase {self.phase!r} trains "
-                    f"({type(self.algorithm).__name__}.trainable_keys); choose an adapter that trains it, "
-                    "or skip the step"
+                    f"the loss of step.descend({role!r}) does not depend on any parameter that phase {self.phase!r} "
+                    f"trains ({type(self.algorithm).__name__}.trainable_keys); choose an adapter that trains one, or "
+                    "skip the step"
                 )
             loss.sum().backward()
         with torch.no_grad():
@@ -612,15 +614,15 @@ class DryRunStep:
 def no_logits(algorithm: Algorithm) -> ValueError:
     """Return the error of an algorithm that reads outputs or labels in private training."""
     return ValueError(
-        f"privacy cannot be used with {algorithm.kind}: its local step reads the model's outputs on private "
-        "images (step.logits, step.outputs), or their labels (step.labels, step.class_counts), which no noise covers; "
-        "choose another algorithm, or client_privacy; in one of your own use step.loss, whose gradient is private"
+        f"privacy cannot be used with {algorithm.kind}: its local step reads the model's outputs on private images "
+        "(step.logits, step.outputs), or their labels (step.labels, step.class_counts), which no noise covers; choose "
+        "a different algorithm, or client_privacy; in a custom algorithm use step.loss, whose gradient is private"
     )
 
 
 def no_counts(algorithm: Algorithm) -> ValueError:
-    """Return the error of an algorithm that needs class counts which are not known."""
+    """Return the error of an algorithm that needs class counts that are not available."""
     return ValueError(
-        f"algorithm {algorithm.kind} needs each client's number of images of each class, and images have "
-        "several labels, or labels are not known before they are read; choose another algorithm"
+        f"algorithm {algorithm.kind} requires each client's number of images per class, but images have several "
+        "labels, or labels are unknown until they are read; choose a different algorithm"
     )

@@ -60,11 +60,12 @@ class FedBE(Algorithm):
         check_choice("sampler", sampler, get_args(Sampler))
         check_integer("samples", samples, 0)
         check_choice("distill", distill, (True, False))
-        check_number("average_from", average_from, ge=0, le=1, hint="it is the share of the steps that are left out")
+        check_number("average_from", average_from, ge=0, le=1, hint="it is the share of steps to leave out")
         check_choice("moments", moments, (True, False))
         if moments and sampler != "gaussian":
             raise OptionError(
-                f"moments=True cannot be used with sampler={sampler!r}, which mixes the clients' models",
+                f"moments=True cannot be used with sampler={sampler!r}, which mixes the clients' models; set "
+                "moments=False or choose sampler='gaussian'",
                 name="moments",
                 value=True,
             )
@@ -126,7 +127,7 @@ class FedBE(Algorithm):
         return draw_gaussian(mean_model, spread, self.samples, random)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
-        """Return the ensemble of the last round where it is not distilled, else the global model."""
+        """Return the ensemble of the last round if it is not distilled, else the global model."""
         if "members" in server_state:
             return server_state["members"]
         return super().members(global_state, server_state)
@@ -140,18 +141,18 @@ class FedBE(Algorithm):
 
 
 SQUARE = "square/"
-"""Prefix of the names of what clients send beside their models: squares of their changes, times :data:`SCALE`."""
+"""Prefix of the names of what clients send with their models: squares of their changes, times :data:`SCALE`."""
 SCALE = 2.0**12
 """Factor of these squares.
 
 Secure sums round to multiples of 2^−``fraction_bits``, by default 6·10⁻⁸, and the square of 10⁻⁴ is less than that.
 """
 UNDRAWN = "running_var"
-"""Ending of the names of what must not be negative, and is not drawn."""
+"""Suffix of the names of tensors that must not be negative, and are not drawn."""
 
 
 def draw_gaussian(center: State, spread: State, samples: int, random: torch.Generator) -> State:
-    """Draw S models (S, ...) from N(center, spread²); what has no spread is the center.
+    """Draw S models (S, ...) from N(center, spread²); tensors without a spread are the center.
 
     Args:
         center: Means, without a client axis.
@@ -252,7 +253,7 @@ class FedEnsemble(AlgorithmWrapper):
         base_name = type(self.base).__name__
         if keeps == "best" and self.base.inference == "personal":
             raise OptionError(
-                f"keeps='best' cannot be used with base={base_name}, whose clients predict with models of their own; "
+                f"keeps='best' cannot be used with base={base_name}, whose clients predict with personal models; "
                 "choose keeps='ensemble'",
                 name="keeps",
                 value="best",
@@ -267,14 +268,15 @@ class FedEnsemble(AlgorithmWrapper):
         self.compares_models = modes > 1 and (assignment == "loss" or keeps == "best")
 
     def _check_repeatable(self) -> None:
-        """Raise if the base cannot have several global models, each with its own clients in a round."""
+        """Raise if the base does not support several global models, each with its own clients in a round."""
         base = self.base
         has_one_model = base.sends_updates and base.global_model and not base.is_ensemble
         if not has_one_model or isinstance(base, UNREPEATABLE) or base.personalization():
             base_name = type(base).__name__
             raise OptionError(
-                f"base={base_name} cannot be repeated in modes: its server does not hold exactly one whole model, or "
-                "its clients keep what belongs to that one; choose FedAvg, FedProx, FedDF, Ditto, pFedMe or PerAda",
+                f"base={base_name} cannot be repeated in modes: its server does not hold exactly one complete model, "
+                "or its clients keep state that belongs to that model; choose FedAvg, FedProx, FedDF, Ditto, pFedMe "
+                "or PerAda",
                 name="base",
                 value=base_name,
             )
@@ -294,10 +296,11 @@ class FedEnsemble(AlgorithmWrapper):
         return True
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if there are more strata than clients, or the base cannot work with the trained tensors."""
+        """Raise if there are more strata than clients, or the base does not support the trained tensors."""
         if self.strata is not None and self.strata > num_clients:
             raise OptionError(
-                f"strata={self.strata} cannot be filled by {num_clients} clients; give at most as many",
+                f"strata={self.strata} exceeds the number of clients, {num_clients}; set strata to at most "
+                f"{num_clients}",
                 name="strata",
                 value=self.strata,
             )
@@ -357,7 +360,7 @@ class FedEnsemble(AlgorithmWrapper):
         return new_client_state, update | {MODE: received[MODE]}
 
     def server_step(self, server: ServerStep) -> State:
-        """Take the base's server step for each mode that some client had. The others stay as they are."""
+        """Take the base's server step for each mode that a client trained; the others are unchanged."""
         # The host waits for the device here, once for all modes.
         mode_of_client = server.updates.gathered(MODE).tolist()
         modes = unstack(clone(server.previous))

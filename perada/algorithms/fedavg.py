@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FedAvg (McMahan et al., AISTATS 2017), algorithms that add one thing to it, and training alone."""
+"""FedAvg (McMahan et al., AISTATS 2017), algorithms that add one thing to it, and standalone training."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ class FedAvg(Algorithm):
 
 
 class Standalone(Algorithm):
-    """Training alone: clients train and keep their personal state. They send nothing, and the global state stays."""
+    """Standalone training: clients train and keep their personal state. They send nothing; the global state stays."""
 
     inference = "personal"
     roles = ("personal",)
@@ -41,12 +41,12 @@ class FedAvgFT(Algorithm):
         self.finetune_epochs = finetune_epochs
 
     def personalization(self) -> tuple[Algorithm, Phase]:
-        """Train alone, from the global state."""
+        """Train without communication, from the global state."""
         return Standalone(), Phase("personalize", self.finetune_epochs)
 
 
 class StandaloneHead(Standalone):
-    """Standalone training of the head; the rest stays, but for running statistics, which follow the passes."""
+    """Standalone training of the head; all else is unchanged except running statistics, which follow the passes."""
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
         """Train the head."""
@@ -54,7 +54,7 @@ class StandaloneHead(Standalone):
 
 
 class FedBABU(FedAvgFT):
-    """FedAvg of the body under a head that stays as it began, and which every client fine-tunes after the last round.
+    """FedAvg of the body under a head frozen at its initial value, which every client fine-tunes after the last round.
 
     Oh et al. (ICLR 2022). The global model is the averaged body with the initial head. That head is the
     same for all and is never sent back.
@@ -74,12 +74,12 @@ class FedBABU(FedAvgFT):
         if not tensor_names.head:
             lacking = "no head is"
         elif tensor_names.head == set(tensor_names.parameters):
-            lacking = "nothing but the head is"
+            lacking = "only the head is"
         else:
             return
         raise ValueError(
-            f"algorithm FedBABU trains the body in its rounds and the head after them, and {lacking} trained; "
-            "choose an adapter that trains both, such as adapter='full', or another algorithm"
+            f"algorithm FedBABU trains the body in its rounds and the head after them, but {lacking} trained; choose "
+            "an adapter that trains both, such as adapter='full', or a different algorithm"
         )
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ class FedBABU(FedAvgFT):
         return {}, body
 
     def personalization(self) -> tuple[Algorithm, Phase]:
-        """Train the head, or all, alone from the global state."""
+        """Train the head, or everything, from the global state without communication."""
         algorithm = StandaloneHead() if self.tunes == "head" else Standalone()
         return algorithm, Phase("personalize", self.finetune_epochs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FedROD (Chen and Chao, ICLR 2022): a generic model that is fair to all classes, and a private head beside its own."""
+"""FedROD (Chen and Chao, ICLR 2022): a generic model that is fair to all classes, with an additional private head."""
 
 import torch
 
@@ -39,9 +39,9 @@ class FedROD(Algorithm):
         trains_weight = f"{tensor_names.head_module}.weight" in tensor_names.head
         if not trains_weight or len(tensor_names.head) > 2:
             raise ValueError(
-                "algorithm FedROD has a second linear head beside the trained one, and of the head are trained "
-                f"{sorted(tensor_names.head) or 'no tensors'}; choose an adapter that trains its weight, such as "
-                "adapter='full', or another algorithm"
+                "algorithm FedROD adds a second linear head to a trained one, but the trained tensors of the head are "
+                f"{sorted(tensor_names.head) or 'none'}; choose an adapter that trains its weight, such as "
+                "adapter='full', or a different algorithm"
             )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HetLoRA (Cho et al., EMNLP 2024, arXiv 2401.06432): clients whose LoRA has ranks of their own."""
+"""HetLoRA (Cho et al., EMNLP 2024, arXiv 2401.06432): a separate LoRA rank for each client."""
 
 import warnings
 from bisect import bisect
@@ -30,11 +30,11 @@ from perada.server.aggregate import Aggregation, ServerRule
 from perada.server.low_rank import client_pairs, product_norm
 
 RANK = "lora/rank"
-"""A client's rank, which travels with what it receives."""
+"""Name of a client's rank, which travels with what it receives."""
 
 
 class HetLoRA(AlgorithmWrapper):
-    """Any algorithm, whose clients m have LoRA of rank r_m (HetLoRA: Cho et al., EMNLP 2024).
+    """Any algorithm, with LoRA of rank r_m at client m (HetLoRA: Cho et al., EMNLP 2024).
 
     The server's B and A have the adapter's rank r.
 
@@ -78,21 +78,23 @@ class HetLoRA(AlgorithmWrapper):
         if self.base.is_ensemble:
             base_name = type(self.base).__name__
             raise OptionError(
-                f"base={base_name} has several global models; choose another, such as FedAvg",
+                f"base={base_name} has several global models; choose a different base, such as FedAvg",
                 name="base",
                 value=base_name,
             )
         if isinstance(self.base, RestOfWorld):
-            raise ValueError("base=RestOfWorld needs the mean of whole branches; choose another, such as FedDPA")
+            raise ValueError(
+                "base=RestOfWorld requires the mean of complete branches; choose a different base, such as FedDPA"
+            )
         _check_ranks(ranks, sizes)
 
     def lora_rank(self, number: int, name: str, size: int | None, most: int) -> int:
-        """Return a client's rank, as the options give it."""
+        """Return a client's rank according to the options."""
         rank = self._chosen_rank(number, name, size, most)
         if rank > most:
             raise OptionError(
-                f"ranks: client {name!r} has {rank}, and the adapter has r={most}; give the adapter the largest rank "
-                f"(adapter_options={{'r': {rank}}})",
+                f"ranks: client {name!r} has rank {rank}, but the adapter only has r={most}; set the adapter's r to "
+                f"the largest rank (adapter_options={{'r': {rank}}})",
                 name="ranks",
             )
         return rank
@@ -103,7 +105,7 @@ class HetLoRA(AlgorithmWrapper):
             rank = rank_of.get(name, rank_of.get(str(number)))
             if rank is None:
                 raise OptionError(
-                    f"ranks={self.ranks!r} has no rank of client {name!r}; add it, or give a list",
+                    f"ranks={self.ranks!r} has no rank for client {name!r}; add it, or use a list",
                     name="ranks",
                     value=self.ranks,
                 )
@@ -113,15 +115,15 @@ class HetLoRA(AlgorithmWrapper):
             return ranks[number % len(ranks)]
         if size is None:
             raise OptionError(
-                f"sizes={self.sizes!r} needs the number of images of client {name!r}, which it does not say, or "
-                "which is private; give ranks by name",
+                f"sizes={self.sizes!r} requires the number of images of client {name!r}, which is not declared or is "
+                "private; set ranks by name",
                 name="sizes",
                 value=self.sizes,
             )
         return ranks[bisect(self.sizes, size)]
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no factors, or the base cannot work with it."""
+        """Raise if the adapter has no LoRA factors, or the base does not support it."""
         check_factors(type(self).__name__, tensor_names)
         self.base.check(tensor_names, num_clients)
 
@@ -139,7 +141,7 @@ class HetLoRA(AlgorithmWrapper):
         return self.base.begin_round(_cut(client_state, tensor_names, ranks), received, tensor_names)
 
     def client_step(self, step: ClientStep) -> None:
-        """Take the base's step, after which noise and pulls have left nothing beyond the ranks."""
+        """Take the base's step, then zero whatever noise and pulls left beyond the ranks."""
         self.base.client_step(_RankCutStep(step))
 
     def end_round(
@@ -176,7 +178,7 @@ class HetLoRA(AlgorithmWrapper):
 
 
 def _check_ranks(ranks: object, sizes: object) -> None:
-    """Raise if ``ranks`` are no ranks of clients, or ``sizes`` no numbers of images that divide clients among them."""
+    """Raise if ``ranks`` or ``sizes`` is invalid: ``sizes`` must divide the clients among the ranks."""
     if ranks is not None and (not isinstance(ranks, list | tuple | Mapping) or not ranks):
         raise invalid_option("ranks", ranks, "a list such as [2, 4, 8] or a dictionary {client: rank}")
     values = ranks.values() if isinstance(ranks, Mapping) else ranks
@@ -190,7 +192,7 @@ def _check_ranks(ranks: object, sizes: object) -> None:
         check_integer("sizes", size, hint="it is a number of images")
     increasing = sorted(set(sizes)) == [*sizes]
     if not increasing or not isinstance(ranks, list | tuple) or len(ranks) != len(sizes) + 1:
-        requirement = "increasing numbers of images, one fewer than there are ranks in a list"
+        requirement = "increasing numbers of images, one fewer than the ranks in the list"
         raise invalid_option("sizes", sizes, requirement, f"ranks are {ranks!r}")
 
 
@@ -205,7 +207,7 @@ def _cut(stacks: Stacks, tensor_names: TensorNames, ranks: Tensor) -> Stacks:
 
 
 class _RankCutStep:
-    """A local step whose states never have anything beyond the clients' ranks. Satisfies :class:`ClientStep`.
+    """A local step whose states are always zero beyond the clients' ranks. Satisfies :class:`ClientStep`.
 
     The base sees what clients kept cut to their ranks, and every step of the optimiser is followed by a cut. All else
     is passed on to the step inside.
@@ -254,7 +256,7 @@ class _RankCutStep:
         pull: tuple[float, State] | None = None,
         slope: State | None = None,
     ) -> None:
-        """Take a step of the optimiser, after which what is beyond the ranks is zero again."""
+        """Take an optimiser step, then zero everything beyond the ranks."""
         self._step.descend(role, loss, pull=pull, slope=slope)
         roles = (role,) if isinstance(role, str) else role
         with torch.no_grad():
@@ -267,7 +269,7 @@ class _RankCutStep:
 
 
 class _NormWeightedRule(ServerRule):
-    """A rule on the mean, for which factors are averaged with weights in proportion to ‖B_m·A_m‖.
+    """A rule on the mean in which factors are averaged with weights proportional to ‖B_m·A_m‖.
 
     The rule inside averages with the clients' aggregation weights p_m. So what client m sent is scaled by
     ‖B_m·A_m‖ / Σ_k ‖B_k·A_k‖ / p_m before.
@@ -286,7 +288,7 @@ class _NormWeightedRule(ServerRule):
         self._largest_rank = largest_rank
 
     def check(self, clients: int) -> None:
-        """Raise if the rule cannot work with so many clients."""
+        """Raise if the rule does not support this number of clients."""
         self.rule.check(clients)
 
     def __call__(self, aggregation: Aggregation) -> State:
@@ -321,22 +323,22 @@ class _NormWeightedRule(ServerRule):
         return norms
 
     def _warn_of_lost_ranks(self, aggregation: Aggregation, result: State) -> None:
-        """Warn where rows of A and columns of B became zero alike: neither ever has a gradient again."""
+        """Warn where rows of A and the matching columns of B became zero: neither will ever have a gradient again."""
         before = _used_ranks(aggregation.previous, self._factors, self._largest_rank)
         after = _used_ranks(aggregation.previous | result, self._factors, self._largest_rank)
         for rank_before, rank_after in zip(before, after, strict=True):
             if rank_after < rank_before:
                 warnings.warn(
-                    f"round {aggregation.round + 1}: none of its clients has LoRA of a rank above {rank_after}: "
-                    "what the server has beyond is zero now, and stays so, as it has no gradient; draw more clients a "
-                    "round, or choose server_rule='svd'",
+                    f"round {aggregation.round + 1}: none of its clients has a LoRA rank above {rank_after}: the "
+                    "server's factors beyond that rank are now zero and stay so, since they have no gradient; draw "
+                    "more clients per round, or choose server_rule='svd'",
                     stacklevel=2,
                 )
                 return
 
 
 def _to_cpu(state: State) -> State:
-    """Copy tensors to the CPU, those of one dtype together: the host waits for each copy."""
+    """Copy tensors to the CPU, batched by dtype since the host waits for each copy."""
     if not state or device_of(state).type == "cpu":
         return state
     names_by_dtype: dict[torch.dtype, list[str]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client trains that joins when the rounds are over, and algorithms as a run records them."""
+"""Training of a client that joins after the last round, and a run's record of its algorithm."""
 
 import inspect
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from perada.core.states import State
 
 
 class Joining(ClientSideWrapper):
-    """A client's side of another algorithm: it sends nothing, and the server's state stays as it is.
+    """The client side of another algorithm: it sends nothing, and the server's state is unchanged.
 
     What the client receives, trains, keeps and predicts with is the base's. All else is that of an algorithm whose
     clients send nothing.
@@ -44,7 +44,7 @@ class Joining(ClientSideWrapper):
 
 
 class JoiningPrivatePart(Joining):
-    """Of an algorithm whose clients share a part: training of the private part on the shared one as it is.
+    """Training of the private part on a fixed shared part, for algorithms whose clients share a part.
 
     Args:
         base: The algorithm.
@@ -57,7 +57,7 @@ class JoiningPrivatePart(Joining):
         self._role = "personal" if isinstance(base, FedSim) else "own"
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Train the private part; the shared one goes along, since running statistics change as images pass."""
+        """Train the private part; the shared one is included because its running statistics change with each pass."""
         return {self._role: client_state["personal"], "local": received}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
@@ -79,14 +79,14 @@ class JoiningPrivatePart(Joining):
 
 
 class JoiningRestOfWorld(Joining):
-    """Of FedALT: an individual branch that starts with B = 0, beside the mean of those of all clients of the run.
+    """Joining for FedALT: an individual branch that starts with B = 0, with the mean of all the run's clients.
 
     Args:
         base: FedALT.
     """
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Accept a single client, which the base rejects: the others are those of the run."""
+        """Accept a single client, which the base rejects: the other clients are those of the run."""
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """Start from the others' mean A, and B = 0."""
@@ -99,7 +99,7 @@ class JoiningRestOfWorld(Joining):
 
 
 def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, tuple[Phase, ...]]:
-    """Choose what a client trains that joins a finished run of ``algorithm``, and the phases of its rounds.
+    """Choose the algorithm, and the phases of its rounds, for a client that joins a finished run of ``algorithm``.
 
     PerAda's personal adapter, Ditto's and pFedMe's are trained on loss + λ/2 ||v − w||², without what would be sent.
     Where clients share a part, the other one is trained. Where clients have no model of their own, the global one is
@@ -116,7 +116,7 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
     if algorithm.modes > 1:
         raise ValueError(
             f"a client cannot join a run of {type(algorithm).__name__}, whose global models are averaged: there is no "
-            "one state to begin with; let it take part in a run"
+            "single state to start from; include the client in a new run instead"
         )
     if isinstance(algorithm, HetLoRA):
         return joining(algorithm.base, phases)
@@ -143,7 +143,7 @@ def joining(algorithm: Algorithm, phases: tuple[Phase, ...]) -> tuple[Joining, t
 
 
 def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
-    """Describe an algorithm in plain types: its class, and the constructor's options that are plain or algorithms.
+    """Describe an algorithm in plain types: its class, and those constructor options that are plain or algorithms.
 
     >>> algorithm_record(MTL(0.5))
     {'class': 'MTL', 'options': {'prox_strength': 0.5}}
@@ -165,7 +165,7 @@ def algorithm_record(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def algorithm_of(record: Mapping[str, Any]) -> Algorithm:
-    """Make the algorithm that :func:`algorithm_record` described.
+    """Re-create the algorithm that :func:`algorithm_record` described.
 
     Only perada's own are made: a record comes from a file that anyone may have written, and names no code to be run.
 
@@ -175,7 +175,7 @@ def algorithm_of(record: Mapping[str, Any]) -> Algorithm:
     algorithm_class = getattr(algorithms, str(record["class"]), None)
     if not (isinstance(algorithm_class, type) and issubclass(algorithm_class, Algorithm)):
         raise ValueError(
-            f"the run was trained with the algorithm {record['class']!r}, which is not perada's own; give it as "
+            f"the run was trained with the algorithm {record['class']!r}, which does not ship with perada; pass it as "
             "algorithm="
         )
     options = {}
@@ -185,6 +185,6 @@ def algorithm_of(record: Mapping[str, Any]) -> Algorithm:
         algorithm: Algorithm = algorithm_class(**options)
     except TypeError as error:
         raise ValueError(
-            f"the run's algorithm {record['class']} cannot be made again ({error}); give algorithm="
+            f"the run's algorithm {record['class']} cannot be re-created ({error}); pass algorithm="
         ) from None
     return algorithm

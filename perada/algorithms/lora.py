@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA's factors, federated: of s·B·A one is averaged while the other is the same for all, so that the mean is exact.
+"""Federated LoRA factors: one of A and B is averaged while the other is common to all, so that the mean is exact.
 
 LoRA adds s·B·A to a frozen weight. B (``up``), A (``down``) and the scale s of a layer are those of
 :class:`perada.core.states.Factors`. The product of two means is not the mean of the products,
@@ -27,11 +27,11 @@ from perada.core.states import State, device_of, expand, stack_size, without
 
 
 def check_factors(name: str, tensor_names: TensorNames) -> None:
-    """Raise, for the algorithm called ``name``, if the model has none of LoRA's factors."""
+    """Raise if the model lacks the LoRA factors that the algorithm ``name`` requires."""
     if not tensor_names.factors:
         raise ValueError(
-            f"algorithm {name} is about LoRA's factors A and B, and there are none in what is trained, "
-            f"{tensor_names.parameter_range}; choose adapter='lora', without DoRA, on linear layers and convolutions"
+            f"algorithm {name} requires LoRA factors A and B, but the trained parameters contain none "
+            f"({tensor_names.parameter_range}); choose adapter='lora', without DoRA, on linear layers and convolutions"
         )
 
 
@@ -41,7 +41,7 @@ def downs(tensor_names: TensorNames) -> frozenset[str]:
 
 
 def ups(tensor_names: TensorNames) -> frozenset[str]:
-    """Return the names of all B, and of biases beside them."""
+    """Return the names of all B and of their biases."""
     modules = {_module_of(pair.up) for pair in tensor_names.factors}
     return frozenset(key for key in tensor_names.keys if _module_of(key) in modules)
 
@@ -51,7 +51,7 @@ def _module_of(key: str) -> str:
 
 
 class FFALoRA(AlgorithmWrapper):
-    """Any algorithm, with every A of LoRA frozen as it was drawn (FFA-LoRA: Sun et al., ICLR 2024, arXiv 2403.12313).
+    """Any algorithm, with every LoRA A frozen at its initial value (FFA-LoRA: Sun et al., ICLR 2024, arXiv 2403.12313).
 
     Clients train and send B (and the head, and all else that is trained); A is the same for all of them, so that
     mean(B_m)·A is the mean of the B_m·A, and half of LoRA's numbers are sent. Noise of differential privacy is added to
@@ -72,18 +72,18 @@ class FFALoRA(AlgorithmWrapper):
         if isinstance(self.base, FFALoRA | FedSALoRA | RoLoRA) or self.base.merges_into_backbone:
             base_name = type(self.base).__name__
             raise OptionError(
-                f"base={base_name} says itself what becomes of A; choose another one, such as FedAvg",
+                f"base={base_name} already determines how A is trained; choose a different base, such as FedAvg",
                 name="base",
                 value=base_name,
             )
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no factors, or the base cannot work without A."""
+        """Raise if the adapter has no LoRA factors, or the base does not support a frozen A."""
         check_factors(type(self).__name__, tensor_names)
         self.base.check(_without_a(tensor_names), num_clients)
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
-        """Keep what clients of the base keep. A complete personal model has its A."""
+        """Keep what clients of the base keep. A complete personal model includes its A."""
         return self.base.initial_client_state(initial, _without_a(tensor_names))
 
     def broadcast(self, sending: Broadcast) -> State:
@@ -107,7 +107,7 @@ class FFALoRA(AlgorithmWrapper):
         return new_client_state, update_without_a
 
     def server_step(self, server: ServerStep) -> State:
-        """Take the base's server step, which leaves A as it is."""
+        """Take the base's server step, which leaves A unchanged."""
         return self.base.server_step(replace(server, tensor_names=_without_a(server.tensor_names)))
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
@@ -141,7 +141,7 @@ def _without_a(tensor_names: TensorNames) -> TensorNames:
 
 
 class FedSALoRA(PartialSharing):
-    """Every A of LoRA is shared, every B stays at its client (FedSA-LoRA: Guo et al., ICLR 2025, arXiv 2410.01463).
+    """Every LoRA A is shared, every B stays at its client (FedSA-LoRA: Guo et al., ICLR 2025, arXiv 2410.01463).
 
     A client keeps B, sends A, and trains both at once. The mean of A is of a single matrix, and so is exact. The
     classification head stays at the client too, as in the settings that the authors publish; the paper's text is only
@@ -155,7 +155,7 @@ class FedSALoRA(PartialSharing):
         return ups(tensor_names) | tensor_names.head
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no factors."""
+        """Raise if the adapter has no LoRA factors."""
         check_factors(type(self).__name__, tensor_names)
         super().check(tensor_names, num_clients)
 
@@ -165,7 +165,7 @@ A_IS_TRAINED = "lora/turn"
 
 
 class RoLoRA(Algorithm):
-    """FedAvg in which B and A of LoRA take turns (RoLoRA: Chen et al., NeurIPS 2025, arXiv 2502.01755).
+    """FedAvg that trains LoRA's B and A in alternating rounds (RoLoRA: Chen et al., NeurIPS 2025, arXiv 2502.01755).
 
     In odd rounds, of which the first is one, clients train B and send it, with A as it is at the server; in even rounds
     A, with B as it is. So one factor is the same for all clients, and the mean of the other one is exact. B comes
@@ -175,7 +175,7 @@ class RoLoRA(Algorithm):
     """
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no factors."""
+        """Raise if the adapter has no LoRA factors."""
         check_factors(type(self).__name__, tensor_names)
 
     def broadcast(self, sending: Broadcast) -> State:
@@ -203,7 +203,7 @@ class RoLoRA(Algorithm):
 
 
 def _trains_a(round: int) -> bool:
-    """Whether A, and not B, is trained in a round, counted from 0."""
+    """Return whether A rather than B is trained in a round, counted from 0."""
     return round % 2 == 1
 
 

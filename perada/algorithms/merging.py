@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA whose server merges into the weights W under it what means of A and B would lose: FedEx-LoRA and FLoRA.
+"""LoRA whose server merges what averaging A and B would lose into the weights W: FedEx-LoRA and FLoRA.
 
 Of s·B·A, B (``up``) and A (``down``) are named in :class:`perada.core.states.Factors`, and s is the scale. Both methods
 are exact: after a round of clients m with weights p_m, the global model has W + Σ p_m s·B_m·A_m. W is a part of the
@@ -20,19 +20,19 @@ from perada.server.aggregate import double
 
 
 class _Merging(Algorithm):
-    """FedAvg whose state has the weights W under LoRA, which no client trains. Clients keep nothing."""
+    """FedAvg whose state includes the weights W under LoRA, which no client trains. Clients keep nothing."""
 
     merges_into_backbone = True
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if the adapter has no factors, or a product cannot be merged into the weight under it."""
+        """Raise if the adapter has no LoRA factors, or a product cannot be merged into the weight under it."""
         name = type(self).__name__
         check_factors(name, tensor_names)
         for pair in tensor_names.factors:
             if pair.base not in tensor_names.merged:
                 raise ValueError(
-                    f"algorithm {name} cannot merge {pair.up!r} into the weight under it, which must be that of a "
-                    "linear layer or of a convolution without groups, and not trained itself; choose adapter='lora' "
+                    f"algorithm {name} cannot merge {pair.up!r} into the weight under it, which must belong to a "
+                    "linear layer or a convolution without groups, and must not be trained; choose adapter='lora' "
                     "without train_backbone, and name other layers in target_modules"
                 )
 
@@ -45,7 +45,7 @@ class _Merging(Algorithm):
 
 
 class FedExLoRA(_Merging):
-    """Means of A and of B, and W takes what their product lacks (FedEx-LoRA: Singhal et al., ACL 2025).
+    """Average A and B, and add the residual of their product to W (FedEx-LoRA: Singhal et al., ACL 2025).
 
     Of the round's clients, W ← W + s (mean(B·A) − mean(B)·mean(A)), where means have the aggregation weights; the
     paper's are uniform (arXiv 2410.09432).
@@ -63,7 +63,7 @@ class FedExLoRA(_Merging):
 
 
 class FLoRA(_Merging):
-    """W takes all that clients trained, and new factors begin (FLoRA: Wang et al., NeurIPS 2024, arXiv 2409.05976).
+    """Merge what clients trained into W, and start new factors (FLoRA: Wang et al., NeurIPS 2024, arXiv 2409.05976).
 
     The stacked factors of the round's clients are merged, W ← W + s Σ p_m B_m·A_m. Then B is zero and A is drawn anew,
     from the seed and the round, uniformly within ±1/√n, n being the inputs of one output of A: as PEFT draws it by
@@ -71,7 +71,7 @@ class FLoRA(_Merging):
     """
 
     def server_step(self, server: ServerStep) -> State:
-        """Add s Σ p_m B_m·A_m to W, begin with new factors, and average all else."""
+        """Add s Σ p_m B_m·A_m to W, start new factors, and average all else."""
         factor_names = set[str]()
         for pair in server.tensor_names.factors:
             factor_names |= {pair.up, pair.down}

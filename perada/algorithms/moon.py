@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MOON (Li et al., CVPR 2021): FedAvg whose clients contrast what the models make of an image."""
+"""MOON (Li et al., CVPR 2021): FedAvg whose clients contrast the models' representations of an image."""
 
 import torch
 import torch.nn.functional as F
@@ -32,11 +32,11 @@ class Moon(Algorithm):
         self.tau = tau
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
-        """Raise if no head is trained: it is then not known where representations end."""
+        """Raise if no head is trained: the representations are then undefined."""
         if not tensor_names.head:
             raise ValueError(
-                "algorithm Moon contrasts what the classification head is given, and no head is trained; choose an "
-                "adapter that trains it, such as adapter='full', or another algorithm"
+                "algorithm Moon contrasts the input of the classification head, but no head is trained; choose an "
+                "adapter that trains it, such as adapter='full', or a different algorithm"
             )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Algorithms in which a client trains a model of its own beside the global one, or pulled towards it."""
+"""Algorithms in which a client trains a personal model in addition to the global one, or pulled towards it."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from perada.server.aggregate import double_dtype
 
 
 class PerAda(Algorithm):
-    """Personal adapters pulled towards a global one, which is refined by distilling the clients' ensemble.
+    """Personal adapters regularised towards a global one, which is refined by distilling the clients' ensemble.
 
     The algorithm of Xie et al. (CVPR 2024), with the lines of their Algorithm 1:
 
@@ -175,7 +175,7 @@ class PFedMe(Algorithm):
 
 
 class APFL(Algorithm):
-    """Adaptive personalised federated learning: a client mixes a model of its own with the global one.
+    """Adaptive personalised federated learning: a client mixes a personal model with the global one.
 
     Of Deng, Kamani and Mahdavi (2020, arXiv 2003.13461), their Algorithm 1. w_m is received, trained as in FedAvg, and
     sent. The client's own v_m is kept, and trained on the loss of the mixture α v_m + (1 − α) w_m, with both as they
@@ -192,7 +192,7 @@ class APFL(Algorithm):
     unsent = frozenset({"personal"})
 
     def __init__(self, alpha: float = 0.5, lr_alpha: float = 0.0) -> None:
-        check_number("alpha", alpha, ge=0, le=1, hint="0 is the global model, 1 the client's own")
+        check_number("alpha", alpha, ge=0, le=1, hint="0 is the global model, 1 the personal one")
         check_number("lr_alpha", lr_alpha, ge=0, hint="0 keeps alpha fixed")
         self.alpha = alpha
         self.lr_alpha = lr_alpha

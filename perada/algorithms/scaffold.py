@@ -10,7 +10,7 @@ from perada.core.checks import check_number
 from perada.core.states import State, expand, per_client, without
 
 CONTROL = "control/"
-"""Prefix of the names under which control variates travel beside the model."""
+"""Prefix of the names under which control variates are sent with the model."""
 
 
 class Scaffold(Algorithm):
@@ -66,7 +66,7 @@ class Scaffold(Algorithm):
         return {"local": model, "gradients": gradient_sums, "steps": {"taken": num_steps}}
 
     def trainable_keys(self, role: str, phase: str, tensor_names: TensorNames, round: int) -> tuple[str, ...]:
-        """Train only y; the sums are no parameters."""
+        """Train only y; the sums are not parameters."""
         if role == "local":
             return tensor_names.parameters
         return ()
@@ -130,7 +130,7 @@ def _control_names(tensor_names: TensorNames) -> list[str]:
 
 
 def _server_control(server_state: Mapping[str, State], global_state: State, tensor_names: TensorNames) -> State:
-    """Return c, under the names that it travels by; zero before the first round."""
+    """Return c under the names with which it is sent; zero before the first round."""
     if "control" in server_state:
         return server_state["control"]
     return {CONTROL + key: torch.zeros_like(global_state[key]) for key in tensor_names.parameters}

@@ -27,7 +27,7 @@ class PartialSharing(Algorithm, ABC):
     inference = "personal"
     global_model = False
     what: str = "their private part"
-    remedy: str = "train more (adapter='full'), or choose another algorithm"
+    remedy: str = "train more (adapter='full'), or choose a different algorithm"
 
     @abstractmethod
     def private(self, tensor_names: TensorNames) -> frozenset[str]:
@@ -44,8 +44,8 @@ class PartialSharing(Algorithm, ABC):
         else:
             return
         raise ValueError(
-            f"algorithm {type(self).__name__} has nothing to {verb}: clients keep {self.what} and share all "
-            f"else, but what is trained are {tensor_names.parameter_range}; {self.remedy}"
+            f"algorithm {type(self).__name__} has nothing to {verb}: clients keep {self.what} and share all else, but "
+            f"the trained parameters are {tensor_names.parameter_range}; {self.remedy}"
         )
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
@@ -119,7 +119,7 @@ class FedSim(PartialSharing):
             "branch": "the private branch",
         }[split]
         if split == "branch":
-            self.remedy = "choose adapter='dual_lora', or another split"
+            self.remedy = "choose adapter='dual_lora', or a different split"
         if split == "adapter":
             self.remedy = "choose an adapter that adds layers (residual, bottleneck, lora) and train_backbone=True"
 
@@ -143,7 +143,7 @@ class FedSim(PartialSharing):
         if self.split == "adapter" and tensor_names.adapter and not backbone:
             raise ValueError(
                 f"{type(self).__name__}(split='adapter') shares the backbone, which is frozen; set "
-                "train_backbone=True (model.train_backbone), or choose another split"
+                "train_backbone=True (model.train_backbone), or choose a different split"
             )
         super().check(tensor_names, num_clients)
 

@@ -29,7 +29,7 @@ from perada.server.aggregate import double
 
 
 class LocalTrainer:
-    """What clients train with: all those of a simulation, or the one client of a site.
+    """The components with which clients train: all clients of a simulation, or the single client of a site.
 
     Nothing here knows the server's state.
 
@@ -52,7 +52,7 @@ class LocalTrainer:
 
     @cached_property
     def gradients(self) -> SampleGradients:
-        """Computes the gradients of private training; made for the first round, when features may stand for images."""
+        """Computes the gradients of private training; created in the first round, when features may replace images."""
         assert self.protection.images is not None
         return SampleGradients(self.protection.images.options, self.engine, self.settings.training.multilabel)
 
@@ -273,7 +273,7 @@ def _gradients(leaves: State) -> list[Tensor]:
 
 
 def _replace_parameters(optimizer: torch.optim.Optimizer, view_of: dict[int, Tensor], before: int) -> None:
-    """Put shorter views in the place of an optimiser's parameters, and cut its state alike.
+    """Replace an optimiser's parameters by shorter views, and cut its state accordingly.
 
     Args:
         optimizer: The optimiser.
@@ -432,7 +432,7 @@ class Cohort:
                 chunk.step(batches)
 
     def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
-        """End the round, and merge the results of the ranks. A collective: all ranks call it alike.
+        """End the round, and merge the results of the ranks. A collective: all ranks must call this alike.
 
         Args:
             shares: The round's clients and who trains them; by default this process trains all.
@@ -504,7 +504,7 @@ class Cohort:
         )
 
     def _trained(self) -> Stacks:
-        """Put the chunks' stacks together, without the merged weights, and let go of the chunks."""
+        """Concatenate the chunks' stacks, without the merged weights, and release the chunks."""
         trained: Stacks = {}
         for role, stacked in self.chunks[0].full.items():
             trained[role] = {}
@@ -517,7 +517,7 @@ class Cohort:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Numbers of a round's C clients, each (C,) on the CPU: whether, in 0 and 1, or how much and how many, by role."""
+    """Numbers of a round's C clients, each (C,) on the CPU: flags as 0 and 1, losses and counts, by role."""
 
     finite: Tensor
     accepted: Tensor
@@ -527,7 +527,7 @@ class _Totals:
 
 
 def _all_finite(clients: Tensor, *stacks: State) -> Tensor:
-    """Return which of ``clients`` (C,) have neither a NaN nor an infinity in the stacks (C, ...)."""
+    """Return which of ``clients`` (C,) have only finite values in the stacks (C, ...)."""
     for stacked in stacks:
         for value in stacked.values():
             clients = clients & value.reshape(len(value), -1).isfinite().all(1)
@@ -535,7 +535,7 @@ def _all_finite(clients: Tensor, *stacks: State) -> Tensor:
 
 
 def _add_gradient(leaf: Tensor, gradient: Tensor, factor: float = 1.0) -> None:
-    """Add ``factor`` times a gradient to that of a leaf, which may have none."""
+    """Add ``factor`` times a gradient to the gradient of a leaf, which may have none yet."""
     if leaf.grad is None:
         leaf.grad = gradient * factor
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantities that PerAda's theorems are about (Xie et al., CVPR 2024), measured once a round where asked for.
+"""Quantities in PerAda's theorems (Xie et al., CVPR 2024), measured once per round on request.
 
 Shape suffixes: C clients of a round, G global models, B images, K classes. A prediction is a vector of probabilities
 (K,), as in section 5: of the softmax or, for several labels an image, of K sigmoids, which the theorems do not treat.
@@ -29,13 +29,13 @@ Diagnostic = Literal[
 ]
 ALL: tuple[Diagnostic, ...] = get_args(Diagnostic)
 ON_PUBLIC: frozenset[Diagnostic] = frozenset({"distillation_distance", "personal_distance"})
-"""Those that read the public set."""
+"""Diagnostics that read the public set."""
 IMAGES_AT_ONCE = 256
 """Largest number of public images in one forward pass."""
 
 
 def check_diagnostics(choice: bool | Sequence[Diagnostic]) -> None:
-    """Reject, by a ValueError, what is neither true, false, nor a list of diagnostics."""
+    """Raise a ValueError unless ``choice`` is true, false or a list of diagnostics."""
     if isinstance(choice, bool):
         return
     if isinstance(choice, str) or not isinstance(choice, Sequence):
@@ -45,7 +45,7 @@ def check_diagnostics(choice: bool | Sequence[Diagnostic]) -> None:
 
 
 def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -> dict[Diagnostic, str]:
-    """Find which diagnostics a run cannot measure, each with the reason and the remedy.
+    """Find the diagnostics that a run cannot measure, each with the reason and the remedy.
 
     Args:
         settings: The options of the run.
@@ -63,7 +63,9 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
         reasons["lora_residual"] = factors
     averages_models = algorithm.sends_updates and algorithm.global_model and not algorithm.is_ensemble
     if not averages_models:
-        reason = f"{name} does not average what clients send into exactly one whole model; choose PerAda, FedAvg, Ditto"
+        reason = (
+            f"{name} does not average what clients send into exactly one complete model; choose PerAda, FedAvg, Ditto"
+        )
         of_all: dict[Diagnostic, str] = dict.fromkeys(ALL, reason)
         server_sees_updates = not (settings.client_privacy or settings.secure_sums)
         if algorithm.sends_updates and not algorithm.is_ensemble and server_sees_updates:
@@ -71,26 +73,31 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
             del of_all["lora_residual"]
         return of_all | reasons
     if settings.secure_sums is not None:
-        return dict.fromkeys(ALL, "with secure_sums nobody may see a client's models; leave diagnostics out")
+        return dict.fromkeys(
+            ALL, "with secure_sums nobody may see a client's models; leave diagnostics or secure_sums out"
+        )
     if settings.client_privacy is not None:
-        reason = "with client_privacy nobody may see a client's models, and no ledger counts it; leave diagnostics out"
+        reason = (
+            "with client_privacy nobody may see a client's models, and no ledger counts them; leave diagnostics "
+            "or client_privacy out"
+        )
         return dict.fromkeys(ALL, reason)
     if algorithm.inference != "personal":
         reasons["personal_distance"] = f"clients of {name} have no personal models; choose PerAda or Ditto"
     if not public:
-        reasons |= dict.fromkeys(ON_PUBLIC, "the data has no public set; give one (public=...)")
+        reasons |= dict.fromkeys(ON_PUBLIC, "the data has no public set; provide one (public=...)")
     if not test:
-        reasons["ensemble_error"] = "the data has no test images; give some (test=[...])"
+        reasons["ensemble_error"] = "the data has no test images; provide some (test=[...])"
     if settings.loss_scaling is not None:
-        reasons["gradient_norms"] = "gradients need scaled losses in precision='16-mixed'; give 'bf16-mixed'"
+        reasons["gradient_norms"] = "gradients require loss scaling in precision='16-mixed'; set precision='bf16-mixed'"
     if settings.privacy is not None:
         reasons["gradient_norms"] = (
-            "they would show gradients of private images without noise, which no ledger counts; measure them without "
-            "privacy, on data that are not private"
+            "they would reveal gradients of private images without noise, which no ledger counts; measure them "
+            "without privacy on public data"
         )
         reasons["personal_distance"] = (
-            "it would show personal models, which the server's ledger does not count, in a log beside that ledger; "
-            "measure it without privacy, on data that are not private"
+            "it would reveal personal models, which the server's ledger does not count, in a log next to that ledger; "
+            "measure it without privacy on public data"
         )
     return reasons
 
@@ -98,7 +105,7 @@ def obstacles(settings: Settings, public: bool, test: bool, factors: str = "") -
 def choose_diagnostics(
     choice: bool | Sequence[Diagnostic], obstacles: Mapping[Diagnostic, str]
 ) -> tuple[Diagnostic, ...]:
-    """Choose what to measure: all that can be, or what was asked for by name.
+    """Choose the diagnostics to measure: all that can be measured, or those requested by name.
 
     Raises:
         OptionError: If what was asked for by name cannot be measured.
@@ -111,7 +118,7 @@ def choose_diagnostics(
     for name in choice:
         if name in obstacles:
             raise OptionError(
-                f"diagnostics: {name} cannot be measured: {obstacles[name]}, or take it out of the list",
+                f"diagnostics: {name} cannot be measured: {obstacles[name]}, or remove it from the list",
                 name="diagnostics",
             )
     return tuple(name for name in ALL if name in choice)
@@ -144,7 +151,7 @@ class DiagnosticsPass:
     multilabel: bool
 
     def measure(self, names: Collection[str]) -> dict[str, float]:
-        """Measure the diagnostics called ``names``. A collective: all processes call it."""
+        """Measure the diagnostics called ``names``. A collective: all processes must call this."""
         metrics: dict[str, float] = {}
         if ON_PUBLIC & set(names):
             metrics |= self._distances(names)
@@ -232,7 +239,7 @@ def mean_and_spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def _per_client(values: Tensor, like: Tensor) -> Tensor:
-    """View numbers (C,) in double precision, on the device of ``like`` (C, ...), so that they multiply it."""
+    """View numbers (C,) in double precision on the device of ``like`` (C, ...), broadcastable to it."""
     return per_client(double(values.to(like.device)), like)
 
 

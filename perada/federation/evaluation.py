@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of the clients' models and of the global one, on their own test sets and on shifted ones, and their logits."""
+"""Scores and logits of the clients' models and of the global one, on the clients' test sets and on shifted ones."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -108,7 +108,7 @@ class EvaluationPass:
         of_clients.update(logits.unsqueeze(0), batch.y, owner)
 
     def _score_personal_models(self, batch: EvalBatch, owner: Tensor) -> None:
-        """Score personal models on everyone's images, and on each image the model of its owner (B,)."""
+        """Score personal models on everyone's images, and the model of the owner (B,) on each image."""
         federation = self.federation
         rows = torch.arange(len(owner), device=owner.device)
         by_owner: Tensor | None = None
@@ -133,7 +133,7 @@ class EvaluationPass:
         self._tallies["personal"].update(by_owner, batch.y, owner, counted)
 
     def result(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Merge what all processes have counted. A collective: all of them call it, once.
+        """Merge the counts of all processes. A collective: all of them must call this, once.
 
         Returns:
             Scores by name, and those of each client (M,), NaN where it has none. The first metric has the plain names.
@@ -166,7 +166,7 @@ class EvaluationPass:
         return results, per_client
 
     def _on_everyone(self, name: str, of_sampled: Tensor, global_score: Tensor) -> Tensor | None:
-        """Return the scores (M,) of the models that clients predict with, on everyone's images.
+        """Return the scores (M,) on everyone's images of the models that clients predict with.
 
         Args:
             name: Name of the scores.
@@ -198,7 +198,7 @@ class EvaluationPass:
         }
 
     def details(self) -> dict[str, Any]:
-        """Return what all processes have counted besides the scores. A collective: all of them call it, once.
+        """Return all other counts of all processes. A collective: all of them must call this, once.
 
         Returns:
             Entries in plain types:
@@ -287,7 +287,7 @@ class ShiftedEvaluation:
     def _update(
         self, scores: Scores, logits: Tensor, batch: EvalBatch, places: Sequence[int], clients: Sequence[int]
     ) -> None:
-        """Add the logits (p, B, K) of the models of ``clients``, which stand at ``places`` in ``scores``."""
+        """Add the logits (p, B, K) of the models of ``clients``, whose positions in ``scores`` are ``places``."""
         if not self.others:
             scores.update(logits, batch.y, models=places)
             return
@@ -296,7 +296,7 @@ class ShiftedEvaluation:
             scores.update(of_client.unsqueeze(0), batch.y, models=[place], counted=owner != client)
 
     def result(self) -> dict[str, tuple[Tensor, float]]:
-        """Merge what all processes have counted. A collective: all of them call it.
+        """Merge the counts of all processes. A collective: all of them must call this.
 
         Returns:
             By metric each personal model's score (M,), NaN where it was not run, and the global one's, NaN where there
@@ -339,7 +339,7 @@ CLIENTS_AT_ONCE = 32
 def everywhere_logits(
     federation: Federation, everywhere: Sequence[int], x: Tensor
 ) -> Iterator[tuple[Sequence[int], Sequence[int], Tensor]]:
-    """Run the personal models of this process on the same images, so many at a time that their states fit in memory.
+    """Run the personal models of this process on the same images, in groups whose states fit in memory.
 
     Yields:
         Places in ``everywhere``, the clients there, and the logits (p, B, K) of their models.

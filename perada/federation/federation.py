@@ -84,7 +84,7 @@ class Federation:
         return self.server.global_state
 
     def _store(self, algorithm: Algorithm, tuned: bool = False) -> SharedStore:
-        """Make a store of what an algorithm's clients keep."""
+        """Create a store for the states that an algorithm's clients keep."""
         storage = self.settings.storage
         name = ""
         if tuned:
@@ -95,7 +95,7 @@ class Federation:
         return SharedStore(storage.open(initial, name), self.ranks)
 
     def begin_round(self, shares: Shares, factor: float = 1.0, loader: Loader | None = None) -> Cohort:
-        """Start a round: gather what its clients kept, and send them the global state. A collective.
+        """Start a round: gather the states that its clients kept, and send them the global state. A collective.
 
         Args:
             shares: The round's clients and who trains them.
@@ -238,7 +238,7 @@ class Federation:
     def personalize(
         self, groups: Iterable[RoundPlan], loader: Loader, factor: float = 1.0
     ) -> tuple[list[int], dict[int, str]]:
-        """Let every client fine-tune the final global state for itself, as the algorithm ends. A collective.
+        """Fine-tune the final global state for every client separately, as the algorithm requires. A collective.
 
         Args:
             groups: Plans of clients that train together; every client is in one.
@@ -292,19 +292,19 @@ class Federation:
         return [client for client in range(self.num_clients) if store.holder(client) == self.ranks.rank]
 
     def collect(self) -> None:
-        """Bring all clients' states to rank 0. A collective."""
+        """Move all clients' states to rank 0. A collective."""
         self.store.collect()
         if self.tuned is not None:
             self.tuned.collect()
 
     @property
     def personalized(self) -> bool:
-        """Whether clients predict with states of their own by now."""
+        """Whether clients now predict with personal states."""
         return self.settings.algorithm.inference == "personal" or self.tuned is not None or bool(self.server.lora_ranks)
 
     @property
     def participation(self) -> Participation:
-        """The last round of each client, and what follows from it."""
+        """The last round of each client, and statistics derived from it."""
         return Participation(self.last_rounds, self.rounds_done, self.settings.clients_per_round)
 
     @property
@@ -313,7 +313,7 @@ class Federation:
         return self.settings.algorithm.inference == "personal" and self.tuned is None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a later session needs to resume, in types that ``torch.load(weights_only=True)`` takes."""
+        """Return everything needed to resume, in types that ``torch.load(weights_only=True)`` accepts."""
         return {
             **self.server.state_dict(),
             "clients": self.store.state_dict(),
@@ -325,7 +325,7 @@ class Federation:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the place of the federation that wrote ``saved``."""
+        """Resume from the state ``saved`` of an earlier federation."""
         self.rounds_done = saved["rounds_done"]
         self.protection.load_state_dict(saved.get("privacy"), self.rounds_done, saved["tuned"] is not None)
         self.server.load_state_dict(saved)
@@ -345,8 +345,8 @@ class Federation:
             tuning = self.settings.algorithm.personalization()
             if tuning is None:
                 raise ValueError(
-                    "the checkpoint holds what was fine-tuned after the last round, which "
-                    f"{self.settings.algorithm.kind} does not do; resume with the configuration that wrote it"
+                    f"the checkpoint holds states fine-tuned after the last round, but {self.settings.algorithm.kind} "
+                    "does no fine-tuning; resume with the configuration that wrote it"
                 )
             algorithm, _ = tuning
             self.tuned = self._store(algorithm, tuned=True)

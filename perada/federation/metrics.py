@@ -44,7 +44,7 @@ SHORT_NAMES = {
 }
 """Metrics of torchmetrics by short names."""
 RESERVED_NAMES = ("std", "worst", "p10", "weighted", "recent")
-"""Endings of the names of scores, which no metric may be called."""
+"""Suffixes of the names of scores, which are reserved."""
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Computes a score from predictions (B, K), which are probabilities, and classes (B,) or labels (B, K).
@@ -69,7 +69,7 @@ class Metric:
 
 
 def _mean_over_classes(score: Compute, needs_both: bool, predictions: Tensor, labels: Tensor) -> Tensor:
-    """Compute the mean score of the classes that occur; NaN where there is none.
+    """Compute the mean score of the classes that occur; NaN if none does.
 
     Args:
         score: Score of one class against all others.
@@ -92,7 +92,7 @@ def _mean_over_classes(score: Compute, needs_both: bool, predictions: Tensor, la
 
 
 def balanced_accuracy(predictions: Tensor, labels: Tensor) -> Tensor:
-    """Compute the share of right predictions of each class that occurs, and their mean, from (B, K) and classes (B,).
+    """Compute the accuracy of each class that occurs, and their mean, from (B, K) and classes (B,).
 
     >>> float(balanced_accuracy(torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1]]), torch.tensor([0, 0, 1])))
     0.5
@@ -146,7 +146,7 @@ def score_names(choice: MetricChoice) -> dict[str, bool]:
 
 
 def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[Metric]:
-    """Make the metrics of a choice.
+    """Create the metrics of a choice.
 
     Args:
         choice: The choice.
@@ -160,7 +160,7 @@ def make_metrics(choice: MetricChoice, multilabel: bool, classes: int) -> list[M
 
 
 class _Entry(NamedTuple):
-    """One metric of a choice: its name in logs, what it is (a short name or a class of torchmetrics), and options."""
+    """One metric of a choice: its name in logs, its kind (a short name or a class of torchmetrics), and options."""
 
     name: str
     kind: str
@@ -168,7 +168,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(choice: object) -> list[_Entry]:
-    """Parse a choice, and raise a ValueError where it is wrong."""
+    """Parse a choice, and raise a ValueError if it is invalid."""
     if not choice or not isinstance(choice, str | Sequence | Mapping):
         raise invalid_option("metric", choice, "a name such as 'accuracy' or a list of names")
     choices = [choice] if isinstance(choice, str | Mapping) else choice
@@ -178,16 +178,16 @@ def _entries(choice: object) -> list[_Entry]:
         if name in RESERVED_NAMES or not re.fullmatch(r"[\w.-]+", name):
             reserved = ", ".join(RESERVED_NAMES)
             raise OptionError(
-                f"metric: the name {name!r} cannot be used; give one of letters, digits and _, but {reserved}",
+                f"metric: the name {name!r} is invalid; choose a name of letters, digits and _, except {reserved}",
                 name="metric",
             )
         if names.count(name) > 1:
             raise ValueError(
-                f"metric has {name!r} twice; leave one out, or give one another name, {{CLASS: {{name: …}}}}"
+                f"metric contains {name!r} twice; leave one out, or give one a different name, {{CLASS: {{name: …}}}}"
             )
     if "auto" in names and len(names) > 1:
         raise OptionError(
-            "metric='auto' cannot be one of several; write 'accuracy' or 'auroc'", name="metric", value="auto"
+            "metric='auto' cannot be part of a list; use 'accuracy' or 'auroc'", name="metric", value="auto"
         )
     return entries
 
@@ -207,7 +207,7 @@ def _entry(entry: object) -> _Entry:
         )
     if not isinstance(options or {}, Mapping):
         raise OptionError(
-            f"metric {kind!r} has the options {options!r}; give a mapping, {{{kind}: {{OPTION: VALUE}}}}",
+            f"metric {kind!r}: options must be a mapping, got {options!r}; write {{{kind}: {{OPTION: VALUE}}}}",
             name="metric",
             value=kind,
         )
@@ -216,14 +216,14 @@ def _entry(entry: object) -> _Entry:
         class_options = dict(options)
     if class_options and kind in short_names:
         raise OptionError(
-            f"metric {kind!r} takes no options; name the class of torchmetrics that has them", name="metric", value=kind
+            f"metric {kind!r} takes no options; use the torchmetrics class that has them", name="metric", value=kind
         )
     name = str(class_options.pop("name", kind))
     return _Entry(name, kind, class_options)
 
 
 def _hint(kind: object, short_names: Sequence[str]) -> str:
-    """Suggest metrics for one that is unknown."""
+    """Suggest names for an unknown metric."""
     classes = [name for name in dir(torchmetrics.classification) if _torchmetrics_class(name)]
     # A class of torchmetrics without the task that its name begins with, such as F1Score.
     for_tasks = [name for name in classes if name in (f"Multiclass{kind}", f"Multilabel{kind}")]
@@ -236,7 +236,7 @@ def _hint(kind: object, short_names: Sequence[str]) -> str:
 
 
 def _torchmetrics_class(name: str) -> type[torchmetrics.Metric] | None:
-    """Return the class of torchmetrics for data with one class, or several labels, an image; None if there is none."""
+    """Return the torchmetrics class for data with one class, or several labels, per image; None if there is none."""
     if not name.startswith(("Multiclass", "Multilabel")):
         return None
     metric_class = getattr(torchmetrics.classification, name, None)
@@ -253,7 +253,7 @@ def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
         name = kind
     if kind == "balanced_accuracy" and multilabel:
         raise OptionError(
-            "metric='balanced_accuracy' is for one class an image; choose 'recall_macro' or 'auroc'",
+            "metric='balanced_accuracy' requires one class per image; choose 'recall_macro' or 'auroc'",
             name="metric",
             value="balanced_accuracy",
         )
@@ -269,7 +269,9 @@ def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
     if metric_class is None or not metric_class.__name__.startswith(task):
         data = "several labels" if multilabel else "one class"
         raise OptionError(
-            f"metric={kind!r} is not for data with {data} an image; choose another", name="metric", value=kind
+            f"metric={kind!r} does not support data with {data} per image; choose a different metric",
+            name="metric",
+            value=kind,
         )
     size_option = "num_labels" if multilabel else "num_classes"
     options = defaults | entry.options | {size_option: classes}
@@ -279,7 +281,7 @@ def _make_metric(entry: _Entry, multilabel: bool, classes: int) -> Metric:
     except Exception as error:  # every metric refuses in its own way
         reason = " ".join(str(error).split())
         raise OptionError(
-            f"metric {kind!r} cannot be used: {reason}; correct its options, or choose another",
+            f"metric {kind!r} fails: {reason}; correct its options, or choose a different metric",
             name="metric",
             value=kind,
         ) from error
@@ -307,12 +309,12 @@ def _compute(
 
 
 def _try_metric(compute: Compute, multilabel: bool, classes: int) -> None:
-    """Compute a metric on perfect predictions, and raise if it fails or gives something else than scores."""
+    """Compute a metric on perfect predictions, and raise if it fails or does not return scores."""
     predictions = torch.eye(classes).repeat(2, 1)
     labels = predictions if multilabel else predictions.argmax(1)
     score = compute(predictions, labels)
     if not isinstance(score, Tensor) or score.shape not in (torch.Size([]), torch.Size([classes])):
-        raise TypeError("it gives neither a number nor one for each class")
+        raise TypeError("it returns neither a number nor one per class")
 
 
 def spread(
@@ -322,7 +324,7 @@ def spread(
     sizes: Tensor | None = None,
     recent: Sequence[bool] | None = None,
 ) -> dict[str, float]:
-    """Compute statistics of the clients' scores: the mean, the deviation, and clients for whom the model is bad.
+    """Compute statistics of the clients' scores: mean, standard deviation, and the tail of poorly served clients.
 
     Args:
         name: Name of the score.

@@ -16,7 +16,7 @@ LRSchedule = Literal["constant", "cosine", "exponential"]
 
 @dataclass(frozen=True)
 class Training:
-    """How clients train in a round, and how that is computed.
+    """Local training of clients in a round, and how it is computed.
 
     Args:
         lr_personal: Learning rate η_p of the personal adapters.
@@ -93,7 +93,7 @@ class Training:
         return 1.0
 
     def local_training(self, multilabel: bool) -> LocalTraining:
-        """Return what a client's steps need of these options; ``multilabel`` is a fact about the data."""
+        """Return the options of a client's steps; ``multilabel`` is a property of the data."""
         return LocalTraining(
             optimizer=self.optimizer,
             lr={"personal": self.lr_personal, "local": self.lr_local},
@@ -106,7 +106,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How models are scored. How often is an option of the trainer, ``check_val_every_n_epoch``.
+    """Evaluation of models. Its frequency is an option of the trainer, ``check_val_every_n_epoch``.
 
     Args:
         metric: What models are scored by (docs/metrics.md): a name such as ``accuracy``, ``auroc``, ``f1_macro`` or
@@ -127,6 +127,6 @@ class Evaluation:
     def __post_init__(self) -> None:
         metric_names(self.metric)
         check_integer(
-            "global_test_clients", self.global_test_clients, 0, optional=True, hint="by default all are tested"
+            "global_test_clients", self.global_test_clients, 0, optional=True, hint="by default all are scored"
         )
         check_diagnostics(self.diagnostics)

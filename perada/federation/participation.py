@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The round in which each client took part last, which is the age of its personal model."""
+"""The last round in which each client took part, which is the age of its personal model."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from perada.core.text import abbreviated
 
 STALE = r"\d+ of \d+ clients have not taken part for more than half"
-"""How the warning of :meth:`Participation.warning` begins, for filters of warnings."""
+"""Pattern of the warning of :meth:`Participation.warning`, for warning filters."""
 
 
 @dataclass(frozen=True)
 class Participation:
-    """When clients took part last.
+    """The last participation of each client.
 
     Attributes:
         last_rounds: Of each client, counted from 1; 0 for a client that never took part.
@@ -27,7 +27,7 @@ class Participation:
 
     @property
     def span(self) -> int:
-        """Number of last rounds that are recent: those in which as many clients are drawn as there are.
+        """Number of rounds that count as recent: as many as it takes to draw the number of clients.
 
         That is ceil(M / clients_per_round), or all rounds where there are fewer.
 
@@ -49,7 +49,7 @@ class Participation:
 
     @property
     def stale(self) -> list[int]:
-        """Clients that have been away for more than half of all rounds.
+        """Clients that have been absent for more than half of all rounds.
 
         >>> Participation([8, 4, 3, 0], 8, clients_per_round=2).stale
         [2, 3]
@@ -72,15 +72,15 @@ class Participation:
             for client in stale:
                 name = names[client] if names else str(client)
                 last_round = self.last_rounds[client]
-                descriptions.append(f"{name} since round {last_round}" if last_round else f"{name} in none")
+                descriptions.append(f"{name} since round {last_round}" if last_round else f"{name} never")
             which = f" (client {abbreviated(descriptions, 10)})"
         drawn = self.clients_per_round
         if drawn is None or drawn >= len(self.last_rounds):
             remedy = "all clients are drawn in each round, so their training failed or their privacy budget is spent"
         else:
-            remedy = f"train more rounds, or draw more clients for each with clients_per_round (now {drawn})"
+            remedy = f"train more rounds, or draw more clients per round with clients_per_round (now {drawn})"
         return (
             f"{len(stale)} of {len(self.last_rounds)} clients have not taken part for more than half of the "
-            f"{self.rounds} rounds{which}: their personal models are that old, and the means over clients include "
-            f"them; {remedy}"
+            f"{self.rounds} rounds{which}: their personal models are stale but included in the means over clients; "
+            f"{remedy}"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of predictions while models are scored, which processes add up at the end."""
+"""Counts of predictions during evaluation, which processes add up at the end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class _Predictions:
 
 
 class Scores:
-    """Scores P models on G groups of images by some metrics.
+    """Scores P models on G groups of images by several metrics.
 
     Accuracy is counted on the device, and nothing is copied from it before the end. The other metrics are no sums over
     batches, so all predictions are kept for them, on the CPU.
@@ -105,7 +105,7 @@ class Scores:
         )
 
     def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
-        """Count the right predictions of a batch, and all, on the device."""
+        """Count the correct and the total predictions of a batch, on the device."""
         if self.multilabel:
             right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
             predictions_made = torch.full_like(right, logits.shape[-1])
@@ -122,24 +122,24 @@ class Scores:
 
     @property
     def counts(self) -> Tensor:
-        """Right predictions and all, (2, P, G), on the CPU; zeros unless a metric is accuracy."""
+        """Correct and total predictions, (2, P, G), on the CPU; zeros unless a metric is accuracy."""
         return self._counts.cpu()
 
     def merge(self, ranks: Ranks) -> None:
-        """Add what the other processes counted. A collective: all of them call it, once, at the end."""
+        """Add the counts of the other processes. A collective: all of them must call this, once, at the end."""
         ranks.sum_([self._counts])
         if self._functions:
             self._pieces = [piece for pieces in ranks.gather(self._pieces) for piece in pieces]
 
     def means(self) -> dict[str, Tensor]:
-        """Compute scores (P, G) by each metric; of one that scores each class, the mean of the classes that occur."""
+        """Compute scores (P, G) by each metric; for per-class metrics, the mean over the classes that occur."""
         means = {}
         for name, scores in self.all().items():
             means[name] = scores if scores.dim() == 2 else scores.nanmean(-1)
         return means
 
     def all(self) -> dict[str, Tensor]:
-        """Compute scores (P, G) by each metric, or (P, G, K) by one that scores each class, on the CPU.
+        """Compute scores (P, G) by each metric, or (P, G, K) by per-class metrics, on the CPU.
 
         NaN where a model has no image of a group.
         """
@@ -156,7 +156,7 @@ class Scores:
         return results
 
     def _score(self, pieces: Sequence[_Predictions]) -> Mapping[str, dict[tuple[int, int], Tensor]]:
-        """Compute the scores of the models that made ``pieces``, by metric and by (model, group)."""
+        """Compute the scores of the models whose predictions are ``pieces``, by metric and by (model, group)."""
         predictions = torch.cat([piece.probabilities for piece in pieces], 1)
         labels = torch.cat([piece.labels for piece in pieces])
         groups = torch.cat([piece.groups for piece in pieces])
@@ -173,7 +173,7 @@ class Scores:
         return scores
 
     def _table(self, score_of: Mapping[tuple[int, int], Tensor]) -> Tensor:
-        """Put scores by (model, group), numbers or one for each of K classes, into a table (P, G) or (P, G, K)."""
+        """Arrange scores by (model, group), one or one per class, in a table (P, G) or (P, G, K)."""
         shape_of_score: tuple[int, ...] = ()
         if score_of:
             shape_of_score = tuple(next(iter(score_of.values())).shape)
@@ -188,7 +188,7 @@ BINS = 15
 
 
 class Tally:
-    """Counts the predictions of one model for each client: its calibration, and its confusions of classes.
+    """Counts one model's predictions for each client: calibration, and confusion between classes.
 
     Nothing is copied from the device before the end. Of each image the tally keeps one number at most, its *code*, for
     client, class and predicted class. With several labels an image, each label is a prediction of its own, and only
@@ -231,7 +231,7 @@ class Tally:
         self._bins.index_add_(1, bins, of_predictions)
 
     def record(self, ranks: Ranks) -> dict[str, Any]:
-        """Return what all processes have counted, in plain types. A collective: all of them call it, once, at the end.
+        """Return the counts of all processes, in plain types. A collective: all must call this, once, at the end.
 
         Returns:
             ``calibration`` with ``count``, ``right`` and the mean ``confidence`` of each of the :data:`BINS`; with one

@@ -39,17 +39,17 @@ from perada.server.low_rank import lora_residual
 Progress = Callable[[Tensor], Iterable[Tensor]]
 """Wraps the steps of a distillation in a progress bar."""
 OUTLIER_FACTOR = 50.0
-"""A change that is more than this many times as long as the median of the round's, step for step, is an outlier.
+"""A change whose norm exceeds the round's median by more than this factor, per step, is an outlier.
 
 Changes of honest clients with two images were up to 20 times as long.
 """
 PREDICTION_BATCH = 256
-"""Number of the server's images in one forward pass, for rules that look at predictions."""
+"""Number of the server's images in one forward pass, for rules that use predictions."""
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """Everything that the server knows of a round beside the updates.
+    """Everything that the server knows about a round in addition to the updates.
 
     Attributes:
         plan: The round's clients and their steps.
@@ -72,7 +72,7 @@ class RoundContext:
 
     @property
     def summed_by_sites(self) -> bool:
-        """Whether the updates come out of a secure sum already."""
+        """Whether the updates come from a secure sum."""
         return self.logit_sum is not None
 
 
@@ -172,7 +172,7 @@ class Server:
         )
 
     def ranks_of(self, clients: Sequence[int]) -> tuple[int, ...]:
-        """Return LoRA's ranks of some clients; empty where they have the adapter's."""
+        """Return the LoRA ranks of some clients; empty if they have the adapter's rank."""
         if not self.lora_ranks:
             return ()
         return tuple(self.lora_ranks[client] for client in clients)
@@ -182,7 +182,7 @@ class Server:
         return self.settings.algorithm.members(self.global_state, self.server_state)
 
     def aggregate(self, context: RoundContext, updates: Updates, valid: Sequence[int]) -> ServerResult:
-        """Compute the next global state from the updates of a round. A collective: all ranks call it alike.
+        """Compute the next global state from the updates of a round. A collective: all ranks must call this alike.
 
         Args:
             context: What the server knows of the round.
@@ -242,7 +242,7 @@ class Server:
         )
 
     def privatized(self, level: ClientLevel, updates: Updates, context: RoundContext) -> Updates:
-        """Replace every client's update by their noisy mean, which is all that the server gets to see."""
+        """Replace every client's update by their noisy mean, the only thing that the server gets to see."""
         plan = context.plan
         received = context.received.own
         weights = client_weights("uniform", plan.clients)
@@ -258,7 +258,7 @@ class Server:
         return updates.repeat(level.apply_mean_change(updates.replace(base).mean(weights), change, updates.clients))
 
     def _accepted(self, context: RoundContext, updates: Updates, valid: Sequence[int]) -> "_Accepted":
-        """Choose whose updates count. A collective."""
+        """Choose the clients whose updates count. A collective."""
         secure = self.settings.secure_sums
         plan = context.plan
         if context.level is not None:
@@ -283,7 +283,7 @@ class Server:
         return _Accepted(places=valid, outliers=outliers, metrics=metrics)
 
     def _quorum(self, context: RoundContext) -> int:
-        """Return how many clients must be left; with fewer the round is void."""
+        """Return how many clients must remain; with fewer the round is void."""
         secure = self.settings.secure_sums
         # Sites that made the sum have seen to it themselves.
         if secure is None or context.summed_by_sites:
@@ -398,7 +398,7 @@ class Server:
         return {"global": self.global_state, "server": self.server_state}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the place of the server whose states were saved; other entries are ignored."""
+        """Resume from the saved states of a server; other entries are ignored."""
         device = self.device
         self.global_state = to_device(saved["global"], device)
         self.server_state = {name: to_device(state, device) for name, state in saved["server"].items()}
@@ -406,7 +406,7 @@ class Server:
 
 @dataclass(frozen=True)
 class _Accepted:
-    """Whose updates count.
+    """The clients whose updates count.
 
     Attributes:
         places: Their places in the plan.
@@ -493,7 +493,7 @@ def find_outliers(
     places: Sequence[int],
     with_metrics: bool,
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Find clients whose change is much longer than the median. A collective: all ranks call it alike.
+    """Find clients whose change is much longer than the median. A collective: all ranks must call this alike.
 
     A client that took more steps than the median of the plan may have moved so many times as far.
 
@@ -535,7 +535,7 @@ def find_outliers(
 def _norms_and_cosines(
     names: Iterable[str], updates: Updates, received: State, with_cosines: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Measure the clients' changes. A collective: all ranks call it alike.
+    """Measure the clients' changes. A collective: all ranks must call this alike.
 
     Args:
         names: Trained parameters.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of a federation's rounds, their checks, and what rounds need of the data."""
+"""The options of a federation's rounds, their checks, and the data interface that rounds need."""
 
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -27,14 +27,14 @@ from perada.server.sums import SecureSums
 ClientOptimizer = Literal["sgd", "adam", "adamw"]
 StoreKind = Literal["auto", "device", "host", "disk"]
 MEMORY_SHARE = 0.25
-"""Share of the device's free memory, then of the host's memory, that ``auto`` lets client states take."""
+"""Share of the device's free memory, then of the host's memory, that ``auto`` allots to client states."""
 Loader = Callable[[RoundPlan], Iterable[AnyBatch]]
-"""Gives the prepared batches of a plan's local steps."""
+"""Returns the prepared batches of a plan's local steps."""
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Options of local training. The optimiser is started afresh each round and phase.
+    """Options of local training. The optimiser is reset in each round and phase.
 
     Attributes:
         optimizer: ``sgd``, ``adam`` or ``adamw``.
@@ -53,7 +53,7 @@ class LocalTraining:
     multilabel: bool = False
 
     def make(self, role: str, leaves: list[Tensor], factor: float, masked: bool = False) -> torch.optim.Optimizer:
-        """Make the optimiser of a role.
+        """Create the optimiser of a role.
 
         Args:
             role: The role.
@@ -73,7 +73,7 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class Storage:
-    """Options of where the clients' states are held.
+    """Options for the storage of the clients' states.
 
     Attributes:
         kind: ``device``, ``host`` or ``disk``; ``auto`` takes the first of these in which the states fit.
@@ -91,7 +91,7 @@ class Storage:
         check_choice("client_store", self.kind, get_args(StoreKind))
 
     def open(self, initial: Stacks, name: str = "") -> ClientStore:
-        """Make a store.
+        """Create a store.
 
         Args:
             initial: What a client keeps at first, by role (no client axis).
@@ -119,7 +119,7 @@ class Storage:
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that this machine has, or lets this process have."""
+    """Return the bytes of memory available to this process: the machine's, or the limit of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -128,7 +128,7 @@ def host_memory() -> int:
 
 
 class FederationData(ServerData, Protocol):
-    """The part of :class:`perada.data.FederatedDataModule` that a round needs.
+    """The interface of :class:`perada.data.FederatedDataModule` that a round needs.
 
     Attributes:
         train_sizes: Numbers of training images of all clients.
@@ -188,17 +188,17 @@ class Settings:
 
     @property
     def private(self) -> bool:
-        """Whether any privacy was asked for."""
+        """Whether any privacy was requested."""
         return self.privacy is not None or self.client_privacy is not None
 
     @property
     def test_mode(self) -> bool:
-        """Whether the noise of a private run follows from the seed, which is then written nowhere."""
+        """Whether the noise of a private run follows from the seed, which is then never written to disk."""
         return test_mode(self.privacy, self.client_privacy)
 
 
 def check_factors(settings: Settings, tensor_names: TensorNames, sent: Collection[str]) -> None:
-    """Raise if the server rule works on LoRA's factors, and clients do not send both of a layer.
+    """Raise if the server rule needs LoRA factors but clients do not send both factors of a layer.
 
     Args:
         settings: The options of the run.
@@ -213,29 +213,31 @@ def check_factors(settings: Settings, tensor_names: TensorNames, sent: Collectio
         return
     reason = without_factors(settings.algorithm, tensor_names, sent)
     if reason:
-        raise OptionError(f"server_rule={rule.kind}: {reason}, or another rule", name="server_rule", value=rule.kind)
+        raise OptionError(
+            f"server_rule={rule.kind}: {reason}, or a different rule", name="server_rule", value=rule.kind
+        )
 
 
 def without_factors(algorithm: Algorithm, tensor_names: TensorNames, sent: Collection[str]) -> str:
-    """Return why clients do not send both of LoRA's factors of a layer, and what to do; empty if they do."""
+    """Return why clients do not send both LoRA factors of a layer, and the remedy; empty if they do."""
     if not tensor_names.factors:
         return (
-            f"the adapter has none of LoRA's factors A and B: what is trained are {tensor_names.parameter_range}; "
+            f"the adapter has no LoRA factors A and B: the trained parameters are {tensor_names.parameter_range}; "
             "choose adapter='lora', without DoRA, on linear layers and convolutions"
         )
     name = algorithm.kind
     base = getattr(algorithm, "base", algorithm)
     if isinstance(base, RestOfWorld):
-        return f"clients of {name} send means of factors that they moved, not factors; choose another algorithm"
+        return f"clients of {name} send shifted means of factors, not factors; choose a different algorithm"
     if any(pair.down in sent and pair.up in sent for pair in tensor_names.factors):
         return ""
-    return f"clients of {name} do not send both A and B of a layer; choose another algorithm"
+    return f"clients of {name} do not send both A and B of a layer; choose a different algorithm"
 
 
 def lora_ranks(
     algorithm: Algorithm, tensor_names: TensorNames, initial: State, names: Iterable[str], sizes: Iterable[int | None]
 ) -> tuple[int, ...]:
-    """Return the clients' ranks of LoRA, in the order of their numbers; empty where all have the adapter's.
+    """Return the clients' LoRA ranks in the order of their numbers; empty if all have the adapter's rank.
 
     Args:
         algorithm: The algorithm, which chooses them.
@@ -258,14 +260,14 @@ def lora_ranks(
     grouped = [pair.down for pair in tensor_names.factors if initial[pair.down].shape[0] != initial[pair.up].shape[1]]
     if ranks and grouped:
         raise ValueError(
-            f"{type(algorithm).__name__} cuts LoRA to clients' ranks, and {grouped[0]!r} is of a grouped convolution, "
-            "whose factors cannot be cut; leave it out (adapter_options: exclude_modules)"
+            f"{type(algorithm).__name__} cuts LoRA to clients' ranks, but {grouped[0]!r} belongs to a grouped "
+            "convolution, whose factors cannot be cut; exclude that layer (adapter_options: exclude_modules)"
         )
     return ranks
 
 
 def check_rule(settings: Settings) -> None:
-    """Raise if a server rule is used with an algorithm that works only with the plain mean.
+    """Raise if a server rule is used with an algorithm that requires the plain mean.
 
     Raises:
         ValueError: With the reason and the remedy.
@@ -281,8 +283,8 @@ def check_rule(settings: Settings) -> None:
         )
     elif isinstance(algorithm, RestOfWorld):
         reason = (
-            "takes a client's own part out of the mean of all branches, and the rule leaves no mean; leave server_rule "
-            "out, or choose algorithm='feddpa'"
+            "subtracts a client's share from the mean of all branches, which the rule does not provide; leave "
+            "server_rule out, or choose algorithm='feddpa'"
         )
     else:
         return
@@ -309,40 +311,41 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
     distillation = settings.distillation
     lacking = ""
     if rule.needs == "public" and not public:
-        lacking = "on public images, and there are none; give a public set (public=...)"
+        lacking = "on public images, but the data has none; provide a public set (public=...)"
     if rule.needs == "labelled" and not labelled:
         lacking = (
-            "on labelled images of the server, and there are none; give server_validation (or validation_fraction)"
+            "on labelled images of the server, but the data has none; provide server_validation (or "
+            "validation_fraction)"
         )
     if rule.needs and not algorithm.global_model:
-        lacking = f"of what clients send, and the clients of {algorithm.kind} do not send whole models"
+        lacking = f"of the clients' models, but the clients of {algorithm.kind} do not send complete models"
     if lacking:
         raise OptionError(
-            f"server_rule={type(rule).__name__} looks at predictions {lacking}; choose another rule",
+            f"server_rule={type(rule).__name__} uses predictions {lacking}; choose a different rule",
             name="server_rule",
             value=type(rule).__name__,
         )
     if algorithm.uses_distillation and distillation.steps and not public:
         raise ValueError(
-            f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no "
-            "public set; give one (public=...) or set the number of distillation steps to 0"
+            f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no public set; "
+            "provide one (public=...) or set distillation.steps=0"
         )
     if algorithm.uses_distillation and distillation.guard is not None and settings.training.multilabel:
         raise ValueError(
-            f"distillation: guard={distillation.guard!r} counts predicted classes, and images here have several "
-            "labels; leave the guard out, or set validate_every where the server has labelled images"
+            f"distillation: guard={distillation.guard!r} counts predicted classes, but these images have several "
+            "labels; leave guard out, or set validate_every if the server has labelled images"
         )
     if algorithm.uses_distillation and distillation.validate_every and not labelled:
         raise OptionError(
-            f"distillation: validate_every={distillation.validate_every} needs labelled images on the server, "
-            "and the data has none; give server_validation (or validation_fraction), or set validate_every to 0",
+            f"distillation: validate_every={distillation.validate_every} requires labelled images on the server, but "
+            "the data has none; provide server_validation (or validation_fraction), or set validate_every to 0",
             name="distillation: validate_every",
             value=distillation.validate_every,
         )
 
 
 def check_distilled_batch_norm(settings: Settings, tensor_names: TensorNames, public: int) -> None:
-    """Raise if the distillation takes steps on one image, of which a BatchNorm would take its statistics.
+    """Raise if the distillation takes steps on single images, too few for the statistics of a BatchNorm.
 
     Args:
         settings: The options of the run.
@@ -368,7 +371,7 @@ def check_distilled_batch_norm(settings: Settings, tensor_names: TensorNames, pu
     else:
         return
     raise ValueError(
-        f"{cause}, and the adapter trains BatchNorm layers, which need at least 2 images in a batch; give more, set "
-        "student_mode and teacher_mode of the distillation to 'eval', or choose an adapter without them (head, lora) "
-        "or a backbone with LayerNorm"
+        f"{cause}, but the adapter trains BatchNorm layers, which require at least 2 images per batch; use more "
+        "images, set student_mode and teacher_mode of the distillation to 'eval', or use an adapter without BatchNorm "
+        "(head, lora) or a backbone with LayerNorm"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several processes holds what a client keeps, and how it gets from one to another."""
+"""The division of client states among several processes, and transfers between them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ CLIENTS_PER_TRANSFER = 64
 
 
 class SharedStore:
-    """What all clients keep, divided among the ranks.
+    """The states that all clients keep, divided among the ranks.
 
     The rank that trained a client last holds its state. A client that was never written belongs to rank
     client % ranks, and is stored nowhere: it has the initial state.
@@ -38,7 +38,7 @@ class SharedStore:
         return self._holders.get(client, client % self.ranks.size)
 
     def gather(self, clients: Sequence[int]) -> Stacks:
-        """Copy out what ``clients`` keep, stacked in that order.
+        """Return copies of the states that ``clients`` keep, stacked in that order.
 
         Raises:
             ValueError: If another rank holds one of them.
@@ -46,8 +46,8 @@ class SharedStore:
         for client in clients:
             if client in self._holders and self.holder(client) != self.ranks.rank:
                 raise ValueError(
-                    f"the state of client {client} is held by process {self.holder(client)}, and this is process "
-                    f"{self.ranks.rank}; after training ask for it in process 0 (if trainer.is_global_zero)"
+                    f"the state of client {client} is held by process {self.holder(client)}, but this is process "
+                    f"{self.ranks.rank}; request it after training in process 0 (if trainer.is_global_zero)"
                 )
         return self.local.gather(clients)
 
@@ -67,7 +67,7 @@ class SharedStore:
         self._move(dict.fromkeys(self._holders, 0))
 
     def scatter(self, shares: Sequence[RoundPlan], broken: Collection[int], rows: Stacks) -> None:
-        """Store what clients keep from now on.
+        """Store the new states that clients keep.
 
         Args:
             shares: The plan of each rank.
@@ -98,7 +98,7 @@ class SharedStore:
         return joined(self.ranks.collect(saved))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the place of a store saved by :meth:`state_dict`, of which this rank holds its part."""
+        """Resume from a store saved by :meth:`state_dict`, of which this rank holds its part."""
         written = [*saved.get("rows", {}), *saved.get("files", {})]
         self._holders = {client: client % self.ranks.size for client in written}
         own_clients = {client for client in written if self.holder(client) == self.ranks.rank}
@@ -162,7 +162,7 @@ class SharedStore:
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join the stores that several processes saved, each with clients of its own, into one."""
+    """Join the stores that several processes saved, each with different clients, into one."""
     store: dict[str, Any] = {}
     for part in parts:
         clients = {}
@@ -174,7 +174,7 @@ def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any]:
-    """Leave all but some clients out of a saved store."""
+    """Reduce a saved store to some of its clients."""
     restricted_store = dict(saved)
     for name in ("rows", "files"):
         if name in saved:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage of what the clients keep between rounds: on the device, in host memory, or in files.
+"""Storage of the states that clients keep between rounds: on the device, in host memory, or in files.
 
 Wherever it is, a client's tensors are one flat row of bytes, so that moving a client is one copy. Only the clients of a
 round, or of a group in evaluation, are ever stacked.
@@ -26,11 +26,11 @@ from perada.core.files import Scratch, open_atomic, sync
 from perada.core.states import device_of
 
 _NAME = re.compile(r"client_(\d+)-[0-9a-f]+-\d+-([0-9a-f]{32})\.safetensors")
-_REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint beside its folder 'checkpoints'"
+_REMEDY = "keep the folder 'clients' of the run that wrote the checkpoint next to its folder 'checkpoints'"
 
 
 class _Field(NamedTuple):
-    """Where a tensor lies in a client's row: the bytes from ``start`` to before ``stop``."""
+    """Position of a tensor in a client's row: the bytes from ``start`` to before ``stop``."""
 
     role: str
     key: str
@@ -82,7 +82,7 @@ class ClientStore:
         self.written: dict[int, Any] = {}
 
     def gather(self, clients: Sequence[int]) -> Stacks:
-        """Copy out what ``clients`` keep, stacked in that order, on the device; each tensor in memory of its own."""
+        """Return copies of the states that ``clients`` keep, stacked in that order on the device."""
         rows = self.rows(clients)
         stacks: Stacks = {role: dict.fromkeys(state, rows) for role, state in self._like.items()}
         for field in self._fields:
@@ -93,7 +93,7 @@ class ClientStore:
         return stacks
 
     def scatter(self, clients: Sequence[int], stacks: Stacks) -> None:
-        """Store what ``clients`` keep from now on, (C, ...) by role; the tensors are copied."""
+        """Store the new states (C, ...) that ``clients`` keep, by role; the tensors are copied."""
         if not len(clients) or not self.size:
             return
         columns = []
@@ -111,12 +111,12 @@ class ClientStore:
         return rows
 
     def put(self, clients: Sequence[int], rows: Tensor) -> None:
-        """Store copies of the clients' rows (C, size), as :meth:`rows` gave them."""
+        """Store copies of the clients' rows (C, size), as returned by :meth:`rows`."""
         for client, row in zip(clients, rows, strict=True):
             self._write(client, row)
 
     def drop(self, clients: Sequence[int]) -> None:
-        """Forget what ``clients`` keep: it is the initial again, or kept elsewhere."""
+        """Forget the states of ``clients``, which return to the initial state or are kept elsewhere."""
         for client in clients:
             self.written.pop(client, None)
 
@@ -131,18 +131,18 @@ class ClientStore:
         self.written[client] = stored.copy_(row, non_blocking=True)
 
     def _read(self, client: int) -> Tensor:
-        """Return the row of a client that was written; not a copy."""
+        """Return the row of a written client, without copying."""
         return cast(Tensor, self.written[client])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the initial row, and those of the clients written so far, for a checkpoint."""
+        """Return the initial row and the rows of the clients written so far, for a checkpoint."""
         if self._initial.device.type == "cuda":
             torch.cuda.synchronize(self._initial.device)  # until all copies have arrived
         rows = {client: self._read(client) for client in self.written}
         return {"header": self.header, "initial": self._initial, "rows": rows}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the place of a store of any kind, saved by :meth:`state_dict`.
+        """Resume from a store of any kind, saved by :meth:`state_dict`.
 
         Raises:
             ValueError: If it held other tensors, or as of :meth:`files_of`.
@@ -151,7 +151,8 @@ class ClientStore:
         self.written = {}
         if saved["header"] != self.header:
             raise ValueError(
-                "the checkpoint's clients keep other tensors than this run's; resume with its configuration"
+                "the clients of the checkpoint keep different tensors than those of this run; resume with the "
+                "checkpoint's configuration"
             )
         self._initial.copy_(saved["initial"])
         for client, row in saved.get("rows", {}).items():
@@ -193,7 +194,7 @@ class ClientStore:
             ValueError: If it was cut off, or holds other tensors.
         """
         if not path.is_file():
-            raise FileNotFoundError(f"{str(path)!r} is missing, the states of client {client}; {_REMEDY}")
+            raise FileNotFoundError(f"{str(path)!r}, the states of client {client}, is missing; {_REMEDY}")
         begin = len(self.header)
         with path.open("rb") as file:
             complete = path.stat().st_size == begin + self.size and file.read(begin) == self.header
@@ -203,11 +204,11 @@ class ClientStore:
 
 
 def _damaged(client: int, path: Path) -> ValueError:
-    return ValueError(f"{str(path)!r}, the states of client {client}, is damaged or another file; {_REMEDY}")
+    return ValueError(f"{str(path)!r}, the states of client {client}, is damaged or a different file; {_REMEDY}")
 
 
 class DiskStore(ClientStore):
-    """States in files: a safetensors file for each client and version, never changed once it has its name.
+    """States in files: one safetensors file per client and version, immutable once it has its name.
 
     A checkpoint names the files, which are in the same run folder, and on the disk before the checkpoint is. With a
     temporary folder it holds the states itself.
@@ -237,7 +238,7 @@ class DiskStore(ClientStore):
         self._of_checkpoint_before: set[Path] = set()
 
     def drop(self, clients: Sequence[int]) -> None:
-        """Forget what ``clients`` keep; their files go when no checkpoint needs them."""
+        """Forget the states of ``clients``; their files are deleted when no checkpoint needs them."""
         for client in clients:
             path = self.written.pop(client, None)
             if path is not None and self.temporary and path in self._files:
@@ -307,7 +308,7 @@ class DiskStore(ClientStore):
 
 
 def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Find the folder of a saved store's files: near the checkpoint, if the run was moved.
+    """Find the folder of a saved store's files: next to the checkpoint if the run was moved.
 
     Args:
         saved: A store as it is saved in a checkpoint.
@@ -328,5 +329,5 @@ def locate(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
             if (candidate / name).is_file():
                 return saved | {"folder": str(candidate)}
     if "clients" not in folder.parts[-2:]:
-        raise ValueError(f"the checkpoint names files in {str(folder)!r}, which is not a run's; {_REMEDY}")
+        raise ValueError(f"the checkpoint lists files in {str(folder)!r}, which is not the folder of a run; {_REMEDY}")
     return saved | {"folder": str(folder)}

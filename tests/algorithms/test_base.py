@@ -55,10 +55,14 @@ def test_an_algorithm_is_returned_as_it_is():
         ("peradda", {}, "algorithm='peradda' is unknown; did you mean 'perada'"),
         ("xyz", {}, "algorithm='xyz' is unknown; choose one of perada, "),
         ("FlexLoRA", {}, "algorithm='FlexLoRA' is unknown; did you mean 'flexlora'"),
-        ("flexlora", {}, "algorithm='flexlora' is a server rule here; give algorithm='fedavg'.*server_rule='svd'"),
-        ("lora_fair", {}, "algorithm='lora_fair' is a server rule here.*server_rule='lora_fair'"),
+        (
+            "flexlora",
+            {},
+            "algorithm='flexlora' is a server rule, not an algorithm; set server_rule='svd' and algorithm='fedavg'",
+        ),
+        ("lora_fair", {}, "algorithm='lora_fair' is a server rule, not an algorithm.*server_rule='lora_fair'"),
         ("fedrod", {"gama": 1}, "unexpected keyword argument 'gama'; its options are gamma$"),
-        ("standalone", {"prox_strength": 1.0}, "algorithm='standalone' cannot be made with .*prox_strength"),
+        ("standalone", {"prox_strength": 1.0}, "algorithm='standalone' does not accept the options .*prox_strength"),
         ("ditto", {"prox_strength": -1.0}, "prox_strength must be a finite number >= 0, got -1.0"),
         ("ditto", {"prox_strength": NAN}, "prox_strength must be .*, got nan"),
         ("fedavg_ft", {"finetune_epochs": 0}, "finetune_epochs must be a finite number > 0, got 0"),
@@ -117,10 +121,18 @@ def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
 @pytest.mark.parametrize(
     ("algorithm", "problem", "options", "message"),
     [
-        *[(name, "net-full", {}, "there are none in what is trained.*choose adapter='lora'") for name in OF_LORA],
-        *[(name, "net-adapter", {}, "none in what is trained.*choose adapter='dual_lora'") for name in OF_BRANCHES],
-        *[(name, "net-gate", {}, "the adapter has a gate that does; choose gate=False") for name in OF_BRANCHES[:2]],
-        (FFALoRA(FedDPA()), "net-branches", {}, "FedDPA needs both factors of its branches; leave out what freezes"),
+        *[(name, "net-full", {}, "the trained parameters contain none.*choose adapter='lora'") for name in OF_LORA],
+        *[
+            (name, "net-adapter", {}, "the trained parameters contain none.*choose adapter='dual_lora'")
+            for name in OF_BRANCHES
+        ],
+        *[(name, "net-gate", {}, "the adapter's gate does so too; set gate=False") for name in OF_BRANCHES[:2]],
+        (
+            FFALoRA(FedDPA()),
+            "net-branches",
+            {},
+            "FedDPA requires both factors of its branches; remove the wrapper that freezes",
+        ),
         (FedSim("branch"), "net-adapter", {}, "nothing to keep: clients keep the private branch.*adapter='dual_lora'"),
         ("fedbn", "linear-full", {}, "FedBN has nothing to keep: .*normalisation"),
         ("fedbn", "net-full", {"adapter": LORA}, "FedBN has nothing to keep: .*normalisation"),
@@ -132,7 +144,7 @@ def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
         ("fedalt_input", "net-full", {"adapter": "head"}, "FedAlt has nothing to keep: .*input layer"),
         ("fedsim_input", "net-full", {"adapter": "head"}, "FedSim has nothing to keep: .*input layer"),
         ("fedsim_adapter", "net-full", {}, "FedSim has nothing to keep: .*adapter"),
-        (FedEnsemble(strata=5), "net-full", {}, "strata=5 cannot be filled by 4 clients"),
+        (FedEnsemble(strata=5), "net-full", {}, "strata=5 exceeds the number of clients, 4"),
     ],
 )
 def test_splits_that_leave_nothing_are_refused_at_set_up(algorithm, problem, options, message):

@@ -59,12 +59,14 @@ def test_a_client_that_never_took_part_has_what_it_began_with():
 
 
 def test_one_client_has_no_rest_of_the_world():
-    with pytest.raises(ValueError, match="needs the branches of other clients, and there is one client; give"):
+    with pytest.raises(ValueError, match="requires the branches of other clients, but there is only one client; add"):
         row(1, perada.FederatedData(task().train[:1], num_classes=CLASSES))
 
 
 def test_a_rest_of_the_world_has_whole_branches():
-    with pytest.raises(ValueError, match="base=RestOfWorld needs the mean of whole branches; choose another"):
+    with pytest.raises(
+        ValueError, match="base=RestOfWorld requires the mean of complete branches; choose a different base"
+    ):
         HetLoRA(RestOfWorld())
 
 

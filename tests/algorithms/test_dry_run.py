@@ -164,7 +164,7 @@ def keep(change):
         (changed(inference="personel"), "Changed.inference must be one of 'personal', 'global', got 'personel'"),
         (
             changed(initial_client_state=lambda self, initial, tensor_names: {"drift": torch.zeros(3)}),
-            "which gives Tensor; give tensors by name",
+            "for role 'drift' returned Tensor; return tensors by name",
         ),
         (
             changed(initial_client_state=lambda self, initial, tensor_names: {"drift": initial}),
@@ -176,46 +176,49 @@ def keep(change):
         ),
         (
             changed(client_step=lambda self, step: step.descend("local", step.loss("local").mean())),
-            r"Changed.client_step fails .* the loss has shape () instead of (2,), one value a client",
+            r"Changed.client_step fails .* the loss has shape () instead of (2,), one value per client",
         ),
         (
             changed(client_step=lambda self, step: step.descend("local", pull=(1.0, {}))),
-            "Changed.client_step fails in a round that is tried at set-up (KeyError: 'conv.weight')",
+            "Changed.client_step fails in the dry run at set-up (KeyError: 'conv.weight')",
         ),
         (
             changed(end_round=lambda self, trained, *rest: trained["local"]),
-            "Changed.end_round gives dict; give what clients keep",
+            "Changed.end_round returned dict; return a pair of what clients keep",
         ),
         (
             send(lambda sent: sent | {"tau": torch.ones(2)}),
-            "Changed.server_step gives 'tau', and there is no trained tensor of that name",
+            "Changed.server_step returned 'tau', which is not the name of a trained tensor",
         ),
         (
             send(lambda sent: {name: value[:1] for name, value in sent.items()}),
-            "send, gives 'conv.weight' of shape (1, ",
+            "(updates) returned 'conv.weight' with shape (1, ",
         ),
         (
             send(lambda sent: {name: value.float() for name, value in sent.items()}),
-            "of torch.float32 instead of (2, 4, ",
+            "and torch.float32 instead of (2, 4, ",
         ),
         (
             keep(lambda kept: {"drift": kept["drift"]}),
-            "gives ['drift'] instead of states of the roles ['drift', 'personal']",
+            "returned ['drift'] instead of states for the roles ['drift', 'personal']",
         ),
-        (keep(lambda kept: kept | {"drift": {}}), "gives 'drift', which lacks 'conv.bias' and "),
-        (changed(server_step=lambda self, server: None), "Changed.server_step gives NoneType; give tensors by name"),
+        (keep(lambda kept: kept | {"drift": {}}), "for role 'drift' lacks 'conv.bias' and "),
+        (
+            changed(server_step=lambda self, server: None),
+            "Changed.server_step returned NoneType; return tensors by name",
+        ),
         (
             changed(server_step=lambda self, server: {"c": torch.ones(1)}),
-            "Changed.server_step gives 'c', and there is no",
+            "Changed.server_step returned 'c', which is not",
         ),
-        (changed(personal=lambda self, kept, w: w), "Changed.personal gives 'conv.weight' of shape (4, 1, 3, 3)"),
+        (changed(personal=lambda self, kept, w: w), "Changed.personal returned 'conv.weight' with shape (4, 1, 3, 3)"),
         (
             changed(phases=lambda self, epochs, steps: ("train",)),
-            "Changed.phases gives 'train'; give perada.data.Phase(",
+            "Changed.phases returned 'train'; return perada.data.Phase(",
         ),
         (
             changed(client_step=lambda self, step: step.descend("local", step.mean(step.labels.double()))),
-            "depends on nothing that phase 'train' trains (Changed.trainable_keys)",
+            "does not depend on any parameter that phase 'train' trains (Changed.trainable_keys)",
         ),
     ],
 )
@@ -243,24 +246,24 @@ def no_state(value):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (rule(lambda made, given: None), "Wrong gives NoneType; give tensors by name, {name: tensor}"),
+        (rule(lambda made, given: None), "Wrong returned NoneType; return tensors by name, {name: tensor}"),
         (rule(lambda made, given: {"fc.bias": made["fc.bias"]}), "Wrong lacks 'conv.bias' and "),
         (
             rule(lambda made, given: made | {"oops": torch.zeros(3)}),
-            "Wrong gives 'oops', and there is no trained tensor",
+            "Wrong returned 'oops', which is not the name of a trained tensor",
         ),
         (
             rule(lambda made, given: given.updates.gathered_all()),
-            "of shape (2, 4, 1, 3, 3) of torch.float64 instead of (4, 1, 3, 3)",
+            "with shape (2, 4, 1, 3, 3) and torch.float64 instead of (4, 1, 3, 3)",
         ),
-        (rule(lambda made, given: {k: v.float() for k, v in made.items()}), "of torch.float32 instead of"),
+        (rule(lambda made, given: {k: v.float() for k, v in made.items()}), "and torch.float32 instead of"),
         (
             rule(lambda made, given: made["absent"]),
-            "Wrong fails in a round that is tried at set-up (KeyError: 'absent')",
+            "Wrong fails in the dry run at set-up (KeyError: 'absent')",
         ),
-        (rule(remember=no_state(1)), "Wrong, in given.state, gives 'n', which gives int; give tensors by name"),
-        (rule(remember=no_state(torch.zeros(3))), "gives 'n', which gives Tensor; give tensors by name"),
-        (rule(remember=no_state({"a": [1, 2]})), "gives 'n', which gives dict; give tensors by name"),
+        (rule(remember=no_state(1)), "Wrong (given.state) for role 'n' returned int; return tensors by name"),
+        (rule(remember=no_state(torch.zeros(3))), "for role 'n' returned Tensor; return tensors by name"),
+        (rule(remember=no_state({"a": [1, 2]})), "for role 'n' returned dict; return tensors by name"),
     ],
 )
 def test_a_rule_that_does_not_fit_is_refused_before_the_first_round(wrong, says):

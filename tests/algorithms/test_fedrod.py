@@ -61,14 +61,14 @@ def test_class_counts(items):
 def test_refusals():
     with pytest.raises(ValueError, match="gamma"):
         FedROD(gamma=-1)
-    with pytest.raises(ValueError, match=r"of the head are trained \['fc.bias'\]; choose an adapter"):
+    with pytest.raises(ValueError, match=r"the trained tensors of the head are \['fc.bias'\]; choose an adapter"):
         FedROD().check(TensorNames(("fc.bias",), ("fc.bias",), frozenset({"fc.bias"})), 3)
-    with pytest.raises(ValueError, match="of the head are trained no tensors"):
+    with pytest.raises(ValueError, match="the trained tensors of the head are none"):
         FedROD().check(TensorNames(("a.weight",), ("a.weight",)), 3)
     labels = torch.eye(CLASSES).double()
     labels[:, 0] = 1  # of which an image has several
     several = [TensorDataset(one[:][0], labels[one[:][1]]) for one in task().train]
-    with pytest.raises(ValueError, match="FedROD needs each client's number of images of each class"):
+    with pytest.raises(ValueError, match="FedROD requires each client's number of images per class"):
         perada.finetune(
             network("net"),
             perada.FederatedData(several),

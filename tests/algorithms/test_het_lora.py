@@ -47,7 +47,7 @@ R, ALPHA, RANKS, LR, LR_OWN, PROX = 3, 6, (3, 1, 2, 1), 0.1, 0.2, 0.7
 WIDTHS = {"one": (36, 6), "two": (6, 5)}
 LAYERS = LoraConfig(r=R, lora_alpha=ALPHA, target_modules=[*WIDTHS], init_lora_weights=True)
 HEAD = ("fc.modules_to_save.default.weight", "fc.modules_to_save.default.bias")
-pytestmark = pytest.mark.filterwarnings("ignore:.*none of its clients has LoRA of a rank above:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*none of its clients has a LoRA rank above:UserWarning")
 QUIETLY = pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repeat|times as long).*:UserWarning")
 
 
@@ -197,9 +197,7 @@ def test_the_servers_rule_may_be_flexloras(base, prox, part):
 def test_ranks_that_no_client_of_a_round_has_are_lost_by_name_and_not_by_svd():
     """As the paper's zero-padding says; a column of B and a row of A that are zero have no gradient."""
     ranks = {str(m): 2 if m in batches_of(3)[0] else R for m in CLIENTS}
-    with pytest.warns(
-        UserWarning, match="round 1: none of its clients has LoRA of a rank above 2: what the server has"
-    ):
+    with pytest.warns(UserWarning, match="round 1: none of its clients has a LoRA rank above 2: the server's factors"):
         found = run(HetLoRA(ranks=ranks), rounds=1)
     assert_equal(found.state("global"), large(small(found.state("global"), 2)))
     found = run(HetLoRA(ranks=ranks), rounds=1, server_rule="svd").state("global")
@@ -392,13 +390,13 @@ def test_tuples_will_do():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HetLoRA("fedavg"), "base='fedavg' is not an algorithm; give one"),
-        (lambda: HetLoRA(FedBE()), "base=FedBE has several global models; choose another"),
-        (lambda: HetLoRA(HetLoRA()), "base=HetLoRA gives clients ranks.*give only one HetLoRA"),
-        (lambda: FFALoRA(HetLoRA()), r"base=HetLoRA gives clients ranks.*give HetLoRA\(base=FFALoRA"),
+        (lambda: HetLoRA("fedavg"), "base='fedavg' is not an algorithm; pass an Algorithm object"),
+        (lambda: HetLoRA(FedBE()), "base=FedBE has several global models; choose a different base"),
+        (lambda: HetLoRA(HetLoRA()), "base=HetLoRA assigns LoRA ranks to clients.*use only one HetLoRA"),
+        (lambda: FFALoRA(HetLoRA()), r"base=HetLoRA assigns LoRA ranks to clients.*use HetLoRA\(base=FFALoRA"),
         (
             lambda: FedEnsemble(HetLoRA()),
-            "base=HetLoRA gives clients ranks.*choose only one of HetLoRA and FedEnsemble",
+            "base=HetLoRA assigns LoRA ranks to clients.*choose only one of HetLoRA and FedEnsemble",
         ),
         (lambda: HetLoRA(ranks=[]), r"ranks must be a list .*, got \[\]"),
         (lambda: HetLoRA(ranks=4), r"ranks must be a list such as \[2, 4, 8\] or .*, got 4"),
@@ -414,16 +412,16 @@ def test_tuples_will_do():
         ),
         (
             lambda: run(HetLoRA(ranks=[2, 4])),
-            r"client '1' has 4, and the adapter has r=3; give the adapter the largest",
+            r"client '1' has rank 4, but the adapter only has r=3; set the adapter's r to the largest",
         ),
-        (lambda: run(HetLoRA(ranks={"0": 2})), "has no rank of client '1'; add it, or give a list"),
+        (lambda: run(HetLoRA(ranks={"0": 2})), "has no rank for client '1'; add it, or use a list"),
         (
             lambda: run(
                 HetLoRA(ranks=[2, 3], sizes=[4]), privacy=Privacy(noise_multiplier=1, delta=1e-3, secure_rng=False)
             ),
-            "needs the number of images of client '0', which it does not say, or which is private; give ranks by name",
+            "requires the number of images of client '0', which is not declared or is private; set ranks by name",
         ),
-        (lambda: run(HetLoRA(), adapter="head"), "HetLoRA is about LoRA's factors .* choose adapter='lora'"),
+        (lambda: run(HetLoRA(), adapter="head"), "HetLoRA requires LoRA factors .* choose adapter='lora'"),
     ],
 )
 @QUIETLY

@@ -54,7 +54,7 @@ def run(algorithm, adapter, **options):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.filterwarnings("ignore:.*none of its clients has LoRA of a rank above:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*none of its clients has a LoRA rank above:UserWarning")
 @pytest.mark.every(24)
 def test_plain_peft_loads_it(adapter, method, tmp_path):
     found, x = run(method, adapter), task().public[:][0]

@@ -316,7 +316,7 @@ def compare(method, federation, optimizer, engine, groups):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("federation", FEDERATIONS)
 @pytest.mark.parametrize("method", METHODS | WITHOUT_GROUPS)
-@pytest.mark.filterwarnings("ignore:round .* none of its clients has LoRA of a rank above:UserWarning")
+@pytest.mark.filterwarnings("ignore:round .* none of its clients has a LoRA rank above:UserWarning")
 @pytest.mark.every(68)
 def test_three_rounds(method, federation, optimizer, engine):
     compare(method, federation, optimizer, engine, groups=1)

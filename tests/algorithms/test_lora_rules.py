@@ -136,7 +136,7 @@ def test_images_are_private_and_clients_are_not():
             "fedavg",
             "net-full",
             {"server_rule": "svd"},
-            "server_rule=SVD on Mean: the adapter has none of LoRA's factors",
+            "server_rule=SVD on Mean: the adapter has no LoRA factors",
         ),
         ("fedavg", "net-biases", {"server_rule": NormClipping(aggregate=LoRAFair())}, "choose adapter='lora', without"),
         (
@@ -157,13 +157,13 @@ def test_images_are_private_and_clients_are_not():
             "fedalt_row",
             "net-branches",
             {"server_rule": "svd"},
-            "clients of RestOfWorld send means of factors that they moved",
+            "clients of RestOfWorld send shifted means of factors",
         ),
         (
             "fedavg",
             "net-full",
             {"diagnostics": ["lora_residual"]},
-            "lora_residual cannot be measured: the adapter has none",
+            "lora_residual cannot be measured: the adapter has no LoRA factors",
         ),
         (
             "fedsa_lora",

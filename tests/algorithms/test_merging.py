@@ -320,7 +320,7 @@ def test_a_client_that_joins_trains_factors_on_merged_weights():
 def test_what_cannot_be_merged_is_refused(method):
     name = type(make_algorithm(method)).__name__
     for options, message in (
-        ({"adapter": "head"}, f"algorithm {name} is about LoRA's factors A and B.* adapter='lora'"),
+        ({"adapter": "head"}, f"algorithm {name} requires LoRA factors A and B.* adapter='lora'"),
         ({"train_backbone": True}, f"algorithm {name} cannot merge 'conv.lora_B.* without train_backbone"),
         ({"adapter": "dual_lora"}, f"algorithm {name} cannot merge .*shared_B.*choose adapter='lora'"),
         ({"server_rule": "median"}, f"server_rule=Median cannot be used with {name}, which merges the exact mean"),
@@ -335,7 +335,7 @@ def test_what_cannot_be_merged_is_refused(method):
     groups.conv = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 1, groups=2)).double()
     with pytest.raises(ValueError, match=r"cannot merge 'conv.1.lora_B.default.weight' into the weight under it"):
         run(method, groups, adapter=LoraConfig(r=2, target_modules=["conv.1", "layer"]), rounds=1)
-    with pytest.raises(ValueError, match=f"base={name} says itself what becomes of A"):
+    with pytest.raises(ValueError, match=f"base={name} already determines how A is trained"):
         FFALoRA(make_algorithm(method))
 
 

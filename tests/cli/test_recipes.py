@@ -139,7 +139,7 @@ def small_words(name, written=None):
 def refusal(data, method, privacy=None):
     """Words of the error with which a combination is refused, if it is."""
     if method == "fedrod" and data == "chexpert" and privacy != "sample":
-        return "FedROD needs each client's number of images of each class, and images have several labels"
+        return "FedROD requires each client's number of images per class, but images have several labels"
     if privacy == "sample" and method in ("moon", "fedrod"):
         return "its local step reads the model's outputs on private images"
     if privacy == "client" and method in RULES_OF_LORA:

@@ -241,7 +241,7 @@ def test_all_that_an_algorithm_allows_is_measured(algorithm, measured):
         ({"diagnostics": ["norms"]}, "diagnostics must be one of 'distillation_distance', 'personal_distance', "),
         (
             {"diagnostics": ["personal_distance"], "data": task(public=False), "distill_steps": 0},
-            "diagnostics: personal_distance cannot be measured: the data has no public set; give one",
+            "diagnostics: personal_distance cannot be measured: the data has no public set; provide one",
         ),
         (
             {"diagnostics": ["ensemble_error"], "data": task(test=False)},
@@ -255,7 +255,7 @@ def test_all_that_an_algorithm_allows_is_measured(algorithm, measured):
                 "adapter": "head",
                 "privacy": {"noise_multiplier": 1.0, "secure_rng": False},
             },
-            "gradient_norms cannot be measured: they would show gradients of private images without noise",
+            "gradient_norms cannot be measured: they would reveal gradients of private images without noise",
         ),
         (
             {
@@ -286,8 +286,8 @@ def test_private_runs_measure_neither_gradients_nor_personal_models(caplog):
         name for name in NAMES if "gradient" not in name and "personal_distance" not in name
     }
     said = sorted(record.getMessage() for record in caplog.records if "diagnostics" in record.getMessage())
-    assert said[0].startswith("diagnostics: skipping gradient_norms: they would show gradients of private images")
-    assert said[1].startswith("diagnostics: skipping personal_distance: it would show personal models")
+    assert said[0].startswith("diagnostics: skipping gradient_norms: they would reveal gradients of private images")
+    assert said[1].startswith("diagnostics: skipping personal_distance: it would reveal personal models")
 
 
 def test_private_runs_do_not_measure_on_images_that_clients_train_on():

@@ -172,7 +172,9 @@ def test_a_saved_federation_remembers_who_fine_tuned_and_who_broke(tmp_path):
 
 def test_what_another_algorithm_fine_tuned_is_refused():
     one, _ = federation("perada", task())
-    with pytest.raises(ValueError, match="fine-tuned after the last round, which PerAda does not do; resume with"):
+    with pytest.raises(
+        ValueError, match="fine-tuned after the last round, but PerAda does no fine-tuning; resume with"
+    ):
         one.load_state_dict(one.state_dict() | {"tuned": {"../x": 1}})
 
 
@@ -230,7 +232,7 @@ def test_validation_without_labelled_images_is_refused():
     loop = FederatedLoop(distillation=Distillation(2, 4, validate_every=1))
     trainer = make_trainer(loop, 1, **QUIET)
     module = perada.FederatedClassifier(network(), "full")
-    with pytest.raises(ValueError, match="validate_every=1 needs labelled images on the server"):
+    with pytest.raises(ValueError, match="validate_every=1 requires labelled images on the server"):
         trainer.fit(module, datamodule=perada.FederatedDataModule(task()))
 
 

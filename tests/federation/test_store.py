@@ -129,7 +129,7 @@ def test_clients_can_move_from_one_store_to_another(tmp_path, kind):
 
 def test_a_store_of_other_tensors_is_refused():
     saved = ClientStore({"personal": {"w": torch.zeros(3)}}).state_dict()
-    with pytest.raises(ValueError, match="keep other tensors than this run's"):
+    with pytest.raises(ValueError, match="keep different tensors than those of this run"):
         ClientStore({"personal": {"w": torch.zeros(4)}}).load_state_dict(saved)
 
 
@@ -170,7 +170,7 @@ def test_outdated_files_are_deleted_once_two_newer_checkpoints_do_without_them(t
                 again.load_state_dict(saved)
                 assert_same(again.gather([0, 1]), kept(2, seed=round - age))
             else:
-                with pytest.raises(FileNotFoundError, match="is missing, the states of client 0; keep the folder"):
+                with pytest.raises(FileNotFoundError, match="the states of client 0, is missing; keep the folder"):
                     again.load_state_dict(saved)
             (tmp_path / "other").rmdir()
 
@@ -254,7 +254,7 @@ def test_a_broken_file_is_named(tmp_path, damage):
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
     path.write_bytes(content[:-1] if damage == "cut" else content.replace(b"a.weight", b"b.weight"))
-    with pytest.raises(ValueError, match=r"client_3-.*is damaged or another file; keep the folder"):
+    with pytest.raises(ValueError, match=r"client_3-.*is damaged or a different file; keep the folder"):
         store.gather([3])
 
 
@@ -278,15 +278,15 @@ def test_a_changed_bit_and_another_clients_file_are_found_when_a_run_is_resumed(
         content = bytearray(whole[3])
         content[random.integers(len(content))] ^= 1 << random.integers(8)
         paths[3].write_bytes(content)
-        with pytest.raises(ValueError, match=r"client_3-.*is damaged or another file"):
+        with pytest.raises(ValueError, match=r"client_3-.*is damaged or a different file"):
             resumed()
     paths[3].write_bytes(whole[5])
-    with pytest.raises(ValueError, match=r"client_3-.*is damaged or another file; keep the folder"):
+    with pytest.raises(ValueError, match=r"client_3-.*is damaged or a different file; keep the folder"):
         resumed()
     former = paths[3].with_name("client_3-0123abcd-1.safetensors")
     former.write_bytes(whole[3])
     saved["files"] = saved["files"] | {3: former.name}
-    with pytest.raises(ValueError, match="is damaged or another file"):
+    with pytest.raises(ValueError, match="is damaged or a different file"):
         resumed()
 
 

@@ -242,5 +242,7 @@ def test_an_ensemble_cannot_be_joined(tiny):
 def test_a_network_of_another_class_is_not_made_from_a_record(tiny):
     run = finished(tiny)
     run.info["training"]["algorithm"] = {"class": "os.system", "options": {}}
-    with pytest.raises(ValueError, match=r"algorithm 'os.system', which is not perada's own; give it as algorithm="):
+    with pytest.raises(
+        ValueError, match=r"algorithm 'os.system', which does not ship with perada; pass it as algorithm="
+    ):
         perada.personalize(run, newcomer(), "late")

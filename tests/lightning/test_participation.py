@@ -68,9 +68,9 @@ def test_the_warning_names_clients_their_rounds_and_the_remedy():
     text = made.warning(["north", "south", "east", "west"])
     assert re.match(STALE, text)
     assert text.startswith("2 of 4 clients have not taken part for more than half of the 8 rounds")
-    assert "(client south since round 2, east in none)" in text
-    assert text.endswith("train more rounds, or draw more clients for each with clients_per_round (now 2)")
-    assert "client 1 since round 2, 2 in none" in made.warning()
+    assert "(client south since round 2, east never)" in text
+    assert text.endswith("train more rounds, or draw more clients per round with clients_per_round (now 2)")
+    assert "client 1 since round 2, 2 never" in made.warning()
     assert "south" not in made.warning(["north", "south", "east", "west"], anonymous=True)
     assert Participation([8, 8, 8, 4], 8, clients_per_round=2).warning() is None  # half, and not more
     failed = Participation([8, 0], 8).warning()
@@ -97,7 +97,7 @@ def test_the_last_rounds_are_those_of_the_cohorts_that_were_drawn(tiny, algorith
     assert stale
     assert len(said) == keeps
     for client in stale if keeps else ():
-        assert f"{client} since round {last[client]}" in said[0] or f"{client} in none" in said[0]
+        assert f"{client} since round {last[client]}" in said[0] or f"{client} never" in said[0]
 
 
 @pytest.mark.slow

@@ -268,7 +268,9 @@ def test_ending_by_the_number_of_clients_that_failed(level):
 
 
 def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
-    message = "personal_distance cannot be measured: it would show personal models, which the server's ledger does not"
+    message = (
+        "personal_distance cannot be measured: it would reveal personal models, which the server's ledger does not"
+    )
     refused(message, diagnostics=["personal_distance"])
 
 

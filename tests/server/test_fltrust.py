@@ -101,11 +101,15 @@ def test_the_first_labelled_images_are_looked_at():
 
 
 def test_it_is_refused_where_it_cannot_work():
-    with pytest.raises(ValueError, match="FLTrust looks at predictions on labelled images of the server, and there"):
+    with pytest.raises(
+        ValueError, match="FLTrust uses predictions on labelled images of the server, but the data has none"
+    ):
         finetune("fedavg", "fltrust", data(server=False))
-    with pytest.raises(ValueError, match="NormClipping looks at predictions on public images, and there are none"):
+    with pytest.raises(ValueError, match="NormClipping uses predictions on public images, but the data has none"):
         finetune("fedavg", NormClipping(aggregate=FLTrust(labels=False)), data(server=False))
-    with pytest.raises(ValueError, match=r"the clients of FedRep.* do not send whole models; choose another rule"):
+    with pytest.raises(
+        ValueError, match=r"the clients of FedRep.* do not send complete models; choose a different rule"
+    ):
         finetune("fedrep", "fltrust")
     with pytest.raises(ValueError, match=r"images must be .*, got 0"):
         FLTrust(images=0)

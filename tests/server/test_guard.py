@@ -184,7 +184,7 @@ def test_each_round_is_told_in_the_metrics_and_secure_sums_decide_alike():
 
 
 def test_images_with_several_labels_are_refused():
-    with pytest.raises(ValueError, match="guard='predictions' counts predicted classes, and images here have several"):
+    with pytest.raises(ValueError, match="guard='predictions' counts predicted classes, but these images have several"):
         run(multilabel=True)
 
 
