@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT methods of perada's own. Importing this package registers them with PEFT.
+"""perada's PEFT methods. Importing this package registers them with PEFT.
 
 Each method has one file, with the three classes of a tuner of PEFT: its configuration, its layer (what wraps a module)
 and its model (which modules are wrapped). It is registered at the end of this file.
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> None:
-    """Register a method with PEFT, so that its configurations can be used like those of PEFT's own methods.
+    """Register a method with PEFT, so that its configurations can be used like those of PEFT's built-in methods.
 
     Args:
         name: The method's ``peft_type``, which its configurations set.
@@ -53,7 +53,7 @@ def register(name: str, config: type[PeftConfig], model: type[BaseTuner]) -> Non
     registered = mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(peft_type)
     # By name: a module that is loaded again defines its class anew.
     if registered is not None and registered.__qualname__ != config.__qualname__:
-        raise ValueError(f"name={name!r} is taken by {registered.__name__}; give another")
+        raise ValueError(f"name={name!r} is already used by {registered.__name__}; choose a different name")
     mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config
     mapping.PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = model
     mapping.PEFT_TYPE_TO_PREFIX_MAPPING[peft_type] = model.prefix

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What perada's PEFT methods share: checks of options, blocks of a network, and adapters added behind modules."""
+"""Common parts of perada's PEFT methods: checks of options, blocks of a network, and adapters added after modules."""
 
 import re
 from abc import abstractmethod
@@ -20,7 +20,7 @@ BLOCK_PART = re.compile(r".*layers\.\d+\.layer\.\d+")
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a module or tensor of the network has without adapters.
+    """Return the name of a module or tensor in the network without adapters.
 
     PEFT moves what it wraps: into ``base_layer`` of a tuner's layer, or into ``original_module`` of the wrapper that
     ``modules_to_save`` creates.
@@ -51,14 +51,14 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class AdapterConfig(PeftConfig):
-    """Base class of the configurations of perada's own methods."""
+    """Base class of the configurations of perada's methods."""
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]  # PEFT gives it no type
 
 
 def check_dropout(rate: float) -> None:
-    """Raise a ValueError if a rate of dropout is not at least 0 and below 1."""
+    """Raise a ValueError unless a dropout rate is at least 0 and below 1."""
     if not isinstance(rate, int | float) or not 0 <= rate < 1:
         raise ValueError(f"dropout must be a number >= 0 and < 1, got {rate!r}")
 
@@ -91,11 +91,13 @@ def modules_from_last_blocks(model: nn.Module, last_blocks: int | None) -> froze
     blocks = [name for name in candidates if not any(other.startswith(f"{name}.") for other in candidates)]
     if not blocks:
         raise ValueError(
-            f"last_blocks={last_blocks}, but {type(model).__name__} is of no family whose blocks are known: "
-            "leave it out, and name layers in target_modules where the adapter has that"
+            f"last_blocks={last_blocks}, but {type(model).__name__} belongs to no family whose blocks are known; "
+            "leave last_blocks out, and name layers in target_modules if the adapter has that option"
         )
     if last_blocks > len(blocks):
-        raise ValueError(f"last_blocks={last_blocks}, but {type(model).__name__} has {len(blocks)}: give fewer")
+        raise ValueError(
+            f"last_blocks={last_blocks}, but {type(model).__name__} only has {len(blocks)} blocks; set a smaller number"
+        )
     first_block = blocks[-last_blocks]
     modules = frozenset(names[names.index(first_block) :])
     # Stages that contain the block may be defined before it; they also contain earlier blocks.
@@ -145,7 +147,7 @@ class AddedLayer(nn.Module, BaseTunerLayer, Generic[ConfigT]):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the adapted output of the module, in its own shape."""
+        """Return the adapted output of the module, in its original shape."""
         x = self.base_layer(x)
         if self.disable_adapters:
             return x
@@ -161,7 +163,7 @@ class AddedLayer(nn.Module, BaseTunerLayer, Generic[ConfigT]):
 
 
 class AddingModel(BaseTuner, Generic[ConfigT]):
-    """Base class of tuners that put an :class:`AddedLayer` behind each targeted module.
+    """Base class of tuners that put an :class:`AddedLayer` after each targeted module.
 
     A subclass sets PEFT's ``prefix`` and ``tuner_layer_cls``, and the texts below, which complete its errors.
     """
@@ -191,8 +193,8 @@ class AddingModel(BaseTuner, Generic[ConfigT]):
             config.target_modules = self.targets(config)
             if not config.target_modules:
                 raise ValueError(
-                    f"the {self.method} adapter fits {self.families}, not {type(self.model).__name__}: "
-                    "choose another adapter, or name the modules in target_modules"
+                    f"the {self.method} adapter fits {self.families}, not {type(self.model).__name__}; choose a "
+                    "different adapter, or name the modules in target_modules"
                 )
         return peft_config
 
@@ -206,14 +208,14 @@ class AddingModel(BaseTuner, Generic[ConfigT]):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        """Wrap a targeted module, or add a further adapter to one that is wrapped already."""
+        """Wrap a targeted module, or add another adapter to an already wrapped one."""
         if isinstance(target, AddedLayer):
             target.update_layer(adapter_name, peft_config)
             return
         if not self.fits(target):
             raise ValueError(
-                f"the {self.method} adapter cannot follow {current_key!r}, a {type(target).__name__}: "
-                f"let target_modules name {self.follows} only"
+                f"the {self.method} adapter cannot follow {current_key!r}, a {type(target).__name__}; let "
+                f"target_modules name only {self.follows}"
             )
         layer_cls = cast(type[AddedLayer[Any]], self.tuner_layer_cls)
         new_module = layer_cls(target, adapter_name, peft_config)

@@ -30,11 +30,9 @@ class BottleneckConfig(AdapterConfig):
         modules_to_save: As in :class:`~perada.adapters.ResidualConfig`.
     """
 
-    reduction: int = field(
-        default=16, metadata={"help": "Features of the module's output for each feature of the bottleneck."}
-    )
+    reduction: int = field(default=16, metadata={"help": "Ratio of the module's output features to the bottleneck's."})
     bottleneck_dim: int | None = field(
-        default=None, metadata={"help": "Features of the bottleneck; takes the place of reduction."}
+        default=None, metadata={"help": "Number of features of the bottleneck; overrides reduction."}
     )
     activation: Literal["relu", "gelu", "silu", "tanh"] = field(
         default="gelu", metadata={"help": "Nonlinearity of the bottleneck: 'relu', 'gelu', 'silu' or 'tanh'."}
@@ -57,7 +55,7 @@ class BottleneckConfig(AdapterConfig):
         default=None, metadata={"help": "Linear layers to leave out of target_modules."}
     )
     modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules trained in full and saved beside the adapters, such as the head."}
+        default=None, metadata={"help": "Modules trained in full and saved with the adapters, such as the head."}
     )
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two LoRA branches beside a layer: one that clients share, and one that each client keeps."""
+"""Two LoRA branches in parallel to a layer: one that clients share, and one that each client keeps."""
 
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,7 +11,7 @@ from .added import AdapterConfig, AddedLayer, AddingModel
 
 @dataclass
 class DualLoraConfig(AdapterConfig):
-    """Configuration of two LoRA branches beside a layer: ``layer(x) + s · B_g · A_g · x + s · B_p · A_p · x``.
+    """Configuration of two LoRA branches in parallel to a layer: ``layer(x) + s · B_g · A_g · x + s · B_p · A_p · x``.
 
     s is ``lora_alpha / r``. g is the shared branch and p the private one; the algorithm decides which of them is sent.
     Both B start at zero, so the adapted network starts as the plain one. Each A is initialised as in PEFT's LoRA.
@@ -42,7 +42,7 @@ class DualLoraConfig(AdapterConfig):
         default=None, metadata={"help": "Layers to leave out of target_modules."}
     )
     modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules trained in full and saved beside the adapters, such as the head."}
+        default=None, metadata={"help": "Modules trained in full and saved with the adapters, such as the head."}
     )
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ def _projection_up(layer: nn.Linear | nn.Conv2d, rank: int) -> nn.Linear | nn.Co
 
 
 class DualLoraLayer(AddedLayer[DualLoraConfig]):
-    """A linear layer or a convolution, with two branches beside it per active adapter name."""
+    """A linear layer or a convolution, with two parallel branches per active adapter name."""
 
     parts = ("perada_dual_lora",)
     adapter_layer_names = ("perada_dual_lora",)
@@ -141,7 +141,7 @@ class DualLoraLayer(AddedLayer[DualLoraConfig]):
 
 
 class DualLoraModel(AddingModel[DualLoraConfig]):
-    """Put two branches beside each targeted layer."""
+    """Put two branches in parallel to each targeted layer."""
 
     prefix = "perada_dual_"
     tuner_layer_cls = DualLoraLayer
@@ -150,7 +150,7 @@ class DualLoraModel(AddingModel[DualLoraConfig]):
     follows = "nn.Linear layers and nn.Conv2d layers without groups"
 
     def targets(self, config: DualLoraConfig) -> list[str]:
-        """Return none: only perada, which knows LoRA's layers, fills them in."""
+        """Return none; only perada, which knows LoRA's layers, fills them in."""
         return []
 
     def fits(self, target: nn.Module) -> bool:

@@ -45,9 +45,10 @@ class PromptConfig(AdapterConfig):
         modules_to_save: As in :class:`~perada.adapters.ResidualConfig`.
     """
 
-    tokens: int = field(default=10, metadata={"help": "Tokens of a block."})
+    tokens: int = field(default=10, metadata={"help": "Number of tokens per block."})
     deep: bool = field(
-        default=True, metadata={"help": "Whether every block has its own tokens (VPT-deep), or only the first."}
+        default=True,
+        metadata={"help": "Whether every block has its own tokens (VPT-deep), or only the first has tokens."},
     )
     dropout: float = field(default=0.0, metadata={"help": "Probability of dropout on the tokens."})
     last_blocks: int | None = field(
@@ -57,7 +58,7 @@ class PromptConfig(AdapterConfig):
         default=None, metadata={"help": "Regular expression of the names of the blocks, in place of last_blocks."}
     )
     modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules trained in full and saved beside the prompts, such as the head."}
+        default=None, metadata={"help": "Modules trained in full and saved with the prompts, such as the head."}
     )
 
     def __post_init__(self) -> None:
@@ -225,7 +226,7 @@ class PromptedBlock(nn.Module):
 
 @dataclass(frozen=True)
 class TransformerLayout:
-    """What prompts need to know about a vision transformer.
+    """Description of a vision transformer for inserting prompts.
 
     Attributes:
         blocks: Full names of the blocks, in order.
@@ -261,7 +262,7 @@ def transformer_layout(model: nn.Module) -> TransformerLayout:
     else:
         raise ValueError(
             "the prompt adapter fits VisionTransformers of timm (ViTs and DeiTs) and ViTs of transformers, not "
-            f"{type(model).__name__}: choose another adapter, such as 'lora' or 'bias_norm'"
+            f"{type(model).__name__}; choose a different adapter, such as 'lora' or 'bias_norm'"
         )
     for name, module in backbone_modules(model):
         if not isinstance(module, PromptedBlock):
@@ -269,8 +270,8 @@ def transformer_layout(model: nn.Module) -> TransformerLayout:
         # Shallow prompts: they are inserted before another block than they are removed behind.
         if isinstance(module.perada_enter, nn.Identity) or isinstance(module.perada_leave, nn.Identity):
             raise ValueError(
-                f"the network holds prompts that go through its blocks, from another run ({name!r} is one of them): "
-                "choose another adapter, or give that run deep prompts"
+                f"the network holds prompts that go through its blocks, from another run ({name!r} is one of them); "
+                "choose a different adapter, or use deep prompts in that run"
             )
     patch = width
     for module in patch_embedding.modules():
@@ -295,7 +296,7 @@ class PromptModel(AddingModel[PromptConfig]):
             names = [name for name in blocks if re.fullmatch(config.target_modules, name)]
         if not names:
             raise ValueError(
-                f"target_modules={config.target_modules!r} names no block: give an expression for some of "
+                f"target_modules={config.target_modules!r} matches no block; use an expression for some of "
                 f"{blocks[0]!r} to {blocks[-1]!r}"
             )
         if config.deep:

@@ -66,7 +66,7 @@ class ResidualConfig(AdapterConfig):
         default=None, metadata={"help": "Convolutions to leave out of target_modules."}
     )
     modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules trained in full and saved beside the adapters, such as the head."}
+        default=None, metadata={"help": "Modules trained in full and saved with the adapters, such as the head."}
     )
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ class SelectiveConfig(AdapterConfig):
         if unknown:
             raise ValueError(f"select must have no other items than 'all', 'bias' and 'norm', got {unknown!r}")
         if not self.select and not self.modules:
-            raise ValueError("select and modules are both empty, so nothing would be trained: fill in one of them")
+            raise ValueError("select and modules are both empty, so nothing would be trained; set one of them")
         check_last_blocks(self.last_blocks)
 
 
@@ -122,7 +122,7 @@ class SelectiveModel(BaseTuner):
         module_names = {name for name, _ in model.named_modules()}
         for name in config.modules:
             if name not in module_names:
-                raise ValueError(f"modules={name!r} is not in {type(model).__name__}: give the full name of a module")
+                raise ValueError(f"modules={name!r} is not in {type(model).__name__}; use the full name of a module")
         model.requires_grad_(False)
         self.set_adapter(adapter_name, inference_mode=config.inference_mode)
 
@@ -149,8 +149,7 @@ class SelectiveModel(BaseTuner):
 
     def _refuse(self, action: str) -> NoReturn:
         raise ValueError(
-            "PERADA_SELECTIVE trains the network's own parameters in place and cannot "
-            f"{action}: build the backbone anew"
+            f"PERADA_SELECTIVE trains the network's own parameters in place and cannot {action}; build a new backbone"
         )
 
     def _create_and_replace(self, *_: object, **__: object) -> None:
@@ -194,8 +193,8 @@ class SelectiveModel(BaseTuner):
         missing = [key for key in keys if key.removeprefix(PEFT_PREFIX) not in tensors]
         if missing:
             raise ValueError(
-                f"the saved adapter lacks {len(missing)} of {len(keys)} tensors, {missing[0]!r} first: "
-                "load it into the backbone it was made with"
+                f"the saved adapter lacks {len(missing)} of {len(keys)} tensors, {missing[0]!r} first; load it into "
+                "the backbone it was made with"
             )
         return {key: tensors[key.removeprefix(PEFT_PREFIX)] for key in keys}
 

@@ -276,7 +276,7 @@ def emptied(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backbone": "resnet19"}, "'resnet19' is not a timm model: did you mean resnet18"),
+        ({"backbone": "resnet19"}, "'resnet19' is not a timm model; did you mean resnet18"),
         ({"adapter": "residuals"}, "adapter 'residuals' is unknown: choose one of"),
         ({"adapter": "lora", "adapter_options": {"rank": 2}}, "adapter 'lora' has no option 'rank'"),
         ({"algorithm": "perda"}, "algorithm='perda' is unknown; did you mean 'perada'"),
@@ -362,7 +362,7 @@ def test_a_network_that_does_not_return_logits_is_refused(call, tiny):
 def test_a_network_without_linear_head_is_refused(call):
     with pytest.raises(ValueError, match=r"no nn.Linear"):
         call(backbone=nn.Flatten(), rounds=1, logger=False)
-    with pytest.raises(TypeError, match="backbone is a int"):
+    with pytest.raises(TypeError, match="backbone must be a timm name, .*, got int"):
         call(backbone=3, rounds=1, logger=False)
 
 

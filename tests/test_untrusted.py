@@ -168,7 +168,7 @@ def test_code_beside_weights_is_neither_run_nor_offered_to_be(tiny, tmp_path, mo
         lambda: perada.finetune(f"hf:{folder}", tiny.data(), **sections(**options)),
         lambda: perada.finetune(f"hf:{folder}", tiny.data(), **sections(pretrained=False, **options)),
     ):
-        with pytest.raises(ValueError, match="comes with code of its own, which is not run here") as error:
+        with pytest.raises(ValueError, match="comes with custom code, which perada does not run") as error:
             call()
         assert "\n" not in str(error.value)
     assert not (folder / "owned").exists()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Insert adapters into backbones: choose layers, let PEFT wrap them, and sort the names of what is trained."""
+"""Insert adapters into backbones: choose layers, let PEFT wrap them, and classify the names of trained tensors."""
 
 import copy
 import re
@@ -36,7 +36,7 @@ ATTENTION = re.compile(
 IA3_SCALED = re.compile(r".*(attn\.qkv|attention\.[kv]_proj|attention\.(key|value))")
 IA3_FEEDFORWARD = re.compile(r".*mlp\.fc2")
 CONVOLUTION_METHODS = {"LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "PERADA_DUAL_LORA"}
-"""Methods of PEFT, and one of perada's, that adapt convolutions too. The others adapt linear layers only."""
+"""PEFT methods, and one of perada's, that adapt convolutions too. All others adapt only linear layers."""
 
 
 def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | None) -> None:
@@ -78,7 +78,7 @@ def fill_targets(backbone: "Backbone", config: PeftConfig, last_blocks: int | No
 
 
 def _adaptable_modules(backbone: "Backbone", last_blocks: int | None) -> dict[str, nn.Module]:
-    """Return the modules around which an adapter would work, by name."""
+    """Return the modules that an adapter would wrap, by name."""
     model = backbone.model
     allowed = modules_from_last_blocks(model, last_blocks) - _uncalled_layers(backbone)
     return {
@@ -91,7 +91,7 @@ def _adaptable_modules(backbone: "Backbone", last_blocks: int | None) -> dict[st
 def _default_layers(
     model: nn.Module, layers: Mapping[str, nn.Module], linears: list[str], config: PeftConfig
 ) -> list[str]:
-    """Return the layers to adapt in a network that is no transformer of a known family."""
+    """Return the layers to adapt in a network that is not a transformer of a known family."""
     if _method(config) not in CONVOLUTION_METHODS:
         return linears
     convolutions = []
@@ -103,7 +103,7 @@ def _default_layers(
 
 
 def _larger_kind(layers: Mapping[str, nn.Module], linears: list[str]) -> list[str]:
-    """Return the linear layers, or the convolutions without groups but the first: the kind with more parameters."""
+    """Return the linear layers, or the ungrouped convolutions except the first: the kind with more parameters."""
     convolutions = [path for path, layer in layers.items() if isinstance(layer, nn.Conv2d)]
     ungrouped = [path for path in convolutions[1:] if layers[path].groups == 1]
 
@@ -116,7 +116,7 @@ def _larger_kind(layers: Mapping[str, nn.Module], linears: list[str]) -> list[st
 
 
 def _nothing_to_adapt(backbone: "Backbone", config: PeftConfig) -> str:
-    """Return the error for a backbone without layers for a method."""
+    """Return the message for a backbone without layers for a method."""
     alternative = "lora"
     if isinstance(config, LNTuningConfig):
         kinds = "normalisation layers"
@@ -126,13 +126,13 @@ def _nothing_to_adapt(backbone: "Backbone", config: PeftConfig) -> str:
     else:
         kinds = "linear layers"
     return (
-        f"{type(config).__name__} adapts {kinds}, and backbone {backbone.name!r} has none for it besides the head: "
-        f"choose another adapter, such as {alternative!r} or 'full'"
+        f"{type(config).__name__} adapts {kinds}, but backbone {backbone.name!r} has none except the head; choose a "
+        f"different adapter, such as {alternative!r} or 'full'"
     )
 
 
 def check_attention(model: nn.Module, name: str) -> None:
-    """Raise a ValueError if there are adapters in or around torch's own attention, which does not call its layers."""
+    """Raise a ValueError for adapters in or around torch's attention, which does not call its layers."""
     for path, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
             continue
@@ -140,14 +140,14 @@ def check_attention(model: nn.Module, name: str) -> None:
         has_adapted_layer = any("base_layer" in inner.split(".") for inner, _ in module.named_modules())
         if is_adapted or has_adapted_layer:
             raise ValueError(
-                f"an adapter cannot be put into {path.removesuffix('.base_layer')!r} of backbone {name!r}, an "
-                "nn.MultiheadAttention: it reads its layers' weights instead of calling them; name other layers in "
+                f"an adapter cannot be inserted into {path.removesuffix('.base_layer')!r} of backbone {name!r}, an "
+                "nn.MultiheadAttention, which reads its layers' weights instead of calling them; name other layers in "
                 "target_modules, or choose 'bias_norm' or 'full'"
             )
 
 
 def call_encoder_layers(model: nn.Module) -> None:
-    """Make torch's own encoder layers call the layers in them that have trained parameters, in place.
+    """Make torch's encoder layers call those of their layers that have trained parameters, in place.
 
     In evaluation mode and without gradients ``nn.TransformerEncoderLayer`` takes a fast path, one fused kernel that
     reads the weights of its layers. PEFT's wrappers answer with the frozen weight, so that the adapter would be trained
@@ -163,7 +163,7 @@ def call_encoder_layers(model: nn.Module) -> None:
 
 
 def copy_convolution_attributes(model: nn.Module) -> None:
-    """Give the wrappers of adapted convolutions the attributes of the layer inside, in place.
+    """Copy the attributes of adapted convolutions to their wrappers, in place.
 
     Some networks read them, such as those that compute the padding of TensorFlow from a layer's stride (MobileNet in
     transformers 5.23). PEFT's wrappers have none of these attributes.
@@ -181,7 +181,7 @@ def copy_convolution_attributes(model: nn.Module) -> None:
 
 
 def _is_in_torch_attention(model: nn.Module, path: str) -> bool:
-    """Whether a layer is inside ``nn.MultiheadAttention``, which reads its layers' weights and never calls them."""
+    """Return whether a layer is inside ``nn.MultiheadAttention``, which reads its layers' weights without calls."""
     parts = path.split(".")
     for end in range(len(parts)):
         ancestor = model.get_submodule(".".join(parts[:end]))
@@ -237,7 +237,7 @@ def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
 
 
 def _as_target_modules(model: nn.Module, targets: list[str]) -> list[str] | str:
-    """Return names for ``target_modules``, as a regular expression if PEFT would match others by the names alone.
+    """Return names for ``target_modules``, as a regular expression if PEFT would match other modules by plain names.
 
     PEFT compares the ends of names.
     """
@@ -254,7 +254,7 @@ def _method(config: PeftConfig) -> str:
 
 
 AdapterChoice = str | PeftConfig
-"""An adapter as users choose it: one of ``ADAPTERS`` or a PEFT configuration."""
+"""An adapter as chosen by users: one of ``ADAPTERS`` or a PEFT configuration."""
 
 METHODS: dict[str, type[PeftConfig]] = {
     "residual": ResidualConfig,
@@ -268,7 +268,7 @@ SELECTIONS: dict[str, list[str]] = {"head": [], "bias_norm": ["bias", "norm"], "
 """Adapters that train parameters of the backbone itself: ``select`` of their SelectiveConfig."""
 ADAPTERS = [*METHODS, *SELECTIONS]
 PEFT_FIELDS = {field.name for field in fields(PeftConfig)}
-"""Fields of every configuration, which perada sets itself."""
+"""Fields of every configuration that perada sets itself."""
 
 
 @dataclass
@@ -306,7 +306,7 @@ class AdaptedModel:
 
     @property
     def model(self) -> nn.Module:
-        """The network itself, whose names are the names of states everywhere in perada."""
+        """The network itself, whose tensor names are those of states everywhere in perada."""
         return self.peft_model.get_base_model()
 
     @property
@@ -317,7 +317,7 @@ class AdaptedModel:
 
 
 def is_adapter_key(key: str) -> bool:
-    """Whether a name in an adapted model belongs to the adapter, rather than to the backbone or a copy of its modules.
+    """Return whether a name in an adapted model belongs to the adapter, not to the backbone or a copy of its modules.
 
     >>> [is_adapter_key(key) for key in ("conv.lora_A.default.weight", "fc.modules_to_save.default.bias")]
     [True, False]
@@ -327,7 +327,7 @@ def is_adapter_key(key: str) -> bool:
 
 
 def plain_names(adapted: AdaptedModel) -> dict[str, str]:
-    """Return the names of the backbone's tensors in the model, by the names they have without adapter."""
+    """Return the names of the backbone's tensors in the model, by their names without adapter."""
     keys = [key for key in adapted.model.state_dict() if "default" not in key.split(".")]
     return {plain_name(key): key for key in keys}
 
@@ -356,7 +356,7 @@ def insert_adapter(
     """
     if hasattr(backbone.model, "peft_config"):
         raise OptionError(
-            f"backbone {backbone.name!r} already holds an adapter: build a fresh one with build_backbone",
+            f"backbone {backbone.name!r} already holds an adapter; build a fresh one with build_backbone",
             name="backbone",
             value=backbone.name,
         )
@@ -375,7 +375,7 @@ def insert_adapter(
     if unsaved:
         raise OptionError(
             f"adapter {method!r} would train {unsaved[0]!r} ({len(unsaved)} such tensors) in {backbone.name!r}, but "
-            "PEFT would not save it: put its module into modules_to_save, or choose 'bias_norm' or 'full'",
+            "PEFT would not save it; add its module to modules_to_save, or choose 'bias_norm' or 'full'",
             name="adapter",
             value=method,
         )
@@ -386,10 +386,11 @@ def insert_adapter(
 
 
 def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method: str) -> None:
-    """Make the backbone's own parameters trainable, those of the last blocks only if the adapter is in these."""
+    """Make the backbone's parameters trainable, only those of the last blocks if the adapter is restricted to these."""
     if isinstance(adapted.config, SelectiveConfig):
         raise OptionError(
-            f"train_backbone=True cannot be used with adapter {method!r}: choose 'full' to train all of it",
+            f"train_backbone=True cannot be used with adapter {method!r}; choose adapter='full' to train all of the "
+            "backbone",
             name="train_backbone",
             value=True,
         )
@@ -411,16 +412,19 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
     """Return the configuration to insert, with targets and head filled in."""
     if isinstance(adapter, PeftConfig):
         if options:
-            raise ValueError(f"options {sorted(options)} come with a PeftConfig: set them in the configuration itself")
+            raise ValueError(
+                f"adapter_options {sorted(options)} cannot be used with a PeftConfig; set them in the "
+                "configuration itself"
+            )
         config = copy.deepcopy(adapter)
         # A configuration that was loaded has the model it was saved with, and is frozen.
         config.base_model_name_or_path = None
         config.inference_mode = False
     elif not isinstance(adapter, str):
-        raise TypeError(f"adapter is a {type(adapter).__name__}: give a name of {ADAPTERS} or a PeftConfig")
+        raise TypeError(f"adapter must be one of {ADAPTERS} or a PeftConfig, got {type(adapter).__name__}")
     elif adapter not in ADAPTERS:
         raise OptionError(
-            f"adapter {adapter!r} is unknown: choose one of {ADAPTERS} or give a PeftConfig",
+            f"adapter {adapter!r} is unknown; choose one of {ADAPTERS} or pass a PeftConfig",
             name="adapter",
             value=adapter,
         )
@@ -444,16 +448,17 @@ def _configure(backbone: Backbone, adapter: AdapterChoice, options: dict[str, ob
 
 
 def _check_supported(config: PeftConfig) -> None:
-    """Raise a ValueError if clients cannot train with a method of PEFT, or with its options."""
+    """Raise a ValueError if clients cannot train with a PEFT method or its options."""
     trains_head = isinstance(config, SelectiveConfig) or hasattr(config, "modules_to_save")
     if config.is_prompt_learning or not trains_head:
         raise ValueError(
-            f"{type(config).__name__} cannot train a classification head beside it: choose one of {ADAPTERS}"
+            f"{type(config).__name__} cannot train a classification head in addition to the adapter; choose one of "
+            f"{ADAPTERS}"
         )
     if isinstance(config, AdaLoraConfig):
         raise ValueError(
-            "AdaLoraConfig cannot be used: it moves ranks between layers by a count of one optimiser's steps, which "
-            "clients do not share; choose 'lora'"
+            "AdaLoraConfig is not supported: it reallocates ranks between layers by one optimiser's step count, which "
+            "clients do not share; choose adapter='lora'"
         )
     check_lora(config)
 
@@ -470,8 +475,8 @@ def _config_by_name(adapter: str, options: dict[str, object], head: str) -> Peft
         if name not in known_options:
             choice = ", ".join(sorted(known_options)) or "none"
             raise OptionError(
-                f"adapter {adapter!r} has no option {name!r}: its options are {choice}; leave it out of "
-                "adapter_options (another recipe may have set it), or choose an adapter that has it",
+                f"adapter {adapter!r} has no option {name!r} (its options: {choice}); remove it from adapter_options "
+                "(a different recipe may have set it), or choose an adapter that has it",
                 name="adapter",
                 value=adapter,
             )
@@ -481,7 +486,7 @@ def _config_by_name(adapter: str, options: dict[str, object], head: str) -> Peft
             raise invalid_option(f"adapter_options: {name}", value, f"of type {type_name} for adapter {adapter!r}")
     last_blocks = cast(int | None, options.get("last_blocks"))
     if last_blocks is not None and options.get("target_modules") is not None:
-        raise ValueError("last_blocks and target_modules both say which layers to adapt: give one of them")
+        raise ValueError("last_blocks and target_modules both specify which layers to adapt; set only one of them")
     if adapter in SELECTIONS:
         return SelectiveConfig(select=list(SELECTIONS[adapter]), modules=[head], last_blocks=last_blocks)
     config_fields: dict[str, Any] = {}
@@ -494,7 +499,7 @@ def _config_by_name(adapter: str, options: dict[str, object], head: str) -> Peft
 
 
 def _as_integer(value: object, hint: object) -> object:
-    """Return a float as an ``int`` if the option takes integers but no floats. Files of YAML may have 8.0 for 8."""
+    """Return a float as an ``int`` if the option takes integers but not floats. YAML files may have 8.0 for 8."""
     kinds = get_args(hint) or (hint,)
     if isinstance(value, float) and int in kinds and float not in kinds:
         return int(value)
@@ -502,7 +507,7 @@ def _as_integer(value: object, hint: object) -> object:
 
 
 def _has_type(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotation
-    """Whether a value has the type of an option.
+    """Return whether a value has the type of an option.
 
     Any sequence or set is accepted for a list, whatever its items are, and a float without a fraction for an integer.
     """
@@ -525,7 +530,7 @@ def _has_type(value: object, hint: Any) -> bool:  # noqa: ANN401  # an annotatio
 
 
 def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> PeftModel:
-    """Let PEFT insert an adapter; raise an OptionError for whatever it raises."""
+    """Let PEFT insert an adapter; raise its errors as OptionErrors."""
     try:
         with warnings.catch_warnings():
             # peft 0.21 reads an attribute that transformers 5.23 has renamed.
@@ -535,8 +540,9 @@ def _wrap_or_explain(backbone: Backbone, config: PeftConfig, method: str) -> Pef
             return _wrap(backbone, config)
     except NoMatchingPeftModuleError as error:
         raise OptionError(
-            f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: target_modules="
-            f"{vars(config)['target_modules']!r} names none of its modules: name layers as model.named_modules() does",
+            f"adapter {method!r} finds nothing to adapt in backbone {backbone.name!r}: "
+            f"target_modules={vars(config)['target_modules']!r} matches none of its modules; use names as in "
+            "model.named_modules()",
             name="adapter",
             value=method,
         ) from error
@@ -575,7 +581,7 @@ def _wrap(backbone: Backbone, config: PeftConfig) -> PeftModel:
 
 
 def _is_end_of_other_names(model: nn.Module, head: str, config: PeftConfig) -> bool:
-    """Whether names of other modules, of the model or of PEFT's layers, end in the name of the head."""
+    """Return whether names of other modules, of the model or of PEFT's layers, end in the name of the head."""
     tuner: Any = peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING[cast(peft.PeftType, config.peft_type)]
     layer_classes = tuner.tuner_layer_cls
     if not isinstance(layer_classes, tuple):
@@ -590,7 +596,7 @@ def _is_end_of_other_names(model: nn.Module, head: str, config: PeftConfig) -> b
 
 
 def saved_tensors(adapted: AdaptedModel) -> dict[str, Tensor]:
-    """Return the tensors that PEFT saves, by its own names. They share memory with the model."""
+    """Return the tensors that PEFT saves, by PEFT's names. They share memory with the model."""
     with warnings.catch_warnings():
         # PEFT 0.21 takes the biases of lora_bias for broken matrices.
         warnings.filterwarnings("ignore", "Adapter .* have invalid shape", UserWarning)
@@ -607,7 +613,7 @@ def _unsaved_keys(adapted: AdaptedModel) -> tuple[str, ...]:
 
 
 def reset_parameters(model: nn.Module, prefix: str) -> None:
-    """Draw the trained layers of the backbone whose names begin with ``prefix`` anew from torch's global stream."""
+    """Reinitialise the backbone's trained layers whose names begin with ``prefix``, from torch's global generator."""
     for path, module in model.named_modules():
         path_with_dot = f"{path}."
         if not path_with_dot.startswith(prefix) or is_adapter_key(path_with_dot):
@@ -619,7 +625,7 @@ def reset_parameters(model: nn.Module, prefix: str) -> None:
 
 
 def find_tensor_names(model: nn.Module, head: str) -> TensorNames:
-    """Sort the names of a model's trained tensors.
+    """Classify the names of a model's trained tensors.
 
     Args:
         model: The network of an adapted model.

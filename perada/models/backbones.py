@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build frozen image classifiers by name, from files, or from a network of the caller's own."""
+"""Build frozen image classifiers by name, from files, or from a custom network."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 IMAGE = "perada_image"
-"""Attribute of a run's network: what its images must look like."""
+"""Attribute of a run's network: the format of its images."""
 
 
 def build_backbone(
@@ -68,7 +68,7 @@ def build_backbone(
     if isinstance(backbone, nn.Module):
         built = _from_module(backbone, num_classes)
     elif not isinstance(backbone, str):
-        raise TypeError(f"backbone is a {type(backbone).__name__}: give a timm name, 'hf:NAME' or an nn.Module")
+        raise TypeError(f"backbone must be a timm name, 'hf:NAME' or an nn.Module, got {type(backbone).__name__}")
     elif backbone.startswith("hf:"):
         built = _from_transformers(backbone, num_classes, pretrained, image_size, in_chans)
     else:
@@ -91,7 +91,7 @@ def _backbone_error(name: str, problem: str) -> OptionError:
 def _char_lstm(name: str, hidden: int, num_classes: int | None, pretrained: bool | str) -> Backbone:
     """Build a CharLSTM, whose head is called "head"."""
     if pretrained is True:
-        raise no_weights(name, "nobody publishes any")
+        raise no_weights(name, "none are published")
     model = CharLSTM(num_classes or VOCABULARY, hidden)
     if isinstance(pretrained, str):
         load_weights(model, pretrained, "head")
@@ -112,14 +112,14 @@ def _turn_off_checkpointing(backbone: Backbone) -> None:
                 was_on = True
     if was_on:
         warnings.warn(
-            f"gradient checkpointing of backbone {backbone.name!r} is turned off, since the backward pass would see "
-            "other weights than a client's; to save memory, lower clients_per_chunk or batch_size",
+            f"gradient checkpointing of backbone {backbone.name!r} is turned off, since the backward pass would not "
+            "see the client's weights; to save memory, lower clients_per_chunk or batch_size",
             stacklevel=3,
         )
 
 
 def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
-    """Copy a network of the caller's own."""
+    """Copy a custom network."""
     # torch.compile keeps the network in this attribute.
     network = _without_replicas(getattr(module, "_orig_mod", module))
     name = type(network).__name__
@@ -128,7 +128,7 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
     _to_single_precision(model, name)
     linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not linears:
-        raise _backbone_error(name, "has no nn.Linear to be its head: end the network in one")
+        raise _backbone_error(name, "has no nn.Linear to serve as head; end the network in one")
     head, layer = linears[-1]
     if num_classes is not None:
         # Modules come in the order of their definition. A layer inside the head, or one that was defined after it, has
@@ -138,10 +138,10 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
                 head = path
                 layer = candidate
     if "default" in head.split("."):
-        raise ValueError(f"the head {head!r} of backbone {name!r} has PEFT's adapter name 'default' in it: rename it")
+        raise ValueError(f"the head {head!r} of backbone {name!r} contains PEFT's adapter name 'default'; rename it")
     if num_classes is not None and layer.out_features != num_classes:
         raise OptionError(
-            f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {layer.out_features} outputs: "
+            f"num_classes={num_classes}, but the head {head!r} of backbone {name!r} has {layer.out_features} outputs; "
             f"build the network with {num_classes} outputs, or leave num_classes out",
             name="num_classes",
             value=num_classes,
@@ -151,13 +151,13 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
 
 
 def _check_copyable(network: nn.Module, name: str) -> None:
-    """Raise an OptionError if clients cannot have copies of a network."""
+    """Raise an OptionError if a network cannot be copied for clients."""
     for key, tensor in network.state_dict(keep_vars=True).items():
         if is_lazy(tensor):
-            problem = f"has no shape for {key!r} yet; call the network once with images before you give it"
+            problem = f"has no shape for {key!r} yet; call the network once on images before passing it"
             raise _backbone_error(name, problem)
     if isinstance(network, torch.jit.ScriptModule):
-        problem = "is compiled by TorchScript, whose layers cannot be adapted; give the network that it was made from"
+        problem = "is compiled by TorchScript, whose layers cannot be adapted; pass the original network"
         raise _backbone_error(name, problem)
     for path, module in network.named_modules():
         for attribute, value in vars(module).items():
@@ -166,13 +166,13 @@ def _check_copyable(network: nn.Module, name: str) -> None:
                 full_name = f"{path}.{attribute}".lstrip(".")
                 problem = (
                     f"holds {full_name!r}, a tensor computed from parameters, and cannot be copied; for weight "
-                    "normalisation take torch.nn.utils.parametrizations.weight_norm, and detach other such tensors"
+                    "normalisation use torch.nn.utils.parametrizations.weight_norm, and detach other such tensors"
                 )
                 raise _backbone_error(name, problem)
 
 
 def _without_replicas(module: nn.Module) -> nn.Module:
-    """Return the network inside a wrapper that replicates it over GPUs, which cannot have the weights of clients."""
+    """Return the network inside a wrapper that replicates it over GPUs, which does not support clients' weights."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         network: nn.Module = module.module
         return network
@@ -192,14 +192,14 @@ def _to_single_precision(model: nn.Module, name: str) -> None:
         return
     model.float()
     warnings.warn(
-        f"backbone {name!r} has weights in {' and '.join(sorted(dtypes))}, which were converted to float32, the "
-        "format of images and of what is trained; the trainer's precision='bf16-mixed' computes in bfloat16",
+        f"backbone {name!r} has weights in {' and '.join(sorted(dtypes))}, which were converted to float32, the dtype "
+        "of images and trained parameters; the trainer's precision='bf16-mixed' computes in bfloat16",
         stacklevel=4,
     )
 
 
 def return_logits(model: nn.Module, classes: int) -> None:
-    """Make a model that returns a tuple, or an object with logits, return only these.
+    """Make a model that returns a tuple, or an object with logits, return only the logits.
 
     It is a hook, since a module around the model would change the names of all tensors.
     """
@@ -225,15 +225,15 @@ def _extract_logits(classes: int, module: nn.Module, arguments: tuple[object, ..
         shapes = [str(tuple(part.shape)) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
         description += f" of {', '.join(shapes)}"
     raise TypeError(
-        f"backbone {type(module).__name__!r} returns a {description}, and {len(logits)} of its parts are logits "
-        f"(B, {classes}): return the logits, or an object with .logits"
+        f"backbone {type(module).__name__!r} returns a {description}, and {len(logits)} of its parts are logits (B, "
+        f"{classes}); return the logits, or an object with .logits"
     )
 
 
 def _from_timm(
     name: str, num_classes: int | None, pretrained: bool | str, image_size: int | None, in_chans: int
 ) -> Backbone:
-    """Build a model of timm."""
+    """Build a timm model."""
     config = _timm_config(name)
     weights_config = _timm_weights(name, config, pretrained)
     try:
@@ -254,7 +254,7 @@ def _from_timm(
     head = cast(dict[str, Any], model.pretrained_cfg).get("classifier")
     # Two of a DeiT with distillation, for example.
     if not isinstance(head, str):
-        raise _backbone_error(name, f"has the classifiers {head!r}: choose a model with exactly one")
+        raise _backbone_error(name, f"has the classifiers {head!r}; choose a model with exactly one")
     if isinstance(pretrained, str):
         load_weights(model, pretrained, head)
     data_config = resolve_model_data_config(model)
@@ -277,18 +277,20 @@ def _timm_config(name: str) -> PretrainedCfg | None:
     if not timm.is_model(name):
         similar = near_names(name, timm.list_models() + timm.list_pretrained(), limit=3)
         hint = f"did you mean {', '.join(similar)}?" if similar else "see timm.list_models()"
-        raise _backbone_error(name, f"is not a timm model: {hint} (transformers models are written 'hf:NAME')")
+        raise _backbone_error(name, f"is not a timm model; {hint} (transformers models are written 'hf:NAME')")
     try:
         return timm.get_pretrained_cfg(name)
     except RuntimeError as error:
         # timm knows the model, but not the tag of its weights after the dot.
         architecture = name.partition(".")[0]
         available = ", ".join(timm.list_pretrained(f"{architecture}.*")) or "none"
-        raise _backbone_error(name, f"is not a timm model: the pretrained ones of this kind are {available}") from error
+        raise _backbone_error(
+            name, f"is not a timm model; the pretrained models of this architecture are {available}"
+        ) from error
 
 
 def size_to_build(backbone: object, image_size: int | None) -> int | None:
-    """Return the ``img_size`` to build a backbone with; None if it is none of timm's, or takes images of any size."""
+    """Return the ``img_size`` for building a backbone; None if it is not a timm model, or accepts any image size."""
     if not isinstance(backbone, str) or not timm.is_model(backbone):
         return None
     config = timm.get_pretrained_cfg(backbone)
@@ -313,7 +315,7 @@ def _timm_weights(name: str, config: PretrainedCfg | None, pretrained: bool | st
     if not pretrained:
         return {}
     if config is None or not config.has_weights:
-        raise no_weights(name, "timm publishes none")
+        raise no_weights(name, "timm does not publish any")
     if config.hf_hub_id and not config.custom_load:
         file_names: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
         if config.hf_hub_filename:
@@ -335,7 +337,7 @@ def _fit_channels(values: Iterable[float], in_chans: int) -> tuple[float, ...]:
 def _from_transformers(
     name: str, num_classes: int | None, pretrained: bool | str, image_size: int | None, in_chans: int
 ) -> Backbone:
-    """Build an image classifier of transformers."""
+    """Build a transformers image classifier."""
     # Imported here, since it takes seconds that other backbones need not wait for.
     from transformers import AutoConfig, AutoModelForImageClassification
 
@@ -363,7 +365,7 @@ def _from_transformers(
         if isinstance(layer, nn.Linear) and layer.out_features == config.num_labels:
             heads.append(path)
     if not heads:
-        raise _backbone_error(name, f"has no nn.Linear with {config.num_labels} outputs: choose another model")
+        raise _backbone_error(name, f"has no nn.Linear with {config.num_labels} outputs; choose a different model")
     head = heads[-1]
     if has_weights:
         _check_loaded(name, head, report)
@@ -403,8 +405,8 @@ def _check_model_class(name: str, config: "PretrainedConfig") -> None:
 def _own_code_error(name: str) -> OptionError:
     return _backbone_error(
         name,
-        "comes with code of its own, which is not run here; if you trust it, make the model yourself and give it as an "
-        "nn.Module",
+        "comes with custom code, which perada does not run; if you trust it, create the model yourself and pass it as "
+        "an nn.Module",
     )
 
 
@@ -432,8 +434,8 @@ def _configure_transformers(
             continue
         if has_weights:
             raise OptionError(
-                f"{option}={value}, but the weights of backbone {name!r} are for {config_value}: leave it at "
-                f"{config_value}, or set `pretrained: false`",
+                f"{option}={value}, but the weights of backbone {name!r} are for {config_value}; set "
+                f"{option}={config_value}, or set `pretrained: false`",
                 name=option,
                 value=value,
             )
@@ -446,7 +448,7 @@ def _configure_transformers(
 def _load_transformers(
     source: str, config: "PretrainedConfig", load_options: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a model of transformers in float32.
+    """Load a transformers model in float32.
 
     Returns:
         The model, and transformers' report of the tensors that did not fit.
@@ -474,7 +476,7 @@ def _load_transformers(
 
 
 def _check_loaded(name: str, head: str, report: dict[str, Any]) -> None:
-    """Raise a ValueError if a tensor outside the head was not loaded, and is random.
+    """Raise a ValueError if a tensor outside the head was not loaded and is still random.
 
     Args:
         name: Name of the backbone.
@@ -488,15 +490,15 @@ def _check_loaded(name: str, head: str, report: dict[str, Any]) -> None:
     outside_head = [key for key in not_loaded if not key.startswith(f"{head}.")]
     if outside_head:
         raise ValueError(
-            f"the weights of backbone {name!r} lack {outside_head[0]!r}, or have it in another shape "
-            f"({len(outside_head)} such tensors): check the name, or set `pretrained: false`"
+            f"the weights of backbone {name!r} lack {outside_head[0]!r}, or have it in a different shape "
+            f"({len(outside_head)} such tensors); check the name, or set `pretrained: false`"
         )
 
 
 def _transformers_image_config(
     source: str, load_options: dict[str, Any], image_size: object, in_chans: int
 ) -> ImageConfig:
-    """Return the images of a model's image processor; without one, mean and standard deviation are 0.5."""
+    """Return the image format of a model's image processor; without one, mean and standard deviation are 0.5."""
     from transformers import ImageProcessingMixin
 
     try:

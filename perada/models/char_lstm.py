@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small language model of characters, as LEAF and Fed-ensemble train on Shakespeare."""
+"""A small character-level language model, as LEAF and Fed-ensemble train on Shakespeare."""
 
 import re
 
@@ -23,7 +23,7 @@ class Characters(nn.Embedding):
 
 
 class LSTMLayer(nn.Module):
-    """One LSTM layer, computed step by step from two linear layers. It computes the same as ``torch.nn.LSTM``.
+    """One LSTM layer, computed step by step from two linear layers; equivalent to ``torch.nn.LSTM``.
 
     ``input`` has W_ih and b_ih, ``recurrent`` W_hh and b_hh. Their rows are the input, forget, cell and output gates.
 
@@ -84,7 +84,7 @@ class CharLSTM(nn.Module):
 
 
 def hidden_of(name: str) -> int | None:
-    """Return the hidden size in the name of a CharLSTM; None for the name of another backbone.
+    """Return the hidden size in the name of a CharLSTM; None for the name of any other backbone.
 
     >>> [hidden_of(name) for name in ("char_lstm", "char_lstm_64", "resnet18")]
     [256, 64, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of LoRA's factors in a network, and of the branches that they belong to."""
+"""Names of LoRA factors in a network, and of the branches that they belong to."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,18 +13,19 @@ from perada.core.checks import OptionError
 from perada.core.states import Factors
 
 RANDOM_INITIALISATIONS = (True, False, "gaussian", "orthogonal")
-"""Values of ``init_lora_weights`` that draw the factors at random, and depend on nothing else."""
+"""Values of ``init_lora_weights`` that draw the factors at random, independently of anything else."""
 
 
 def check_lora(config: PeftConfig) -> None:
-    """Raise a ValueError for options of PEFT's LoRA with which a client's network is more than backbone and state."""
+    """Raise a ValueError for PEFT LoRA options with which backbone and state do not determine a client's network."""
     if not isinstance(config, LoraConfig):
         return
     initialisation = config.init_lora_weights
     if initialisation not in RANDOM_INITIALISATIONS:
         raise OptionError(
-            f"init_lora_weights={initialisation!r} cannot be used: it takes the factors from the backbone's weights or "
-            "from data, and moves or freezes what saved adapters do not hold; choose True, 'gaussian' or 'orthogonal'",
+            f"init_lora_weights={initialisation!r} is not supported: it derives the factors from the backbone's "
+            "weights or from data, and changes or freezes tensors that saved adapters do not hold; choose True, "
+            "'gaussian' or 'orthogonal'",
             name="init_lora_weights",
             value=initialisation,
         )
@@ -32,8 +33,8 @@ def check_lora(config: PeftConfig) -> None:
         value = getattr(config, name)
         if value is not None:
             raise OptionError(
-                f"{name}={value!r} cannot be used: a step then depends on earlier ones and on draws that no state "
-                "holds; leave it out",
+                f"{name}={value!r} is not supported: a step would depend on earlier steps and on random draws that no "
+                f"state holds; leave {name} out",
                 name=name,
                 value=value,
             )
@@ -65,7 +66,7 @@ def lora_factors(model: nn.Module) -> tuple[Factors, ...]:
 
 
 def _is_plain(layer: LoraLayer, adapter_name: str) -> bool:
-    """Whether a layer adds s·B·A and nothing else."""
+    """Return whether a layer adds s·B·A and nothing else."""
     # Embeddings have lora_embedding_A instead of lora_A.
     has_matrices = adapter_name in layer.lora_A
     return has_matrices and adapter_name not in layer.lora_variant and not isinstance(layer, ParamWrapper)
@@ -73,7 +74,7 @@ def _is_plain(layer: LoraLayer, adapter_name: str) -> bool:
 
 @dataclass(frozen=True)
 class BranchPrefixes:
-    """Beginnings of the names of the branches' tensors.
+    """Prefixes of the names of the branches' tensors.
 
     Attributes:
         shared: Those of the shared branches.
@@ -85,7 +86,7 @@ class BranchPrefixes:
 
 
 def branch_prefixes(model: nn.Module) -> BranchPrefixes:
-    """Return the beginnings of the names of all branches of ``dual_lora``."""
+    """Return the name prefixes of all branches of ``dual_lora``."""
     shared = []
     private = []
     for path, _ in _dual_branches(model):

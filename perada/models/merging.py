@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge adapters into the weights that they adapt: by PEFT, or by a server into the weights under LoRA."""
+"""Merge adapters into the weights that they adapt: with PEFT, or at a server into the weights under LoRA."""
 
 import copy
 from contextlib import suppress
@@ -15,7 +15,7 @@ from perada.core.seeding import seeded
 from perada.core.states import Merged, State, set_state
 
 TrainBackbone = bool | Literal["merged"]
-"""Which of the backbone's own tensors are in states: all as trained ones, none, or the weights that LoRA adapts."""
+"""Which backbone tensors are in states: all, as trained tensors, none, or the weights that LoRA adapts."""
 
 
 def make_mergeable(model: nn.Module) -> None:
@@ -37,7 +37,7 @@ def make_mergeable(model: nn.Module) -> None:
 
 
 def untie_base_layers(model: nn.Module) -> None:
-    """Give each adapted layer weights that nothing else in ``model`` uses, in place.
+    """Give each adapted layer its own copy of weights shared with other layers of ``model``, in place.
 
     A network may use one layer, or one weight, in several places, and an adapter stands in one of them. Merging changes
     the weight, which must stay as it is in the other places.
@@ -48,7 +48,7 @@ def untie_base_layers(model: nn.Module) -> None:
 
 
 class WrongMergeError(NotImplementedError):
-    """A merged network that computes something else than the network with its adapter."""
+    """Raised if a merged network computes different outputs than the network with its adapter."""
 
 
 def merge_adapter(peft_model: PeftModel, state: State) -> nn.Module:
@@ -74,7 +74,7 @@ def merge_adapter(peft_model: PeftModel, state: State) -> nn.Module:
 
 
 def check_merged(peft_model: PeftModel, merged: nn.Module, model: nn.Module, x: Tensor) -> None:
-    """Raise a WrongMergeError if a merged network computes other logits than the network with its adapter.
+    """Raise a WrongMergeError if a merged network computes different logits than the network with its adapter.
 
     Args:
         peft_model: PEFT's wrapper, whose configuration the error names.
@@ -96,8 +96,8 @@ def check_merged(peft_model: PeftModel, merged: nn.Module, model: nn.Module, x: 
             difference = describe_difference(exact_model, exact_merged, exact_x, 1e-6)
     if difference is not None:
         reason = (
-            f"merged, it computes something else ({difference}), since PEFT merges this kind of layer wrongly, or the "
-            "network reads the layer's weights besides calling it"
+            f"the merged network computes different outputs ({difference}), since PEFT merges this kind of layer "
+            "incorrectly, or the network reads the layer's weights in addition to calling it"
         )
         raise WrongMergeError(_not_merged(peft_model, reason))
 
@@ -107,7 +107,7 @@ def _not_merged(peft_model: PeftModel, reason: str) -> str:
     method = type(peft_model.peft_config["default"]).__name__
     return (
         f"the adapter ({method}) cannot be merged into the weights: {reason}; use personal(client) or global_model(), "
-        "which keep the adapter beside the weights"
+        "which keep the adapter separate from the weights"
     )
 
 

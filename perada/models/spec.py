@@ -53,7 +53,7 @@ class ModelSpec:
             return insert_adapter(backbone, self.adapter, train_backbone=self.train_backbone, **self.adapter_options)
 
     def initial_state(self, adapted: AdaptedModel, index: int) -> State:
-        """Return a random initialisation of what is trained.
+        """Return a random initialisation of the trained tensors.
 
         Only random values differ between initialisations: those of the adapter, and those of the head, which is drawn
         anew even if the weights came with one that fits. A network of the caller's own with ``pretrained=False`` is
@@ -75,7 +75,7 @@ class ModelSpec:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """Return the SHA-256, in hexadecimal digits, of the names and values of all tensors that are not trained."""
+    """Return the hexadecimal SHA-256 of the names and values of all tensors that are not trained."""
     trained = set(trained_keys(model))
     digest = hashlib.sha256()
     for key, value in sorted(model.state_dict().items()):

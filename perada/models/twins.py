@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How layers of timm, of perada and of PEFT run for C clients at once. Importing this module registers them.
+"""Stacked versions of timm, perada and PEFT layers that run C clients at once. Importing this module registers them.
 
 The engine folds clients into the batch: R rows, of which each client has as many, pass through one network, and each
 layer with trained parameters is replaced by a stacked one that has those of all clients (see
@@ -35,7 +35,7 @@ from perada.models.char_lstm import Characters
 
 
 class StackedBatchNormAct(StackedBatchNorm):
-    """C batch normalisations of timm with an activation behind them."""
+    """C timm batch normalisations followed by an activation."""
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Normalise (R, D, H, W) per client, then drop and activate like the original."""
@@ -75,7 +75,7 @@ class StackedCharacters(StackedLayer):
 
 
 class StackedDropPath(StackedDropout):
-    """timm's stochastic depth with one random stream per client. It drops the branch of a sample as a whole."""
+    """timm's stochastic depth with one random stream per client. It drops the entire branch of a sample."""
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Drop rows of (R, ...)."""
@@ -151,7 +151,7 @@ TWINS[Prompts] = StackedPrompts
 
 
 class StackedParamDict(nn.Module):
-    """A layer of PEFT with parameters in dictionaries. For each of these it has a :class:`StackedScale`.
+    """A PEFT layer with parameters in dictionaries. For each of these it has a :class:`StackedScale`.
 
     Args:
         original: PEFT's layer.
@@ -240,7 +240,7 @@ class StackedDora(StackedLayer):
         base_result: Tensor | None = None,
         adapter_name: str = "default",
     ) -> Tensor:
-        """Return what LoRA and the magnitudes add to the frozen layer's output.
+        """Return the change that LoRA and the magnitudes make to the frozen layer's output.
 
         The arguments are those of PEFT's layer.
 

@@ -33,7 +33,7 @@ def unwrapped(network: nn.Module) -> nn.Module:
 
 
 def _plain_module(module: nn.Module) -> nn.Module:
-    """Return what takes the place of a module; the module itself if it is none of PEFT's."""
+    """Return the replacement of a module; the module itself if it is not one of PEFT's."""
     if isinstance(module, nn.DataParallel):
         inner: nn.Module = module.module
         return inner

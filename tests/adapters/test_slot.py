@@ -18,12 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
     ("backbone", "adapter", "options", "message"),
     [
         ("net", "adaptor", {}, r"adapter 'adaptor' is unknown: choose one of \['residual', "),
-        ("resnet", "residual", {"drop": 0.1}, r"'residual' has no option 'drop': its options are dropout, exclude_"),
+        ("resnet", "residual", {"drop": 0.1}, r"'residual' has no option 'drop' \(its options: dropout, exclude_"),
         (
             "resnet",
             "full",
             {"r": 4},
-            r"adapter 'full' has no option 'r': its options are last_blocks; leave it out of adapter_options",
+            r"adapter 'full' has no option 'r' \(its options: last_blocks\); remove it from adapter_options",
         ),
         ("vit", "residual", {}, r"'residual' does not fit backbone 'test_vit': .* not VisionTransformer"),
         ("resnet", "bottleneck", {}, r"'bottleneck' does not fit backbone 'ResNet': .* name the modules in target_"),
@@ -31,13 +31,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
             "net",
             peft.VeraConfig(),
             {},
-            "VeraConfig adapts linear layers, and backbone 'OwnNet' has none for it besides",
+            "VeraConfig adapts linear layers, but backbone 'OwnNet' has none except",
         ),
         (
             "resnet",
             "lora",
             {"target_modules": ["nothing"]},
-            r"'lora' finds nothing to adapt in backbone 'ResNet': target_modules=\{'nothing'\} names none",
+            r"'lora' finds nothing to adapt in backbone 'ResNet': target_modules=\{'nothing'\} matches none",
         ),
         ("resnet", "residual", {"target_modules": ["act1"]}, r"cannot follow 'act1', a ReLU"),
         ("vit", "bottleneck", {"target_modules": ["norm1"]}, r"cannot follow 'blocks\.0\.norm1', a LayerNorm"),
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
             {"bias": "all"},
             r"would train 'conv1\.1\.running_mean' \(\d+ such tensors\).* would not save it",
         ),
-        ("net", peft.LoraConfig(), {"r": 3}, r"options \['r'\] come with a PeftConfig"),
+        ("net", peft.LoraConfig(), {"r": 3}, r"adapter_options \['r'\] cannot be used with a PeftConfig"),
         ("vit", peft.PromptTuningConfig(num_virtual_tokens=2), {}, r"PromptTuningConfig cannot train a classification"),
         ("vit", "lora", {"r": "abc"}, "adapter_options: r must be of type int for adapter 'lora', got 'abc'"),
         ("vit", "lora", {"r": True}, "adapter_options: r must be of type int for adapter 'lora', got True"),
@@ -64,13 +64,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
             {"train_norms": "yes"},
             "train_norms must be of type bool for adapter 'residual', got 'yes'",
         ),
-        ("resnet", "head", {"last_blocks": 1}, "adapter 'head' has no option 'last_blocks': its options are none"),
-        ("resnet", "full", {"last_blocks": 5}, "last_blocks=5, but ResNet has 4: give fewer"),
+        ("resnet", "head", {"last_blocks": 1}, "adapter 'head' has no option 'last_blocks' \(its options: none\)"),
+        ("resnet", "full", {"last_blocks": 5}, "last_blocks=5, but ResNet only has 4 blocks; set a smaller"),
         ("vit", "lora", {"last_blocks": 0}, "last_blocks must be an integer >= 1 or None, got 0"),
         ("vit", "bottleneck", {"last_blocks": 1.0}, r"last_blocks must be an integer >= 1 or None, got 1\.0"),
         ("resnet", "lora", {"last_blocks": True}, "last_blocks must be an integer >= 1 or None, got True"),
-        ("net", "full", {"last_blocks": 1}, "last_blocks=1, but OwnNet is of no family whose blocks are known"),
-        ("vit", "lora", {"last_blocks": 1, "target_modules": ["qkv"]}, "both say which layers to adapt: give one"),
+        ("net", "full", {"last_blocks": 1}, "last_blocks=1, but OwnNet belongs to no family whose blocks are known"),
+        (
+            "vit",
+            "lora",
+            {"last_blocks": 1, "target_modules": ["qkv"]},
+            "both specify which layers to adapt; set only one",
+        ),
         ("net", SelectiveConfig(modules=["gone"]), {}, r"modules='gone' is not in OwnNet"),
     ],
 )
@@ -81,7 +86,7 @@ def test_refusals(make_backbone, backbone, adapter, options, message):
 
 
 def test_adapter_of_the_wrong_type(make_backbone):
-    with pytest.raises(TypeError, match=r"adapter is a int: give a name"):
+    with pytest.raises(TypeError, match=r"adapter must be one of .*, got int"):
         insert_adapter(make_backbone("net"), 3)
 
 

@@ -547,7 +547,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         (("compare", "tiny.yaml", "--algorithms", "perda"), "'perda'"),
         (("pretrain", "--dataset=X", "--output=x"), "error: --dataset: must be one of 'FashionMNIST', 'Digits',"),
         ((*FIT, "--modl.adapter=head"), "unrecognized arguments: --modl.adapter; did you mean --model.adapter?"),
-        ((*FIT, "--model.backbone=resnet19"), "backbone 'resnet19' is not a timm model: did you mean resnet18"),
+        ((*FIT, "--model.backbone=resnet19"), "backbone 'resnet19' is not a timm model; did you mean resnet18"),
         ((*FIT, "--model.adapter=heads"), "adapter 'heads' is unknown"),
         ((*FIT, "--training.lr_local=-1"), "lr_local must be a finite number >= 0, got -1.0"),
         ((*FIT, "--training.lr_local=fast"), "error: --training.lr_local: must be a number, got 'fast'"),

@@ -79,7 +79,10 @@ def test_local_vit_for_another_image_size(tmp_path):
     ("change", "message"),
     [
         (lambda s: {k: v for k, v in s.items() if not k.startswith("layer4")}, r"it lacks 'layer4\.0\.conv1\.weight'"),
-        (lambda s: {**s, "bn1.weight": torch.ones(3)}, r"it has another shape for 'bn1\.weight' \(1 such tensors\)"),
+        (
+            lambda s: {**s, "bn1.weight": torch.ones(3)},
+            r"it has a different shape for 'bn1\.weight' \(1 such tensors\)",
+        ),
         (lambda s: {**s, "layer5.weight": torch.ones(3)}, r"it has, unlike the backbone, 'layer5\.weight'"),
     ],
 )
@@ -104,10 +107,10 @@ def test_a_folders_own_normalisation_counts(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("resnet81", 4), {}, ValueError, r"'resnet81' is not a timm model: did you mean resnet18"),
-        (("zzzz", 4), {}, ValueError, r"'zzzz' is not a timm model: see timm\.list_models"),
+        (("resnet81", 4), {}, ValueError, r"'resnet81' is not a timm model; did you mean resnet18"),
+        (("zzzz", 4), {}, ValueError, r"'zzzz' is not a timm model; see timm\.list_models"),
         (("resnet18", 0), {}, ValueError, r"num_classes must be .*, got 0"),
-        ((3,), {}, TypeError, r"backbone is a int: give a timm name"),
+        ((3,), {}, TypeError, r"backbone must be a timm name, .*, got int"),
         (("resnet18", 4), {}, FileNotFoundError, r"'resnet18': HF_HUB_OFFLINE is set .*`pretrained: false`"),
         (("test_resnet", 4), {"pretrained": "/no/where"}, FileNotFoundError, r"'/no/where': there is no such file"),
         (("hf:someone/something", 4), {}, FileNotFoundError, r"'hf:someone/something': HF_HUB_OFFLINE is set"),
@@ -128,7 +131,7 @@ def test_refusals(arguments, options, error, message):
 
 
 def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"the folder holds none of model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"the folder contains none of model\.safetensors"):
         build_backbone("test_resnet", 4, pretrained=str(tmp_path))
 
 
@@ -203,7 +206,7 @@ def test_a_network_of_the_callers_own():
         build_backbone(net, 5)
     with pytest.raises(ValueError, match=r"'Conv2d' has no nn\.Linear to be its head"):
         build_backbone(nn.Conv2d(3, 3, 1), 3)
-    with pytest.raises(ValueError, match=r"'default' in it: rename it"):
+    with pytest.raises(ValueError, match=r"'default'; rename it"):
         build_backbone(nn.ModuleDict({"default": nn.Linear(2, 2)}), 2)
 
 

@@ -85,7 +85,7 @@ def test_stacked_models_are_separate_ones(adapter, options, trained):
 
 
 def test_what_the_lstm_cannot_have_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no pretrained weights for 'char_lstm': nobody publishes any"):
+    with pytest.raises(FileNotFoundError, match="no pretrained weights for 'char_lstm': none are published"):
         build_backbone("char_lstm")
     with pytest.raises(ValueError, match="adapter 'residual' does not fit backbone 'char_lstm_16'"):
         insert_adapter(build_backbone("char_lstm_16", pretrained=False), "residual")

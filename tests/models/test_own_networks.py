@@ -170,7 +170,7 @@ def traced():
             r"holds 'mix.weight', a tensor computed .* torch.nn.utils.parametrizations.weight_norm",
         ),
         (Lazy, r"has no shape for 'out.weight' yet; call the network once"),
-        (traced, r"is compiled by TorchScript, .* give the network that it was made from"),
+        (traced, r"is compiled by TorchScript, .* pass the original network"),
     ],
 )
 def test_a_network_that_cannot_be_copied_or_adapted_is_refused(make, message):
@@ -193,7 +193,7 @@ class Complex(Network):
 
 
 def test_complex_parameters_are_refused_where_they_are_trained():
-    with pytest.raises(ValueError, match="only real numbers can be trained, and filter is complex"):
+    with pytest.raises(ValueError, match="only real numbers can be trained, but filter is complex"):
         finetune(Complex(), "full", engine="loop")
     finetune(Complex(), "head", engine="loop")
 
@@ -219,5 +219,5 @@ class NamesAFormat(Hooked):
 @pytest.mark.filterwarnings("ignore:the adapter .* cannot be merged")
 def test_a_wrong_merge_is_refused_however_little_was_trained(kind):
     run = finetune(kind(), lr_local=1e-6, lr_personal=1e-6)
-    with pytest.raises(NotImplementedError, match="merged, it computes something else"):
+    with pytest.raises(NotImplementedError, match="the merged network computes different outputs"):
         run.merged(0)

@@ -122,13 +122,17 @@ REFUSED = [
     ),
     (ReadsWeightsInInference, "lora", "in evaluation mode logits .* without gradients"),
     (HoldsWeights, "lora", "no gradient reaches 'fc1'"),
-    (HoldsWeights, "full", "gradients of 'fc1' are taken at other weights"),
+    (HoldsWeights, "full", "gradients of 'fc1' are not computed at a client's weights"),
     (NeverCalls, "lora", "no gradient reaches 'spare'"),
     (CutsTheGraph, "lora", "no gradient reaches 'fc2'"),
-    (Recomputes, "lora", r"gradients of .*'fc2' are taken at other weights .*turn gradient checkpointing off"),
-    (Recomputes, "full", r"gradients of .* are taken at other weights .*turn gradient checkpointing off"),
-    (KeepsWeights, "lora", "the network keeps what it computed in an earlier pass"),
-    (KeepsWeights, "full", "the network keeps what it computed in an earlier pass"),
+    (
+        Recomputes,
+        "lora",
+        r"gradients of .*'fc2' are not computed at a client's weights .*turn gradient checkpointing off",
+    ),
+    (Recomputes, "full", r"gradients of .* are not computed at a client's weights .*turn gradient checkpointing off"),
+    (KeepsWeights, "lora", "the network retains results of an earlier pass"),
+    (KeepsWeights, "full", "the network retains results of an earlier pass"),
 ]
 
 
@@ -353,7 +357,7 @@ def test_what_would_be_merged_wrongly_is_refused():
     ):
         run = finetune(ReadsAndCalls())
     with pytest.raises(
-        NotImplementedError, match=r"cannot be merged .* reads the layer's weights besides calling it; use"
+        NotImplementedError, match=r"cannot be merged .* reads the layer's weights in addition to calling it; use"
     ):
         run.merged(None)
 
