@@ -105,7 +105,7 @@ def cell(backbone: str, adapter: str | PeftConfig) -> Cell:
             return Cell("refused" if "\n" not in line else "raw error", " ".join(line.split()))
         except Exception as error:  # whatever was not foreseen
             return Cell("raw error", f"{type(error).__name__}: {' '.join(str(error).split())}")
-    looped = [str(one.message) for one in said if "takes the loop" in str(one.message)]
+    looped = [str(one.message) for one in said if "falls back to the per-client loop" in str(one.message)]
     return Cell("loop", looped[0]) if looped else Cell("folded")
 
 

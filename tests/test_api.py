@@ -362,7 +362,7 @@ def test_a_network_that_does_not_return_logits_is_refused(call, tiny):
 def test_a_network_without_linear_head_is_refused(call):
     with pytest.raises(ValueError, match=r"no nn.Linear"):
         call(backbone=nn.Flatten(), rounds=1, logger=False)
-    with pytest.raises(TypeError, match="backbone must be a timm name, .*, got int"):
+    with pytest.raises(TypeError, match=r"backbone must be a timm name, .*, got int"):
         call(backbone=3, rounds=1, logger=False)
 
 

@@ -235,9 +235,9 @@ def test_a_checkpoint_with_other_modes_is_refused(tmp_path, monkeypatch, algorit
         (
             {"server_rule": "fedavgm"},
             {"server_rule": "fedadam"},
-            "server rule is 'FedAvgM on Mean', here it is 'FedAdam",
+            "server rule is 'FedAvgM on Mean', here 'FedAdam",
         ),
-        ({"algorithm": "fedbe_no_kd"}, {"algorithm": "fedbe"}, "'FedBE without distillation', here it is 'FedBE with"),
+        ({"algorithm": "fedbe_no_kd"}, {"algorithm": "fedbe"}, "'FedBE without distillation', here 'FedBE with"),
     ],
 )
 def test_a_checkpoint_of_another_server_is_refused(tmp_path, monkeypatch, before, after, message):

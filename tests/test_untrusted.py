@@ -345,7 +345,7 @@ def test_a_checkpoint_of_another_format_is_refused_by_both_numbers(tiny, tmp_pat
     content = torch.load(checkpoint(tmp_path), weights_only=True)
     assert content["perada"]["format"] == 1
     torch.save(content | {"perada": {"format": format, "a later key": 3}}, checkpoint(tmp_path))
-    said = f"^the checkpoint is of format {format}, and this release of perada reads format 1; read it with the release"
+    said = f"^the checkpoint has format {format}, but this release of perada reads format 1; read it with the release"
     with pytest.raises(ValueError, match=said):
         fit(tiny, tmp_path, ckpt_path=str(checkpoint(tmp_path)))
     with pytest.raises(ValueError, match=said):

@@ -53,7 +53,7 @@ class OptionTypeError(OptionError, TypeError):
 
 
 def invalid_option(name: str, value: object, requirement: str, hint: str = "") -> OptionError:
-    """Return the error of an option that breaks a requirement.
+    """Return the error for an option that violates a requirement.
 
     Args:
         name: Name of the option, as the user wrote it.

@@ -53,8 +53,8 @@ def check_sealed(content: Any) -> Any:  # noqa: ANN401  # any JSON
         return content
     if has_misnamed_digest or content[KEY] != _digest(entries):
         raise ValueError(
-            f"its content is not what was written, as its entry {KEY!r} shows; take a copy that is whole, or delete "
-            "that entry if you changed the file yourself"
+            f"its content does not match its entry {KEY!r}; restore an intact copy, or delete that entry if you "
+            "edited the file yourself"
         )
     return entries
 
@@ -80,7 +80,7 @@ def check_format(file: Path | str, version: object, supported: int) -> None:
     if type(version) is not int or version != supported:
         name = repr(str(file)) if isinstance(file, Path) else file
         raise WrongFormat(
-            f"{name} is of format {printable(str(version)[:40])}, and this release of perada reads format {supported}; "
+            f"{name} has format {printable(str(version)[:40])}, but this release of perada reads format {supported}; "
             "read it with the release that wrote it"
         )
 
@@ -108,7 +108,7 @@ def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()
     path = folder / SUMS_FILE
     if not path.is_file():
         return
-    remedy = "take a copy of the folder that is whole, or save the run again"
+    remedy = "restore an intact copy of the folder, or save the run again"
     lines = path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
     matches = [_LINE.fullmatch(line) for line in lines]
     digests = {match[2]: match[1] for match in matches if match is not None}
@@ -119,12 +119,15 @@ def check_sums(folder: Path, needed: Collection[str], free: Collection[str] = ()
         if file.is_file() and digest_of(file) == digest:
             continue
         if name in free:
-            warnings.warn(f"{str(file)!r} is not what perada wrote: it was edited, or is damaged", stacklevel=2)
+            warnings.warn(f"{str(file)!r} is not what perada wrote: it was edited or is damaged", stacklevel=2)
             continue
         if not file.is_file():
-            raise FileNotFoundError(f"{str(file)!r} is missing, as {SUMS_FILE} beside it shows; copy the whole folder")
+            raise FileNotFoundError(
+                f"{str(file)!r} is missing although listed in its folder's {SUMS_FILE}; copy the complete folder"
+            )
         raise ValueError(
-            f"{str(file)!r} was changed or damaged since it was written, as {SUMS_FILE} beside it shows; {remedy}"
+            f"{str(file)!r} was changed or damaged since it was written: it does not match its folder's {SUMS_FILE}; "
+            f"{remedy}"
         )
 
 

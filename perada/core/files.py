@@ -34,7 +34,7 @@ _NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Write files, and the entries of folders, to the disk, so that they survive a power failure.
+    """Flush files and folder entries to disk, so that they survive a power failure.
 
     It has no effect on systems other than POSIX.
 
@@ -102,7 +102,7 @@ def writing(path: Path) -> Iterator[None]:
 def open_atomic(
     path: Path, *, private: bool = False, durable: bool = True, former: Path | None = None
 ) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces another one at the end of the ``with`` statement, by an atomic renaming.
+    """Open a temporary file that atomically replaces another one at the end of the ``with`` statement.
 
     If the process is killed or the disk is full, the file that was there before remains.
 
@@ -142,7 +142,7 @@ def open_atomic(
 
 
 def write_atomic(path: Path, content: bytes, **options: Any) -> None:
-    """Write a file as :func:`open_atomic` does, which has the same options."""
+    """Write a file like :func:`open_atomic`, with the same options."""
     with open_atomic(path, **options) as file:
         file.write(content)
 
@@ -153,7 +153,7 @@ def opener(mode: int = 0o666) -> Callable[[str, int], int]:
 
 
 def _keep(path: Path, other: Path) -> None:
-    """Give a file a second name, in place of what has that name."""
+    """Link a file to a second name, replacing any file of that name."""
     second = other.with_name(f".{other.name}.partial")
     second.unlink(missing_ok=True)
     try:
@@ -195,7 +195,7 @@ def _check_link(path: Path, allowed: Iterable[Path]) -> None:
     target = path.resolve()
     if not any(target.is_relative_to(folder) for folder in allowed):
         raise ValueError(
-            f"{str(path)!r} is a link to {str(target)!r}, out of the folder; if you trust it, put a copy in its place"
+            f"{str(path)!r} is a link to {str(target)!r}, outside the folder; if you trust it, replace it by a copy"
         )
 
 
@@ -348,20 +348,20 @@ class FolderLock:
             raise
         if not is_locked:
             self.close()
-            raise OSError(f"the folder {str(folder)!r} is in use by another {whose}; stop that one first")
+            raise OSError(f"the folder {str(folder)!r} is in use by another {whose}; stop it first")
 
     def read(self) -> bytes:
-        """Return the content that :meth:`write` wrote to the lock's file; empty if nothing was ever written."""
+        """Return the content that :meth:`write` wrote to the lock file; empty if nothing was ever written."""
         return os.pread(self._file, _LOCK_BYTES, 0)
 
     def write(self, content: bytes) -> None:
-        """Replace the content of the lock's file, on the disk.
+        """Replace the content of the lock file, on disk.
 
         This is not atomic: after a power failure the file may hold a mixture of two contents. Content of a small and
         constant length is practically safe, since it lies in one sector of the disk.
         """
         if len(content) > _LOCK_BYTES:
-            raise ValueError(f"the lock's file holds at most {_LOCK_BYTES} bytes, got {len(content)}")
+            raise ValueError(f"the lock file holds at most {_LOCK_BYTES} bytes, got {len(content)}")
         os.pwrite(self._file, content, 0)
         if os.fstat(self._file).st_size != len(content):
             os.ftruncate(self._file, len(content))

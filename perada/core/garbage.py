@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When Python's garbage collector runs."""
+"""Control when Python's garbage collector runs."""
 
 import gc
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def objects_frozen() -> Iterator[None]:
-    """Have the garbage collector skip the objects that exist now, which are mostly those of imported modules.
+    """Have the garbage collector skip all current objects, most of which belong to imported modules.
 
     Each full collection would visit them all. They are handed back to it at the end.
     """

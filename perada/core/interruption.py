@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 RETRY_SECONDS = 0.05
-"""Time after which a signal is raised again if its exception was dropped."""
+"""Seconds after which a signal is raised again if its exception was dropped."""
 WORKER_GRACE_SECONDS = 30.0
-"""How long a worker continues after SIGTERM, so that the local step that needs its images can end."""
+"""Seconds for which a worker continues after SIGTERM, so that the local step that needs its images can end."""
 LATE_SIGNAL_SECONDS = 1.0
-"""How long after the death of a worker a signal may still be on its way to the process that started it."""
+"""Seconds after a worker's death in which a signal may still be on its way to the process that started it."""
 
 
 class Terminated(SystemExit):
@@ -93,7 +93,7 @@ def received_signal(error: BaseException | None = None) -> signal.Signals | None
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt again if other code has caught and dropped that of a Ctrl-C."""
+    """Raise KeyboardInterrupt again if other code has caught and dropped the one of a Ctrl-C."""
     if _watch.received == signal.SIGINT:
         raise KeyboardInterrupt
 
@@ -117,7 +117,7 @@ def _on_terminate(signum: int, frame: FrameType | None) -> None:
 
 
 def _on_dropped(dropped: "UnraisableHookArgs") -> None:
-    """Handle an exception that Python cannot raise where it occurred (``sys.unraisablehook``)."""
+    """Handle an exception that Python cannot raise where it occurs (``sys.unraisablehook``)."""
     if isinstance(dropped.exc_value, KeyboardInterrupt | Terminated) and os.getpid() == _watch.process:
         signum = signal.SIGINT if isinstance(dropped.exc_value, KeyboardInterrupt) else signal.SIGTERM
         main_thread = threading.main_thread().ident

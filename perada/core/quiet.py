@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters for messages of Lightning that do not concern users: an advertisement, the seed, its own deprecations."""
+"""Filters for Lightning messages that do not concern users: an advertisement, the seed, its own deprecations."""
 
 import logging
 import re
@@ -25,7 +25,7 @@ def quiet_lightning() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence these messages within the ``with`` statement; the caller's own filters stay as they are."""
+    """Silence these messages within the ``with`` statement; the caller's filters are unchanged."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     unfiltered = [logger for logger in loggers if _is_news not in logger.filters]
     with warnings.catch_warnings():

@@ -40,11 +40,11 @@ class Ranks:
         self._apply(tensors, lambda buffer: torch.distributed.all_reduce(buffer))
 
     def max_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place, by its largest values over the ranks."""
+        """Replace each tensor, in place, by its element-wise maximum over the ranks."""
         self._apply(tensors, lambda buffer: torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MAX))
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place, by that of rank 0."""
+        """Replace each tensor, in place, by rank 0's."""
         self._apply(tensors, lambda buffer: torch.distributed.broadcast(buffer, 0))
 
     def _apply(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
@@ -62,7 +62,7 @@ class Ranks:
                 tensor.detach().copy_(part.view(tensor.shape))
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in order of rank; a value must pickle, and tensors in it be on the CPU.
+        """Return every rank's value, in rank order; values must be picklable, with tensors on the CPU.
 
         >>> Ranks().gather(3)
         [3]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of rounds: who trains, for how many steps and on which samples. And the batches of them.
+"""Plans of rounds (who trains, for how many steps, on which samples), and their batches.
 
 Plans are pure functions of the run's seed and the round.
 
@@ -52,7 +52,7 @@ class Phase:
             object.__setattr__(self, "epochs", 1.0)
 
     def local_steps(self, size: int, batch_size: BatchSize) -> int:
-        """Return the steps of a client with ``size`` samples: ceil(epochs · n / B), or the phase's own ``steps``.
+        """Return the steps of a client with ``size`` samples: ceil(epochs · n / B), or the phase's ``steps``.
 
         >>> [Phase(epochs=2).local_steps(n, 4) for n in (3, 4, 5, 10)]
         [2, 2, 3, 5]
@@ -87,7 +87,7 @@ class RoundPlan:
             object.__setattr__(self, "lengths", longest)
 
     def part(self, places: Sequence[int]) -> "RoundPlan":
-        """Return the plan of the clients at some ``places``."""
+        """Return the plan for the clients at ``places``."""
         clients = tuple(self.clients[place] for place in places)
         steps = []
         for steps_of_phase in self.steps:
@@ -154,8 +154,8 @@ def sample_cohort(
         allowed = set(eligible(order))
         order = [client for client in order if client in allowed]
         if not order:
-            reason = f"round {round + 1}: none of the {num_clients} clients may still take part"
-            raise ValueError(f"{reason}; stop training, or raise the budget (max_epsilon) that they have spent")
+            reason = f"round {round + 1}: none of the {num_clients} clients may take part any more"
+            raise ValueError(f"{reason}: their privacy budgets are spent; stop training, or raise max_epsilon")
     return order[:clients_per_round]
 
 
@@ -198,7 +198,7 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
 
 @dataclass(frozen=True)
 class Shares:
-    """A round's clients and who trains them.
+    """A round's clients, and the ranks that train them.
 
     Attributes:
         plan: The plan of the round.
@@ -217,7 +217,7 @@ class Shares:
 
     @property
     def own(self) -> RoundPlan:
-        """This rank's clients; it may have none."""
+        """This rank's clients, possibly none."""
         return self.parts[self.rank]
 
     @property
@@ -229,7 +229,7 @@ class Shares:
 
     @property
     def places(self) -> list[int]:
-        """Places of this rank's clients in the plan of the round."""
+        """Positions of this rank's clients in the plan of the round."""
         local_clients = set(self.own.clients)
         return [place for place, client in enumerate(self.plan.clients) if client in local_clients]
 
@@ -262,7 +262,7 @@ def active_steps(plan: RoundPlan) -> Iterator[tuple[int, int, int]]:
 
 
 class CohortBatch(NamedTuple):
-    """One local step of every active client; on a rank there may be none.
+    """One local step of every active client, possibly none on a rank.
 
     Attributes:
         clients: The active clients.
@@ -310,7 +310,7 @@ AnyBatch = CohortBatch | dict[str, CohortBatch]
 
 
 def one_of(batches: AnyBatch) -> CohortBatch:
-    """Return the batch, or any of several: they differ only in images, labels and counts."""
+    """Return the batch, or any one of several, which differ only in images, labels and counts."""
     if isinstance(batches, dict):
         return next(iter(batches.values()))
     return batches

@@ -92,7 +92,7 @@ def _state(seed: int, purpose: str, *ids: int) -> Tensor:
 
 @cache
 def _fresh_state() -> Tensor:
-    """Return the state of a generator that has drawn nothing.
+    """Return the state of a generator before its first draw.
 
     Raises:
         RuntimeError: If this version of torch has another layout of the state.
@@ -101,8 +101,8 @@ def _fresh_state() -> Tensor:
     words = state[_START : _START + 8 * _WORDS].numpy().tobytes()
     if hashlib.sha256(words).hexdigest() != _LAYOUT:
         raise RuntimeError(
-            f"torch {torch.__version__} lays out the state of its generator in a way that perada does not know; "
-            "use a version of torch that perada was tested with"
+            f"torch {torch.__version__} stores the state of its generator in a layout that perada does not know; use "
+            "a torch version that perada was tested with"
         )
     return state
 
@@ -141,7 +141,7 @@ class Streams:
         return Streams(self.seeds[clients], self.gammas[clients])
 
     def fork(self, purpose: str, index: int) -> "Streams":
-        """Derive other streams of the same clients, for the ``index``-th use for a purpose.
+        """Derive new streams of the same clients, for the ``index``-th use for a purpose.
 
         >>> streams = Streams.derived(0, "dropout", clients=[4, 7])
         >>> torch.equal(streams.fork("step", 1).bits(5), streams.fork("step", 2).bits(5))

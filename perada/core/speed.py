@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast this processor multiplies matrices."""
+"""Benchmark of this processor's matrix multiplication."""
 
 import timeit
 
@@ -7,6 +7,6 @@ import torch
 
 
 def product_seconds(dtype: torch.dtype) -> float:
-    """Seconds of a product of matrices of 1024×1024, the shortest of five."""
+    """Return the seconds of a 1024×1024 matrix product, the fastest of five."""
     matrix = torch.ones(1024, 1024, dtype=dtype)
     return min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))

@@ -15,7 +15,7 @@ State = dict[str, Tensor]
 
 
 class Factors(NamedTuple):
-    """Names of a layer's two factors of LoRA (Hu et al., ICLR 2022), which add ``scale`` · up · down to its weight.
+    """Names of a layer's two LoRA factors (Hu et al., ICLR 2022), which add ``scale`` · up · down to its weight.
 
     Attributes:
         down: Name of A, of shape (r, in), or (r, in, height, width) in a convolution.
@@ -55,7 +55,7 @@ def parameter_keys(model: nn.Module) -> tuple[str, ...]:
 
 
 def trained_keys(model: nn.Module) -> tuple[str, ...]:
-    """Return the names that make up a state: trainable parameters, and the buffers of the modules that own one.
+    """Return the names that make up a state: trainable parameters, and buffers of modules that own one.
 
     Weights that are :class:`Merged` are among them. A parameter of several layers has the first of its names. The
     running statistics of a trained BatchNorm thus belong to the state; those of a frozen one do not.
@@ -114,7 +114,7 @@ def set_state(model: nn.Module, state: State) -> None:
     with torch.no_grad():
         for key, value in state.items():
             if key not in full:
-                raise KeyError(f"the model has no tensor named {key!r}; give a state of this backbone and adapter")
+                raise KeyError(f"the model has no tensor named {key!r}; pass a state of this backbone and adapter")
             full[key].copy_(value)
 
 
@@ -220,7 +220,7 @@ def without(state: State, keys: Iterable[str]) -> State:
 
 
 def to_device(state: State, device: torch.device) -> State:
-    """Return a state on ``device``; tensors that are there already are not copied."""
+    """Return a state on ``device``; tensors already there are not copied."""
     return {key: value.to(device) for key, value in state.items()}
 
 
@@ -252,9 +252,9 @@ def laid_out(state: State, strides: Mapping[str, Sequence[int]]) -> State:
     """
     for key, key_strides in strides.items():
         if key not in state:
-            raise ValueError(f"strides of {key!r}, and there is no such tensor")
+            raise ValueError(f"strides of {key!r}, but there is no such tensor")
         if not _fills(state[key].shape, key_strides):
-            raise ValueError(f"strides {list(key_strides)} of {key!r}, whose shape is {tuple(state[key].shape)}")
+            raise ValueError(f"strides {list(key_strides)} of {key!r} do not match its shape {tuple(state[key].shape)}")
     copies: State = {}
     for key, value in state.items():
         contiguous = torch.empty(value.shape, device="meta").stride()
@@ -357,7 +357,7 @@ def per_client(values: Tensor, stack: Tensor) -> Tensor:
 
 
 def stack_size(stacked: State) -> int:
-    """Return C, the number of clients in a stack that has at least one tensor.
+    """Return C, the number of clients in a non-empty stack.
 
     >>> stack_size({"w": torch.zeros(3, 2)})
     3
@@ -366,7 +366,7 @@ def stack_size(stacked: State) -> int:
 
 
 def device_of(state: State) -> torch.device:
-    """Return the device of a state that has at least one tensor, and all of them there."""
+    """Return the device of a non-empty state whose tensors are all on one device."""
     return next(iter(state.values())).device
 
 
@@ -376,7 +376,7 @@ def numel(state: State) -> int:
 
 
 def megabytes(state: State) -> float:
-    """Return the size of a state in megabytes (10**6 bytes) in its own number format."""
+    """Return the size of a state in megabytes (10**6 bytes) in its dtypes."""
     return sum(value.numel() * value.element_size() for value in state.values()) / 1e6
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text for a terminal or a spreadsheet, and the endings of names of scores."""
+"""Text for a terminal or a spreadsheet, and suffixes of score names."""
 
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
 SPREADS = ("_std", "_worst", "_p10", "_weighted", "_recent")
-"""Endings of the names of statistics over clients other than the mean."""
+"""Name suffixes of statistics over clients other than the mean."""
 
 
 def is_spread(name: str) -> bool:
-    """Return whether a score is another statistic over clients than the mean. The metric f1_weighted is not one.
+    """Return whether a score is a statistic over clients other than the mean; the metric f1_weighted is not.
 
     >>> is_spread("personal/local_test_std"), is_spread("personal/local_test_f1_weighted")
     (True, False)
@@ -19,11 +19,11 @@ def is_spread(name: str) -> bool:
 
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""Characters with which a formula begins in a spreadsheet."""
+"""Characters that begin a formula in a spreadsheet."""
 
 
 def cell_text(text: str) -> str:
-    r"""Return a text for a cell of a CSV file, with a quote before what a spreadsheet would take for a formula.
+    r"""Return a text for a CSV cell, with a quote before anything that a spreadsheet would treat as a formula.
 
     >>> cell_text("=1+1"), cell_text("cat")
     ("'=1+1", 'cat')
@@ -51,7 +51,7 @@ _BLANK = "\u115f\u1160\u3164\uffa0\u2800"
 
 
 def visible_form(name: str) -> str:
-    r"""Return a form of a name that is the same for names that look alike.
+    r"""Return a normal form of a name, equal for names that look alike.
 
     It ignores Unicode normalisation, invisible characters, kinds of spaces, spaces at either end, and the difference
     between Latin letters and those of other alphabets that look the same, but not case.
@@ -85,7 +85,7 @@ def look_alike(names: Iterable[str]) -> list[list[str]]:
 
 
 def case_variants(names: Iterable[str]) -> list[list[str]]:
-    r"""Group the names that differ in case, and beside it at most in what a reader does not see.
+    r"""Group the names that differ only in case and in what a reader cannot see.
 
     Names of one letter are left out, since an alphabet has both cases of each as classes of their own.
 
@@ -118,7 +118,7 @@ def abbreviated(names: Sequence[str], limit: int = 5) -> str:
 
 
 def near_names(word: str, names: Iterable[str], limit: int = 1) -> list[str]:
-    """Find the names that a misspelt word may stand for, nearest first.
+    """Find the names that a misspelt word may mean, nearest first.
 
     A name is near if few letters were left out, added, changed or swapped: one in a short word, one in four letters of
     a long one, at most three. Capitals, dashes and underscores do not count. The word itself is never proposed: callers

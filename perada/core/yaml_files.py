@@ -14,7 +14,7 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class YamlFileError(ValueError):
-    """Raised for a file that is not valid YAML, or not options; the message names file, line and remedy."""
+    """Raised for a file that is not valid YAML or has no options; the message has file, line and remedy."""
 
 
 def read_yaml(path: Path, example: str = "rounds: 3") -> dict[str, Any]:
@@ -32,7 +32,7 @@ def read_yaml(path: Path, example: str = "rounds: 3") -> dict[str, Any]:
 
 
 def parse_yaml(content: bytes | str, source: str, example: str = "rounds: 3") -> dict[str, Any]:
-    """Parse the content of a YAML file of options; ``source`` is what messages call it.
+    """Parse the content of a YAML file of options; ``source`` is its name in messages.
 
     Raises:
         YamlFileError: If it is not such YAML.
@@ -46,7 +46,7 @@ def parse_yaml(content: bytes | str, source: str, example: str = "rounds: 3") ->
         line = text.count("\n", 0, error.position) + 1
         code = ord(text[error.position])
         raise YamlFileError(
-            f"{source}, line {line}: the character U+{code:04X} is not allowed in YAML; remove it, or give a text file"
+            f"{source}, line {line}: the character U+{code:04X} is not allowed in YAML; remove it, or use a text file"
         ) from None
     except yaml.MarkedYAMLError as error:
         raise _explained(error, text, source) from None
@@ -56,7 +56,7 @@ def parse_yaml(content: bytes | str, source: str, example: str = "rounds: 3") ->
         # A value that looks like a date and is none, such as 2024-13-01.
         raise YamlFileError(f"{source}: a value cannot be read ({error}); quote it") from None
     if parsed is None:
-        raise YamlFileError(f"{source} is empty; write options into it, for example {example}")
+        raise YamlFileError(f"{source} is empty; add options, for example {example}")
     if not isinstance(parsed, dict):
         content_text = "a list" if isinstance(parsed, list) else repr(parsed)
         raise YamlFileError(f"{source}, line 1: must hold options, NAME: VALUE, got {content_text}; write {example}")
@@ -64,8 +64,8 @@ def parse_yaml(content: bytes | str, source: str, example: str = "rounds: 3") ->
         if not isinstance(key, yaml.ScalarNode) or key.tag not in ("tag:yaml.org,2002:str", MERGE_TAG):
             key_text = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
             raise YamlFileError(
-                f"{source}, line {key.start_mark.line + 1}: the name of an option must be a text, got {key_text}; "
-                f"write, for example, {example}"
+                f"{source}, line {key.start_mark.line + 1}: option names must be strings, got {key_text}; write, for "
+                f"example, {example}"
             )
     return parsed
 
@@ -74,14 +74,14 @@ def _decoded(content: bytes, source: str) -> str:
     if content.startswith(UTF16_MARKS):
         raise YamlFileError(f"{source}, line 1: the text is encoded as UTF-16; save it as UTF-8")
     if b"\x00" in content:
-        raise YamlFileError(f"{source}, line 1: this is not a text file; give a YAML file")
+        raise YamlFileError(f"{source}, line 1: this is not a text file; use a YAML file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = content[error.start]
         raise YamlFileError(
-            f"{source}, line {line}: the byte 0x{byte:02x} is not UTF-8; save the text as UTF-8, or give a YAML file"
+            f"{source}, line {line}: the byte 0x{byte:02x} is not UTF-8; save the text as UTF-8, or use a YAML file"
         ) from None
 
 
@@ -90,7 +90,7 @@ def _pairs(node: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node]]:
 
 
 def _check_keys(root: yaml.Node | None, source: str) -> None:
-    """Reject a key that a mapping has twice: YAML would silently use the last value."""
+    """Reject duplicate keys in a mapping, of which YAML would silently use the last."""
     pending = [root]
     # Ids of visited nodes: an alias is the same node again.
     seen: set[int] = set()
@@ -110,13 +110,13 @@ def _check_keys(root: yaml.Node | None, source: str) -> None:
             if (key.tag, key.value) in lines:
                 first = lines[key.tag, key.value]
                 raise YamlFileError(
-                    f"{source}, line {line}: {key.value!r} is given twice, first in line {first}; leave one out"
+                    f"{source}, line {line}: {key.value!r} is set twice, first in line {first}; remove one"
                 )
             lines[key.tag, key.value] = line
 
 
 def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileError:
-    """Explain a syntax error by the text at which the parser stopped."""
+    """Explain a syntax error from the text at which the parser stopped."""
     mark = error.problem_mark or error.context_mark
     opened = error.context_mark
     lines = text.splitlines() or [""]
@@ -126,7 +126,7 @@ def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileE
     if "\t" in indent:
         return _at(source, number, "a tab indents the line, which YAML does not allow; replace it by spaces")
     if isinstance(error, yaml.constructor.ConstructorError):
-        return _at(source, number, f"{error.problem}; give a plain value")
+        return _at(source, number, f"{error.problem}; use a plain value")
     if isinstance(error, yaml.composer.ComposerError):
         is_alias = mark is not None and _character(lines, number, mark.column) in ("*", "&")
         remedy = "quote a text that begins with * or &" if is_alias else "keep only one document"
@@ -136,16 +136,18 @@ def _explained(error: yaml.MarkedYAMLError, text: str, source: str) -> YamlFileE
     if begins in ("[", "{", "'", '"') and opened:
         return _at(source, opened.line, f"the {begins} is not closed, or a comma is missing after it; correct it")
     if _is_misplaced(lines, number):
-        return _at(source, number, "the indentation fits none of the lines above; align it with the options beside it")
+        return _at(
+            source, number, "the indentation fits none of the lines above; align it with its neighbouring options"
+        )
     stopped_at = _character(lines, number, mark.column) if mark else ""
     # The parser often stops in the line after the mistake.
     for candidate in (number - 1, number):
         if candidate >= 0 and re.fullmatch(r"\s*[\w.-]+:[^\s:/]+", lines[candidate]):
-            return _at(source, candidate, "no space follows the colon; write NAME: VALUE")
+            return _at(source, candidate, "there is no space after the colon; write NAME: VALUE")
     if stopped_at == "\t":
-        return _at(source, number, "a tab stands where YAML allows only spaces; replace it by spaces")
+        return _at(source, number, "a tab where YAML allows only spaces; replace it by spaces")
     if stopped_at == ":":
-        return _at(source, number, "a second colon stands in the line; quote a value that contains ': '")
+        return _at(source, number, "the line contains a second colon; quote a value that contains ': '")
     if stopped_at and stopped_at in "%@`!&*|>":
         return _at(source, number, f"{error.problem}; quote a value that begins with a special character")
     return _at(source, number, f"{error.problem}; write NAME: VALUE")

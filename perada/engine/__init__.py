@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many states through one model, and what their training needs."""
+"""Run many states through one model, and train them."""
 
 from perada.engine.engine import Engine, EngineName
 

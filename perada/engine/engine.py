@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of many states through one model, folded into one batch or one client after another, and losses.
+"""Forward passes of many states through one model, folded into one batch or one client after another, and losses.
 
 Both give a tensor of logits (C, B, K) that can be differentiated with respect to the stacked states, so everything
 above (algorithms, optimisers, evaluation) is written once. The loop is the oracle of the folded engine, and what runs
@@ -26,7 +26,7 @@ from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
 
 EngineName = Literal["auto", "folded", "loop"]
 NUMBERS_AT_ONCE_CPU = 3 * 2**19
-"""Numbers in the images that run at once in evaluation: 512 images of 3×32×32."""
+"""Number of values in the images that run at once in evaluation: 512 images of 3×32×32."""
 NUMBERS_AT_ONCE_GPU = 3 * 2**27
 NUMBERS_PER_TOKEN = 32
 
@@ -37,7 +37,7 @@ class Engine:
     Args:
         model: The single model, frozen but for its adapter slot; ``model(x)`` gives logits (B, K).
         kind: ``"folded"`` runs all clients as one batch, ``"loop"`` one client after another, ``"auto"`` folds where
-            every trained layer has a stacked twin.
+            every trained layer has a stacked version.
         channels_last: Run the images in that memory format.
         compile: Options of ``torch.compile``, which then runs full batches; ``None``: it is not used.
 
@@ -59,13 +59,13 @@ class Engine:
         folded = fold(model)
         if folded.missing:
             layers = [f"{path} ({name})" for path, name in folded.missing.items()]
-            message = f"trained layers without a stacked twin: {abbreviated(layers, 4)}"
+            message = f"trained layers without a stacked version: {abbreviated(layers, 4)}"
             if kind == "folded":
                 raise OptionError(
                     f"engine='folded' cannot run {message}; use engine='loop' or 'auto'", name="engine", value="folded"
                 )
             if kind == "auto":
-                warnings.warn(f"engine='auto' falls back to the loop over clients: {message}", stacklevel=2)
+                warnings.warn(f"engine='auto' falls back to the per-client loop: {message}", stacklevel=2)
         self.kind: Literal["folded", "loop"] = "folded"
         self._fold = folded
         if kind == "loop" or folded.missing:
@@ -85,7 +85,7 @@ class Engine:
         return self._fold.model
 
     def folded(self, random_only: bool = False) -> Fold:
-        """Fold the model anew, with the frozen trunk if one was found."""
+        """Fold the model again, with the frozen trunk if one was found."""
         if self.trunk is None:
             return fold(self.model, random_only=random_only)
         return fold(self.model, random_only=random_only, wrap=self.trunk.wrap)
@@ -109,7 +109,7 @@ class Engine:
         return self.trunk
 
     def features(self, x: Tensor) -> Tensor:
-        """Compute features (B, F) of images (B, channels, height, width), which other methods take in their place."""
+        """Compute features (B, F) of images (B, channels, height, width), which other methods accept in their place."""
         assert self.trunk is not None, "call find_trunk first"
         return self.trunk.features(self._single, self.format(x))
 
@@ -150,7 +150,7 @@ class Engine:
         streams: Streams | None,
         batch_statistics: bool = False,
     ) -> Tensor:
-        """Compute logits as :meth:`logits` does; ``full_batch`` calls the model where no row is padding."""
+        """Compute logits like :meth:`logits`; ``full_batch`` calls the model where no row is padding."""
         real_counts: tuple[int, ...] | None = None
         if counts is not None and any(count != x.shape[1] for count in counts):
             real_counts = tuple(counts)
@@ -178,7 +178,7 @@ class Engine:
         counts: Sequence[int] | None = None,
         streams: Streams | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute logits (C, B, K), as :meth:`logits` does, and the inputs (C, B, F) of the module called ``head``."""
+        """Compute logits (C, B, K) like :meth:`logits`, and the inputs (C, B, F) of the module called ``head``."""
         head_inputs: list[Tensor] = []
         module = self._fold.model.get_submodule(head)
         hook = module.register_forward_pre_hook(lambda _, args: head_inputs.append(args[0]))
@@ -195,7 +195,7 @@ class Engine:
         return logits, representations.to(logits.dtype)
 
     def _with_own_buffers(self, states: State) -> State:
-        """Copy what a norm in training mode writes to: its running statistics and its counter."""
+        """Copy the buffers that a norm updates in training mode: running statistics and counter."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         return {
             key: value if key in parameters else value.clone(memory_format=torch.contiguous_format)
@@ -204,7 +204,7 @@ class Engine:
 
     @property
     def has_batch_norms(self) -> bool:
-        """Whether the logits of an image depend on its batch if norms use the statistics of batches."""
+        """Return whether the logits of an image depend on its batch if norms use batch statistics."""
         return bool(batch_norms(self.model))
 
     def shared_logits(
@@ -347,7 +347,7 @@ def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
-    """True where a row holds an image, (C, B), and is not padding.
+    """Return a mask (C, B), true where a row holds an image rather than padding.
 
     >>> real_rows((2, 1), 2, torch.device("cpu")).tolist()
     [[True, True], [True, False]]

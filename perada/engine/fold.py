@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stacked model: the single one with the leaf layers that hold trained parameters replaced by stacked twins.
+"""The stacked model: the single model with its trained leaf layers replaced by stacked versions.
 
 The stacked model runs C clients as one ordinary forward pass on C·B images, client after client along the batch axis.
 Modules without trained parameters are the very modules of the single model; a frozen BatchNorm has a twin that keeps
@@ -68,7 +68,7 @@ class Fold:
 
 
 def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = None) -> Fold:
-    """Build the stacked twin of a model, sharing all its frozen modules.
+    """Build the stacked version of a model, sharing all its frozen modules.
 
     Args:
         model: The single model; ``requires_grad`` tells what is trained.
@@ -81,7 +81,7 @@ def fold(model: nn.Module, *, random_only: bool = False, wrap: Wrap | None = Non
 
 
 class _Folder:
-    """Replaces the modules of a model by their twins."""
+    """Replaces the modules of a model by their stacked versions."""
 
     def __init__(self, random_only: bool, wrap: Wrap | None) -> None:
         self.context = FoldContext()
@@ -93,7 +93,7 @@ class _Folder:
         self._seen: dict[int, nn.Module] = {}
 
     def visit(self, module: nn.Module, path: str) -> nn.Module:
-        """Return the module that takes the place of a module in the folded model."""
+        """Return the replacement of a module in the folded model."""
         if id(module) not in self._seen:
             replacement = self._replacement(module, path)
             if self._wrap is not None:

@@ -16,7 +16,7 @@ from perada.core.seeding import Streams, generator, seeded
 from perada.core.states import State, clone, get_state, parameter_keys, stack
 from perada.engine.engine import Engine
 
-FAILS = "it fails on the images of two clients"
+FAILS = "it fails on images of two clients"
 ROWS = 2
 """Images of each client: enough for a BatchNorm, few enough for a large model on a CPU."""
 TOLERANCE = 1e-4
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 TOLERANCE_DOUBLE = 1e-6
 """The same in double precision."""
 _BLOCK = 10_007
-"""Random numbers that are drawn for a client: a prime, so that rows of a matrix do not repeat."""
+"""Number of random numbers drawn per client: a prime, so that rows of a matrix do not repeat."""
 
 
 def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str | None:
@@ -49,7 +49,7 @@ def check_fold(model: nn.Module, x: Tensor, channels_last: bool = False) -> str 
 
 
 def _difference(model: nn.Module, x: Tensor, channels_last: bool, tolerance: float) -> str | None:
-    """Describe what differs between a folded pass and one client after another; see :func:`check_fold`."""
+    """Describe how a folded pass differs from passes of one client after another; see :func:`check_fold`."""
     folded = Engine(model, "folded", channels_last=channels_last)
     loop = Engine(model, "loop", channels_last=channels_last)
     if len(x) > 1:
@@ -112,8 +112,8 @@ def _compare(
         # Both can be NaN, for example where a perturbed weight must not be negative, and then nothing follows.
         return None
     return (
-        f"it mixes the images of a batch: logits of up to {largest:.2g} change by {difference:.2g} where another "
-        "client's images are in it"
+        f"it mixes the images of a batch: logits of up to {largest:.2g} change by {difference:.2g} when the batch "
+        "contains another client's images"
     )
 
 

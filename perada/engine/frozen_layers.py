@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen layers that take less time or memory than torch's own; :mod:`~perada.engine.fold` puts them in place.
+"""Frozen layers that take less time or memory than torch's; :mod:`~perada.engine.fold` inserts them.
 
 Each computes what the original layer does and leaves the tensors in it: files and exports are not affected, and moving
 the model or loading weights into it works as before.
@@ -32,7 +32,7 @@ always a product, which is faster by 2.2 to 4. Grouped convolutions stay, since 
 LARGEST_MATRIX = 4
 """Largest number of entries of the matrix, as a multiple of the convolution's weights."""
 CACHED_MATRICES = 2
-"""Matrices that a layer keeps: runs alternate between at most two sizes, number formats or memory formats."""
+"""Number of matrices that a layer caches: runs alternate between at most two sizes, dtypes or memory formats."""
 
 
 class LinearMap(NamedTuple):
@@ -107,7 +107,7 @@ class FrozenConv2d(FrozenSubstitute):
 
 
 def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return the dtype in which autocast computes a product of the two; None where it leaves them as they are."""
+    """Return the dtype in which autocast computes a product of the two; None if it leaves them unchanged."""
     # Autocast leaves double precision alone.
     if not torch.is_autocast_enabled(x.device.type) or torch.float64 in (x.dtype, weight.dtype):
         return None
@@ -115,7 +115,7 @@ def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has hooks, which may compute its weights anew before a pass."""
+    """Return whether a module has hooks, which may recompute its weights before a pass."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
 
@@ -211,7 +211,7 @@ _Context = Any  # torch does not give the context of an autograd function a type
 
 
 class _StridedDepthwise(torch.autograd.Function):
-    """A frozen convolution as torch's own, with a gradient for its images that is computed in single precision."""
+    """A frozen convolution like torch's, whose image gradient is computed in single precision."""
 
     @staticmethod
     def forward(ctx: _Context, x: Tensor, conv: nn.Conv2d) -> Tensor:

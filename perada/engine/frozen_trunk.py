@@ -58,7 +58,7 @@ class FrozenTrunk:
         self._recorded: dict[str, Tensor] | None = None
 
     def wrap(self, module: nn.Module, path: str) -> nn.Module:
-        """Return the module that takes the place of the one at ``path`` in a folded model."""
+        """Return the replacement of the module at ``path`` in a folded model."""
         if path in self.shapes:
             return ConstantModule(module, path, self)
         return module
@@ -124,7 +124,7 @@ class FrozenTrunk:
 
 
 class ConstantModule(WrappingSubstitute):
-    """Takes the place of a constant module."""
+    """Replaces a constant module."""
 
     def __init__(self, original: nn.Module, path: str, trunk: FrozenTrunk) -> None:
         super().__init__(original)
@@ -162,7 +162,7 @@ def find_trunk(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Fro
         return _find(model, x_R, least_share)
     except Exception as error:  # the code of a model between its modules can fail in any way
         failed = f"{type(error).__name__}: {error}"
-        logging.getLogger(__name__).info("features of the model's frozen part cannot stand for images: %s", failed)
+        logging.getLogger(__name__).info("features of the model's frozen part cannot replace images: %s", failed)
         return None
 
 
@@ -330,7 +330,7 @@ def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output
 
 
 def _needed(trunk: FrozenTrunk, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
-    """Find the paths on whose outputs the logits depend; none if the features of all paths give other logits."""
+    """Find the paths on whose outputs the logits depend; none if the features of all paths change the logits."""
     parts = trunk.parts(features)
 
     def gives_expected_logits_without(spoilt: set[str]) -> bool:

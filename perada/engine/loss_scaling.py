@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training in float16: one loss scale per client, and optimisers of which some clients skip a step.
+"""Training in float16: one loss scale per client, and optimisers in which some clients skip a step.
 
 Small gradients would be zero in float16. They are multiplied by a scale within the network, and divided by it as they
 leave it: the gradients of parameters are not scaled. A client whose gradient is not finite skips the step, and its
@@ -47,7 +47,7 @@ class LossScales:
         self.stepped = torch.zeros(clients, dtype=torch.bool, device=device)
 
     def enter(self, states: State, rows: slice) -> State:
-        """Return the tensors to pass to the network in the place of ``states`` (C, ...): it divides their gradients."""
+        """Return the tensors to pass to the network in place of ``states`` (C, ...), which divide their gradients."""
         inverse = 1 / self.scale[rows]
         scaled = dict(states)
         for key, value in states.items():
@@ -90,7 +90,7 @@ class LossScales:
         return finite
 
     def settle(self, sound: Tensor, ranks: Ranks) -> LossScale:
-        """Choose the scale from which the clients of the next round start. A collective: all ranks call it.
+        """Choose the scale from which the clients of the next round start. A collective: all ranks must call this.
 
         It is the smallest final scale of the clients on all ranks, of those that took a step if any did.
 
@@ -159,7 +159,7 @@ class MaskedOptimizer(torch.optim.Optimizer, ABC):
     """
 
     def step_rows(self, stepping: Tensor) -> None:
-        """Take a step for the clients ``stepping`` (C,), true or false; the gradients of the others are not used."""
+        """Take a step for the clients in the mask ``stepping`` (C,); the gradients of the others are ignored."""
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked twins of torch's layers, for the layers of a folded model that hold trained parameters.
+"""Stacked versions of torch's layers, for the trained layers of a folded model.
 
 A *twin* has the same parameter names as its original, each tensor with a leading axis C, and a forward that splits the
 batch by client. Outputs and gradients are those of C separate layers.
@@ -23,7 +23,7 @@ from perada.engine.frozen_layers import autocast_dtype, is_small_map, pixel_tap
 
 @dataclass
 class FoldContext:
-    """Facts about the forward pass under way, which the engine sets and the twins read.
+    """Facts about the current forward pass, which the engine sets and the stacked layers read.
 
     The layers of a model are called by its own ``forward``, so the engine cannot pass these as arguments.
 
@@ -59,7 +59,7 @@ class FoldContext:
             RuntimeError: If the pass has no streams.
         """
         if self.streams is None:
-            raise RuntimeError("the model drops at random in training, and no streams were given to draw from")
+            raise RuntimeError("the model uses random dropout in training, but no random streams were passed")
         self.draws += 1
         return self.streams.fork("layer", self.draws)
 
@@ -70,14 +70,14 @@ def _split_clients(x_R: Tensor, clients: int) -> Tensor:
 
 
 class StackedLayer(nn.Module):
-    """Base class of the stacked twins.
+    """Base class of the stacked layers.
 
     A twin registers the original's tensors under their names. For each forward pass ``torch.func.functional_call``
     replaces them by stacked ones. A parameter that is not trained stays as it is, without a client axis.
     """
 
     like_torch: ClassVar[bool] = True
-    """Whether the original computes the same as the layer of torch from which it is derived."""
+    """Return whether the original computes the same as the torch layer from which it is derived."""
 
     def __init__(self, original: nn.Module, context: FoldContext) -> None:
         super().__init__()

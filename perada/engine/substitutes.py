@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base classes of modules that take the place of another module in a model."""
+"""Base classes of modules that replace another module in a model."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -8,14 +8,14 @@ from torch import nn
 
 
 class Substitute(nn.Module, ABC):
-    """Takes the place of a module, and answers for it whatever else is asked of it.
+    """Replaces a module, and forwards all other attributes to it.
 
     Parents read options of their children, such as ``stride``, and adapters the weight of the layer that they wrap.
     """
 
     @abstractmethod
     def _replaced(self) -> nn.Module:
-        """Return the module whose place this one has taken.
+        """Return the replaced module.
 
         A method, not a property: an AttributeError in a property would end in ``__getattr__``, and so in a recursion.
         """
@@ -29,7 +29,7 @@ class Substitute(nn.Module, ABC):
 
 
 class WrappingSubstitute(Substitute):
-    """Has the module whose place it takes as a child, so that passes can run through it."""
+    """Holds the replaced module as a child, so that passes can run through it."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class WrappingSubstitute(Substitute):
 
 
 class FrozenSubstitute(Substitute):
-    """Takes the place of a layer of which nothing is trained, and leaves the tensors where they are.
+    """Replaces a layer without trained parameters, and leaves its tensors where they are.
 
     The layer is no child: the names of tensors stay those of the single model.
     """

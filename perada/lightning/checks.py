@@ -53,7 +53,7 @@ def check_folding(parts: Parts, images: Tensor) -> None:
         raise OptionError(
             f"engine='folded' cannot run {subject}; use engine='loop' or 'auto'", name="engine", value="folded"
         )
-    warnings.warn(f"engine='auto' falls back to the loop over clients for {subject}", stacklevel=2)
+    warnings.warn(f"engine='auto' falls back to the per-client loop for {subject}", stacklevel=2)
     module.use_loop_engine()
 
 

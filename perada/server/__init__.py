@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server does with the clients' updates: averaging and ensemble distillation, as functions of tensors."""
+"""Server-side processing of the clients' updates: averaging and ensemble distillation, as functions of tensors."""
 
 from perada.server.aggregate import Aggregation, Mean, ServerRule, Updates, client_weights, mean
 from perada.server.distill import Distillation, DistillationRound, Distiller, distillation_loss

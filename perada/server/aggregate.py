@@ -15,7 +15,7 @@ from perada.core.states import Factors, State, expand, gather, per_client, to_de
 
 Weighting = Literal["uniform", "samples"]
 WITHOUT_DOUBLE = {"mps"}
-"""Kinds of devices that have no double precision."""
+"""Device types without double precision."""
 
 
 def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
@@ -70,7 +70,7 @@ class Updates:
 
     @classmethod
     def replicated(cls, stack: Mapping[str, Tensor], ranks: Ranks) -> "Updates":
-        """Make updates of a stack that every rank holds, and of which each takes its share."""
+        """Create updates from a stack that every rank holds, of which each rank keeps its share."""
         clients = len(next(iter(stack.values())))
         places = list(range(ranks.rank, clients, ranks.size))
         own_rows = {name: value[ranks.rank :: ranks.size] for name, value in stack.items()}
@@ -80,7 +80,7 @@ class Updates:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors that were sent, in their order."""
+        """Names of the tensors that were sent, in order."""
         return tuple(self.own)
 
     def __contains__(self, name: object) -> bool:
@@ -106,15 +106,15 @@ class Updates:
         return self._gathered[name]
 
     def gathered_all(self) -> State:
-        """Gather the tensors (C, ...) of all names; a collective, as :meth:`gathered`."""
+        """Gather the tensors (C, ...) of all names; a collective, like :meth:`gathered`."""
         return {name: self.gathered(name) for name in self.own}
 
     def replace(self, own: Mapping[str, Tensor]) -> "Updates":
-        """Put another stack (c, ...) in the place of what this rank's clients sent."""
+        """Replace the updates of this rank's clients by another stack (c, ...)."""
         return Updates(own, self.places, self.clients, self.ranks)
 
     def repeat(self, state: State) -> "Updates":
-        """Put one state, without a client axis, in the place of what each client sent."""
+        """Replace every client's update by one state, without a client axis."""
         return self.replace(expand(state, len(self.places)))
 
     def part(self, rows: Sequence[int], without: Collection[str] = ()) -> "Updates":
@@ -126,7 +126,7 @@ class Updates:
         return Updates(gather(selected, indices), places, len(rows), self.ranks)
 
     def completed(self, state: State) -> "Updates":
-        """Add the names that clients did not send, as they are in a ``state`` without a client axis."""
+        """Add the names that clients did not send, with the values of a ``state`` without a client axis."""
         missing = {name: value for name, value in state.items() if name not in self.own}
         return self.replace(expand(missing, len(self.places)) | self.own)
 
@@ -278,7 +278,7 @@ class ServerRule(Options, ABC):
         return type(self).__name__
 
     def check(self, clients: int) -> None:
-        """Raise a ValueError if the rule needs more clients in a round. Most rules accept any number."""
+        """Raise a ValueError if the rule requires more clients per round. Most rules accept any number."""
 
     @abstractmethod
     def __call__(self, aggregation: Aggregation) -> State:
@@ -307,7 +307,7 @@ class ComposedRule(ServerRule):
     def __init__(self, aggregate: ServerRule | None) -> None:
         if aggregate is not None and not isinstance(aggregate, ServerRule):
             raise OptionError(
-                f"aggregate={aggregate!r} is not a server rule; give a ServerRule, such as Median()",
+                f"aggregate={aggregate!r} is not a server rule; pass a ServerRule, such as Median()",
                 name="aggregate",
                 value=aggregate,
             )
@@ -327,7 +327,7 @@ class ComposedRule(ServerRule):
         self.aggregate.check(clients)
 
     def _aggregate(self, aggregation: Aggregation) -> State:
-        """Apply the inner rule, whose state is kept apart from this rule's by a prefix."""
+        """Apply the inner rule, whose state is kept separate from this rule's by a prefix."""
         inner = {key.removeprefix(_INNER): state for key, state in aggregation.state.items() if key.startswith(_INNER)}
         result = self.aggregate(replace(aggregation, state=inner))
         aggregation.state.update({_INNER + key: state for key, state in inner.items()})

@@ -21,13 +21,13 @@ from perada.server.sums import SecureSums
 
 ServerOptimizer = Literal["adam", "sgd"]
 STUDENT = slice(0, 1)
-"""Rows of the loss scales that belong to the student: it is the only state that is scaled."""
+"""Rows of the loss scales that belong to the student, the only state that is scaled."""
 PUBLIC_BATCH = 512
-"""Public images that are prepared at once for teachers in evaluation mode."""
+"""Number of public images prepared at once for teachers in evaluation mode."""
 LEAST_AGREEMENT = 0.5
-"""Share of public images on which average and ensemble must predict the same class, by the guard."""
+"""The guard's minimum share of public images on which average and ensemble must predict the same class."""
 LEAST_GAIN = 0.02
-"""Nats by which the ensemble must predict the classes more evenly than the average, by the guard."""
+"""The guard's minimum gain in nats: how much more evenly the ensemble must predict classes than the average."""
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, multilabel: bool = False) -> Tensor:
@@ -136,7 +136,7 @@ class Distillation:
     share_steps: bool = False
 
     def __post_init__(self) -> None:
-        check_integer("distillation: steps", self.steps, 0, hint="0 switches distillation off")
+        check_integer("distillation: steps", self.steps, 0, hint="0 turns distillation off")
         check_integer("distillation: batch_size", self.batch_size, also=["full"])
         check_number("distillation: lr", self.lr, gt=0)
         check_choice("distillation: optimizer", self.optimizer, ["adam", "sgd"])
@@ -150,13 +150,13 @@ class Distillation:
             check_choice("distillation: guard", self.guard, ["predictions"])
         if self.share_steps and self.student_mode == "train":
             raise OptionError(
-                "distillation: share_steps=True would give the student's norms the images of one device only; choose "
+                "distillation: share_steps=True would show the student's norms only the images of one device; choose "
                 "student_mode='eval', or share_steps=False",
                 name="distillation: share_steps",
                 value=True,
             )
         check_integer("distillation: until_round", self.until_round, 0, optional=True)
-        check_integer("distillation: validate_every", self.validate_every, 0, hint="0 switches validation off")
+        check_integer("distillation: validate_every", self.validate_every, 0, hint="0 turns validation off")
 
     def active(self, round: int) -> bool:
         """Return whether a round, counted from 0, is distilled."""
@@ -333,7 +333,7 @@ class SecureTeachers:
 
 @dataclass(frozen=True)
 class DistillationRound:
-    """What differs from round to round.
+    """The inputs that differ from round to round.
 
     Attributes:
         index: Number of the round, counted from 0.
@@ -350,7 +350,7 @@ class DistillationRound:
 
 @dataclass
 class DistillationReport:
-    """What a distiller did in one round. Algorithms with several global models distil several times in it.
+    """The results of a distiller in one round. Algorithms with several global models distil several times per round.
 
     Attributes:
         student: The state from which the last distillation started.
@@ -369,7 +369,7 @@ class DistillationReport:
 
 @dataclass
 class Distiller:
-    """Distils the ensemble of teachers into a student, in one round: call it with both.
+    """Distils an ensemble of teachers into a student in one round; call it with both.
 
     Every rank runs its own clients' models once on each batch of :class:`TeacherBatches`; only the sum of their logits
     is exchanged. All ranks take the same steps with the student.
@@ -403,7 +403,7 @@ class Distiller:
         average_from: float | None = None,
         previous: State | None = None,
     ) -> State:
-        """Return the refined student. A collective: all ranks call it alike.
+        """Return the refined student. A collective: all ranks must call this alike.
 
         Args:
             student: State to start from, which is not changed.
@@ -442,7 +442,7 @@ class Distiller:
         return Updates.replicated(teachers, self.ranks)
 
     def _is_only_teacher(self, student: State, clients: Updates) -> bool:
-        """Return whether the student would be taught by itself, where Adam would turn rounding errors into full steps.
+        """Return whether the student would teach itself, where Adam would turn rounding errors into full steps.
 
         A collective if there is one teacher.
         """
@@ -653,7 +653,7 @@ class Distiller:
         return scales.leave(logits, STUDENT)[0]
 
     def _first_averaged_step(self, average_from: float | None) -> int:
-        """Return the first step, counted from 0, whose state is averaged; behind the last if none is."""
+        """Return the first step, counted from 0, whose state is averaged; past the last if none is."""
         if average_from is None:
             return self.options.steps
         # Rounded first: 0.3 · 10 is a little more than 3.
@@ -673,7 +673,7 @@ class _LogitSum(NamedTuple):
 
 
 class _RunningMean:
-    """The mean of tensors (1, ...) over the steps from the first one that counts; empty before it."""
+    """The mean of tensors (1, ...) over the steps, starting at the first that counts; empty before it."""
 
     def __init__(self, first_step: int) -> None:
         self.first_step = first_step
@@ -693,5 +693,5 @@ def _within(region: TrustRegion | None, state: State) -> State:
 
 
 def _unstacked(stack: State) -> State:
-    """Copy the only state of a stack (1, ...)."""
+    """Copy the single state of a stack (1, ...)."""
     return {key: value.detach()[0].clone() for key, value in stack.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server rules that average the updates s·B·A that LoRA's factors add to the weights, instead of B and A by name.
+"""Server rules that average the products s·B·A that LoRA adds to the weights, instead of B and A separately.
 
 s·mean(B)·mean(A) is not the mean of the s·B·A. A :class:`FactorPair` (B, A) stands for its product, which is never
 formed here: a mean of products is a product of concatenated factors, and its norm and singular values are those of the
@@ -22,7 +22,7 @@ from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updat
 
 
 class FactorPair(NamedTuple):
-    """LoRA's two factors, which stand for their product (..., out, in).
+    """A pair of LoRA factors, which represents their product (..., out, in).
 
     Attributes:
         up: B, of shape (..., out, r).
@@ -98,7 +98,7 @@ def difference(minuend: FactorPair, subtrahend: FactorPair) -> FactorPair:
 
 
 def mean_factors(pairs: Sequence[FactorPair], weights: Sequence[float]) -> FactorPair:
-    """Average B and A by name, of pairs of equal rank; their product is not the mean of the products."""
+    """Average B and A separately, for pairs of equal rank; their product is not the mean of the products."""
     up = _weighted_mean([pair.up for pair in pairs], weights)
     down = _weighted_mean([pair.down for pair in pairs], weights)
     return FactorPair(up, down)
@@ -227,7 +227,7 @@ def correct_up(pairs: Sequence[FactorPair], weights: Sequence[float], strength: 
 
 
 class _ProductRule(ComposedRule):
-    """A rule on the products of LoRA's factors, of which clients must send both. The inner rule gets all other tensors.
+    """A rule on the products of LoRA factors, both of which clients must send. The inner rule gets all other tensors.
 
     The metric ``updates/lora_error`` is ‖mean(s·B·A) − s·B'·A'‖ / ‖mean(s·B·A)‖ over all layers together, for the
     result (B', A').
@@ -240,8 +240,8 @@ class _ProductRule(ComposedRule):
         layers = [layer for layer in aggregation.factors if layer.down in updates and layer.up in updates]
         if not layers:
             raise OptionError(
-                f"server_rule={type(self).__name__} averages products of LoRA's factors, and clients send no pair of "
-                "them; choose server_rule='mean'",
+                f"server_rule={type(self).__name__} averages products of LoRA factors, but clients do not send both "
+                "factors of any layer; choose server_rule='mean'",
                 name="server_rule",
                 value=type(self).__name__,
             )
@@ -265,7 +265,7 @@ class _ProductRule(ComposedRule):
         return {name: result[name] for name in updates.names}
 
     def _aggregate_others(self, aggregation: Aggregation, layers: Iterable[Factors]) -> State:
-        """Aggregate the tensors that are no factor of a layer by the inner rule."""
+        """Aggregate the tensors that are not LoRA factors by the inner rule."""
         factor_names = set()
         for layer in layers:
             factor_names |= {layer.down, layer.up}

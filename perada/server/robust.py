@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server rules that compare complete updates of clients, and so withstand some that are wrong or hostile."""
+"""Robust server rules that compare the clients' complete updates."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -13,9 +13,9 @@ from perada.core.states import State, expand, per_client
 from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updates, client_weights, double, mean
 
 _STEPS = 1000
-"""Largest number of Weiszfeld's steps."""
+"""Maximum number of Weiszfeld steps."""
 _TOLERANCE = 1e-12
-"""Largest change of a weight at which Weiszfeld's steps end."""
+"""Weight change below which the Weiszfeld iteration stops."""
 
 
 class Krum(ServerRule):
@@ -38,7 +38,7 @@ class Krum(ServerRule):
         self.keep = keep
 
     def check(self, clients: int) -> None:
-        """Raise an OptionError if a round has too few clients for any to be suspected, or fewer than 2 f + 3."""
+        """Raise an OptionError if a round has too few clients to suspect any, or fewer than 2 f + 3."""
         share = self.suspected
         suspects = floor_share(share, clients)
         enough = clients
@@ -46,9 +46,9 @@ class Krum(ServerRule):
             enough += 1
         if enough != clients:
             raise OptionError(
-                f"suspected={share!r} suspects {suspects} of {clients} clients a round; Krum "
-                f"must suspect one at least and needs 2 f + 3 clients to suspect f, here {enough}; sample more, or "
-                "change suspected",
+                f"suspected={share!r} suspects {suspects} of {clients} clients per round, but Krum must suspect at "
+                f"least one and requires 2 f + 3 clients to suspect f, here {enough}; sample more clients, or change "
+                "suspected",
                 name="suspected",
                 value=share,
             )
@@ -148,7 +148,7 @@ class NormClipping(ComposedRule):
 
 
 class FLTrust(ServerRule):
-    """Average with weights by how far a client's predictions move in the direction that the server knows to be right.
+    """Average with weights given by how far a client's predictions move in the direction that the server trusts.
 
     After Cao et al. (NDSS 2021), whose server trains on a few images with labels, and gives a client the cosine of its
     change and the server's, if it is above 0. Here the change is that of the predictions, so that nothing is trained:
@@ -182,7 +182,7 @@ class FLTrust(ServerRule):
     def trust(self, aggregation: Aggregation) -> Tensor:
         """Compute the clients' weights (C,) from 0 to 1, before they are divided by their sum."""
         if aggregation.predict is None:
-            raise ValueError("FLTrust needs predictions on images, and Aggregation.predict is None; give it")
+            raise ValueError("FLTrust requires predictions on images, but Aggregation.predict is None; set it")
         previous = expand(aggregation.previous, 1)
         before, _ = aggregation.predict(previous, self.images, self.labels)
         after, targets = aggregation.predict(aggregation.updates, self.images, self.labels)

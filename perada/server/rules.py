@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server rules: how the clients' updates of a round become the next global state."""
+"""Server rules, which turn the clients' updates of a round into the next global state."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -62,13 +62,13 @@ class TrimmedMean(_Coordinatewise):
         self.trim = trim
 
     def check(self, clients: int) -> None:
-        """Raise an OptionError if so few clients take part in a round that none would be dropped."""
+        """Raise an OptionError if too few clients take part in a round for any to be dropped."""
         if floor_share(self.trim, clients) == 0:
             need = clients + 1
             while floor_share(self.trim, need) == 0:
                 need += 1
             raise OptionError(
-                f"trim={self.trim!r} drops none of {clients} clients a round; sample at least {need}, or raise trim",
+                f"trim={self.trim!r} drops none of {clients} clients per round; sample at least {need}, or raise trim",
                 name="trim",
                 value=self.trim,
             )

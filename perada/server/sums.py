@@ -14,7 +14,7 @@ from perada.server.aggregate import Updates, double
 
 @dataclass(frozen=True)
 class SecureSums:
-    """Let the server see only sums over a round's clients.
+    """Options of secure sums, in which the server sees only sums over a round's clients.
 
     Numbers are rounded to multiples of 2^−``fraction_bits`` and added up modulo 2⁶⁴, where the masks of sites are
     uniform and cancel exactly (Bonawitz et al., CCS 2017). A simulation computes the same numbers without masks.
@@ -37,9 +37,9 @@ class SecureSums:
     fraction_bits: int = 24
 
     def __post_init__(self) -> None:
-        hint = "in a sum of two, each site knows the other's part"
+        hint = "in a sum of two, each site can infer the other's part"
         check_integer("secure_sums: min_sites", self.min_sites, 3, hint=hint)
-        hint = "below it, a dishonest site could help to show two groups of sites different requests"
+        hint = "below it, a dishonest site could help present different requests to two groups of sites"
         check_number("secure_sums: threshold", self.threshold, ge=2 / 3, lt=1, hint=hint)
         check_integer("secure_sums: fraction_bits", self.fraction_bits, 8, le=40)
 
@@ -48,7 +48,7 @@ class SecureSums:
         return max(self.min_sites, int(self.threshold * sites) + 1)
 
     def limit(self, sites: int) -> float:
-        """Return the bound below which magnitudes must be, so that the sum over the sites does not overflow."""
+        """Return the bound on magnitudes below which the sum over the sites does not overflow."""
         return 2.0 ** (62 - self.fraction_bits) / sites
 
     def to_integers(self, values: Tensor, sites: int) -> Tensor:
@@ -72,9 +72,8 @@ class SecureSums:
         if not -limit < smallest <= largest < limit:
             wrong = values[~(values.abs() < limit)][0]
             raise ValueError(
-                f"{float(wrong)} cannot be added up by {sites} sites with fraction_bits="
-                f"{self.fraction_bits}, which leaves room below {limit:g}; give fewer bits, or find out "
-                "why the training made it"
+                f"{float(wrong)} cannot be summed over {sites} sites with fraction_bits={self.fraction_bits}, which "
+                f"only leaves room below {limit:g}; use fewer bits, or find out why training produced this value"
             )
         return (values * 2.0**self.fraction_bits).round_().to(torch.int64)
 
@@ -129,6 +128,6 @@ class SecureSums:
         return means
 
     def rows(self, updates: Updates, shares: Sequence[float]) -> Updates:
-        """Replace every client's row by the mean, which is all that the server may see."""
+        """Replace every client's row by the mean, the only thing that the server may see."""
         mean = self.mean(updates, shares)
         return Updates(expand(mean, len(updates.places)), updates.places, updates.clients, updates.ranks)

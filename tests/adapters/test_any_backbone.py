@@ -145,7 +145,9 @@ def residual_network():
     return timm.create_model("test_resnet", num_classes=3, zero_init_last=False)
 
 
-@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the loop", "ignore:Setting boft_n_butterfly_factor")
+@pytest.mark.filterwarnings(
+    "ignore:engine='auto' falls back to the per-client loop", "ignore:Setting boft_n_butterfly_factor"
+)
 @pytest.mark.parametrize("adapter", [peft.LoraConfig(use_dora=True), peft.BOFTConfig()])
 @pytest.mark.every(2)
 def test_adapters_that_need_contiguous_tensors_get_them(adapter):

@@ -64,7 +64,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
             {"train_norms": "yes"},
             "train_norms must be of type bool for adapter 'residual', got 'yes'",
         ),
-        ("resnet", "head", {"last_blocks": 1}, "adapter 'head' has no option 'last_blocks' \(its options: none\)"),
+        ("resnet", "head", {"last_blocks": 1}, r"adapter 'head' has no option 'last_blocks' \(its options: none\)"),
         ("resnet", "full", {"last_blocks": 5}, "last_blocks=5, but ResNet only has 4 blocks; set a smaller"),
         ("vit", "lora", {"last_blocks": 0}, "last_blocks must be an integer >= 1 or None, got 0"),
         ("vit", "bottleneck", {"last_blocks": 1.0}, r"last_blocks must be an integer >= 1 or None, got 1\.0"),

@@ -75,5 +75,5 @@ def test_what_is_saved_predicts_what_was_trained(algorithm, tmp_path):
     plain = PeftModel.from_pretrained(network, str(tmp_path / "client_1")).eval()
     torch.testing.assert_close(plain(x), run.personal(1)(x))
     (tmp_path / "client_1" / "backbone.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"backbone.safetensors' is missing, .*; copy the whole folder"):
+    with pytest.raises(FileNotFoundError, match=r"backbone.safetensors' is missing .*; copy the complete folder"):
         perada.Run.load(tmp_path)

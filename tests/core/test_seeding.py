@@ -143,5 +143,5 @@ def test_forks_are_unlike_each_other_in_any_order():
 
 def test_dropout_without_streams_is_refused():
     model = fold(torch.nn.Sequential(torch.nn.Dropout(0.5))).model.train()
-    with pytest.raises(RuntimeError, match="no streams were given"):
+    with pytest.raises(RuntimeError, match="no random streams were passed"):
         model(torch.ones(2, 3))

@@ -37,5 +37,8 @@ def test_the_cohort_is_of_eligible_clients_and_who_is_asked_again_each_round():
     spent.add(3)
     assert module.plan(0).clients == (2,)
     spent.add(2)
-    with pytest.raises(ValueError, match="round 10: none of the 5 clients may still take part; stop training"):
+    with pytest.raises(
+        ValueError,
+        match="round 10: none of the 5 clients may take part any more: their privacy budgets are spent; stop training",
+    ):
         module.plan(9)

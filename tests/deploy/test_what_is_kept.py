@@ -52,7 +52,7 @@ def test_a_state_of_another_format_is_refused_by_both_numbers(tmp_path):
     """It is whole: to take a copy, as of a damaged one, would lose what was spent since."""
     path = tmp_path / "state.safetensors"
     write_nested(path, {"run": "x"}, SITE_FORMAT + 1)
-    said = rf"^'{path}' is of format {SITE_FORMAT + 1}, and this release of perada reads format {SITE_FORMAT}; read it"
+    said = rf"^'{path}' has format {SITE_FORMAT + 1}, but this release of perada reads format {SITE_FORMAT}; read it"
     with pytest.raises(ValueError, match=said):
         read_nested(path, SITE_FORMAT, dict)
     assert read_nested(path, SITE_FORMAT + 1, dict) == {"run": "x"}

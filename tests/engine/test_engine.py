@@ -252,7 +252,7 @@ def test_a_method_without_twins_takes_the_loop_and_says_why():
     model = backbone("vit", None)[0].model
     with pytest.warns(
         UserWarning,
-        match=r"engine='auto' falls back to the loop over clients: .*blocks\.0\.attn\.qkv\.hada_w1_a .* and \d+ more",
+        match=r"engine='auto' falls back to the per-client loop: .*blocks\.0\.attn\.qkv\.hada_w1_a .* and \d+ more",
     ):
         auto = finetune(model, 32, LOHA, "auto", lr_personal=0.1)
     loop = finetune(model, 32, LOHA, "loop", lr_personal=0.1)

@@ -61,7 +61,7 @@ def finetune(between, **options):
 def test_a_network_that_mixes_images_takes_the_loop(between):
     wanted = finetune(between, algorithm="ditto", engine="loop")
     with pytest.warns(
-        UserWarning, match="engine='auto' falls back to the loop over clients for backbone 'Net': it mixes the im"
+        UserWarning, match="engine='auto' falls back to the per-client loop for backbone 'Net': it mixes the im"
     ):
         run = finetune(between, algorithm="ditto")
     for role in ("global", "personal"):

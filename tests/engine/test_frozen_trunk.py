@@ -157,7 +157,7 @@ def test_features_stand_for_images(name, kind):
 def test_what_broke_the_search_is_logged(caplog):
     caplog.set_level("INFO", "perada")
     assert Engine(Peculiar("refuses NaN")).find_trunk(torch.randn(3, SIDE, SIDE)) is None
-    assert "cannot stand for images: ValueError: not finite" in caplog.text
+    assert "cannot replace images: ValueError: not finite" in caplog.text
 
 
 def test_nothing_is_found_where_it_would_be_wrong():

@@ -37,8 +37,8 @@ def test_last_is_the_newest_of_the_same_experiment(tiny, tmp_path, other):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"algorithm": "fedavg"}, "its algorithm is 'Ditto', here it is 'FedAvg'"),
-        ({"seed": 3}, "its seed is 5, here it is 3"),
+        ({"algorithm": "fedavg"}, "its algorithm is 'Ditto', here 'FedAvg'"),
+        ({"seed": 3}, "its seed is 5, here 3"),
         ({"lr_local": 0.3}, "belongs to a run with training.lr_local=.*resume_allow"),
     ],
 )

@@ -212,7 +212,7 @@ def strip_perada(path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tiny, new: setattr(new[3], "seed", 6), "its seed is 5, here it is 6"),
+        (lambda tiny, new: setattr(new[3], "seed", 6), "its seed is 5, here 6"),
         (lambda tiny, new: setattr(new[3], "algorithm", perada.make_algorithm("ditto")), "algorithm is 'PerAda', here"),
         (lambda tiny, new: setattr(new[1], "backbone", torch.nn.Flatten()), "has no nn.Linear"),
         (lambda tiny, new: setattr(new[1], "backbone", tiny.net(seed=1)), "its frozen weights is"),
@@ -222,7 +222,7 @@ def strip_perada(path):
             lambda tiny, new: setattr(new[0].fit_loop, "max_epochs", 0),
             "more than max_epochs=0; set max_epochs to at least 1",
         ),
-        ({"sizes": (9, 5, 14, 7)}, "its number of clients is 5, here it is 4"),
+        ({"sizes": (9, 5, 14, 7)}, "its number of clients is 5, here 4"),
         ({"sizes": (9, 5, 14, 20, 7)}, r"numbers of images is \[9, 5, 14, 7, 20\], here \[9, 5, 14, 20, 7\]"),
         (strip_weights, "save_weights_only=True"),
         (strip_perada, "not written by perada"),

@@ -205,7 +205,7 @@ def use_for_another_run(served):
     ("change", "message"),
     [
         (lambda served: setattr(served, "batch_size", 8), "batch_size=8 .*, but the ledgers assume batch_size=4"),
-        (use_for_another_run, r"round 2 has \(\(9, 9\),\) steps .* the ledgers count \(\(2, 2\),\)"),
+        (use_for_another_run, r"round 2 has \(\(9, 9\),\) client steps .* the ledgers count \(\(2, 2\),\)"),
     ],
 )
 def test_data_that_change_under_way_are_refused(change, message):

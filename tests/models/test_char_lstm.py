@@ -111,6 +111,6 @@ def test_only_an_embedding_of_the_tokens_given_has_a_twin():
         def forward(self, x):
             return self.head((self.tokens(x) + self.positions(torch.arange(12))).mean(1))
 
-    with pytest.warns(UserWarning, match=r"trained layers without a stacked twin: tokens \(Embedding\), positions"):
+    with pytest.warns(UserWarning, match=r"trained layers without a stacked version: tokens \(Embedding\), positions"):
         assert Engine(Positions()).kind == "loop"
     assert Engine(CharLSTM(hidden=8)).kind == "folded"

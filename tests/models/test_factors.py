@@ -48,7 +48,7 @@ class Texts(torch.nn.Module):
         (Texts(), {"target_modules": ["look", "layer"]}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the loop:UserWarning")
+@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the per-client loop:UserWarning")
 def test_what_is_not_a_product_alone_has_no_factors(backbone, options):
     """Also where other layers have plain ones: a method about factors would then treat some of them otherwise."""
     assert slot_of(backbone, LoraConfig(r=2, **options)).tensor_names.factors == ()

@@ -391,7 +391,7 @@ ADAPTERS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the loop")
+@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the per-client loop")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("options", ENCODERS)
 @pytest.mark.parametrize("adapter", ADAPTERS)

@@ -127,7 +127,7 @@ def test_clients_leave_in_the_round_that_they_cannot_afford(ledger, per_step):
     assert seen.cohorts == expected
     assert len(run.metrics["rounds"]) == len(expected)
     told = [str(w.message) for w in raised if "can no longer take part" in str(w.message)]
-    named = [int(c) for text in told for c in text.split(" cannot")[0].removeprefix("privacy: client ").split(", ")]
+    named = [int(c) for text in told for c in text.split(" can ")[0].removeprefix("privacy: client ").split(", ")]
     assert sorted(named) == list(CLIENTS)  # each once, in the round after which it is
     for client in CLIENTS:
         got = run.metrics["clients"][f"privacy/{ledger}_epsilon"][client]

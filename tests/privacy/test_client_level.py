@@ -369,7 +369,7 @@ def test_what_cannot_be_used_is_refused():
     with pytest.raises(ValueError, match=r"bfloat16.*float32"):
         clip_updates(half, half, 1.0)
     counters = {COUNTER: torch.arange(5)}
-    with pytest.raises(ValueError, match="no floating tensors"):
+    with pytest.raises(ValueError, match="no floating-point tensors"):
         clip_updates(counters, counters, 1.0)
     with pytest.raises(ValueError, match=r"std must be a finite number >= 0, got -0\.447"):
         privatize(updates, received, 1.0, -1.0, None)

@@ -193,9 +193,12 @@ def test_no_draw_is_as_far_from_zero_as_a_sum_has_room_for():
             {"max_norm": 1e-7},
             r"the change of one of 5 clients has the standard deviation 5e-08, 0\.839 .*rounding requires at least 4",
         ),
-        ({"max_norm": 1e-7}, r"give secure_sums\.fraction_bits=27 or more"),
-        ({"max_norm": 1e12}, r"may be 1e\+13, and fraction_bits=24 leaves room below 5\.5e\+10; give fewer bits"),
-        ({"clipping": "adaptive", "count_noise": 1e10, "z": 1.0}, r"the vote of one of 5 clients may be 9e\+10"),
+        ({"max_norm": 1e-7}, r"set secure_sums\.fraction_bits=27 or more"),
+        (
+            {"max_norm": 1e12},
+            r"may reach 1e\+13, but fraction_bits=24 only leaves room below 5\.5e\+10; use fewer bits",
+        ),
+        ({"clipping": "adaptive", "count_noise": 1e10, "z": 1.0}, r"the vote of one of 5 clients may reach 9e\+10"),
     ],
 )
 def test_a_grid_that_is_too_coarse_or_too_small_is_refused(given, message):

@@ -461,13 +461,13 @@ def test_a_network_that_remembers_images(engine):
     refused(message, net=Counting(), data=coloured(), adapter="full", clients_per_round=2, engine=engine)
 
 
-@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the loop")
+@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the per-client loop")
 def test_attention_that_opacus_cannot_hook():
     refused("Opacus's hooks fail", net=Attends(), data=coloured(), adapter="full", clients_per_round=2)
 
 
 @pytest.mark.parametrize("adapter", [peft.LoraConfig(use_dora=True), peft.LoHaConfig()])
-@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the loop")
+@pytest.mark.filterwarnings("ignore:engine='auto' falls back to the per-client loop")
 def test_layers_that_opacus_cannot_hook(adapter):
     options = {"pretrained": False, "image_size": 32, "clients_per_round": 2}
     refused("Opacus's hooks fail", net="test_vit", data=coloured(), adapter=adapter, **options)

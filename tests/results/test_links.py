@@ -67,7 +67,9 @@ def test_what_is_elsewhere_is_not_read(saved, outside, name):
     folder, own = saved
     shutil.move(folder / name, outside / "moved")
     (folder / name).symlink_to(outside / "moved")
-    with pytest.raises(ValueError, match=rf"{name}' is a link to '.*moved', out of the folder; if you trust it, put"):
+    with pytest.raises(
+        ValueError, match=rf"{name}' is a link to '.*moved', outside the folder; if you trust it, replace"
+    ):
         perada.Run.load(folder, backbone=own)
 
 

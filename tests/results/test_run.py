@@ -260,7 +260,7 @@ def with_other_shapes(tensors):
         (write("run.json", '{"num_clients": 5}'), "run.json' is broken"),
         (
             write("run.json", '{"format": 99, "num_clients": 5, "info": {}, "metrics": {}}'),
-            "run.json' is of format 99, and .* 1; read it with",
+            "run.json' has format 99, but .* 1; read it with",
         ),
         (remove("client_2/adapter_model.safetensors"), "client_2' is not an adapter folder: it has no adapter_model"),
         (remove("global/adapter_config.json"), "global' is not an adapter folder: it has no adapter_config"),

@@ -292,7 +292,7 @@ def test_rules_compose():
 
 def test_without_pairs_there_is_nothing_to_do():
     updates = {key: value for key, value in uploads().items() if not key.endswith("A")}
-    with pytest.raises(ValueError, match="clients send no pair of them; choose server_rule='mean'"):
+    with pytest.raises(ValueError, match="clients do not send both factors of any layer; choose server_rule='mean'"):
         SVD()(given(updates))
 
 

@@ -71,10 +71,10 @@ def test_krum_says_how_many_clients_it_needs():
     assert floor_share(0.29, 100) == 29  # 0.29 * 100 is 28.999999999999996
     Krum(0.4).check(15)
     for suspected, clients, text in (
-        (0.2, 4, "suspects 0 of 4 clients a round; Krum must suspect one at least and needs .*, here 5"),
-        (0.4, 10, "suspects 4 of 10 clients a round; .*, here 11"),
-        (0.1, 5, "suspects 0 of 5 clients a round; .*, here 10"),
-        (0.29, 3, "suspects 0 of 3 clients a round; .*, here 5"),
+        (0.2, 4, "suspects 0 of 4 clients per round, but Krum must suspect at least one and requires .*, here 5"),
+        (0.4, 10, "suspects 4 of 10 clients per round, .*, here 11"),
+        (0.1, 5, "suspects 0 of 5 clients per round, .*, here 10"),
+        (0.29, 3, "suspects 0 of 3 clients per round, .*, here 5"),
     ):
         with pytest.raises(ValueError, match=text):
             Krum(suspected).check(clients)

@@ -323,7 +323,7 @@ def test_rules_say_whether_weights_count():
 def test_too_few_clients_to_trim_are_refused(rule):
     rule.check(10)
     with pytest.raises(
-        ValueError, match=r"trim=0\.1 drops none of 9 clients a round; sample at least 10, or raise trim"
+        ValueError, match=r"trim=0\.1 drops none of 9 clients per round; sample at least 10, or raise trim"
     ):
         rule.check(9)
 

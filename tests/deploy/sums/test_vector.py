@@ -59,7 +59,7 @@ def test_vectors_and_their_sum_are_numpys():
 def test_a_number_that_does_not_fit_is_seen_wherever_it_stands(place, value):
     wrong = state(1)
     wrong["w"][place] = value
-    with pytest.raises(ValueError, match=r"cannot be added up by 3 sites with fraction_bits=24"):
+    with pytest.raises(ValueError, match=r"cannot be summed over 3 sites with fraction_bits=24"):
         Contents(OPTIONS, state(0)).vector(wrong, 1.0, None, {}, 3)
 
 

@@ -345,7 +345,7 @@ def test_choice():
         ("training.lr_local=0.1,,0.2", "cannot be read"),
         ("training.lr_local+=0.1", "cannot be read"),
         ("training.lr_local=0.1,0.1", "has a value twice"),
-        ("training.lr_local+training.lr_local=0.1", "training.lr_local is given twice"),
+        ("training.lr_local+training.lr_local=0.1", "training.lr_local is set twice"),
         ("a.prox_strength+a.init_args.prox_strength=1", "a.init_args.prox_strength is given twice"),
         ("data.evaluate_on=test,validation", "cannot be tuned"),
         ("model.lr_locl=0.1", "--tune --model.lr_locl=0.1 with ditto: (?s:.*)lr_locl"),
@@ -821,7 +821,7 @@ def test_a_grid_can_be_that_of_some_algorithms(recipe, read, capsys):
     assert begun(capsys.readouterr().out) == []
     with pytest.raises(ValueError, match=r"is for 'perda', which is not an algorithm"):
         main([*words, "--tune", "perda:training.lr_local=1,2"])
-    with pytest.raises(ValueError, match=r"training\.lr_local is given twice"):
+    with pytest.raises(ValueError, match=r"training\.lr_local is set twice"):
         main([*words, "--tune", "training.lr_local=1,2"])
 
 
