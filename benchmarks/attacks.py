@@ -117,7 +117,7 @@ def _accuracy(rule: ServerRule, attack: str, hostile: int, seed: int, device: to
             algorithm=Attacked(attack, hostile),
             server_rule=rule,
             rounds=rounds,
-            eval_every=rounds,
+            check_val_every_n_epoch=rounds,
             lr_local=0.1,
             batch_size=16,
             seed=seed,

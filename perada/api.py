@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python call: the same objects as a recipe's, built from arguments."""
+"""Federated fine-tuning by one call in Python, with the options of a recipe as arguments."""
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
 
+import docstring_parser
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -39,7 +39,7 @@ from perada.server.aggregate import Weighting
 
 __all__ = ["argument_texts", "finetune", "make_trainer"]
 SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
-"""Sections of a recipe and the classes whose arguments they have."""
+"""Classes whose arguments are the options of a section of a recipe."""
 OPTION_CLASSES: dict[str, type] = {
     "training": Training,
     "distillation": Distillation,
@@ -48,7 +48,7 @@ OPTION_CLASSES: dict[str, type] = {
     "client_privacy": ClientPrivacy,
     "secure_sums": SecureSums,
 }
-"""Sections of a recipe, and arguments of :func:`finetune`, and the dataclasses whose fields they have."""
+"""Dataclasses whose fields are the options of a section of a recipe. :func:`finetune` has arguments of these names."""
 
 
 def finetune(  # noqa: PLR0913  # options that users set by name; what belongs together is in dataclasses
@@ -83,7 +83,6 @@ def finetune(  # noqa: PLR0913  # options that users set by name; what belongs t
     drop_outliers: bool = False,
     seed: int = 0,
     trainer: pl.Trainer | None = None,
-    eval_every: int | None = None,
     resume_allow: list[str] | None = None,
     ckpt_path: str | None = None,
     **trainer_kwargs: Any,
@@ -132,31 +131,35 @@ def finetune(  # noqa: PLR0913  # options that users set by name; what belongs t
         drop_outliers: Leave updates out that are more than 50 times as long as the median of the round's.
         seed: Seed that all randomness is derived from.
         trainer: A Lightning trainer. It runs ``rounds`` epochs: leave its ``max_epochs`` out, or give the same number.
-        eval_every: Rounds between two evaluations: by default 1, or what the ``trainer`` has.
+            By default a trainer is made of ``trainer_kwargs``.
         resume_allow: Options, such as ``training.lr_local``, that may differ from those with which the run began;
             ``clients`` for more clients, ``images`` for other images of the same clients.
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
-        **trainer_kwargs: For the trainer made here, such as ``accelerator``, ``precision``, ``logger``.
+        **trainer_kwargs: Options of a Lightning trainer, in place of ``trainer``: ``accelerator``, ``precision``,
+            ``logger``, ``check_val_every_n_epoch`` (rounds between two evaluations, 1 by default) and so on.
 
     Returns:
         Models, states and metrics.
 
     Raises:
-        ValueError: If an argument cannot be used, or they do not fit one another.
+        ValueError: If an argument is invalid, or arguments contradict one another.
         FileNotFoundError: If weights, data or the checkpoint are missing.
     """
     watch_signals()
     check_integer("rounds", rounds, 0, hint="0 returns the initial states")
-    check_integer("eval_every", eval_every, optional=True, hint="give test=[] in the data for no evaluation")
-    everyday = {
+    training_arguments = {
         "lr_personal": lr_personal,
         "lr_local": lr_local,
         "local_epochs": local_epochs,
         "local_steps": local_steps,
     }
-    training = _training(training, everyday)
-    data_name = type(data).__name__
-    data = _datamodule(data, backbone, batch_size, image_size, num_classes)
+    training = _training(training, training_arguments)
+    # The type that the caller passed, before a datamodule is made of it.
+    data_type = type(data).__name__
+    if isinstance(data, FederatedData):
+        data = _make_datamodule(data, backbone, batch_size, image_size, num_classes)
+    else:
+        _check_datamodule(data, batch_size, image_size)
     algorithm, server_rule = with_server_rule(algorithm, server_rule)
     chosen_algorithm = _algorithm(algorithm, algorithm_options)
     model_options: dict[str, Any] = {
@@ -188,19 +191,23 @@ def finetune(  # noqa: PLR0913  # options that users set by name; what belongs t
     }
     loop = FederatedLoop(**loop_options, **sections, seed=seed)
     module = FederatedClassifier(**model_options)
+    trainer_options: dict[str, Any]
     if trainer is None:
-        trainer_options = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every or 1} | trainer_kwargs
+        trainer_options = {"max_epochs": rounds, "check_val_every_n_epoch": 1} | trainer_kwargs
         with quiet():
-            trainer = make_trainer(loop, rounds, eval_every or 1, **trainer_kwargs)
+            trainer = make_trainer(loop, rounds, **trainer_kwargs)
     else:
-        _take_over(trainer, loop, rounds, eval_every, trainer_kwargs)
-        trainer_options = {name: getattr(trainer, name) for name in ("max_epochs", "check_val_every_n_epoch")}
+        _set_up_callers_trainer(trainer, loop, rounds, trainer_kwargs)
+        trainer_options = {
+            "max_epochs": trainer.max_epochs,
+            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+        }
     config = {"trainer": trainer_options, "model": model_options, "federated": loop_options} | sections
-    # The noise of a private run in test mode would follow from the seed.
+    # In test mode the noise of a private run follows from the seed, so the seed is not written.
     if not loop.test_mode:
         config = {"seed_everything": seed} | config
-    loop.config = {name: as_plain(value) for name, value in config.items()}
-    loop.config["data"] = f"{data_name} of {data.num_clients} clients"
+    loop.config = {name: to_yaml_value(value) for name, value in config.items()}
+    loop.config["data"] = f"{data_type} of {data.num_clients} clients"
     loop.config["ckpt_path"] = ckpt_path
     early = early_fingerprint(loop, module, data)
     path = find_checkpoint(ckpt_path, Path(trainer.default_root_dir), early, loop.resume_allow)
@@ -209,112 +216,140 @@ def finetune(  # noqa: PLR0913  # options that users set by name; what belongs t
     return loop.outcome(module)
 
 
-def as_plain(value: object) -> Any:  # noqa: ANN401  # what YAML holds
-    """An option as it stands in a recipe; what has no place in one as a string that shows what it is.
+def to_yaml_value(value: object) -> Any:  # noqa: ANN401  # what YAML holds
+    """Convert the value of an option to what a recipe would hold.
 
-    >>> as_plain(make_algorithm("ditto", prox_strength=0.5))
+    Options are converted to a mapping of their fields, algorithms and server rules to their class and its arguments. An
+    object that no recipe can hold is converted to its ``repr``, cut to 500 characters.
+
+    >>> to_yaml_value(make_algorithm("ditto", prox_strength=0.5))
     {'class_path': 'perada.algorithms.perada.Ditto', 'init_args': {'prox_strength': 0.5}}
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): as_plain(one) for name, one in value.items()}
+        return {str(key): to_yaml_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [as_plain(one) for one in value]
-    if is_dataclass(value) and not isinstance(value, type) and type(value) in OPTION_CLASSES.values():
-        return as_plain(asdict(value))
+        return [to_yaml_value(item) for item in value]
     if isinstance(value, Algorithm | ServerRule):
-        names = [name for name in inspect.signature(type(value)).parameters if hasattr(value, name)]
-        options = {name: as_plain(getattr(value, name)) for name in names}
-        return {"class_path": f"{type(value).__module__}.{type(value).__qualname__}", "init_args": options}
+        class_path = f"{type(value).__module__}.{type(value).__qualname__}"
+        parameters = inspect.signature(type(value)).parameters
+        init_args = {name: to_yaml_value(getattr(value, name)) for name in parameters if hasattr(value, name)}
+        return {"class_path": class_path, "init_args": init_args}
+    if is_dataclass(value) and not isinstance(value, type) and type(value) in OPTION_CLASSES.values():
+        return to_yaml_value(asdict(value))
     return shorten(repr(value), 500, placeholder="...")
 
 
-def _training(training: Training | dict[str, Any] | None, everyday: Mapping[str, Any]) -> Training:
-    """Return the options of training, some of which :func:`finetune` also takes as arguments of their own.
+def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str, Any]) -> Training:
+    """Return the options of training, some of which :func:`finetune` also takes as arguments.
 
     Args:
         training: The options, or a dictionary of some of them.
-        everyday: The arguments; those that were not given are None.
+        arguments: Those arguments of :func:`finetune`; None for one that the caller left out.
 
     Raises:
-        ValueError: If an option is given twice, or is out of range.
+        ValueError: If an option is set in both, or is out of range.
     """
-    set_options = {name: value for name, value in everyday.items() if value is not None}
+    options: Mapping[str, Any]
+    options_set: Collection[str]
     if isinstance(training, Training):
-        fields_of_section: Collection[str] = [field.name for field in fields(training)]
+        options = {}
+        # Nobody can tell which fields of an object were set and which have their defaults.
+        options_set = [field.name for field in fields(training)]
     else:
-        training = {} if training is None else training
-        check_options("training", training, "{'momentum': 0.9}")
-        fields_of_section = training
-    for name, value in set_options.items():
-        if name in fields_of_section:
+        options = {} if training is None else training
+        check_options("training", options, "{'momentum': 0.9}")
+        options_set = options
+    arguments_set = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in arguments_set.items():
+        if name in options_set:
             raise OptionError(
                 f"{name}={value!r} cannot be given beside training={training!r}; set it there", name=name, value=value
             )
     if isinstance(training, Training):
         return training
-    options = options_of(Training, "training", training | set_options)
-    assert options is not None
-    return options
+    result = options_of(Training, "training", {**options, **arguments_set})
+    assert result is not None
+    return result
 
 
 def _algorithm(algorithm: str | Algorithm, options: dict[str, Any] | None) -> Algorithm:
-    """Return the algorithm itself, or the one of that name with these options.
+    """Return the algorithm, made with these options if it is a name.
 
     Raises:
-        ValueError: If options are given beside an algorithm that has its own.
+        ValueError: If there are options, and the algorithm is an object, which has its own.
     """
     if options is None:
         options = {}
     check_options("algorithm_options", options, "{'modes': 5}")
     if options and isinstance(algorithm, Algorithm):
         name, value = next(iter(options.items()))
-        kind = type(algorithm).__name__
+        algorithm_class = type(algorithm).__name__
         raise ValueError(
-            f"{name}={value!r} cannot be given beside an algorithm that is made already; give it to {kind} itself"
+            f"{name}={value!r} cannot be given beside an algorithm that is made already; "
+            f"give it to {algorithm_class} itself"
         )
     return make_algorithm(algorithm, **options)
 
 
-def _datamodule(
-    data: object, backbone: object, batch_size: int | Literal["full"] | None, size: int | None, classes: int | None
+def _make_datamodule(
+    data: FederatedData,
+    backbone: object,
+    batch_size: int | Literal["full"] | None,
+    image_size: int | None,
+    num_classes: int | None,
 ) -> FederatedDataModule:
-    """The data module itself, with options of its own, or one that is made of the clients' data."""
-    if isinstance(data, FederatedData):
-        classes = classes or data.num_classes
-        if classes is None and isinstance(backbone, nn.Module):  # its head is its last linear layer
-            outputs = [layer.out_features for layer in backbone.modules() if isinstance(layer, nn.Linear)]
-            classes = next(reversed(outputs), None)
-        batch_size = 64 if batch_size is None else batch_size
-        return FederatedDataModule(data, batch_size=batch_size, image_size=size, num_classes=classes)
+    """Return a datamodule that serves these data.
+
+    Without a number of classes it is that of the data or, if the data have none, of the backbone's last linear layer.
+    """
+    num_classes = num_classes or data.num_classes
+    if num_classes is None and isinstance(backbone, nn.Module):
+        linear_layers = [layer for layer in backbone.modules() if isinstance(layer, nn.Linear)]
+        if linear_layers:
+            num_classes = linear_layers[-1].out_features
+    if batch_size is None:
+        batch_size = 64
+    return FederatedDataModule(data, batch_size=batch_size, image_size=image_size, num_classes=num_classes)
+
+
+def _check_datamodule(data: object, batch_size: int | Literal["full"] | None, image_size: int | None) -> None:
+    """Raise if the data are no datamodule, or an argument contradicts the datamodule's options."""
     if not isinstance(data, FederatedDataModule):
         raise TypeError(f"data is a {type(data).__name__}; give a FederatedData or a FederatedDataModule")
-    for name, value, own in (("batch_size", batch_size, data.batch_size), ("image_size", size, data.image_size)):
-        if value not in (None, own):
+    for name, value in {"batch_size": batch_size, "image_size": image_size}.items():
+        datamodule_value = getattr(data, name)
+        if value is not None and value != datamodule_value:
             raise OptionError(
-                f"{name}={value!r} cannot be given beside a datamodule, which has {own!r}; set it there",
+                f"{name}={value!r} cannot be given beside a datamodule, which has {datamodule_value!r}; set it there",
                 name=name,
                 value=value,
             )
-    return data
 
 
-def _take_over(
-    trainer: pl.Trainer, loop: FederatedLoop, rounds: int, eval_every: int | None, others: dict[str, Any]
+def _set_up_callers_trainer(
+    trainer: pl.Trainer, loop: FederatedLoop, rounds: int, trainer_kwargs: Mapping[str, Any]
 ) -> None:
-    """Have a trainer of the caller's own run so many rounds, and evaluate as often as is asked for."""
-    if others:
-        raise ValueError(f"{sorted(others)} cannot be used beside trainer=; set them in the trainer itself")
+    """Add the loop to a trainer that the caller made, and let it run for so many rounds.
+
+    Raises:
+        ValueError: If there are options besides the trainer's, or the trainer has another number of rounds or a loop
+            already, or options that federated rounds do not support.
+    """
+    if trainer_kwargs:
+        raise ValueError(f"{sorted(trainer_kwargs)} cannot be used beside trainer=; set them in the trainer itself")
     if any(isinstance(callback, FederatedLoop) for callback in callbacks_of(trainer)):
         raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
+    # fast_dev_run sets max_epochs, and the trial must stay as short as that.
     if not is_dev_run(trainer):
-        if trainer.max_epochs not in (None, -1, 1000, rounds):  # 1000 is Lightning's default
-            given = f"max_epochs={trainer.max_epochs} and rounds={rounds}"
-            raise ValueError(f"the trainer has {given}; give both the same, or leave max_epochs out")
+        # 1000 is Lightning's default.
+        if trainer.max_epochs not in (None, -1, 1000, rounds):
+            raise ValueError(
+                f"the trainer has max_epochs={trainer.max_epochs} and rounds={rounds}; "
+                "give both the same, or leave max_epochs out"
+            )
         trainer.fit_loop.max_epochs = rounds
-    if eval_every is not None:
-        trainer.check_val_every_n_epoch = eval_every
     # First, since checkpoints must see what the loop did.
     callbacks_of(trainer).insert(0, loop)
     check_trainer(trainer)
@@ -323,7 +358,7 @@ def _take_over(
 def _distillation(
     distillation: Distillation | dict[str, Any] | None, algorithm: Algorithm, has_public_set: bool
 ) -> Distillation:
-    """Return the options of the distillation. Where there is no public set, the number of steps is 0 by default."""
+    """Return the options of the distillation. Without a public set, the number of steps is 0 by default."""
     options = options_of(Distillation, "distillation", {} if distillation is None else distillation)
     assert options is not None
     has_steps = isinstance(distillation, Distillation) or "steps" in (distillation or {})
@@ -335,9 +370,12 @@ def _distillation(
 
 
 def argument_texts(documented: Callable[..., Any]) -> dict[str, str]:
-    """What the section Args of a docstring, or Attributes of options, says of each argument, on one line."""
-    section = re.search(
-        r"^(?:Args|Attributes):\n(.*?)(?:\n\n|\Z)", inspect.getdoc(documented) or "", re.DOTALL | re.MULTILINE
-    )
-    found = re.findall(r"^    ([*\w]+): (.*(?:\n     .*)*)", section[1] if section else "", re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+    """Return the description of each argument of a class or function, on one line, from its docstring."""
+    docstring = inspect.getdoc(documented) or ""
+    parsed = docstring_parser.parse(docstring, docstring_parser.DocstringStyle.GOOGLE)
+    texts: dict[str, str] = {}
+    for entry in parsed.params:
+        # Attributes are listed too; their section is called "attribute".
+        if entry.args[0] == "param":
+            texts[entry.arg_name] = " ".join((entry.description or "").split())
+    return texts

@@ -14,11 +14,13 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import peft
 import pytest
 import pytorch_lightning as pl
 import torch
+from jsonargparse import ArgumentParser
 from packaging.requirements import Requirement
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from pytorch_lightning.callbacks import TQDMProgressBar
@@ -34,6 +36,7 @@ import perada.adapters  # registers its methods with PEFT
 
 ROOT = Path(__file__).parents[1]
 SEEN = {
+    "jsonargparse": "4.53.0",
     "opacus": "1.6.0",
     "peft": "0.21.2",
     "pytorch-lightning": "2.6.6",
@@ -315,6 +318,50 @@ def test_an_iterator_over_batches_has_its_worker_processes():
 
 
 # ------------------------------------------------------------------------------------------------- others
+
+
+class Layer:
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--rate", "argument --rate: expected one argument"),
+        ("--rte=1", "unrecognized arguments: --rte=1"),
+        ("--rate=fast", "Parser key \"rate\":\n  Expected a <class 'float'>. Got value: fast"),
+        ("--mode=c", "Parser key \"mode\":\n  Expected a typing.Literal['a', 'b']. Got value: c"),
+        (
+            "--layer=nowhere.Thing",
+            "Parser key \"layer\":\n  Problem with given class_path 'nowhere.Thing':\n    No module named 'nowhere'",
+        ),
+        (
+            "--layer=argparse.Thing",
+            "Parser key \"layer\":\n  Problem with given class_path 'argparse.Thing':\n"
+            "    module 'argparse' has no attribute 'Thing'",
+        ),
+        (
+            "--layer=argparse.Action",
+            'Parser key "layer":\n  Import path argparse.Action does not correspond to a subclass of Layer',
+        ),
+        ("--layer=Layr", 'Parser key "layer":\n  Expected a dot import path string: Layr'),
+        (
+            f'--layer={{"class_path": "{__name__}.Layer", "init_args": {{"sizes": 3}}}}',
+            f"Parser key \"layer\":\n  Problem with given class_path '{__name__}.Layer':\n"
+            "    Option 'sizes' is not accepted",
+        ),
+    ],
+)
+def test_jsonargparse_words_its_errors_as_the_program_reads_them(word, message):
+    """``perada/cli/parser_errors.py`` finds options and values in these texts, since the errors have no attributes."""
+    parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--rate", type=float, default=1.0)
+    parser.add_argument("--mode", type=Literal["a", "b"], default="a")
+    parser.add_argument("--layer", type=Layer)
+    with pytest.raises(argparse.ArgumentError) as error:
+        parser.parse_args([word])
+    assert str(error.value) == message
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")

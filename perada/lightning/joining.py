@@ -112,10 +112,16 @@ def personalize(  # noqa: PLR0913  # one argument an option of `perada clients a
         seed=seed,
     )
     loop.phases = phases
-    options: dict[str, Any] = {"logger": False, "devices": 1, "num_nodes": 1, "enable_progress_bar": progress}
+    options: dict[str, Any] = {
+        "check_val_every_n_epoch": rounds,
+        "logger": False,
+        "devices": 1,
+        "num_nodes": 1,
+        "enable_progress_bar": progress,
+    }
     if accelerator is not None:
         options["accelerator"] = accelerator
-    trainer = make_trainer(loop, rounds, eval_every=rounds, **options)
+    trainer = make_trainer(loop, rounds, **options)
     trainer.fit(module, datamodule=datamodule)
 
     client_run = loop.outcome(module)

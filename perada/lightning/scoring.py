@@ -45,7 +45,7 @@ def scoring_notice(seconds: float, batches: int, models: int, everywhere: int) -
     total = seconds * batches
     if total < LONG_SCORING:
         return None
-    remedy = "score less often with eval_every (--trainer.check_val_every_n_epoch)"
+    remedy = "score less often with check_val_every_n_epoch (--trainer.check_val_every_n_epoch)"
     if everywhere > FEW_MODELS:
         remedy = (
             f"score only some of them on all images with global_test_clients={FEW_MODELS} "

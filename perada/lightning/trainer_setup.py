@@ -14,7 +14,7 @@ import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.plugins import TorchCheckpointIO
 
-from perada.core.checks import OptionError, check_choice, invalid_option
+from perada.core.checks import OptionError, check_choice, check_integer, invalid_option
 from perada.lightning.checkpoint import AtomicCheckpointIO
 from perada.lightning.foreign_callbacks import check_callbacks
 from perada.lightning.strategies import FederatedStrategy, started_by_torchrun
@@ -155,6 +155,14 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"{options} do not match the {os.environ['WORLD_SIZE']} processes that torchrun started; leave both out"
         )
     check_callbacks(trainer)
+    # Lightning accepts 0, and divides by it after the first round.
+    check_integer(
+        "check_val_every_n_epoch",
+        trainer.check_val_every_n_epoch,
+        1,
+        optional=True,
+        hint="give limit_val_batches=0 for no evaluation",
+    )
     for name, unsupported in UNSUPPORTED_TRAINER_OPTIONS.items():
         value = getattr(trainer, name)
         # fast_dev_run sets max_steps.

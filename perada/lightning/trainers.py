@@ -18,7 +18,7 @@ TRAINER_DEFAULTS = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, "enable_m
 """Options of a trainer whose defaults differ from Lightning's."""
 
 
-def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **options: Any) -> pl.Trainer:
+def make_trainer(loop: FederatedLoop, rounds: int, **options: Any) -> pl.Trainer:
     """Create a trainer with perada's defaults: one device, CSV logs, a checkpoint after every round.
 
     Under torchrun it has as many devices as processes were started. Without a logger there is no run folder, and no
@@ -27,15 +27,14 @@ def make_trainer(loop: FederatedLoop, rounds: int, eval_every: int = 1, **option
     Args:
         loop: The loop, which becomes the first callback.
         rounds: Number of rounds.
-        eval_every: Rounds from one evaluation to the next.
-        options: Options of Lightning's Trainer.
+        options: Options of Lightning's Trainer, such as ``check_val_every_n_epoch``, the number of rounds from one
+            evaluation to the next.
 
     Raises:
         ValueError: If an option cannot be used.
     """
     callbacks = as_callback_list(options.pop("callbacks", None))
-    rounds_options = {"max_epochs": rounds, "check_val_every_n_epoch": eval_every}
-    options = TRAINER_DEFAULTS | rounds_options | device_defaults() | options
+    options = TRAINER_DEFAULTS | {"max_epochs": rounds} | device_defaults() | options
     check_devices(options.get("accelerator", "auto"), options["devices"])
     check_words(options)
     default_options, default_callbacks = default_components(options, callbacks)

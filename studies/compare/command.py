@@ -6,13 +6,11 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
-from perada.api import argument_texts
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
 from perada.studies.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
 from perada.studies.compare.results import NO_POINT, Results, Trial, choose, score, score_text
@@ -224,49 +222,83 @@ def _split_words(words: list[str], parser: ArgumentParser) -> SplitWords:
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    """Add the options of ``perada compare``.
-
-    Attributes:
-        recipes: Recipes or configuration files.
-        algorithms: Instead of the recipes' own: all, names of `perada.finetune`, or classes of your own by their paths,
-            such as mine.MyAlgorithm.
-        paper: Each algorithm trains what its paper trains: PerAda the recipe's adapter, the others full models.
-        seeds: Seeds.
-        set: Value of an option of `perada fit` for some algorithms: ditto,perada:NAME=V. A+B=V gives two options the
-            same value.
-        tune: Values of options of `perada fit`. Each is first tried with the first seed, on images that the clients
-            hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same value. With several
-            --tune every combination is tried. ditto,perada:NAME=V1,V2 is for these algorithms only. NAME=lo..hi is a
-            range, of which --trials settings are tried; it needs perada[tune].
-        trials: Settings tried of each algorithm whose --tune has a range (default: 10).
-        sampler: How settings are drawn from ranges: tpe or random.
-        choose_by: Scores on the held-out images whose mean chooses (default: those of the personal models), such as
-            global/global_test or personal/local_test_worst.
-        variants: Rows by name, each with the options of `perada fit` that it changes:
-            'mirrored={data.flip: true, data.crop_padding: 2}'. Without any it is one row, of what all runs have.
-        vary: Values of an option of `perada fit`, in the same form, each of which makes a row of its own. With
-            several --vary every combination is a row.
-        jobs: Runs at once, each in its own process.
-        threads: Threads of each run.
-        output: JSON file of results; what it holds is not computed again.
-    """
-    values = {"action": "append", "default": [], "metavar": "NAME=V1,V2"}
-    options: dict[str, dict[str, Any]] = {
-        "recipes": {"nargs": "+"},
-        "--algorithms": {"nargs": "+", "default": [], "metavar": "NAME"},
-        "--paper": {"action": "store_true"},
-        "--seeds": {"nargs": "+", "type": int, "default": [0]},
-        "--set": values | {"metavar": "ALGORITHMS:NAME=V"},
-        "--tune": values | {"metavar": "[ALGORITHMS:]NAME=V1,V2"},
-        "--trials": {"type": PositiveInt},
-        "--sampler": {"type": Sampler, "default": "tpe"},
-        "--choose_by": {"nargs": "+", "default": list(CHOSEN_BY), "metavar": "SCORE"},
-        "--variants": values | {"metavar": "NAME={OPTION: V}"},
-        "--vary": values,
-        "--jobs": {"type": PositiveInt, "default": 1},
-        "--threads": {"type": PositiveInt, "default": 1},
-        "--output": {"type": Path},
-    }
-    texts = argument_texts(_add_options)
-    for name, option in options.items():
-        parser.add_argument(name, help=texts[name.removeprefix("--")], **option)
+    """Add the options of ``perada compare``."""
+    parser.add_argument("recipes", nargs="+", help="Recipes or configuration files.")
+    parser.add_argument(
+        "--algorithms",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=(
+            "Instead of the recipes' own: all, names of `perada.finetune`, or classes of your own by their "
+            "paths, such as mine.MyAlgorithm."
+        ),
+    )
+    parser.add_argument(
+        "--paper",
+        action="store_true",
+        help="Each algorithm trains what its paper trains: PerAda the recipe's adapter, the others full models.",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="Seeds.")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="ALGORITHMS:NAME=V",
+        help=(
+            "Value of an option of `perada fit` for some algorithms: ditto,perada:NAME=V. A+B=V gives two "
+            "options the same value."
+        ),
+    )
+    parser.add_argument(
+        "--tune",
+        action="append",
+        default=[],
+        metavar="[ALGORITHMS:]NAME=V1,V2",
+        help=(
+            "Values of options of `perada fit`. Each is first tried with the first seed, on images that the "
+            "clients hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same "
+            "value. With several --tune every combination is tried. ditto,perada:NAME=V1,V2 is for these "
+            "algorithms only. NAME=lo..hi is a range, of which --trials settings are tried; it needs "
+            "perada[tune]."
+        ),
+    )
+    parser.add_argument(
+        "--trials", type=PositiveInt, help="Settings tried of each algorithm whose --tune has a range (default: 10)."
+    )
+    parser.add_argument(
+        "--sampler", type=Sampler, default="tpe", help="How settings are drawn from ranges: tpe or random."
+    )
+    parser.add_argument(
+        "--choose_by",
+        nargs="+",
+        default=list(CHOSEN_BY),
+        metavar="SCORE",
+        help=(
+            "Scores on the held-out images whose mean chooses (default: those of the personal models), such "
+            "as global/global_test or personal/local_test_worst."
+        ),
+    )
+    parser.add_argument(
+        "--variants",
+        action="append",
+        default=[],
+        metavar="NAME={OPTION: V}",
+        help=(
+            "Rows by name, each with the options of `perada fit` that it changes: 'mirrored={data.flip: "
+            "true, data.crop_padding: 2}'. Without any it is one row, of what all runs have."
+        ),
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="NAME=V1,V2",
+        help=(
+            "Values of an option of `perada fit`, in the same form, each of which makes a row of its own. "
+            "With several --vary every combination is a row."
+        ),
+    )
+    parser.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at once, each in its own process.")
+    parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads of each run.")
+    parser.add_argument("--output", type=Path, help="JSON file of results; what it holds is not computed again.")

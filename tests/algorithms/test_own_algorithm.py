@@ -35,7 +35,7 @@ def written(page, file):
 
 
 def trained(tiny, **options):
-    settings = tiny.options | {"distill_steps": None, "logger": False, "eval_every": 9} | options
+    settings = tiny.options | {"distill_steps": None, "logger": False, "check_val_every_n_epoch": 9} | options
     (state,) = perada.finetune(tiny.net(), tiny.data(public=False, test=False), **sections(**settings)).states("global")
     return {name: value for name, value in state.items() if value.is_floating_point()}
 

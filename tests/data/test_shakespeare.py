@@ -163,7 +163,7 @@ OPTIONS = {
     "adapter": "full",
     "rounds": 2,
     "local_steps": 1,
-    "eval_every": 2,
+    "check_val_every_n_epoch": 2,
     "lr_personal": 0.5,
     "lr_local": 0.5,
     "logger": False,

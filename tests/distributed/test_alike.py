@@ -38,7 +38,7 @@ def said(monkeypatch, **options):
         ({"distill_steps": 4}, "distillation"),
         ({"local_steps": 2}, r"training\.local_steps"),
         ({"clients_per_round": 2}, "clients_per_round"),
-        ({"eval_every": 2}, "check_val_every_n_epoch"),
+        ({"check_val_every_n_epoch": 2}, "check_val_every_n_epoch"),
         ({"global_test_clients": 2}, "global_test_clients"),
     ],
 )

@@ -51,7 +51,7 @@ class Recorder(pl.Callback):
         self.rounds.append(trainer.current_epoch)
 
 
-def build(tiny, root, algorithm="perada", rounds=4, callbacks=(), eval_every=1, data=None, **trainer):
+def build(tiny, root, algorithm="perada", rounds=4, callbacks=(), data=None, **trainer):
     """Trainer, module, data and loop of a run with partial participation, dropout, momentum and a cosine schedule."""
     distillation = Distillation(steps=3, batch_size=4)
     training = Training(lr_personal=0.1, lr_local=0.1, momentum=0.9, lr_schedule="cosine")
@@ -61,7 +61,6 @@ def build(tiny, root, algorithm="perada", rounds=4, callbacks=(), eval_every=1, 
     trainer = make_trainer(
         loop,
         rounds,
-        eval_every,
         callbacks=list(callbacks),
         **({"accelerator": "cpu", "enable_progress_bar": False, "default_root_dir": str(root)} | trainer),
     )
@@ -98,7 +97,7 @@ def rows(folder):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "checkpoint", "step", "eval_every"),
+    ("algorithm", "checkpoint", "step", "every"),
     [
         ("perada", None, None, 1),
         ("perada", None, 1, 2),
@@ -109,11 +108,11 @@ def rows(folder):
 )
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")  # Lightning's own checkpoint says so
 @pytest.mark.every(6)
-def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, checkpoint, step, eval_every):
+def test_four_rounds_are_two_and_a_kill_and_two(tiny, tmp_path, algorithm, checkpoint, step, every):
     def callbacks():
         return [checkpoint()] if checkpoint else []
 
-    options = {"algorithm": algorithm, "eval_every": eval_every}
+    options = {"algorithm": algorithm, "check_val_every_n_epoch": every}
     whole = fit(tiny, tmp_path / "whole", callbacks=callbacks(), **options)
     with pytest.raises(RuntimeError, match="killed"):
         fit(tiny, tmp_path / "killed", callbacks=[*callbacks(), Killer(2, step)], **options)
@@ -316,7 +315,7 @@ def test_fine_tuning_after_an_early_stop_leaves_a_best_checkpoint_as_it_was(tiny
 
 
 def test_rounds_between_evaluations_and_one_at_the_end(tiny, tmp_path):
-    run = fit(tiny, tmp_path, eval_every=3)
+    run = fit(tiny, tmp_path, check_val_every_n_epoch=3)
     scored = [record["round"] for record in run.metrics["rounds"] if "global/global_test" in record]
     assert scored == [2, 3]
     x = torch.cat([part.tensors[0] for part in tiny.data().test])

@@ -19,7 +19,7 @@ SHOWN = {
 
 
 def test_a_file_gets_a_line_for_each_round(tiny, tmp_path, capsys):
-    options = tiny.options | {"enable_progress_bar": True, "default_root_dir": tmp_path, "eval_every": 2}
+    options = tiny.options | {"enable_progress_bar": True, "default_root_dir": tmp_path, "check_val_every_n_epoch": 2}
     run = perada.finetune(tiny.net(), tiny.data(), **sections(rounds=4, **options))
     said = capsys.readouterr().err
     assert "\r" not in said

@@ -27,7 +27,7 @@ def test_the_time_of_all_batches_is_that_of_the_first_times_their_number(seconds
         assert notice is None
         return
     assert wanted in notice
-    assert "eval_every" in notice
+    assert "check_val_every_n_epoch" in notice
     assert ("global_test_clients=10" in notice) == (everywhere > 10)
 
 
