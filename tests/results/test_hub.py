@@ -15,7 +15,7 @@ import perada
 from perada.algorithms import FedAvg, HetLoRA
 from perada.cli import main
 
-from .test_model_card import made
+from .test_model_card import made, plain_run
 
 COMMIT = "1" * 40
 
@@ -105,7 +105,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def test_a_named_clients_adapter_goes_to_the_hub_and_comes_back(hub, capsys):
-    run = made()
+    run = plain_run()
     run.push_to_hub("me/south", client="south", license="mit", token="hf_x")
     said = capsys.readouterr().err
     assert "uploading to the private repository 'me/south': the adapter of client south" in said
@@ -127,7 +127,7 @@ def test_a_named_clients_adapter_goes_to_the_hub_and_comes_back(hub, capsys):
 
 
 def test_the_command_does_the_same(hub, tmp_path, monkeypatch, capsys):
-    made().save(tmp_path / "saved")
+    plain_run().save(tmp_path / "saved")
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     main(["push", str(tmp_path / "saved"), "me/south", "--client=south", "--license=mit"])
     assert capsys.readouterr().out.strip().endswith("me/south")
@@ -143,7 +143,7 @@ def test_the_command_does_the_same(hub, tmp_path, monkeypatch, capsys):
 
 
 def test_no_personal_adapter_goes_unless_its_client_is_named(hub):
-    run = made()
+    run = plain_run()
     run.push_to_hub("me/all", token="hf_x")
     files = hub.repos["me/all"]["files"]
     assert not any(b"north" in content or b"south" in content for content in files.values())
@@ -154,12 +154,12 @@ def test_no_personal_adapter_goes_unless_its_client_is_named(hub):
 
 def test_an_unknown_client_is_refused_before_anything_leaves(hub):
     with pytest.raises(ValueError, match="client='west' is unknown"):
-        made().push_to_hub("me/west", client="west", token="hf_x")
+        plain_run().push_to_hub("me/west", client="west", token="hf_x")
     assert hub.repos == {}
 
 
 def test_a_public_repository_that_is_there_gets_no_private_adapter(hub):
-    run = made()
+    run = plain_run()
     run.push_to_hub("me/all", private=False, token="hf_x")
     hub.repos["me/all"]["files"].clear()
     with pytest.raises(ValueError, match="'me/all' exists already and is public, and nothing was uploaded"):
@@ -235,10 +235,15 @@ def test_test_mode_is_warned_of(hub, capsys):
     assert "which protects nothing" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def run_of_two_ranks():
+    return made(adapter="lora", algorithm=HetLoRA(FedAvg(), [3, 2]))
+
+
 @pytest.mark.parametrize("client", [None, "south"])
-def test_of_the_other_clients_ranks_nothing_leaves(hub, client):
+def test_of_the_other_clients_ranks_nothing_leaves(hub, client, run_of_two_ranks):
     """A rank tells what a client's machine can hold: beside one adapter there is no list of all."""
-    run = made(adapter="lora", algorithm=HetLoRA(FedAvg(), [3, 2]))
+    run = run_of_two_ranks
     assert run.info["lora_ranks"] == [3, 2]
     run.push_to_hub("me/adapter", client=client, token="hf_x")
     content = json.loads(hub.repos["me/adapter"]["files"]["run.json"])

@@ -325,8 +325,8 @@ def test_another_backbone_is_refused(saved, tiny):
 
 
 def test_another_rank_is_refused(tiny, tmp_path):
-    narrow = make_run(tiny, "test_vit", "lora", adapter_options={"r": 2}, rounds=0)
-    wide = make_run(tiny, "test_vit", "lora", adapter_options={"r": 4}, rounds=0)
+    narrow = make_run(tiny, "test_resnet", "lora", adapter_options={"r": 2}, rounds=0)
+    wide = make_run(tiny, "test_resnet", "lora", adapter_options={"r": 4}, rounds=0)
     narrow.save(tmp_path / "narrow")
     undigested(wide.save(tmp_path / "wide"))
     (tmp_path / "wide" / "client_1").rename(tmp_path / "aside")
