@@ -55,6 +55,7 @@ def code(worker, round):
     return read_header(worker.answer(train(worker, round), ""))["code"]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("change", "part", "says"),
     [
@@ -90,6 +91,7 @@ def test_the_site_can_accept_the_change(tiny, tmp_path, caplog):
     assert code(made.worker(0), 2) == "ok"  # accepted once: these are now the images of the run
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("loop", [PRIVATE, OF_CLIENTS], ids=["images", "clients"])
 @pytest.mark.parametrize("allow", [(), ("images",)])
 def test_a_private_run_never_goes_on_with_others(tiny, tmp_path, caplog, loop, allow):

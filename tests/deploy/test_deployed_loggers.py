@@ -60,6 +60,7 @@ def test_loggers_get_the_metrics_of_a_simulation_by_their_names(tiny, tmp_path):
     assert again.rows == recorder.rows  # each start logs the whole run
 
 
+@pytest.mark.slow
 def test_a_logger_that_fails_costs_no_round(tiny, tmp_path, caplog):
     parties = Parties(tiny, tmp_path)
     failing, other = Recorder(fails=1), Recorder()

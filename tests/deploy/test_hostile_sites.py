@@ -51,6 +51,7 @@ def broken(*names):
     return lambda who, what, reply, message: code(message) if who in names and what == "train" else reply
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "facts", [{"losses": {"local": None}}, {"losses": {"local": 1e400}}, {"counts": {"x": [1, 1]}}]
 )
@@ -80,6 +81,7 @@ def test_scores_on_no_images_are_malformed(tiny, tmp_path):
     assert "global/global_test" not in progress.history[0]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("size", [0, 10**12])
 def test_who_says_a_size_that_cannot_be_is_not_let_in(size, tiny, tmp_path, caplog):
     parties = Parties(tiny, tmp_path, rounds=1)

@@ -94,6 +94,7 @@ def test_what_is_scraped_is_what_the_run_keeps(tiny, tmp_path):
         again.bind(("127.0.0.1", port))  # it is free
 
 
+@pytest.mark.slow
 def test_codes_of_sites_that_do_not_answer_are_counted(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=2)
 
@@ -142,6 +143,7 @@ def test_epsilon_is_there_where_a_site_says_it(may_send, tiny, tmp_path):
     assert of_run and all(math.isinf(value) for value in of_run)  # the first site never says it
 
 
+@pytest.mark.slow
 def test_who_is_in_the_last_sum_is_told(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1, sizes=(9, 5, 14, 7), loop={"secure_sums": SecureSums()})
 
@@ -180,6 +182,7 @@ def lines_of(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_local_run_serves_metrics_and_logs_json(tmp_path, capsys, monkeypatch):
     files = [str(approved(tmp_path / name, name, n)) for n, name in enumerate(("alpha", "beta"))]
     port, seen, root = free_port(), [], logging.root.handlers[:]

@@ -117,6 +117,7 @@ def test_former_runs_of_a_site_are_listed_and_exported(tmp_path, capsys, monkeyp
         main(["deploy", "export", str(path), "--run", "0", "--output", "other"])
 
 
+@pytest.mark.slow
 def test_an_export_while_the_next_run_begins_names_the_former_ones(tmp_path, monkeypatch):
     path = write(tmp_path, "a", data=PART | {"client": 0})
     states = [
@@ -132,6 +133,7 @@ def test_an_export_while_the_next_run_begins_names_the_former_ones(tmp_path, mon
         main(["deploy", "export", str(path), "--output", "out"])
 
 
+@pytest.mark.slow
 def test_a_site_says_both_ids_of_a_run(tiny, tmp_path, caplog):
     """Flower's, which the server's owner sees, and perada's, under which the site's state is."""
     caplog.set_level(logging.INFO)

@@ -52,7 +52,7 @@ def assert_equal(parties, tolerance=0.0, personalized=True, **terms):
     return loop, coordinator
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "ditto", "perada"])
+@pytest.mark.parametrize("algorithm", [pytest.param("fedavg", marks=pytest.mark.slow), "ditto", "perada"])
 def test_a_deployed_run_equals_its_simulation(algorithm, tiny, tmp_path):
     loop, _ = assert_equal(Parties(tiny, tmp_path, algorithm))
     with (tmp_path / "server" / "metrics.csv").open() as file:
@@ -139,17 +139,19 @@ def normalized():
 
 
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"fedalt_adapter", "fedsim_adapter", *ADAPTER_OF}))
-@pytest.mark.every(5)
+@pytest.mark.every(40)
 def test_running_statistics_equal_those_of_a_simulation(algorithm, tiny, tmp_path):
     assert_equal(Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=normalized))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("algorithm", ["perada", FedEnsemble(PerAda(), modes=2)])
 def test_teachers_in_training_mode_equal_those_of_a_simulation(algorithm, tiny, tmp_path):
     loop = {"distillation": Distillation(steps=3, batch_size=4, lr=0.05, teacher_mode="train")}
     assert_equal(Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=normalized, loop=loop))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_augmented_public_images_equal_those_of_a_simulation(mode, tiny, tmp_path):
     loop = {"distillation": Distillation(steps=3, batch_size=4, lr=0.05, teacher_mode=mode)}
@@ -208,7 +210,7 @@ MIXED = ["fedex_lora", "feddpa", "feddpa_f", "flora", "fedalt_row"]
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("algorithm", [*MIXED, "ditto", "fed_ensemble", "scaffold"])
-@pytest.mark.every(6)
+@pytest.mark.every(16)
 def test_each_tensor_lies_in_memory_as_in_the_simulation(algorithm, resumed, tiny, tmp_path, monkeypatch):
     """The last bits depend on it, on some machines: some tensors of a state are in channels_last and others are not."""
     seen = {}

@@ -50,6 +50,7 @@ def test_the_epsilon_of_sites_that_do_not_tell_it_is_infinite_in_the_metrics(tin
     assert [math.isinf(value) for value in shown] == [True, False, False]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("level", [OF_IMAGES, OF_CLIENTS], ids=["images", "clients"])
 def test_a_page_on_a_private_deployment_has_no_scores_whatever_sites_send(level, tiny, tmp_path):
     parties = Parties(tiny, tmp_path, loop=level)
@@ -88,6 +89,7 @@ def test_the_fine_tuning_is_in_the_epsilon_that_the_server_shows(tiny, tmp_path)
     assert min(sample["release"]) > max(0, min(sample["server"]))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("code", "known"), [("failed", False), ("exhausted", True)])
 def test_a_site_that_may_have_tuned_has_no_known_epsilon(code, known, tiny, tmp_path):
     parties = Parties(tiny, tmp_path, "fedavg_ft", loop=OF_IMAGES)
@@ -103,6 +105,7 @@ def test_a_site_that_may_have_tuned_has_no_known_epsilon(code, known, tiny, tmp_
     assert math.isfinite(spent["site0"]) and math.isfinite(spent["site2"])
 
 
+@pytest.mark.slow
 def test_the_epsilon_of_a_site_whose_training_broke_is_unknown_until_it_says_it_again(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=3, loop=OF_IMAGES)
     workers = parties.workers(may_send=("epsilon",))
@@ -119,6 +122,7 @@ def test_the_epsilon_of_a_site_whose_training_broke_is_unknown_until_it_says_it_
     assert [math.isinf(row["privacy/server_epsilon_max"]) for row in progress.history] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_a_negative_epsilon_is_malformed(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1, loop=OF_IMAGES)
     workers = parties.workers(may_send=("epsilon",))

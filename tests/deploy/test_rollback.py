@@ -355,6 +355,7 @@ def test_the_number_in_log_and_state_counts_every_commit(tiny, tmp_path):
     assert written == 2 * 4  # a round's training, its vector, its scores and theirs
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("content", [b"", b"used\n", b"{", b'{"lines": 1}' + bytes(20), bytes(160), b"[1, 2]"])
 def test_a_lock_file_that_is_lost_or_damaged_is_no_reason_to_refuse(content, tiny, tmp_path):
     """It may hold a mixture after a power failure, and an operator may take it for a lock that was left."""

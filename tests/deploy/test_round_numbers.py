@@ -17,6 +17,7 @@ from .test_sites import train
 NAMED = re.compile(r"round (\d+)")
 
 
+@pytest.mark.slow
 def test_logs_status_and_audit_count_the_rounds_of_a_run_from_one(tiny, tmp_path, caplog, capsys):
     caplog.set_level(logging.INFO)
     made = Parties(tiny, tmp_path, "ditto", rounds=3)

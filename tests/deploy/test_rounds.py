@@ -138,6 +138,7 @@ def test_a_site_of_another_protocol_is_named_with_both_versions(tiny, tmp_path, 
     assert [line for line in caplog.messages if line.startswith(said)]
 
 
+@pytest.mark.slow
 def test_a_server_that_was_stopped_goes_on_to_the_same_bits(tiny, tmp_path, monkeypatch):
     """Stopped after sites have answered a round and before it is saved: they answer it again without training."""
     plain = Parties(tiny, tmp_path / "plain", "perada", rounds=3, every=3).deployed()[0]
@@ -195,7 +196,7 @@ PLACES = [(number, after) for number in range(1, 12) for after in (False, True)]
 
 
 @pytest.mark.parametrize(
-    "place", [one if one in ((3, True), (11, False)) else pytest.param(one, marks=pytest.mark.slow) for one in PLACES]
+    "place", [one if one == (11, False) else pytest.param(one, marks=pytest.mark.slow) for one in PLACES]
 )
 def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
     place, uninterrupted, tiny, tmp_path, monkeypatch
@@ -226,6 +227,7 @@ def test_a_server_that_was_killed_at_any_file_goes_on_to_the_same_bits(
         assert untimed(csv.DictReader(file)) == uninterrupted[1]
 
 
+@pytest.mark.slow
 def test_a_server_from_an_older_copy_says_who_is_ahead(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, "ditto", rounds=3, every=3)
     workers = parties.workers()
@@ -243,6 +245,7 @@ def test_a_server_from_an_older_copy_says_who_is_ahead(tiny, tmp_path):
     assert {worker.store.totals.rounds for worker in workers.values()} == {3}
 
 
+@pytest.mark.slow
 def test_a_site_from_an_older_copy_takes_part_again(tiny, tmp_path):
     """From one of its whole folder: of a single older file is known that it is older, and it is refused."""
     parties = Parties(tiny, tmp_path, "ditto", rounds=3, every=3)
@@ -331,6 +334,7 @@ class Poisoned(LocalTransport):
         return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("given", [{"server_rule": Median()}, {"drop_outliers": True}])
 def test_a_poisoned_site_moves_nothing_further_than_honest_ones(given, tiny, tmp_path):
     """Each number of the median of three lies between those of the two honest sites; without it, it is their mean."""

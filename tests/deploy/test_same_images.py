@@ -53,7 +53,7 @@ PARTITION = {"class_path": "Dirichlet", "init_args": {"num_clients": 4, "alpha":
 @pytest.mark.parametrize("evaluate_on", ["test", "validation"])
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("limits", [{}, {"train_limit": 300, "test_limit": 90}])
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 def test_a_client_of_the_recipes_partition_has_its_images(client, evaluate_on, seed, limits, tmp_path):
     """The recipe's seed and limits draw the partition, though site.yaml says neither."""
     data = {"dataset": "Digits", "partition": PARTITION, "client_validation": 0.3, "evaluate_on": evaluate_on}
@@ -136,7 +136,7 @@ AUGMENTED = {"crop_padding": 2, "flip": True}
 @pytest.mark.parametrize("kind", [in_memory, one_by_one])
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedrep"])
 @pytest.mark.parametrize("number", [2, 0, 3])
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 def test_batches_and_test_images_are_those_of_the_simulation(kind, algorithm, number, tiny, tmp_path):
     """Also what datasets and augmentation draw, in later phases, and where nobody tells the site the others' sizes."""
     parties = Parties(tiny, tmp_path, algorithm, sizes=SIZES, data=AUGMENTED)
@@ -186,10 +186,11 @@ def drawn(root, clients, size=(20, 14)):
             Image.fromarray(pixels).save(path)
 
 
-@pytest.mark.parametrize("data", [{}, {"image_size": 24}, {"image_size": 24, "client_validation": 0.3}])
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     "options", [{"size": 32, "gray": True, "full_scale": 1023.0, "test_share": 0.4, "seed": 6}, {}]
 )
+@pytest.mark.parametrize("data", [{"image_size": 24, "client_validation": 0.3}, {"image_size": 24}, {}])
 def test_a_folder_is_read_as_the_recipes_is(options, data, tmp_path):
     """Pixels, too: in the size of the recipe's set first, then in that of the data module."""
     drawn(tmp_path / "all", 3)

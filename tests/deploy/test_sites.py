@@ -388,10 +388,17 @@ def test_without_any_limit_a_site_trains_one_whole_run_and_no_more(tiny, tmp_pat
 @pytest.mark.parametrize(("accountant", "own"), [("prv", "rdp"), ("rdp", "prv")])
 def test_a_limit_is_measured_as_the_site_says_whatever_the_recipe_says(tiny, tmp_path, accountant, own):
     privacy = Privacy(noise_multiplier=4.0, delta=0.1, accountant=accountant)
-    parties = Parties(tiny, tmp_path, "ditto", rounds=19, loop={"privacy": privacy})
-    worker = parties.worker(0, max_epsilon=4, delta=1e-4, accountant=own)
-    allowed = sum(history_epsilon({(4.0, 4 / 9): 10 * rounds}, 1e-4, own) <= 4 for rounds in range(1, 20))
-    assert 0 < allowed < 19
+    parties = Parties(tiny, tmp_path, "ditto", rounds=6, loop={"privacy": privacy})
+    worker = parties.worker(0, max_epsilon=2.3, delta=1e-4, accountant=own)
+    spent = {
+        (accountant, delta): [
+            history_epsilon({(4.0, 4 / 9): 10 * rounds}, delta, accountant) for rounds in (1, 2, 3, 4)
+        ]
+        for accountant, delta in (("rdp", 1e-4), ("prv", 1e-4), ("rdp", 1e-5))
+    }
+    rounds = {terms: sum(epsilon <= 2.3 for epsilon in spent[terms]) for terms in spent}
+    assert rounds == {("rdp", 1e-4): 2, ("prv", 1e-4): 3, ("rdp", 1e-5): 1}  # so that they are told apart
+    allowed = rounds[own, 1e-4]
     asked = [train(worker, round) for round in range(allowed + 1)]
     assert [code(worker.answer(message, ""), message) for message in asked] == ["ok"] * allowed + ["exhausted"]
 

@@ -113,6 +113,7 @@ def test_a_site_that_deals_badly_and_accuses_is_the_only_one_that_is_left_out(ti
     assert record.summed == made.names[1:] and record.failed == {"site0": "lied"}
 
 
+@pytest.mark.slow
 def test_an_accused_site_that_opens_another_key_is_left_out(tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lies = {
@@ -123,7 +124,7 @@ def test_an_accused_site_that_opens_another_key_is_left_out(tiny, tmp_path, capl
     assert record.summed == made.names[1:] and record.failed == {"site0": "lied"}
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [{}, {"seals": "00"}, {"seals": 3}])
 def test_an_accused_site_that_opens_nothing_is_left_out_but_not_proven_to_lie(silent, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -162,6 +163,7 @@ def test_random_shares_at_the_end_spoil_nothing_and_are_named(tiny, tmp_path, ca
     assert_mean_of(coordinator, transport.workers, made.names[1:])
 
 
+@pytest.mark.slow
 def test_random_shares_where_all_are_needed_end_the_run_with_a_name(tiny, tmp_path):
     """Of three sites each is needed: the first round is void, and no site trains for a second one."""
     made = parties(tiny, tmp_path, "fedavg", rounds=3)
@@ -239,7 +241,7 @@ def test_a_site_that_alone_does_not_accept_others_is_left_out(accused, tiny, tmp
         assert record.summed == made.names[1:] and record.failed == {"site0": "disputed"}
 
 
-@pytest.mark.every(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", [accuses(), accuses("nobody"), accuses("site0"), lambda _: {"objects": 3}])
 @pytest.mark.parametrize("step", ["shares", "hold"])
 def test_objections_to_nobody_stop_nothing(lie, step, tiny, tmp_path):
@@ -267,6 +269,7 @@ def test_liars_that_take_turns_are_found_one_after_the_other(tiny, tmp_path):
     assert record.failed == dict.fromkeys(made.names[:4], "lied")
 
 
+@pytest.mark.slow
 def test_a_signature_that_is_another_sites_is_named(tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     (record,), *_ = run(made, {("site0", "confirm"): lambda _: {"signature": "00" * 64}})

@@ -126,7 +126,7 @@ def test_who_goes_at_a_step_is_in_the_sum_or_not_and_the_sum_is_right(step, tiny
     assert len(record.answered) == 4  # all have trained
 
 
-@pytest.mark.every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 def test_with_too_few_at_a_step_the_round_is_void_and_the_run_continues(step, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", sizes=FOUR)
@@ -214,9 +214,9 @@ class Stopped(Exception):
     """The server's process ends."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", *STEPS])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.every(12)
 def test_a_server_that_was_stopped_in_a_sum_resumes_to_the_same_bits(kind, after, tiny, tmp_path):
     made = parties(tiny, tmp_path, "perada", sizes=FOUR)
     workers = made.workers()

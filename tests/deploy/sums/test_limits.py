@@ -68,7 +68,7 @@ def sent_after(client, shift):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.every(7)
+@pytest.mark.every(42)
 def test_the_page_says_whose_updates_depend_on_former_rounds(case, tiny, tmp_path):
     algorithm, options = CASES[case]
     worker = parties(tiny, tmp_path, algorithm, **options).worker(0)
@@ -90,6 +90,7 @@ def network():
     return torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 3))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_sent_again_without_one_of_the_sites_shows_its_update(tiny, tmp_path):
     """Within one run. A site trains on all its images at once, so that its steps do not depend on the round."""
     made = parties(tiny, tmp_path, "fedavg", sizes=(4, 4, 4, 4), net=network)
@@ -108,6 +109,7 @@ def test_a_model_that_is_sent_again_without_one_of_the_sites_shows_its_update(ti
         torch.testing.assert_close(4 * four[key] - 3 * server.global_state[key], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_can_be_made_by_which_a_site_breaks_or_not_as_its_images_are(tiny, tmp_path):
     """Of the sum nothing is read, and two of four sites say that an image of theirs has a bright spot."""
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=(4, 4, 4, 4), net=network, loop={"local_epochs": 8})

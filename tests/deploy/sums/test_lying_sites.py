@@ -98,7 +98,7 @@ def test_a_sum_that_cannot_be_is_void_and_the_run_goes_on(change, weighting, tin
     assert not two.void and two.summed == made.names
 
 
-@pytest.mark.every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["own/accuracy", "square/accuracy", "own/right", "own/all", "global/right"])
 def test_counts_of_scores_that_add_up_to_none_stop_nothing(name, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
@@ -130,7 +130,7 @@ LOW = "00" * 32
 """A point of X25519 with which every exchange gives zero."""
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [{"masks": LOW}, {"shares": LOW}, {"shares": "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"}],
@@ -165,7 +165,7 @@ def test_a_site_with_other_public_images_is_alone(tiny, tmp_path, caplog):
     assert record.summed == ["site0", "site2", "site3"] and "without site1" in caplog.text
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [str.upper, lambda key: f" {key}", lambda key: key[:-2]])
 def test_a_key_has_one_form(change, tiny, tmp_path, caplog):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)

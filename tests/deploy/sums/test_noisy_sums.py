@@ -83,7 +83,7 @@ def test_a_deployed_run_equals_its_simulation(algorithm, options, tiny, tmp_path
     assert (row["privacy/client_norm"] != 0.1) == ("privacy" in options)
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [None, "mask", "confirm"])
 def test_the_mean_has_the_planned_noise_whoever_goes(gone, tiny, tmp_path):
     """Of four sites three must be there. The noise is a thousand times as long as a change may be."""
@@ -259,7 +259,7 @@ def test_a_budget_is_looked_at_again_before_a_vector_leaves(tiny, tmp_path):
 # Restarts.
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["mask", "confirm"])
 def test_noise_is_drawn_for_one_vector_and_a_vector_leaves_once(step, tiny, tmp_path, monkeypatch):
     """A worker that dies before it has sent its vector is out; no second vector of the round is ever made for it."""
@@ -334,7 +334,8 @@ def with_norm(message, norm):
     return changed(message, norm=norm) if asks(message, "train") else message
 
 
-@pytest.mark.parametrize("norm", [0.0, 1e-9, 1e12])
+@pytest.mark.every(3)
+@pytest.mark.parametrize("norm", [1e-9, 0.0, 1e12])
 def test_a_norm_that_the_noise_is_lost_in_is_refused_by_sites(norm, tiny, tmp_path):
     made = noisy(tiny, tmp_path, rounds=1, sizes=FOUR, privacy=ADAPTIVE)
     transport = Liar(made.workers(), lambda _, message: with_norm(message, norm))
