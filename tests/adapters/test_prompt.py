@@ -164,6 +164,7 @@ def test_dropout_is_drawn_for_each_image():
     torch.testing.assert_close(kept, 2 * enter.prompts.weight.expand(200, -1, -1))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", ["deep", "shallow"])
 @pytest.mark.parametrize(
     "options",
@@ -350,7 +351,7 @@ DEFINITIONS = [
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("kind", ["deep", "shallow", "late"])
 @pytest.mark.parametrize(("name", "options", "function"), DEFINITIONS, ids=[one[0] for one in DEFINITIONS])
-@pytest.mark.every(11)
+@pytest.mark.every(25)
 def test_rounds_equal_a_plain_loop(name, options, function, kind, cached, engine):
     w, personal = answer(function, kind)
     found = run(name, kind, engine, cache_features=cached, **options)
@@ -360,6 +361,7 @@ def test_rounds_equal_a_plain_loop(name, options, function, kind, cached, engine
     assert distance(found.state("global"), prompt_reference(kind).initial) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 @pytest.mark.parametrize(("algorithm", "kind"), [("perada", "deep"), ("lg_fedavg", "shallow"), ("fedper", "late")])
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path, algorithm, kind):
@@ -375,6 +377,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path, algorithm, kind):
         assert_equal(resumed.state("personal", m), whole.state("personal", m))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [FedSim, pytest.param(FedAlt, marks=pytest.mark.slow)])
 def test_private_prompts_on_a_backbone_that_is_shared(make):
     with pytest.raises(ValueError, match=r"\(split='adapter'\) shares the backbone, which is frozen; set train_backb"):
@@ -389,6 +392,7 @@ def test_private_prompts_on_a_backbone_that_is_shared(make):
     assert distance(prompts[0], prompts[1]) > 0.1
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["deep", "late"])
 def test_features_are_those_before_the_first_prompts(kind):
     model = prompted(kind).model
@@ -397,6 +401,7 @@ def test_features_are_those_before_the_first_prompts(kind):
     assert prefix.needed == (("pos_drop",) if kind == "deep" else ("blocks.0",))
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repeat).*:UserWarning")
 @pytest.mark.parametrize("kind", ["deep", "shallow"])
 def test_private_gradients_without_noise_are_those_of_training(kind):

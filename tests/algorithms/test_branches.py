@@ -34,6 +34,7 @@ def row(rounds, data=None, **options):
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_the_rest_of_a_world_of_two_is_the_other_one(engine):
     before, after = (row(rounds, engine=engine) for rounds in (1, 2))
@@ -82,6 +83,7 @@ def test_a_gate_would_weight_a_second_time(algorithm):
         finetune(algorithm, adapter=GATE)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("base", [FedDPA(), FedDPAF()])
 def test_ranks_of_clients_hold_for_both_branches(base):
     run = finetune(HetLoRA(base, ranks=[1, 2]), adapter=BRANCHES, rounds=2)
@@ -164,7 +166,7 @@ def test_plain_peft_loads_complete_adapters(algorithm, adapter, tmp_path):
         torch.testing.assert_close(model(x), found.global_model()(x), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "adapter"), ADAPTERS)
 def test_a_client_joins(algorithm, adapter):
     def single(data):

@@ -103,7 +103,7 @@ def test_without_a_pull_clients_stand_alone(engine):
         (APFL(alpha=1.0), {}),
     ],
 )
-@pytest.mark.every(20)
+@pytest.mark.every(40)
 def test_global_models_that_are_those_of_fedavg(engine, problem, algorithm, options):
     assert_equal_global(train(algorithm, engine, problem, **options), fedavg(engine, problem))
 
@@ -120,7 +120,7 @@ def test_the_options_of_these_limits_do_something():
         assert distance(train(algorithm, "folded", **options).state("global"), average) > 1e-3
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @ENGINES
 def test_apfl_of_alpha_one_is_standalone(engine):
     assert_equal_personal(train(APFL(alpha=1.0), engine), train("standalone", engine))

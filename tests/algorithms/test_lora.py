@@ -143,7 +143,7 @@ def same(base, options):
 
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.every(18)
+@pytest.mark.every(34)
 def test_ffa_is_the_base_on_features_of_a(base, engine):
     """Also of personal models, which have their A."""
     same(BASES[base], {"engine": engine})
@@ -152,7 +152,7 @@ def test_ffa_is_the_base_on_features_of_a(base, engine):
 @QUIETLY
 @pytest.mark.parametrize("base", ["fedavg", "ditto", "apfl", "fedrep", "mtl"])
 @pytest.mark.parametrize("privacy", [PRIVATE, CLIENT], ids=["images", "clients"])
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 def test_noise_is_that_of_the_base_on_features_of_a(base, privacy):
     """The same gradients are clipped, and the same noise is drawn: A has no part in either."""
     same(BASES[base], privacy)
@@ -182,7 +182,7 @@ def test_means_of_products_are_products_of_means(algorithm, monkeypatch):
     assert min(found) > 1e-3 if algorithm == "fedavg" else max(found) < 1e-14
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [PerAda(), FedAvg()])
 def test_each_of_several_global_models_has_its_a(base):
     modes = {"modes": 2, "strata": 2}
@@ -202,19 +202,24 @@ def sizes(found, round):
     return [own[name] for name in ("params/trained", "params/sent", "comm/up_mb")]
 
 
-def test_half_of_loras_numbers_are_trained_and_sent():
-    head, factor = CLASSES * (WIDTH + 1), RANK * WIDTH
+WHOLE_FACTORS, HEAD_NUMBERS = 2 * RANK * WIDTH, CLASSES * (WIDTH + 1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "trained", "sent"),
+    [
+        (FFALoRA(Ditto()), WHOLE_FACTORS + 2 * HEAD_NUMBERS, WHOLE_FACTORS // 2 + HEAD_NUMBERS),
+        ("rolora", WHOLE_FACTORS // 2 + HEAD_NUMBERS, WHOLE_FACTORS // 2 + HEAD_NUMBERS),
+        ("fedsa_lora", WHOLE_FACTORS + HEAD_NUMBERS, WHOLE_FACTORS // 2),
+        pytest.param("fedavg", *[WHOLE_FACTORS + HEAD_NUMBERS] * 2, marks=pytest.mark.slow),
+        pytest.param("ffa_lora", *[WHOLE_FACTORS // 2 + HEAD_NUMBERS] * 2, marks=pytest.mark.slow),
+    ],
+)
+def test_half_of_loras_numbers_are_trained_and_sent(algorithm, trained, sent):
     clients, bytes_ = 3, 8
-    for algorithm, trained, sent in (
-        ("fedavg", 2 * factor + head, [2 * factor + head] * 2),
-        ("ffa_lora", factor + head, [factor + head] * 2),
-        (FFALoRA(Ditto()), 2 * (factor + head), [factor + head] * 2),
-        ("rolora", factor + head, [factor + head] * 2),
-        ("fedsa_lora", 2 * factor + head, [factor] * 2),
-    ):
-        found = run(algorithm, rounds=2)
-        for round in range(2):
-            assert sizes(found, round) == [trained, sent[round], pytest.approx(clients * bytes_ * sent[round] / 1e6)]
+    found = run(algorithm, rounds=2)
+    for round in range(2):
+        assert sizes(found, round) == [trained, sent, pytest.approx(clients * bytes_ * sent / 1e6)]
 
 
 HEAD = "fc.modules_to_save.default.weight", "fc.modules_to_save.default.bias"
@@ -222,6 +227,7 @@ OWN = {"fedsa_lora": {B, *HEAD}}
 IDLE = {"ffa_lora": ({A}, {A}, {A}), "rolora": ({A}, {B}, {A}), "fedsa_lora": ((), (), ())}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("algorithm", IDLE)
 def test_three_rounds_of_two_clients_by_hand(algorithm, engine):
@@ -270,7 +276,7 @@ def test_factors_take_turns(options):
     assert moved == [(False, True), (True, False), (False, True)]  # B first: A has no gradient where B is zero
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [1, 2])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_a_run_is_resumed_in_the_turn_of_either_factor(tmp_path, half):
@@ -285,6 +291,7 @@ def test_a_run_is_resumed_in_the_turn_of_either_factor(tmp_path, half):
     assert again.metrics == whole.metrics
 
 
+@pytest.mark.slow
 @QUIETLY
 def test_noise_of_clients_reaches_the_product_once():
     """E‖ΔW‖² of noise alone after T rounds: s²·Tσ²·out·‖A‖² with A frozen, and + s²·(Tσ²)²·out·in·r with LoRA.
@@ -332,7 +339,7 @@ def test_a_base_is_an_algorithm():
         FFALoRA("fedavg")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("algorithm", [FFALoRA(), FFALoRA(Ditto()), FedSALoRA(), RoLoRA()])
 def test_plain_peft_loads_complete_adapters(algorithm, tmp_path):
     found, x = run(algorithm), task().public[:][0]
@@ -344,21 +351,23 @@ def test_plain_peft_loads_complete_adapters(algorithm, tmp_path):
         torch.testing.assert_close(model(x), expected(x), rtol=1e-9, atol=1e-9)
 
 
-def test_a_client_that_joins_trains_b_on_the_same_a():
+@pytest.mark.parametrize(
+    "base", [FedRep(), *(pytest.param(one, marks=pytest.mark.slow) for one in (Ditto(), FedAvg()))]
+)
+def test_a_client_that_joins_trains_b_on_the_same_a(base):
     def single(data):
         x, y = data[:]
         return TensorDataset(x.float(), y)
 
     data = perada.FederatedData([single(client) for client in task().train], num_classes=CLASSES)
     options = {"adapter": LAYER, "rounds": 1, "batch_size": 4, "local_epochs": 1} | QUIET
-    for base in (Ditto(), FedAvg(), FedRep()):
-        found = perada.finetune(Square().float(), data, **sections(algorithm=FFALoRA(base), **options))
-        alone = perada.FederatedData([single(task().train[0])], num_classes=CLASSES)
-        joined = perada.personalize(found, alone, "late", accelerator="cpu")
-        state, before = joined.state("personal", len(CLIENTS)), found.state("global")
-        assert torch.equal(state[A], before[A])
-        assert torch.equal(state[B], before[B]) == isinstance(base, FedRep)  # who shares B, and trains a head
-        assert not torch.equal(state["fc.modules_to_save.default.bias"], before["fc.modules_to_save.default.bias"])
+    found = perada.finetune(Square().float(), data, **sections(algorithm=FFALoRA(base), **options))
+    alone = perada.FederatedData([single(task().train[0])], num_classes=CLASSES)
+    joined = perada.personalize(found, alone, "late", accelerator="cpu")
+    state, before = joined.state("personal", len(CLIENTS)), found.state("global")
+    assert torch.equal(state[A], before[A])
+    assert torch.equal(state[B], before[B]) == isinstance(base, FedRep)  # who shares B, and trains a head
+    assert not torch.equal(state["fc.modules_to_save.default.bias"], before["fc.modules_to_save.default.bias"])
 
 
 def test_clients_without_a_part_keep_their_own():

@@ -55,7 +55,7 @@ def run(algorithm, adapter, **options):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.filterwarnings("ignore:.*none of its clients has a LoRA rank above:UserWarning")
-@pytest.mark.every(24)
+@pytest.mark.every(200)
 def test_plain_peft_loads_it(adapter, method, tmp_path):
     found, x = run(method, adapter), task().public[:][0]
     found.save(tmp_path)
@@ -83,7 +83,7 @@ def products(state, adapter):
     }
 
 
-@pytest.mark.every(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [name for name in ADAPTERS if name not in ("dropout", "a layer whole")])
 def test_means_are_of_what_peft_adds(adapter):
     """In one round, of what clients train by themselves from the same state."""

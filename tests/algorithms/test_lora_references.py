@@ -317,7 +317,7 @@ def compare(method, federation, optimizer, engine, groups):
 @pytest.mark.parametrize("federation", FEDERATIONS)
 @pytest.mark.parametrize("method", METHODS | WITHOUT_GROUPS)
 @pytest.mark.filterwarnings("ignore:round .* none of its clients has a LoRA rank above:UserWarning")
-@pytest.mark.every(68)
+@pytest.mark.every(136)
 def test_three_rounds(method, federation, optimizer, engine):
     compare(method, federation, optimizer, engine, groups=1)
 

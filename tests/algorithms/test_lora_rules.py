@@ -57,7 +57,7 @@ def loop(rule, together, weighted):
     return w, found
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize(("together", "weighted"), [(2, True), (None, False)])
 @pytest.mark.parametrize(("rule", "plain"), [("svd", svd), (LoRAFair(0.01), lora_fair), ("mean", None)])
@@ -76,7 +76,7 @@ def test_runs_equal_a_loop_with_dense_products(rule, plain, together, weighted, 
         assert left < by_name or plain is None
 
 
-@pytest.mark.every(7)
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["perada", "ditto", "scaffold", "fedper", "feddyn", "apfl", "fedprox"])
 def test_the_rule_goes_with_other_algorithms(algorithm):
     """What is distilled, or moved on from the result, is another matter."""

@@ -199,7 +199,7 @@ def test_factors_begin_anew_as_peft_draws_them():
     assert torch.equal(one[base("layer")], two[base("layer")])
 
 
-@pytest.mark.every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
@@ -215,6 +215,7 @@ def test_a_run_is_resumed_to_the_last_bit(method, engine, tmp_path):
     assert again.metrics == whole.metrics
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_clients_share_one_copy_of_the_weights(method, monkeypatch):
     seen = []
@@ -258,7 +259,7 @@ def test_plain_peft_loads_what_was_merged(method, tmp_path):
     assert torch.equal(again.global_model()(x), found.global_model()(x))
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_checkpoint_is_read_without_the_data(method, tmp_path):
     callback = ModelCheckpoint(tmp_path, "saved")
@@ -299,6 +300,7 @@ def test_each_of_several_global_models_has_its_weights(method):
     assert not torch.equal(found[0][0][base("layer")], found[0][1][base("layer")])
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_trains_factors_on_merged_weights():
     def single(data):
         x, y = data[:]

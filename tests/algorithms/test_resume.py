@@ -50,7 +50,7 @@ VARIANTS = [pytest.param(*row, marks=[pytest.mark.slow] * (number % 3 > 0)) for 
 
 @pytest.mark.parametrize(("algorithm", "options"), NAMED + VARIANTS, ids=lambda value: repr(value)[:60])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
-@pytest.mark.every(16)
+@pytest.mark.every(30)
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path, algorithm, options):
     whole = train(algorithm, tmp_path / "whole", 4, **options)
     train(algorithm, tmp_path / "half", 2, **options)

@@ -61,8 +61,8 @@ def backbone(name, tmp_path):
 
 
 CASES = [
-    ("resnet18", "residual"),
     ("resnet", "residual"),
+    pytest.param("resnet18", "residual", marks=pytest.mark.slow),
     ("resnet", "lora"),
     ("resnet", "gated"),
     ("resnet", "head"),
@@ -183,9 +183,9 @@ def difference(left, right, keys):
 @pytest.mark.parametrize(
     ("name", "adapter", "options"),
     [
-        pytest.param("resnet18", "residual", {"dropout": 0.3, "init_std": 0.05}, marks=pytest.mark.slow),
         ("resnet", "residual", {"dropout": 0.3, "init_std": 0.05}),
-        ("resnet", "head", {}),
+        pytest.param("resnet18", "residual", {"dropout": 0.3, "init_std": 0.05}, marks=pytest.mark.slow),
+        pytest.param("resnet", "head", {}, marks=pytest.mark.slow),
         pytest.param("resnet", "full", {}, marks=pytest.mark.slow),
         pytest.param("vit", "lora", {"lora_dropout": 0.2}, marks=pytest.mark.slow),
         pytest.param("vit", "bottleneck", {"dropout": 0.2}, marks=pytest.mark.slow),
@@ -193,7 +193,7 @@ def difference(left, right, keys):
         ("hf_vit", "lora", {}),
         pytest.param("vit", "ia3", {}, marks=pytest.mark.slow),
         pytest.param("vit", peft.VeraConfig(r=8, vera_dropout=0.2), {}, marks=pytest.mark.slow),
-        ("resnet", peft.LoraConfig(use_dora=True, lora_dropout=0.2), {}),
+        pytest.param("resnet", peft.LoraConfig(use_dora=True, lora_dropout=0.2), {}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.every(2)
@@ -227,7 +227,7 @@ def test_chunks_of_clients_change_nothing(chunk):
 
     def run(clients_per_chunk):
         module = perada.FederatedClassifier(model, "residual", {"dropout": 0.3, "init_std": 0.05})
-        training = perada.Training(local_epochs=2, engine="folded", clients_per_chunk=clients_per_chunk)
+        training = perada.Training(local_epochs=1, engine="folded", clients_per_chunk=clients_per_chunk)
         loop = perada.FederatedLoop(training=training, distillation=Distillation(2, 4))
         trainer = make_trainer(
             loop,
@@ -254,8 +254,8 @@ def test_a_method_without_twins_takes_the_loop_and_says_why():
         UserWarning,
         match=r"engine='auto' falls back to the per-client loop: .*blocks\.0\.attn\.qkv\.hada_w1_a .* and \d+ more",
     ):
-        auto = finetune(model, 32, LOHA, "auto", lr_personal=0.1)
-    loop = finetune(model, 32, LOHA, "loop", lr_personal=0.1)
+        auto = finetune(model, 32, LOHA, "auto", rounds=1, lr_personal=0.1)
+    loop = finetune(model, 32, LOHA, "loop", rounds=1, lr_personal=0.1)
     start = finetune(model, 32, LOHA, "loop", rounds=0)
     assert all(torch.equal(a[k], b[k]) for a, b in zip(roles(auto), roles(loop), strict=True) for k in a)
     scale = next(key for key in start.state("global") if "hada" in key)
@@ -300,6 +300,7 @@ def test_half_precision_learns_what_single_precision_does(name, adapter, engine,
         assert all(rough[key].dtype == torch.float32 for key in keys)
 
 
+@pytest.mark.slow
 def test_engines_agree_in_half_precision():
     """A deep network with BatchNorm, where half precision itself is far from single precision."""
     model = backbone("resnet", None)[0].model

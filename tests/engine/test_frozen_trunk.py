@@ -125,7 +125,7 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_features_stand_for_images(name, kind):
     make, needed = MODELS[name]
     model = make()
@@ -222,6 +222,7 @@ def run(data, adapter="head", net="test_resnet", **options):
 
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("privacy", [None, {"noise_multiplier": 0.5, "max_norm": 1.0, "secure_rng": False}])
+@pytest.mark.every(4)
 def test_a_run_is_the_same_with_features(engine, privacy):
     with_features, without = (
         run(federation(), engine=engine, privacy=privacy, distill_optimizer="sgd", cache_features=use)
@@ -233,6 +234,7 @@ def test_a_run_is_the_same_with_features(engine, privacy):
     assert with_features.metrics["rounds"][-1].keys() == without.metrics["rounds"][-1].keys()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("data", "options", "said"),
     [({}, {}, 1), ({}, {"cache_features": False}, 0), ({"flip": True}, {}, 0), ({"device_cache_mb": 0}, {}, 0)],
@@ -259,7 +261,7 @@ def test_peculiar_networks_find_what_stays_the_same(way, channels_last):
 
 @pytest.mark.parametrize("engine", ["folded", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_peculiar_networks_train_alike_with_features(way, engine):
     states = []
     for use in (None, False):
@@ -271,6 +273,7 @@ def test_peculiar_networks_train_alike_with_features(way, engine):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("options", "once"), [({}, ["train", "test", "public"]), ({"flip": True}, ["test", "public"])])
 def test_the_frozen_part_sees_each_image_once(monkeypatch, options, once):
     data, seen = federation(**options), []

@@ -84,7 +84,7 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("engine", "chunk"), [("folded", None), ("folded", 3), ("loop", None)])
 @pytest.mark.parametrize(("name", "options", "make"), OPTIMIZERS, ids=["momentum", "sgd", "adam", "adamw"])
-@pytest.mark.every(5)
+@pytest.mark.every(10)
 def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip, multilabel):
     model, clip_norm = network(), (0.3 if multilabel else 1.0) if clip else None
     training = LocalTraining(name, rates(0.2), clip_norm=clip_norm, multilabel=multilabel, **options)
@@ -117,6 +117,7 @@ def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip
         assert 0 < clipped < sum(STEPS)  # some are clipped, some not: clients do not share a norm
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -194,6 +194,7 @@ def test_without_the_option_nothing_is_measured_and_with_it_all_else_is_the_same
     assert all(torch.equal(value, off.state("global")[key]) for key, value in on.state("global").items())
 
 
+@pytest.mark.slow
 def test_gradients_and_errors_change_nothing_either():
     off, on = finetune(), finetune(diagnostics=["gradient_norms", "ensemble_error"])
     for role in [("global",), *(("personal", m) for m in range(4))]:
@@ -213,6 +214,7 @@ def test_equal_models_are_at_no_distance_and_a_round_at_the_optimum_has_no_gradi
     assert found["theory/personal_gradient_std"] == 0.0
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:.*times the round's median")  # pFedMe's rate is too large here
 @pytest.mark.parametrize(
     ("algorithm", "measured"),
@@ -303,6 +305,7 @@ def test_private_runs_do_not_choose_by_the_error_of_the_ensemble():
         private(callbacks=[stop])
 
 
+@pytest.mark.slow
 def test_resumed_runs_measure_the_same_bits_and_the_report_shows_them(tmp_path):
     def train(rounds, folder, **options):
         where = {"logger": True, "enable_checkpointing": True, "default_root_dir": str(tmp_path / folder)}

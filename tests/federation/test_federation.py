@@ -72,6 +72,7 @@ def equal(left, right):
     return all(torch.equal(left[key], right[key]) for key in left)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg"])
 def test_a_broken_client_is_named_and_left_out(algorithm, engine):
@@ -246,6 +247,7 @@ def test_no_distillation_after_its_last_round():
     assert not equal(federated.global_state, finetune(task(), rounds=2, distill_lr=0.1).state("global"))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg", "fedavg_ft", "standalone"])
 def test_scores_are_those_of_the_models_that_come_out(algorithm):
     data = task(test=True)

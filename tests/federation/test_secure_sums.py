@@ -21,7 +21,7 @@ def run(name, **options):
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - CANNOT))
-@pytest.mark.every(5)
+@pytest.mark.every(20)
 def test_with_many_bits_the_results_are_those_without(name):
     one, other = run(name, secure_sums=SecureSums(fraction_bits=40)), run(name)
     for key, value in one.state("global").items():
@@ -62,6 +62,7 @@ def test_the_servers_step_gets_to_see_the_mean_alone():
         assert Spy.seen[-2:] == [secure is not None] * 2  # after trials at set-up
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("algorithm", "options", "message"),
     [

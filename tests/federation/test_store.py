@@ -94,6 +94,7 @@ def test_a_client_written_again_has_its_last_state(tmp_path, kind):
     assert_same(store.gather([4, 2]), kept(2, seed=3))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("after", KINDS)
 @pytest.mark.parametrize("before", KINDS)
 def test_a_saved_store_goes_on_in_one_of_any_kind(tmp_path, before, after):

@@ -140,6 +140,7 @@ def adapted(network, adapter="lora"):
     return insert_adapter(build_backbone(network, 3), adapter)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("kind", "adapter", "message"), REFUSED)
 def test_why_a_network_does_not_use_its_adapter(kind, adapter, message):
     with pytest.raises(AssertionError, match=message):
@@ -240,6 +241,7 @@ class AlwaysRandom(Network):
         return F.dropout(self.fc2(h), 0.5, True)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", [Network, CallsTwice, ReadsSettings, Routes, DropsAtRandom, AlwaysRandom])
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_what_is_used_is_accepted(kind, adapter):
@@ -302,6 +304,7 @@ def test_merged_tied_layers_compute_what_the_personal_model_does(kind):
     assert torch.allclose(merged, expected, atol=1e-5)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", TIED)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_trained_tied_layers_are_those_of_plain_sgd(kind, engine):
@@ -322,6 +325,7 @@ def test_trained_tied_layers_are_those_of_plain_sgd(kind, engine):
         assert torch.allclose(value, (steps[0][key] + steps[1][key]) / 2, atol=1e-6)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", [*TIED, Network])
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_an_engine_leaves_tied_parameters_in_their_places(kind, engine):
@@ -395,7 +399,7 @@ ADAPTERS = [
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("options", ENCODERS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.every(4)
+@pytest.mark.every(12)
 def test_an_encoder_of_torch_predicts_with_its_adapter(options, adapter):
     run = finetune(Encoder(**options), adapter, lr_local=0.5)
     model = run.global_model()

@@ -60,6 +60,7 @@ def probabilities(state, images):
     return net(images).softmax(-1).detach().double().numpy().ravel()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("labels", [True, False])
 @pytest.mark.filterwarnings("ignore:round 1. client 0 sent")
 def test_a_round_is_the_plain_computation(labels):

@@ -89,6 +89,7 @@ def distilled_by_a_loop(student, teachers, x, student_mode):
 OPTIONS = {"lr": 0.1, "optimizer": "sgd", "schedule": "constant", "teacher_mode": "train"}
 
 
+@pytest.mark.every(4)
 @ENGINES
 @pytest.mark.parametrize("student_mode", ["eval", "train"])
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -110,6 +111,7 @@ def test_distillation_equals_a_plain_loop(kind, student_mode, momentum):
     assert not torch.allclose(other(get_state(student), states)["fc.weight"], refined["fc.weight"], atol=1e-4)
 
 
+@pytest.mark.every(3)
 @ENGINES
 @pytest.mark.parametrize(
     "options",
@@ -218,6 +220,7 @@ def run(folder, rounds, engine="auto", teacher_mode="train", **options):
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     whole = run(tmp_path / "whole", 4, enable_checkpointing=False)
     run(tmp_path / "half", 2)
@@ -244,6 +247,7 @@ def test_a_run_is_not_resumed_in_the_other_mode(tmp_path):
         run(tmp_path, 2, teacher_mode="eval", ckpt_path=str(checkpoint))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-true", "bf16-true"])
 def test_half_precision_is_close_to_a_plain_loop(precision):
     """Teachers under autocast, or of half-precision numbers; norms work in single precision in both."""

@@ -80,6 +80,7 @@ def distilled_by_a_loop(student, teachers, previous, share, student_mode):
     return end, moved, radius
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("student_mode", ["eval", "train"])
 @pytest.mark.parametrize(("share", "is_moved_back"), [(0.01, True), (5.0, False)])
 def test_distillation_within_the_region_equals_a_plain_loop(student_mode, share, is_moved_back):
@@ -205,6 +206,7 @@ def test_the_first_round_of_a_run_ends_on_the_border(tmp_path):
     assert float((distilled - average).norm()) == pytest.approx(0.25 * float((average - start).norm()))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     uninterrupted = run(tmp_path / "uninterrupted", 4, enable_checkpointing=False)
     run(tmp_path / "half", 2)
