@@ -103,7 +103,7 @@ def test_what_would_not_be_private_is_said(capsys):
     assert any(line.startswith("- public_fraction=0.2 cannot be used in a private run") for line in said)
 
 
-@pytest.mark.every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -145,7 +145,7 @@ def test_what_follows_from_an_option_that_was_left_out_is_not_said(capsys, words
     ],
     ids=["privacy", "partition", "client_privacy", "distillation"],
 )
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_every_error_of_one_object_is_named(capsys, tmp_path, in_recipe, options, names):
     words = []
     if in_recipe:
@@ -167,6 +167,7 @@ def test_every_error_of_one_object_is_named(capsys, tmp_path, in_recipe, options
     assert said.startswith(f"Errors ({len(names)}):")
 
 
+@pytest.mark.slow
 def test_the_noise_and_the_epsilon_of_a_private_recipe_are_printed(capsys):
     """Poisson batches of 8 of 20 images, one step a round, 4 rounds: σ is the one that Opacus itself calibrates."""
     from opacus.accountants import RDPAccountant

@@ -306,6 +306,7 @@ def my_module(folder):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "words",
     [
@@ -420,6 +421,7 @@ def test_cp_copies_and_does_not_overwrite(folder, capsys, monkeypatch):
     assert (folder / "new" / "mine.yaml").read_bytes() == QUICKSTART.read_bytes()
 
 
+@pytest.mark.slow
 def test_report_prints_the_rounds(folder, capsys):
     main(["fit", "--config", "tiny.yaml"])
     capsys.readouterr()
@@ -665,6 +667,7 @@ def test_export_of_a_python_run_names_run_save(folder, tiny, monkeypatch, capsys
     assert "Run.save" in says
 
 
+@pytest.mark.slow
 def test_programs_say_nothing_about_themselves(folder, capsys, caplog):
     with caplog.at_level(logging.WARNING):
         main(["fit", "--config", "tiny.yaml", "--trainer.max_epochs=1"])

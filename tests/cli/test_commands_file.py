@@ -60,7 +60,7 @@ def test_a_changed_option_is_noticed(monkeypatch):
     assert "--imports" not in facts()["commands"]["ls"]["options"]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(16)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -134,6 +134,7 @@ def test_a_folder_that_cannot_be_written_to_fails(capsys, monkeypatch, tmp_path)
     ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("value", "set_"), [("1", True), ("true", True), ("0", False), ("", False)])
 def test_an_offline_hub_is_said(value, set_, capsys, monkeypatch):
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)

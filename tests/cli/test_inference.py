@@ -135,6 +135,7 @@ def test_files_that_cannot_be_read_are_left_out_and_named_at_the_end(tmp_path, m
 OTHERS = [{"algorithm": "fedavg_ft"}, {"algorithm": "fed_ensemble"}, {"algorithm": "standalone", "adapter": "lora"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"client_store": "disk"}, *(pytest.param(given, marks=pytest.mark.slow) for given in OTHERS)]
 )
@@ -227,6 +228,7 @@ def test_a_checkpoint_that_says_what_no_run_says_is_refused_in_one_line(tmp_path
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_random_weights_whose_seed_is_kept_secret_are_said_to_be_the_reason(tmp_path):
     privacy = perada.Privacy(noise_multiplier=1.0, secure_rng=False)
     _, folder = made_in_python(tmp_path, rounds=1, privacy=privacy, seed=5)

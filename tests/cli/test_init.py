@@ -194,14 +194,22 @@ def test_a_class_of_ones_own_hides_none_of_ours(capsys):
     del own
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("algorithm", ["perada", "ditto"])
-def test_a_private_recipe_gives_the_server_none_of_the_clients_images(algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "images", "words"),
+    [
+        ("perada", "hospitals", ["--model.pretrained=false"]),
+        pytest.param("ditto", "hospitals", ["--model.pretrained=false"], marks=pytest.mark.slow),
+        pytest.param("perada", "", [], marks=pytest.mark.slow),
+        pytest.param("ditto", "", [], marks=pytest.mark.slow),
+    ],
+)
+def test_a_private_recipe_gives_the_server_none_of_the_clients_images(algorithm, images, words):
     """On digits it distils on photographs, on images of one's own not at all; its set-up has no objection."""
     write_images("hospitals/north/cat", "hospitals/north/dog", "hospitals/south/cat", "hospitals/south/dog")
-    for images, words in (("", []), ("hospitals", ["--model.pretrained=false"])):
-        Path("private.yaml").write_text(write_recipe(images, algorithm, "2", "3"))
-        written = read("private.yaml")
-        assert not {"public_fraction", "validation_fraction"} & set(written["data"])
-        assert ("public" in written["data"]) == (not images and algorithm == "perada")
-        main(["check", "private.yaml", *words, "--data.image_size=32", "--model.backbone=test_resnet"])
+    for folder in ("hospitals", ""):
+        for name in ("perada", "ditto"):
+            written = yaml.safe_load(write_recipe(folder, name, "2", "3"))
+            assert not {"public_fraction", "validation_fraction"} & set(written["data"])
+            assert ("public" in written["data"]) == (not folder and name == "perada")
+    Path("private.yaml").write_text(write_recipe(images, algorithm, "2", "3"))
+    main(["check", "private.yaml", *words, "--data.image_size=32", "--model.backbone=test_resnet"])

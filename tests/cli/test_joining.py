@@ -105,7 +105,7 @@ def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_p
     assert perada.Run.load(tmp_path / "new").info["clients"][-1] == "first"
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["--images={}"], ["--images", "{}"]])
 def test_the_folder_may_be_named_as_predict_has_it(saved, pictures, tmp_path, words):
     folder = copy(saved, tmp_path)

@@ -108,6 +108,7 @@ def test_an_ensemble_names_its_base():
     assert isinstance(made, Algorithm)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("recipe", "meant"),
     [
@@ -181,6 +182,7 @@ def test_nothing_is_proposed_for_what_is_like_nothing(words):
     assert "did you mean" not in refused(words)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -226,6 +228,7 @@ def test_so_it_is_in_a_recipe(recipe, says):
     assert refused(recipe=recipe) == says
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -34,6 +34,7 @@ def refused(tmp_path, *words):
 LOGGERS = "choose one of CSVLogger, CometLogger, MLFlowLogger, "
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("words", "option", "says"),
     [

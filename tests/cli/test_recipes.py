@@ -158,7 +158,7 @@ def refusal(data, method, privacy=None):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in COMBINED])
-@pytest.mark.every(10)
+@pytest.mark.every(20)
 def test_every_combination_runs_or_says_why_not(parser, written, capsys, name):
     data, method, privacy = [*name.split("/"), None][:3]
     cli = PeradaCLI(small_words(name, written), run=False)
@@ -186,7 +186,7 @@ def table_of_clients(capsys, names="0123"):
 
 
 @pytest.mark.parametrize("name", [*COMPLETE, "cifar10/perada", "fashion_mnist_vit/ditto/sample"])
-@pytest.mark.every(6)
+@pytest.mark.every(20)
 def test_recipe_runs(name, capsys):
     main(["fit", *small_words(name)])
     table_of_clients(capsys, ["negative", "noisy", "plain", "turned"] if name in SCANNED else "0123")
@@ -199,6 +199,7 @@ PRIVATE = [
 ]
 
 
+@pytest.mark.every(9)
 @pytest.mark.parametrize("name", [*PRIVATE, "adapters_private"])
 def test_no_private_recipe_gives_the_server_images_of_clients(name):
     content = yaml.safe_load(merged(name))
@@ -232,7 +233,7 @@ def parsed(parser, *configs):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (place % 3 > 0)) for place, name in enumerate(SPELT_OUT)]
 )
-@pytest.mark.every(12)
+@pytest.mark.every(36)
 def test_combined_recipes_are_what_they_were(parser, name):
     whole = {}
     for key, value in SPELT_OUT[name].items():

@@ -73,6 +73,7 @@ def test_warnings_are_one_line_each():
     assert found[1:] == ["<string>:1: DeprecationWarning: old"]
 
 
+@pytest.mark.slow
 def test_optional_packages_are_imported_where_they_are_used():
     """At the top of a file they would be imported by every recipe that reaches it."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}

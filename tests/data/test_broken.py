@@ -101,6 +101,7 @@ def test_what_is_remembered_holds_under_any_spelling_of_the_path(root, monkeypat
             module(spelling).setup()
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, None])
 @pytest.mark.parametrize("where", ["open", "decoder"])
 def test_an_error_of_the_disk_is_not_remembered(root, monkeypatch, number, where):

@@ -55,6 +55,7 @@ def refused(data, words, error=ValueError, image=None, **options):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("label", "words"), [(-1, "label -1, outside"), (7, "label 7, outside 0..4: .* num_classes .now 5.")]
@@ -72,6 +73,7 @@ def test_labels_out_of_range(kind, label, words):
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_of_another_shape(kind):
     wrong = "client 1: an image is .*1, 6, 6.*, others are .*1, 5, 5.* image_size"
@@ -184,6 +186,7 @@ def test_options(options, words):
     refused(FederatedData([client()]), words, **options)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -302,6 +305,7 @@ PIXELS, CLASSES = torch.zeros(6, 3, 8, 8, dtype=torch.uint8), torch.arange(6) % 
 GOOD = PIXELS, CLASSES
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -366,6 +370,7 @@ def test_arrays_lists_and_grey_images_without_a_channel_axis_are_taken():
         assert seen == sorted(zip(pixels.tolist(), CLASSES.tolist(), strict=True))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("rows", "words"),
     [

@@ -100,7 +100,7 @@ def check_all_ways(path, expected, tolerance=1.0):
             assert torch.equal(preprocessing().batch([opened]), preprocessing().batch([path]))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(24)
 @pytest.mark.parametrize("mode", MODES + DEEP_MODES)
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "ICNS"])  # which has 1024 pixels at least
 def test_every_mode_in_every_format(tmp_path, kind, mode):
@@ -123,6 +123,7 @@ def test_every_mode_in_every_format(tmp_path, kind, mode):
     check_all_ways(path, expected)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("mode", MODES + DEEP_MODES)
 def test_every_mode_in_memory(mode):
     image = pattern(mode)
@@ -149,6 +150,7 @@ def png(depth, colour, row, transparency, palette=None):
 PALETTE = bytes([9, 8, 7, 60, 50, 40, 200, 100, 0, 1, 2, 3])
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("content", "pixels"),
     [
@@ -231,6 +233,7 @@ def test_every_orientation_with_damaged_fields(tmp_path, kind, damage):
         check_all_ways(path, TURNED.get(orientation, TURNED[1])(stored))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", ["MPO", "AVIF"])
 @pytest.mark.parametrize("orientation", TURNED)
 def test_orientations_of_other_formats(tmp_path, kind, orientation):
@@ -355,6 +358,7 @@ def test_an_opened_image_that_is_broken_is_named(tmp_path):
         preprocessing().batch([negative])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("damage", list(DAMAGE))
 def test_inspection_reads_photographs_with_damaged_fields(tmp_path, damage, capsys):
     for name in ("cat", "dog"):

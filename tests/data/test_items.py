@@ -54,6 +54,7 @@ def batches(module):
     return [(b.x, b.y) for b in module.cohort_loader(module.plan(0))], [(b.x, b.y) for b in module.val_dataloader()]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("keys", [("image", "label"), ("img", "labels"), ("pixel_values", "label")])
 @pytest.mark.parametrize("holdout", [{}, {"client_validation": 0.3}])
 def test_dicts_give_what_pairs_give(keys, holdout):
@@ -67,6 +68,7 @@ def test_dicts_give_what_pairs_give(keys, holdout):
     assert torch.equal(module.public_images(torch.arange(6)), expected.public_images(torch.arange(6)))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", ["pairs", "dicts", "columns", "subsets", "declared"])
 @pytest.mark.parametrize("classes", [None, ["owl", "cat", "bee", "ant"]])
 def test_words_are_numbered_over_all_clients(kind, classes):
@@ -117,6 +119,7 @@ def pairs(labels):
     return list(zip(images(len(labels), 1), labels, strict=True))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("train", "rest", "words"),
     [

@@ -51,6 +51,7 @@ def rows_of(loader):
     return seen
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     "phases", [(Phase(epochs=2),), (Phase("a", epochs=1.5), Phase("b", steps=4)), (Phase(steps=1),)]
 )

@@ -86,6 +86,7 @@ def looped(image, kind):
     return [[PIXELS[kind](image, row, column) for column in range(SIDE)] for row in range(SIDE)]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", [kind for kind in DEVICES if kind != "noisy"])
 def test_a_device_makes_of_each_channel_what_a_loop_over_pixels_makes(kind):
     images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, SIDE, SIDE)).astype(np.uint8))

@@ -30,6 +30,7 @@ def test_the_kinds_are_those_of_the_benchmark():
     assert (len(MAIN), len(EXTRA)) == (15, 4)
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     "kind",  # glass_blur is compiled, which takes seconds
     [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "glass_blur")) for kind in MAIN + EXTRA],

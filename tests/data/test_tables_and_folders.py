@@ -53,6 +53,7 @@ def birds():
         write_image(f"ä/{number}.png", number)
 
 
+@pytest.mark.every(4)
 @pytest.mark.usefixtures("birds")
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
 @pytest.mark.parametrize(
@@ -154,6 +155,7 @@ SYSTEM = ["$RECYCLE.BIN", "$Recycle.Bin", "System Volume Information", "lost+fou
 SYSTEM += ["RECYCLER", "__MACOSX", ".Trashes", ".ipynb_checkpoints", ".Spotlight-V100", "found.000", "@Recycle"]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", SYSTEM)
 def test_folders_of_the_system_are_neither_clients_nor_classes(name):
     write_images("data/north/cat", "data/north/dog", "data/south/cat", "data/south/dog")
@@ -173,6 +175,7 @@ def test_folders_of_the_system_are_neither_clients_nor_classes(name):
         assert len(find_images(Path("data"))[0]) == 16
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", SYSTEM)
 def test_folders_of_the_system_without_images_are_not_mentioned(name):
     write_images("data/cat", "data/dog")
@@ -276,6 +279,7 @@ def test_names_of_one_letter_may_differ_in_case():
     assert case_variants(["cat", "cat "]) == []  # these look the same, which has a warning of its own
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("file", "layout"),
     [
@@ -328,6 +332,7 @@ HEADERS = [
 ]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("header", "expected"), HEADERS)
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
 def test_init_reads_the_header_of_a_table(header, expected, encoding):

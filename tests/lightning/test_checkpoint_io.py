@@ -153,6 +153,7 @@ def test_whatever_happens_there_is_a_whole_one(written, monkeypatch, moment, hap
     assert epochs in [(5, 4), (5, 5), (6, 5)]
 
 
+@pytest.mark.slow
 def test_nothing_is_written_into_the_temporary_directory(tiny, tmp_path, monkeypatch):
     """It may be on another file system, from which nothing can be renamed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))

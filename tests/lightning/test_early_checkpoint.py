@@ -33,7 +33,7 @@ def test_last_is_the_newest_of_the_same_experiment(tiny, tmp_path, other):
     assert len(fit(tiny, tmp_path, 2, ckpt_path="last").metrics["rounds"]) == 2
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -52,6 +52,7 @@ def test_another_experiment_is_refused_before_set_up(tiny, tmp_path, monkeypatch
     assert path in str(error.value) or by_path
 
 
+@pytest.mark.slow
 def test_an_allowed_option_is_no_other_experiment(tiny, tmp_path):
     fit(tiny, tmp_path, 1)
     run = fit(tiny, tmp_path, 2, lr_local=0.3, ckpt_path="last", resume_allow=["training.lr_local"])

@@ -73,7 +73,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_sample_that_goes_wrong_in_round_2_costs_its_client_that_round(tiny, fault, workers):
@@ -120,6 +120,7 @@ def test_a_truncated_file_is_named_with_its_path(tmp_path):
         perada.FederatedDataModule(data).setup()
 
 
+@pytest.mark.slow
 def test_with_privacy_the_client_has_taken_part(tiny):
     """Its ledger counts the round, as if nothing had happened; the sample that is no sample is in no batch."""
     privacy = Privacy(noise_multiplier=1.0, secure_rng=False)

@@ -208,6 +208,7 @@ def strip_perada(path):
     torch.save({key: value for key, value in content.items() if key != "perada"}, path)
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -372,6 +373,7 @@ def test_fast_dev_run_takes_one_step_and_writes_nothing(tiny, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_limit_train_batches_shortens_every_round(tiny, tmp_path):
     run = fit(tiny, tmp_path, rounds=2, limit_train_batches=2)
     assert [record["step"] for record in run.metrics["rounds"]] == [2, 4]
@@ -417,6 +419,7 @@ def distance(state, other):
     return sum(float((state[key].double() - other[key].double()).square().sum()) for key in state) ** 0.5
 
 
+@pytest.mark.slow
 def test_bf16_mixed_keeps_states_in_float32(tiny, tmp_path):
     """What a state differs by from one in float32 is small against the way that training has moved it."""
     half, single = fit(tiny, tmp_path, rounds=1, precision="bf16-mixed"), fit(tiny, tmp_path, rounds=1)
@@ -428,6 +431,7 @@ def test_bf16_mixed_keeps_states_in_float32(tiny, tmp_path):
     assert not torch.equal(half.state("global")["7.weight"], single.state("global")["7.weight"])
 
 
+@pytest.mark.slow
 def test_validate_before_fit_scores_the_initial_model(tiny, tmp_path):
     trainer, module, data, loop = build(tiny, tmp_path, rounds=2)
     (scores,) = trainer.validate(module, data, verbose=False)
@@ -453,6 +457,7 @@ def test_predict_returns_the_owners_logits(tiny, tmp_path):
         torch.testing.assert_close(personal[owner == client], expected.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("returned", [None, False])
 def test_predictions_are_written_whether_or_not_they_are_returned(tiny, tmp_path, returned):
     trainer, module, data, _ = build(tiny, tmp_path, rounds=1)
@@ -505,6 +510,7 @@ def test_distilling_needs_a_public_set(tiny, tmp_path):
     fit(tiny, tmp_path, data=data, algorithm="ditto", rounds=1)
 
 
+@pytest.mark.slow
 def test_progress_bar_counts_rounds(tiny, tmp_path, capsys):
     fit(tiny, tmp_path, rounds=2, enable_progress_bar=True, callbacks=[RoundProgressBar()])
     shown = capsys.readouterr()
@@ -526,7 +532,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("changed", "message"), CHANGES, ids=lambda value: str(value)[:30])
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_a_run_is_not_resumed_with_other_options_but_for_those_that_are_allowed(tiny, tmp_path, changed, message):
     options = tiny.options | {"lr_local": 0.1, "logger": True, "default_root_dir": str(tmp_path)}
     perada.finetune(tiny.net(), tiny.data(), **sections(**options | {"rounds": 1}))

@@ -73,6 +73,7 @@ def test_what_cannot_be_resumed_is_one_line(tiny, tmp_path, sizes, options, mess
         run(tiny, tmp_path, tiny.data(sizes=sizes, public=False), 2, ckpt_path="last", **options)
 
 
+@pytest.mark.slow
 def test_a_private_run_keeps_its_clients(tiny, tmp_path):
     private = {"privacy": {"noise_multiplier": 1.0, "delta": 1e-3}}
     run(tiny, tmp_path, tiny.data(sizes=(9, 5, 14), public=False), 1, **private)

@@ -104,6 +104,7 @@ def test_the_scores_are_those_of_the_models(tiny):
     assert (told["client"], told["images"], told["rounds"], told["steps"]) == (5, SIZE, 8, 24)
 
 
+@pytest.mark.slow
 def test_a_model_that_became_worse_is_warned_of_with_both_scores(tiny):
     """The client learns other labels of its images than those that it is tested on, which the global model knows."""
     run = finished(tiny)
@@ -186,6 +187,7 @@ def test_privacy_that_cannot_be_kept_is_refused(tiny):
         perada.personalize(run, newcomer(4), "late", local_steps=500, accelerator="cpu")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -77,8 +77,8 @@ def test_the_warning_names_clients_their_rounds_and_the_remedy():
     assert failed.endswith("so their training failed or their privacy budget is spent")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ditto", "perada_no_kd", "fedavg", "fedavg_ft", "standalone"])
-@pytest.mark.every(6)
 def test_the_last_rounds_are_those_of_the_cohorts_that_were_drawn(tiny, algorithm):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -118,6 +118,7 @@ def test_where_all_take_part_all_are_recent(tiny):
     assert all(row["personal/local_test_recent"] == row["personal/local_test"] for row in run.metrics["rounds"])
 
 
+@pytest.mark.slow
 def test_a_client_that_never_took_part_is_not_recent(tiny):
     seed = next(seed for seed in range(50) if drawn(2, seed=seed).count(0) == 2)
     with pytest.warns(UserWarning, match="clients have not taken part"):
@@ -166,6 +167,7 @@ def test_a_client_that_failed_keeps_its_model_and_its_last_round(tiny):
     assert run.metrics["rounds"][-1]["personal/local_test_recent"] == pytest.approx((scores[0] + scores[2]) / 2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.filterwarnings("ignore:privacy. delta")
 def test_a_private_run_says_nothing_that_depends_on_who_failed(tiny, tmp_path, section):

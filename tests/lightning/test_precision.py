@@ -93,7 +93,7 @@ def cohort(model, training, algorithm="fedavg", engine="folded", options=None, c
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
 @pytest.mark.parametrize(("engine", "chunk"), [("folded", None), ("folded", 3), ("loop", None)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.every(12)
+@pytest.mark.every(24)
 def test_each_client_trains_as_with_a_grad_scaler_of_its_own(optimizer, engine, chunk, clip_norm):
     model, ((name, options), make) = network(), OPTIMIZERS[optimizer]
     scaling = LossScaling(2.0**26, 2.0, 0.5, 2)
@@ -147,7 +147,7 @@ ALGORITHMS = [
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("optimizer", [("sgd", {"momentum": 0.9, "weight_decay": 0.1}), ("adam", {})])
-@pytest.mark.every(12)
+@pytest.mark.every(20)
 def test_a_skipped_step_is_one_that_was_never_taken(algorithm, optimizer):
     """In double precision with images that overflow it, so that skipping is all that the scales add."""
     if algorithm == "apfl":
@@ -392,7 +392,7 @@ def test_distillation_reads_nothing_from_the_device(scaling, kind):
     assert reads.found == []
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [0.002, 0.0005])
 def test_one_line_says_where_bfloat16_is_the_slower_one(monkeypatch, caplog, half):
     monkeypatch.setattr(setup, "product_seconds", lambda dtype: half if dtype == torch.bfloat16 else 0.001)

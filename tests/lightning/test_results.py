@@ -76,6 +76,7 @@ def test_confusion_gives_the_accuracies(ran, who):
     assert [one / 6 for one in right] == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_what_was_before(ran, tiny, tmp_path):
     fit(tiny, tmp_path, rounds=1)
     checkpoint = tmp_path / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
@@ -97,6 +98,7 @@ def test_a_fine_tuned_model_replaces_the_last_evaluation(tiny, tmp_path):
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("scanned", [True, False])
 def test_labels_that_only_reading_would_tell_are_counted_where_they_are_read_anyway(
     tiny, tmp_path, monkeypatch, scanned

@@ -95,7 +95,7 @@ CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "
     ],
     ids=["swapped", "renamed", "unnamed", "images swapped", "other images"],
 )
-@pytest.mark.every(10)
+@pytest.mark.every(30)
 def test_other_clients_are_refused(tmp_path, kind, options, change, message):
     given = {"names": NAMES, "kind": kind, "public": 20}
     if options:
@@ -124,6 +124,7 @@ def test_other_tests_public_images_and_classes_are_refused(tmp_path, change, mes
         fit(tmp_path, data(**given | change), 2, ckpt_path="last")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("change", "what"), [(other_label, "the labels of the training images"), (other_pixel, "the training images")]
 )

@@ -164,6 +164,7 @@ def test_the_scores_are_those_of_the_exported_models(tmp_path, multilabel):
     assert last["global/new"] == pytest.approx(score(shared, *new), **close)
 
 
+@pytest.mark.slow
 def test_every_metric_scores_the_shifts():
     """Macro F1 of each client's model on another set and on the others' images, again by scikit-learn."""
     given = {"new": Stripes(), "others": LabelShift()}

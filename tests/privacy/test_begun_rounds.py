@@ -313,6 +313,7 @@ def test_a_line_that_was_cut_off_is_left_out_and_the_next_one_is_whole(tmp_path)
     assert len(path.read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_entries_of_other_runs_in_the_same_file_are_left_out(tmp_path):
     path = tmp_path / JOURNAL
     for name, run in (("one", "a"), ("two", "b"), ("three", "a")):
@@ -341,6 +342,7 @@ def test_a_link_is_neither_read_nor_written(tmp_path):
     assert other.read_text() == before
 
 
+@pytest.mark.slow
 def test_a_folder_of_an_earlier_run_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     blocked = tmp_path / "file" / JOURNAL
@@ -384,6 +386,7 @@ def test_checkpoints_of_ones_own_have_a_journal_too(tmp_path, level):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.ckpt", JOURNAL]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_that_is_over_needs_no_journal(tmp_path):
     fit(tmp_path, 2, callbacks=[Saves(tmp_path / "mine.ckpt")], enable_checkpointing=False, **LEVELS["images"])
     path = tmp_path / JOURNAL
@@ -504,6 +507,7 @@ def _unnoticed_at_set_up(monkeypatch):
     monkeypatch.setattr("perada.data.inspection._find_broken", lambda *_: {})
 
 
+@pytest.mark.every(2)
 @pytest.mark.usefixtures("_unnoticed_at_set_up")
 @pytest.mark.filterwarnings("ignore:round .. the loss of client 1 became NaN or infinite:UserWarning")
 @pytest.mark.parametrize("level", LEVELS)

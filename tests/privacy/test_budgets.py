@@ -274,6 +274,7 @@ def test_fine_tuning_has_noise_that_no_round_has(tmp_path, monkeypatch):
     assert len(set(asked)) == len(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(OVERWRITES)
 def test_a_calibrated_run_does_not_go_on_with_other_steps(tmp_path):
     """More rounds of fewer steps: as many as were planned in all, but those trained were the longer ones."""

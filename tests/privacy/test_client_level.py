@@ -334,6 +334,7 @@ def test_noise_depends_on_seed_round_and_client_alone():
     torch.testing.assert_close(moved.flip(0), noise(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_going_on_from_a_checkpoint():
     options = ClientPrivacy(1.0, clipping="adaptive", count_noise=1.0, secure_rng=False)
     straight, first = (ClientLevel(options, 3, 5) for _ in range(2))
@@ -479,6 +480,7 @@ def test_algorithms_pass_if_only_the_mean_counts(name, distils):
         assert accepted(algorithm, rule, distils) == only_the_mean_counts(algorithm, rule, distils)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [name for name in SERVER_RULES if not make_rule(name).needs_factors])
 def test_rules_pass_if_only_the_mean_counts(name):
     rule = make_rule(name) if name != "trimmed_mean" else SERVER_RULES[name]()

@@ -224,7 +224,7 @@ class Annotated(nn.Module):
         ({}, {"batch_size": "full", "clients_per_chunk": 2}),
     ],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_other_networks_pass(between, privacy, options):
     assert len(train(between(), privacy, **options).metrics["rounds"]) == 1
 

@@ -259,6 +259,7 @@ def test_what_is_sent_after_some_rounds_is_refused_before_the_first(rounds):
     assert len(train(SendsPersonalLate(), CHEAP, 4).metrics["rounds"]) == 4  # it is never sent in so few
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("leak", [SendsPersonal, PulledByPersonal], ids=lambda leak: leak.__name__)
 def test_without_the_claim_it_is_counted_as_sent(leak):
     class Honest(leak):

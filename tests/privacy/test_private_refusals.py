@@ -274,6 +274,7 @@ def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
     refused(message, diagnostics=["personal_distance"])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -389,6 +390,7 @@ def test_a_delta_that_allows_to_show_a_client_is_refused(delta):
     train("fedavg", None, rounds=1, client_privacy=level | {"delta": 0.99 / len(SIZES)})
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -478,6 +480,7 @@ def test_opacus_does_not_know_what_the_fold_knows():
     refused("Opacus's hooks fail", net="test_vit", data=coloured(), adapter="ia3", **options)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -504,6 +507,7 @@ def test_wrong_types(options, message):
     refused(message, privacy=options)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

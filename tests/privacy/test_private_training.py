@@ -127,6 +127,7 @@ def test_one_step_has_the_stated_noise():
         assert_standard_normal(row)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
 def test_noise_is_independent_between_clients_roles_rounds_and_steps(monkeypatch, engine):
     """With a bound of 1e-6 and σ = 1e6 a step is its noise, with a standard deviation of 1 / (n q), to 1e-5."""
@@ -240,6 +241,7 @@ def test_secure_draws_follow_from_no_seed(engine, sampling):
     assert low < float(z.square().sum()) < high
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("secure", [False, True])
 def test_the_global_stream_of_random_numbers_stays_as_it_was(secure):
     net = plain.network(0.4)

@@ -3,6 +3,7 @@
 
 import json
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -67,9 +68,15 @@ def scored(folder):
     return found
 
 
+@cache
+def unlogged(section):
+    """A run for tests that change nothing of it."""
+    return fitted(section)
+
+
 @pytest.mark.parametrize("section", [None, "privacy", "client_privacy"])
 def test_a_saved_run_has_scores_only_where_it_is_not_private(tmp_path, section):
-    run = fitted(section)
+    run = unlogged(section)
     assert run.metrics["clients"]["personal/local_test"]  # whoever runs a simulation sees them
     run.save(tmp_path / "saved")
     run.save(tmp_path / "asked", scores=True)
@@ -89,7 +96,7 @@ def test_a_saved_run_has_scores_only_where_it_is_not_private(tmp_path, section):
         assert loaded.metrics["clients"]["privacy/release_epsilon"] == run.metrics["clients"]["privacy/release_epsilon"]
 
 
-@pytest.mark.parametrize("section", [None, "privacy", "client_privacy"])
+@pytest.mark.parametrize("section", [None, "privacy", pytest.param("client_privacy", marks=pytest.mark.slow)])
 def test_a_run_folder_has_scores_of_classes_only_where_it_is_not_private(tmp_path, section):
     run = fitted(section, tmp_path)
     assert ("per_class" in run.metrics) == (section is None)
@@ -103,7 +110,7 @@ def test_a_run_folder_has_scores_of_classes_only_where_it_is_not_private(tmp_pat
 
 @pytest.mark.parametrize("section", [None, "privacy"])
 def test_a_client_that_joins_brings_scores_only_where_the_run_is_not_private(tmp_path, section):
-    run = fitted(section)
+    run = unlogged(section)
     own = perada.FederatedData([images(8, 5)], [images(6, 6)], num_classes=3, client_names=["new"])
     joined = personalize(run, own, rounds=1, accelerator="cpu")
     assert joined.info["joined"][0]["after"] is not None
@@ -116,7 +123,7 @@ def test_a_client_that_joins_brings_scores_only_where_the_run_is_not_private(tmp
         assert bool(scored(tmp_path / folder)) == (section is None)
 
 
-@pytest.mark.parametrize("section", [None, "privacy", "client_privacy"])
+@pytest.mark.parametrize("section", [None, "privacy", pytest.param("client_privacy", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_a_page_has_scores_only_where_the_run_is_not_private(tmp_path, capsys, section):
     fitted(section, tmp_path / "logs")
