@@ -117,7 +117,7 @@ def algorithm_1(model, initial, data, cohorts, multilabel, optimizer, student_mo
         (linear, True, "SGD", "eval", "train"),
     ],
 )
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_three_rounds_equal_algorithm_1(
     network, multilabel, optimizer, student_mode, teacher_mode, clients_per_round, engine
 ):

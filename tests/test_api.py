@@ -205,6 +205,7 @@ def test_a_datamodule_has_its_own_batch_size(call, tiny):
         call(data=perada.FederatedDataModule(tiny.data(), batch_size=2), batch_size=4)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("own", "given"), [(None, 32), (32, 16), (None, 0), (None, float("nan"))])
 def test_a_datamodule_has_its_own_image_size(tiny, own, given):
     data = perada.FederatedDataModule(tiny.data(), batch_size=2, image_size=own)
@@ -269,6 +270,7 @@ def emptied(tiny):
     return data
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -427,6 +429,7 @@ def norms():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -457,6 +460,7 @@ def test_steps_on_one_image_are_distilled_where_teachers_see_those_of_all_steps(
     assert len(call(norms(), tiny.data(), rounds=1, logger=False, **options).metrics["rounds"]) == 1
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_name_of_a_comparison_is_one_here(name):
     """FlexLoRA and the like bring their server rule, which another one contradicts."""

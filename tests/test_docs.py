@@ -204,8 +204,10 @@ LONG = (
     "joining",
     "own_images",
     "performance",
+    "recipes",
     "report",
     "results",
+    "secure_sums",
     "shifts",
     "studies/",
 )

@@ -55,6 +55,7 @@ def test_parts_run_in_order_and_a_failed_one_is_noted_with_its_reason(tmp_path, 
     assert "failed after" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_part_ends_at_its_limit_with_all_its_processes(tmp_path):
     """A process that it started, and that takes no notice of SIGTERM, ends as well; then the next part runs."""
     child = "import signal, time, sys; signal.signal(15, signal.SIG_IGN); print('begun', flush=True); time.sleep(600)"
@@ -88,6 +89,7 @@ def test_what_is_done_is_left_out_and_the_rest_goes_on(tmp_path):
     assert (tmp_path / "done").read_text() == "xx"
 
 
+@pytest.mark.slow
 def test_the_time_for_all_parts_is_kept(tmp_path, capsys):
     """What parts leave over is for the one that takes the rest, but for what later ones may take."""
     rest = stub("rest", "pass", 60.0, takes_rest=True)
@@ -201,6 +203,7 @@ def test_the_parts_are_half_an_hour_in_order_of_worth():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_the_command_of_each_part_can_be_parsed(part, quick, tmp_path, monkeypatch):

@@ -45,11 +45,8 @@ def test_it_runs_cut_down_to_a_step(name, tmp_path):
     run(ROOT / "docs" / "tutorials" / f"{name}.ipynb", tmp_path, CUT)
 
 
-@pytest.mark.parametrize(
-    "notebook",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "ten_hospitals")) for path in NOTEBOOKS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(notebook, tmp_path):
     run(notebook, tmp_path)
 

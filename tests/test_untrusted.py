@@ -218,7 +218,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", range(len(CHANGES)))
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_a_description_of_a_run_that_no_run_has_is_refused(tiny, tmp_path, change):
     run = fit(tiny, tmp_path, rounds=0, logger=False)
     run.info["privacy"] = private(5)
@@ -306,7 +306,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_other_values_than_perada_writes_are_refused_in_one_line(part, tiny, tmp_path):
     fit(tiny, tmp_path)
     path = checkpoint(tmp_path)

@@ -129,6 +129,7 @@ def test_only_the_sampled_clients_train():
     assert len(distances.argmin(1).unique()) > 1
 
 
+@pytest.mark.slow
 def test_bias_and_variance_split_the_error():
     draw = np.random.default_rng(0)
     truth, predictions = draw.normal(size=30), draw.normal(size=(12, 30)) + 0.5
@@ -173,6 +174,7 @@ def test_the_variance_falls_as_one_over_the_modes(rows):
     assert scaled == pytest.approx([1, 1, 1], abs=0.25)
 
 
+@pytest.mark.slow
 def test_the_bias_stays():
     problem = make_problem(0)
     x = torch.linspace(-1, 1, 101, dtype=torch.float64)
@@ -186,6 +188,7 @@ def test_the_bias_stays():
     assert undertrained > 1.2 * one
 
 
+@pytest.mark.slow
 def test_with_one_stratum_each_mode_is_fedavg_of_a_part_of_the_rounds():
     problem = make_problem(0)
     settings = replace(SMALL, strata=1, init_std=0.0)
@@ -219,6 +222,7 @@ def test_the_command_prints_what_it_writes(tmp_path, capsys):
     assert [line[-1] for line in lines[2:]] == ["0.0496", "0.0115", "–"]  # Table 1 of the paper has no K = 4
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -80,6 +80,7 @@ def test_options_that_give_no_plane_are_rejected():
         PlaneSettings(grid=1)
 
 
+@pytest.mark.slow
 def test_the_quick_study_writes_losses_of_its_own_modes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plane_study, "QUICK", PlaneSettings("digits", train_images=100, clients=3, modes=3, rounds=3,
                                                             local_steps=2, grid=3, line=3))  # fmt: skip

@@ -128,6 +128,7 @@ def test_unequal_nodes_are_trained_as_by_a_plain_loop():
     assert margins.min().item() == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_with_dirichlet_nodes_too_both_variants_turn_to_the_centralized_model():
     settings = local_gd_curves.DirichletSettings(
         alphas=(0.5,), nodes=5, samples=50, dimension=200, rounds=30, local_steps=100, lr=0.05, central_steps=3000
@@ -142,6 +143,7 @@ def test_with_dirichlet_nodes_too_both_variants_turn_to_the_centralized_model():
     assert curves["plain_central"][-1] < curves["modified_central"][-1]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("classify", [False, True])
 def test_the_centralized_model_is_gradient_descent_on_all_data(classify):
     problem = pair()[classify]
@@ -188,6 +190,7 @@ def check_regression(dimension, nodes, samples, steps, rounds, lr):
     return ((path - limit).norm(dim=1)[1:] / limit.norm(dim=1)[1:]).max(), away[-1] / away[0]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("steps", [1, 5, 200])
 def test_local_gd_follows_the_closed_form_to_the_least_norm_solution(steps):
     limit, left = check_regression(120, 5, 8, steps, 60, 5e-3)
@@ -204,6 +207,7 @@ def test_local_gd_follows_the_closed_form_at_the_papers_size():
     assert left < 0.01
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dimension", [15, 40])
 def test_the_least_norm_solution_is_the_pseudo_inverses(dimension):
     problem = pair(dimension)[0]
@@ -211,6 +215,7 @@ def test_the_least_norm_solution_is_the_pseudo_inverses(dimension):
     np.testing.assert_allclose(linear.least_norm(problem).numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dimension", [30, 100])
 def test_the_machine_is_the_solution_of_its_quadratic_program(dimension):
     """Least distance programming (Lawson & Hanson, chapter 23): min ‖w‖ with Z w ≥ 1, by non-negative least squares."""
@@ -236,6 +241,7 @@ def test_distance_of_directions():
     assert linear.direction_distance(torch.zeros(2), one[0]).isnan()
 
 
+@pytest.mark.slow
 def test_expected_accuracy_is_that_of_many_samples():
     problem = linear.classification(20, 3, 5, noise=0.7)
     models = torch.stack([problem.truth[0], problem.truth.mean(0), torch.ones(20, dtype=torch.float64)])
@@ -259,6 +265,7 @@ def check_classification(dimension, nodes, settings):
     return found
 
 
+@pytest.mark.slow
 def test_both_variants_turn_to_the_machine_and_the_modified_one_more_slowly():
     settings = local_gd_curves.ClassificationSettings(rounds=30, lr=0.05, central_steps=2000)
     near, far = (check_classification(d, local_gd_curves.Nodes(5, 10), settings) for d in (300, 100))

@@ -40,6 +40,7 @@ def test_timm_loads_the_file_whole(run):
     assert saved["bn1.num_batches_tracked"] == 3  # 120 images, 40 a step
 
 
+@pytest.mark.slow
 def test_equal_seeds_write_equal_bytes(run):
     first, again, other = (run(name, seed=seed).read_bytes() for name, seed in (("a", 3), ("b", 3), ("c", 4)))
     assert first == again
@@ -72,6 +73,7 @@ def test_the_command_line_writes_the_file_and_its_card(fashion_root, tmp_path):
     assert "threads" in rows["machine"]
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_is_pretrained_on_shapes(run, monkeypatch):
     monkeypatch.setattr("perada.studies.pretrain.Shapes", functools.partial(Shapes, 100, classes=4))
     options = {"dataset": "Shapes", "backbone": "test_vit", "batch_size": 25}
@@ -92,6 +94,7 @@ def test_a_wrong_name_is_refused_before_training(tmp_path):
         pretrain(PretrainSettings(output=tmp_path / "weights.pth"))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "accuracy"), [("fashion_test_resnet", 0.88), ("shapes_test_vit", 0.95)])
 def test_the_shipped_weights_are_those_of_their_card(name, accuracy):
     file = WEIGHTS / f"{name}.safetensors"

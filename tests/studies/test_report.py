@@ -224,6 +224,7 @@ def test_groups_are_named_by_what_differs(tmp_path):
     assert [len(group.runs) for group in found] == [2, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_saved_run_and_a_comparison_have_pages_too(runs, tmp_path, capsys):
     runs[1][0].save(tmp_path / "saved")
     (record,), (folder,) = read_records(tmp_path / "saved"), read_records(runs[0][0])
@@ -250,6 +251,7 @@ def test_a_folder_of_an_earlier_perada_has_its_rounds(tmp_path):
     assert [row["personal/local_test"] for row in rows(tmp_path / "page" / "rounds.csv")] == ["0.25", "0.5"]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     "change",
     [

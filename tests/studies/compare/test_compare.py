@@ -335,7 +335,7 @@ def test_choice():
     assert choose([({"lr": "4"}, scored(1.0, 1.0, True)), ({"lr": "5"}, None)]) is None
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("tune", "words"),
     [
@@ -563,6 +563,7 @@ def test_budgets(recipe, words, expected):
     assert same_budget(PeradaCLI([*base, *words], run=False)) == expected
 
 
+@pytest.mark.slow
 def test_recipes_keep_their_own_algorithm(recipe, capsys):
     main(["compare", recipe, "--federated.algorithm=Standalone"])
     table = rows(capsys.readouterr().out)
@@ -631,6 +632,7 @@ def test_rows_with_stale_models_are_named():
     assert "models of clients" not in summary([record("y", stale_clients=0, num_clients=20)])
 
 
+@pytest.mark.slow
 def test_a_run_says_who_took_part_when(recipe, read, capsys):
     """Of FedAvg, whose clients predict with the newest model, none is stale."""
     options = ["--federated.clients_per_round=1", "--trainer.max_epochs=2"]
@@ -898,6 +900,7 @@ def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
     assert begun(capsys.readouterr().out) == []
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -998,6 +1001,7 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
     assert [name for name in rows(capsys.readouterr().out) if name.startswith("before")] == ["before fine-tuning"]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
