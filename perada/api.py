@@ -98,15 +98,15 @@ def finetune(  # noqa: PLR0913  # options that users set by name; what belongs t
         data: One dataset per client (:class:`perada.data.FederatedData`), or a datamodule.
         adapter: ``residual``, ``bottleneck``, ``prompt``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``,
             ``full``, or a PEFT config.
-        adapter_options: Options of the adapter named, for example ``{"r": 8}``.
-        pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
+        adapter_options: Options of the named adapter, for example ``{"r": 8}``.
+        pretrained: ``True`` for weights from the Hub, ``False`` for random ones, or a local file or folder.
         num_classes: Number of classes; by default that of the data.
         image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
             its own.
-        train_backbone: Train the backbone's own parameters beside the adapter's.
+        train_backbone: Train the backbone's parameters in addition to the adapter's.
         algorithm: ``perada``, ``perada_no_kd``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an
-            algorithm. ``flexlora``, ``lora_fair`` and ``modified_local_gd`` bring their server rule.
-        algorithm_options: Options of the algorithm named, for example ``{"prox_strength": 0.1}`` of ``ditto``.
+            algorithm. ``flexlora``, ``lora_fair`` and ``modified_local_gd`` include their server rule.
+        algorithm_options: Options of the named algorithm, for example ``{"prox_strength": 0.1}`` of ``ditto``.
         rounds: Communication rounds; 0 returns the initial states.
         clients_per_round: Clients sampled in a round; all of them by default.
         batch_size: Images in a local step, or ``"full"``; 64 by default. A datamodule has its own.
@@ -114,26 +114,26 @@ def finetune(  # noqa: PLR0913  # options that users set by name; what belongs t
         lr_local: ``lr_local`` of ``training``: learning rate of the local adapters, 0.01 by default.
         local_epochs: ``local_epochs`` of ``training``: passes of a client over its data in a round, 1 by default.
         local_steps: ``local_steps`` of ``training``: local steps in a round, instead of epochs.
-        training: How clients train, and how that is computed (:class:`perada.Training`).
-        distillation: How the server distils (:class:`perada.server.Distillation`). ``steps`` is 0 by default where
+        training: Options of local training (:class:`perada.Training`).
+        distillation: Options of distillation (:class:`perada.server.Distillation`). ``steps`` is 0 by default if
             there is no public set.
-        evaluation: How models are scored (:class:`perada.Evaluation`).
-        privacy: Differential privacy of the clients' images in all that they train (:class:`perada.Privacy`).
-        client_privacy: Differential privacy of whole clients in what they send (:class:`perada.ClientPrivacy`).
+        evaluation: Options of evaluation (:class:`perada.Evaluation`).
+        privacy: Differential privacy of the clients' images in all training (:class:`perada.Privacy`).
+        client_privacy: Differential privacy of entire clients in what they send (:class:`perada.ClientPrivacy`).
         secure_sums: Let the server see only sums over clients (:class:`perada.server.SecureSums`).
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
         server_rule: How the server aggregates: ``mean``, ``median``, ``trimmed_mean``, ``krum``, ``geometric_median``,
             ``norm_clipping``, ``fltrust``, ``fedavgm``, ``fedadam``, ``fedyogi``, ``fedadagrad``,
             ``modified_local_gd``, ``svd``, ``lora_fair``, or a rule.
-        client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
-        max_failures: End the run in an error once the clients' training failed more often; by default it continues.
-            Not with ``privacy`` or ``client_privacy``, since who fails depends on the images.
-        drop_outliers: Leave updates out that are more than 50 times as long as the median of the round's.
+        client_store: Storage of clients' states: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
+        max_failures: Maximum number of failed client trainings; more end the run in an error. Unlimited by default.
+            Not with ``privacy`` or ``client_privacy``, since failures depend on the images.
+        drop_outliers: Drop updates whose norm is more than 50 times the round's median.
         seed: Seed that all randomness is derived from.
-        trainer: A Lightning trainer. It runs ``rounds`` epochs: leave its ``max_epochs`` out, or give the same number.
-            By default a trainer is made of ``trainer_kwargs``.
+        trainer: A Lightning trainer. It runs ``rounds`` epochs: leave its ``max_epochs`` out, or set the same number.
+            By default a trainer is created from ``trainer_kwargs``.
         resume_allow: Options, such as ``training.lr_local``, that may differ from those with which the run began;
-            ``clients`` for more clients, ``images`` for other images of the same clients.
+            ``clients`` allows more clients, ``images`` different images of the same clients.
         ckpt_path: A checkpoint to resume from, or ``"last"`` for the newest below ``lightning_logs``.
         **trainer_kwargs: Options of a Lightning trainer, in place of ``trainer``: ``accelerator``, ``precision``,
             ``logger``, ``check_val_every_n_epoch`` (rounds between two evaluations, 1 by default) and so on.
@@ -265,7 +265,7 @@ def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str
     for name, value in arguments_set.items():
         if name in options_set:
             raise OptionError(
-                f"{name}={value!r} cannot be given beside training={training!r}; set it there", name=name, value=value
+                f"{name}={value!r} cannot be combined with training={training!r}; set it there", name=name, value=value
             )
     if isinstance(training, Training):
         return training
@@ -275,7 +275,7 @@ def _training(training: Training | dict[str, Any] | None, arguments: Mapping[str
 
 
 def _algorithm(algorithm: str | Algorithm, options: dict[str, Any] | None) -> Algorithm:
-    """Return the algorithm, made with these options if it is a name.
+    """Return the algorithm, created with these options if it is a name.
 
     Raises:
         ValueError: If there are options, and the algorithm is an object, which has its own.
@@ -287,8 +287,7 @@ def _algorithm(algorithm: str | Algorithm, options: dict[str, Any] | None) -> Al
         name, value = next(iter(options.items()))
         algorithm_class = type(algorithm).__name__
         raise ValueError(
-            f"{name}={value!r} cannot be given beside an algorithm that is made already; "
-            f"give it to {algorithm_class} itself"
+            f"{name}={value!r} cannot be combined with an algorithm object; pass it to {algorithm_class} instead"
         )
     return make_algorithm(algorithm, **options)
 
@@ -315,14 +314,14 @@ def _make_datamodule(
 
 
 def _check_datamodule(data: object, batch_size: int | Literal["full"] | None, image_size: int | None) -> None:
-    """Raise if the data are no datamodule, or an argument contradicts the datamodule's options."""
+    """Raise if the data are not a data module, or an argument contradicts the data module's options."""
     if not isinstance(data, FederatedDataModule):
-        raise TypeError(f"data is a {type(data).__name__}; give a FederatedData or a FederatedDataModule")
+        raise TypeError(f"data must be a FederatedData or a FederatedDataModule, got {type(data).__name__}")
     for name, value in {"batch_size": batch_size, "image_size": image_size}.items():
         datamodule_value = getattr(data, name)
         if value is not None and value != datamodule_value:
             raise OptionError(
-                f"{name}={value!r} cannot be given beside a datamodule, which has {datamodule_value!r}; set it there",
+                f"{name}={value!r} cannot be combined with a data module, which has {datamodule_value!r}; set it there",
                 name=name,
                 value=value,
             )
@@ -331,23 +330,23 @@ def _check_datamodule(data: object, batch_size: int | Literal["full"] | None, im
 def _set_up_callers_trainer(
     trainer: pl.Trainer, loop: FederatedLoop, rounds: int, trainer_kwargs: Mapping[str, Any]
 ) -> None:
-    """Add the loop to a trainer that the caller made, and let it run for so many rounds.
+    """Add the loop to the caller's trainer, and set its number of rounds.
 
     Raises:
         ValueError: If there are options besides the trainer's, or the trainer has another number of rounds or a loop
             already, or options that federated rounds do not support.
     """
     if trainer_kwargs:
-        raise ValueError(f"{sorted(trainer_kwargs)} cannot be used beside trainer=; set them in the trainer itself")
+        raise ValueError(f"{sorted(trainer_kwargs)} cannot be combined with trainer=; set them in the trainer itself")
     if any(isinstance(callback, FederatedLoop) for callback in callbacks_of(trainer)):
-        raise ValueError("the trainer has a FederatedLoop already, of an earlier call; give a new trainer")
+        raise ValueError("the trainer already has a FederatedLoop from an earlier call; pass a new trainer")
     # fast_dev_run sets max_epochs, and the trial must stay as short as that.
     if not is_dev_run(trainer):
         # 1000 is Lightning's default.
         if trainer.max_epochs not in (None, -1, 1000, rounds):
             raise ValueError(
-                f"the trainer has max_epochs={trainer.max_epochs} and rounds={rounds}; "
-                "give both the same, or leave max_epochs out"
+                f"the trainer has max_epochs={trainer.max_epochs} and rounds={rounds}; make both equal, or leave "
+                "max_epochs out"
             )
         trainer.fit_loop.max_epochs = rounds
     # First, since checkpoints must see what the loop did.

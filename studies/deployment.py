@@ -168,7 +168,7 @@ class Loopback:
                 last_lines = self.log(process).read_text(errors="replace").strip().splitlines()[-5:]
                 raise RuntimeError(f"{process} ended before {what} was there: {' '.join(last_lines)}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{what} was not there after {seconds:g} seconds; see {self.log(process)}")
+                raise RuntimeError(f"{what} was not available after {seconds:g} seconds; see {self.log(process)}")
             time.sleep(0.2)
 
     def end(self) -> None:
@@ -325,7 +325,7 @@ def run_demo(
         running.begin(rounds, recipe_digest, secure_sums)
         link = Link(f"127.0.0.1:{running.port}", running.folder / "keys" / "ca.crt")
         code = run_app(running.app, link, Terms(len(SITES), state=str(keep or running.folder / "server")))
-    print(f"All processes have ended, and nothing is left; {time.monotonic() - started_at:.0f} s")
+    print(f"All processes have ended, and all files are removed; {time.monotonic() - started_at:.0f} s")
     return code
 
 

@@ -20,7 +20,7 @@ def check_output(output: Path) -> None:
         ModuleNotFoundError: If matplotlib is not installed.
     """
     if output.exists() and not output.is_dir():
-        raise FileExistsError(f"{str(output)!r} is a file; give a folder as output")
+        raise FileExistsError(f"{str(output)!r} is a file; choose a folder as output")
     check_drawing("this study")
 
 

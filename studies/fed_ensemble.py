@@ -163,7 +163,7 @@ def study(
         modes = (1, 2, 4)
         training = replace(training, reruns=10, rounds=20, ages=None)
     if not modes or min(modes) < 1 or list(modes) != sorted(set(modes)):
-        raise ValueError(f"modes={list(modes)} cannot be compared; give different numbers from 1, ascending")
+        raise ValueError(f"modes={list(modes)} cannot be compared; list distinct integers >= 1 in ascending order")
     check_output(output)
     problem = make_problem(training.seed)
     local_gain(basis(problem.x, problem.centres), training.lr, training.local_steps)  # raises if the rate diverges

@@ -47,7 +47,7 @@ class PlaneSettings(Counts):
     """Training, and the points at which the loss is computed.
 
     Args:
-        dataset: Images: ``fashion_mnist``, or ``digits``, which needs no files.
+        dataset: Images: ``fashion_mnist``, or ``digits``, which requires no files.
         root: Folder of Fashion-MNIST.
         download: Fetch Fashion-MNIST if it is missing.
         train_images: Training images used, the first ones; the loss is their mean.
@@ -60,7 +60,7 @@ class PlaneSettings(Counts):
         lr: Learning rate, multiplied by 0.99 every 10 rounds.
         grid: Points of the plane along each side.
         line: Points of a line between two modes, both included.
-        margin: How far the plane reaches beyond the modes, as a share of their extent.
+        margin: Margin of the plane around the modes, as a share of their extent.
     """
 
     dataset: Literal["fashion_mnist", "digits"] = "fashion_mnist"
@@ -81,7 +81,9 @@ class PlaneSettings(Counts):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.modes < IN_PLANE:
-            raise ValueError(f"modes must be an integer >= {IN_PLANE}, which span the plane, got {self.modes}")
+            raise ValueError(
+                f"modes must be an integer >= {IN_PLANE}, the number that spans the plane, got {self.modes}"
+            )
         if min(self.grid, self.line) < 2:
             raise ValueError(f"grid and line must be integers >= 2, got {self.grid} and {self.line}")
         check_number("margin", self.margin, ge=0)
@@ -123,7 +125,7 @@ def plane_through(first: Tensor, second: Tensor, third: Tensor) -> Plane:
     to_third = third - first
     up = to_third - (to_third @ across) * across
     if not up.norm() > 1e-6 * to_third.norm():
-        raise ValueError("the three modes lie on one line and span no plane; train for more rounds")
+        raise ValueError("the three modes are collinear and span no plane; train for more rounds")
     return Plane(first, across, up / up.norm())
 
 
@@ -218,7 +220,7 @@ def study(
 
     Args:
         output: Folder to write fed_ensemble_plane.json and fed_ensemble_plane.png to.
-        seed: Of all draws.
+        seed: Seed of all draws.
         settings: Training, and the points of the plane.
         quick: A few short rounds on the digits and a coarse grid, whatever else is said.
 

@@ -114,7 +114,7 @@ def study(
 
     Args:
         output: Folder to write local_gd.json, local_gd.png and local_gd_dirichlet.png to.
-        seed: Of all draws.
+        seed: Seed of all draws.
         nodes: The nodes of the linear problems.
         regression: The linear regression.
         classification: The linear classification.

@@ -225,7 +225,7 @@ def by_dimension(
         curves_at: Returns the curves of one dimension: :func:`regression_at` or :func:`classification_at`.
         nodes: The nodes.
         settings: Settings with the dimensions.
-        seed: Of all draws.
+        seed: Seed of all draws.
         advance: Called after each dimension.
 
     Returns:

@@ -36,7 +36,7 @@ class HeadSettings(Counts):
     """The head of a pretrained backbone, panels (h) and (i).
 
     Args:
-        dataset: Images: ``fashion_mnist``, or ``digits``, which needs no files.
+        dataset: Images: ``fashion_mnist``, or ``digits``, which requires no files.
         root: Folder of Fashion-MNIST.
         download: Fetch Fashion-MNIST if it is missing.
         backbone: A timm name, or ``hf:`` and a transformers name or folder.
@@ -114,7 +114,7 @@ def load_images(settings: HeadSettings) -> ImageSplits:
         data.download()
         return ImageSplits(train=_load_split(data, train=True), test=_load_split(data, train=False))
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}; or choose --head.dataset=digits, which needs no files") from error
+        raise FileNotFoundError(f"{error}; or choose --head.dataset=digits, which requires no files") from error
 
 
 def _load_split(data: ImageSet, train: bool) -> LabelledImages:

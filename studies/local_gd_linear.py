@@ -79,7 +79,7 @@ def classification(dimension: int, nodes: int = 10, samples: int = 50, noise: fl
         nodes: M.
         samples: N.
         noise: Standard deviation of z_i. The paper does not give it.
-        seed: Of all draws.
+        seed: Seed of all draws.
     """
     draw = generator(seed, "local-gd/classification", dimension)
     x = torch.randn(nodes, samples, dimension, generator=draw, dtype=torch.float64)
@@ -101,7 +101,7 @@ def dirichlet_classification(
         alpha: α; the smaller, the less alike the nodes.
         nodes: M.
         samples: Samples of all nodes together.
-        seed: Of all draws.
+        seed: Seed of all draws.
     """
     draw = generator(seed, "local-gd/dirichlet", dimension)
     x = torch.randn(samples, dimension, generator=draw, dtype=torch.float64)
@@ -178,8 +178,8 @@ def regression_steps(problem: Problem, steps: int, lr: float) -> Local:
     steepest = torch.linalg.eigvalsh(gram)[:, -1].max().item()
     if not 0 < lr * steepest < MAX_STEP:
         raise ValueError(
-            f"lr={lr!r} diverges in dimension {problem.x.shape[-1]}: the curvature is {steepest:.3g}; give a positive "
-            f"number below {MAX_STEP / steepest:.3g}"
+            f"lr={lr!r} diverges in dimension {problem.x.shape[-1]}: the curvature is {steepest:.3g}; choose a "
+            f"positive number below {MAX_STEP / steepest:.3g}"
         )
 
     def local(w: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def classification_steps(problem: Problem, steps: int, lr: float, decay: float) 
             c += lr * (torch.exp(-margin - gram @ c) / count - decay * c)
         models = w + (signed.mT @ c).squeeze(-1)
         if not models.isfinite().all():
-            raise ValueError(f"lr={lr!r} diverges in dimension {signed.shape[-1]}; give a smaller one")
+            raise ValueError(f"lr={lr!r} diverges in dimension {signed.shape[-1]}; choose a smaller lr")
         return models
 
     return local
@@ -311,7 +311,7 @@ def max_margin(problem: Problem) -> Tensor:
     smallest_margin = (y * (x @ w)).min()
     if not is_converged or smallest_margin < 1 - 1e-3:
         raise ValueError(
-            f"{len(x)} samples of dimension {x.shape[1]} cannot be separated; give a higher dimension or fewer samples"
+            f"{len(x)} samples of dimension {x.shape[1]} cannot be separated; use a higher dimension or fewer samples"
         )
     return w
 

@@ -70,17 +70,17 @@ class PretrainSettings:
     """Options of ``perada pretrain``.
 
     Args:
-        output: File to write, ending in ``.safetensors``; the card stands beside it, ending in ``.md``.
-        dataset: The images; scikit-learn's digits and random shapes need no file.
+        output: File to write, ending in ``.safetensors``; the card is written next to it, ending in ``.md``.
+        dataset: The images; scikit-learn's digits and random shapes require no files.
         backbone: Name of a timm model.
         root: Folder of the four Fashion-MNIST files; by default where Debian's package puts them.
         download: Fetch the files to ``root`` if they are missing.
         epochs: Passes over the training images.
         batch_size: Images in a step.
         optimizer: ``sgd``, with momentum, or ``adamw``, which vision transformers need.
-        lr: Highest learning rate of the schedule; about 0.002 for ``adamw``.
+        lr: Maximum learning rate of the schedule; use about 0.002 for ``adamw``.
         image_size: Height and width to which the images are resized, in pixels.
-        seed: Of the initial weights, the order of the images and their augmentation.
+        seed: Seed of the initial weights, the order of the images and their augmentation.
     """
 
     output: Path
@@ -177,7 +177,7 @@ def pretrain(settings: PretrainSettings) -> Path:
     """
     output = settings.output
     if output.suffix != ".safetensors":
-        raise ValueError(f"output is {output}: weights are written as safetensors, so end the name in .safetensors")
+        raise ValueError(f"output={output} must end in .safetensors, the format of the weights")
     data = _image_set(settings)
     data.download()
     assert data.num_classes is not None  # the images of all sets are labelled
@@ -218,7 +218,7 @@ def _image_set(settings: PretrainSettings) -> ImageSet:
 
 
 def _command_words(settings: PretrainSettings) -> str:
-    """Return the options of the command that made the weights; where the data were is no part of it."""
+    """Return the options of the command that made the weights, without the location of the data."""
     words = []
     for name, value in vars(settings).items():
         if name not in ("root", "download"):
@@ -229,7 +229,7 @@ def _command_words(settings: PretrainSettings) -> str:
 def _card(
     settings: PretrainSettings, *, image: ImageConfig, num_classes: int, num_test_images: int, accuracy: float
 ) -> str:
-    """Return the model card: what the weights are, how they were made, and how to load them."""
+    """Return the model card: a description of the weights, how they were made, and how to load them."""
     file = settings.output
     source = SOURCES[settings.dataset]
     optimizer = OPTIMIZERS[settings.optimizer]

@@ -53,10 +53,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the modes are trained.
+    """Options of the training of the modes.
 
     Args:
-        seed: Of the data, and of all that differs between re-runs.
+        seed: Seed of the data, and of everything that differs between re-runs.
         reruns: Trainings on the same data for each K.
         rounds: Rounds of a training, the same for every K.
         ages: Instead of rounds: ages of a training, which are K rounds each.
@@ -130,7 +130,7 @@ def local_gain(phi: Tensor, lr: float, steps: int) -> Tensor:
     gram = phi @ phi.mT / points
     limit = 2 / torch.linalg.eigvalsh(gram).max().item()
     if not 0 < lr < limit:
-        raise ValueError(f"lr={lr} does not descend: on these data it has to be above 0 and below {limit:.3g}")
+        raise ValueError(f"lr={lr} does not descend: on these data it must be above 0 and below {limit:.3g}")
     power = torch.eye(points, dtype=phi.dtype).expand_as(gram)  # (I - lr G)^j
     total = torch.zeros_like(gram)
     for _ in range(steps):

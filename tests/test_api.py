@@ -158,10 +158,10 @@ def test_a_trainer_of_the_callers_own(call, tiny, tmp_path):
     assert run.metrics == call(rounds=2, logger=False).metrics
     (saved,) = (tmp_path / "lightning_logs" / "version_0" / "checkpoints").glob("*.ckpt")
     assert torch.load(saved, weights_only=True)["perada"]["metrics"]["rounds"] == run.metrics["rounds"]
-    with pytest.raises(ValueError, match="has a FederatedLoop already"):  # whatever else is asked for
+    with pytest.raises(ValueError, match="already has a FederatedLoop"):  # whatever else is asked for
         perada.finetune(tiny.net(), tiny.data(), **sections(rounds=5, trainer=trainer, **options))
     assert len([one for one in trainer.callbacks if isinstance(one, perada.FederatedLoop)]) == 1
-    with pytest.raises(ValueError, match=r"\['precision'\] cannot be used beside trainer="):
+    with pytest.raises(ValueError, match=r"\['precision'\] cannot be combined with trainer="):
         perada.finetune(
             tiny.net(), tiny.data(), **sections(trainer=pl.Trainer(logger=False), precision="bf16-mixed", **options)
         )
@@ -186,7 +186,7 @@ def test_a_trainer_evaluates_as_often_as_it_was_made_to_and_the_config_records_i
 def test_a_trainer_made_for_another_number_of_rounds_is_refused(tiny, tmp_path):
     options = {key: value for key, value in tiny.options.items() if key not in ("accelerator", "enable_progress_bar")}
     trainer = pl.Trainer(max_epochs=5, accelerator="cpu", default_root_dir=tmp_path, logger=False)
-    with pytest.raises(ValueError, match="the trainer has max_epochs=5 and rounds=2; give both the same, or leave"):
+    with pytest.raises(ValueError, match="the trainer has max_epochs=5 and rounds=2; make both equal, or leave"):
         perada.finetune(tiny.net(), tiny.data(), **sections(rounds=2, trainer=trainer, **options))
     assert trainer.max_epochs == 5
 
@@ -200,7 +200,7 @@ def test_a_datamodule_has_its_own_batch_size(call, tiny):
     run = call(data=module, rounds=1, logger=False, clients_per_round=None, batch_size=None)
     assert run.metrics["rounds"][0]["step"] == 10  # the longest of 20 images
     with pytest.raises(
-        ValueError, match=r"batch_size=4 cannot be given beside a datamodule, which has 2; set it there"
+        ValueError, match=r"batch_size=4 cannot be combined with a data module, which has 2; set it there"
     ):
         call(data=perada.FederatedDataModule(tiny.data(), batch_size=2), batch_size=4)
 
@@ -210,7 +210,7 @@ def test_a_datamodule_has_its_own_batch_size(call, tiny):
 def test_a_datamodule_has_its_own_image_size(tiny, own, given):
     data = perada.FederatedDataModule(tiny.data(), batch_size=2, image_size=own)
     with pytest.raises(
-        ValueError, match=rf"image_size={given} cannot be given beside a datamodule, which has {own}; set"
+        ValueError, match=rf"image_size={given} cannot be combined with a data module, which has {own}; set"
     ):
         perada.finetune("test_resnet", data, pretrained=False, image_size=given)
 
@@ -288,7 +288,7 @@ def emptied(tiny):
         ),
         (
             {"algorithm": perada.make_algorithm("ditto"), "algorithm_options": {"prox_strength": 2.0}},
-            "prox_strength=2.0.*beside an algorithm",
+            "prox_strength=2.0.*combined with an algorithm",
         ),
         ({"clients_per_round": 6}, "clients_per_round must be an integer >= 1 and <= 5 or None, got 6"),
         ({"clients_per_round": 0}, "clients_per_round must be an integer >= 1 .*, got 0"),
@@ -398,7 +398,7 @@ def test_sections_are_given_as_objects_or_as_fields(call, tiny):
 
 @pytest.mark.parametrize("training", [perada.Training(), {"lr_local": 0.1}])
 def test_an_option_that_is_given_beside_its_section_is_refused(tiny, training):
-    with pytest.raises(ValueError, match=r"lr_local=0\.2 cannot be given beside training=.*; set it there"):
+    with pytest.raises(ValueError, match=r"lr_local=0\.2 cannot be combined with training=.*; set it there"):
         perada.finetune(tiny.net(), tiny.data(), lr_local=0.2, training=training)
 
 

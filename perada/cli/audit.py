@@ -15,25 +15,25 @@ HEADER = ["line", "time (UTC)", "run", "round", "asked", "message", "answered", 
 
 
 def audit(parser: ArgumentParser, words: list[str]) -> None:
-    """Print a site's audit log, and check that no line of it was changed, removed, moved or cut off."""
+    """Print a site's audit log, and check that no line was changed, removed, moved or truncated."""
     parser.add_argument("where", type=Path, help="File of a site, such as site.yaml, or its state folder.")
-    parser.add_argument("--json", action="store_true", help="Print the lines as they are.")
+    parser.add_argument("--json", action="store_true", help="Print the raw lines.")
     parser.add_argument(
         "--noted",
         type=str,
         action="append",
         default=[],
-        help="The sha256 of a line, noted elsewhere, that must be in the log; may be repeated.",
+        help="SHA-256 of a line, noted elsewhere, that must be in the log; may be repeated.",
     )
     parser.add_argument(
         "--begin",
         action="store_true",
-        help="Set aside a log that cannot be continued, and begin another whose first line says so.",
+        help="Set aside a log that cannot be continued, and start a new one whose first line records this.",
     )
     options = parser.parse_args(words)
     folder = options.where if options.where.is_dir() else read_site(options.where).state
     if not folder.is_dir():
-        raise FileNotFoundError(f"{str(folder)!r} is not there: the site has answered nothing yet")
+        raise FileNotFoundError(f"{str(folder)!r} does not exist: the site has not answered any request yet")
     # They import torch, which the help of this command does not need.
     from perada.deploy.state import check_former, check_not_lost, read_committed, read_mark, read_witnesses
 
@@ -42,13 +42,13 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         if not committed.commits:
             check_not_lost(folder, read_mark(folder).commits)
         former = begin_log(folder, committed)
-        print(f"Began a new log in {folder}; the former one is {'gone' if former is None else former.name}")
+        print(f"Started a new log in {folder}; the former one is {'missing' if former is None else former.name}")
         return
     log, committed, mark = read_witnesses(folder)
     has_log = log.head is not None or log.entries or log.torn
     if not has_log and not committed.commits and not mark.tip.lines:
         raise FileNotFoundError(
-            f"{str(folder)!r} has no {LOG}: the site has answered nothing yet, or this is the wrong folder"
+            f"{str(folder)!r} has no {LOG}: the site has not answered any request yet, or this is the wrong folder"
         )
     # The log is printed before it is checked, so that a damaged one is seen too.
     if options.json:
@@ -64,7 +64,7 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
     digests = {entry["sha256"] for entry in log.entries}
     for noted in options.noted:
         if noted not in digests:
-            raise ValueError(f"no line has the sha256 {noted!r}, which was noted: the log was written anew")
+            raise ValueError(f"no line has the noted SHA-256 {noted!r}: the log was rewritten")
     if not options.json:
         torn = f"; {len(log.torn)} bytes of another, which was never answered" if log.torn else ""
         print(f"\n{log.tip.lines} lines, each after the one before it{torn}. Note the last one's sha256 elsewhere:")
@@ -72,7 +72,7 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def _row(entry: Entry) -> list[str]:
-    """Return the cells of an entry, as `HEADER` names them."""
+    """Return the cells of an entry, in the order of `HEADER`."""
     number = str(entry["number"])
     time = entry["time"].removesuffix("+00:00")
     if "asked" not in entry:

@@ -35,7 +35,7 @@ def completion(parser: ArgumentParser, words: list[str]) -> None:
         print("\n".join(proposals(line, current)))
         return
     parser.description = (
-        "Load it in this shell: source <(perada completion bash). For every shell: add that to ~/.bashrc."
+        "Load it in this shell: source <(perada completion bash). For all shells, add that line to ~/.bashrc."
     )
     parser.add_argument("shell", choices=[*SCRIPTS], help="The shell.")
     print(SCRIPTS[parser.parse_args(words).shell], end="")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that a command line names: `perada data inspect`, and a first recipe for them (`perada init`)."""
+"""Images named on a command line: `perada data inspect`, and a first recipe for them (`perada init`)."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ from perada.studies.report.class_figures import partition_figure
 from perada.studies.report.plotting import report_style
 
 Source = Images | ImageTable | HuggingFace
-SOURCE_HELP = "Folder of images, table (.csv, .tsv, .parquet), or hf:NAME, a set of Hugging Face or its folder."
+SOURCE_HELP = "Folder of images, table (.csv, .tsv, .parquet), or hf:NAME, a Hugging Face dataset or its folder."
 TABLES = (".csv", ".tsv", ".parquet")
 MIN_IMAGES_OF_CLIENT = 10
 """Clients with fewer training images are listed."""
@@ -83,9 +83,9 @@ COMMON_COLUMNS = {  # names with underscores between words, the commonest first
 TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
 QUESTIONS = {
     "images": ("Your images, a folder or a table; empty for the handwritten digits that come with perada", ""),
-    "algorithm": ("Algorithm: perada and ditto give every client a model, fedavg gives all of them one", "perada"),
+    "algorithm": ("Algorithm: perada and ditto train one model per client, fedavg one for all clients", "perada"),
     "rounds": ("Communication rounds", "30"),
-    "epsilon": ("Privacy: the ε that training may cost each image, such as 8; empty for none", ""),
+    "epsilon": ("Privacy: the ε that training may spend on each image, such as 8; empty for no privacy", ""),
 }
 
 
@@ -105,7 +105,7 @@ def add_options(parser: ArgumentParser, images_class: type[Source], section: str
 
 
 def make_division(source: str, images_class: type[Source], options: dict[str, Any]) -> Division:
-    """Divide the images of a source by client, or give all of them to one if they name no clients."""
+    """Divide the images of a source by client, or assign all of them to one if the source names no clients."""
     name = source.removeprefix("hf:") if images_class is HuggingFace else source
     images = images_class(name, **options)
     if isinstance(images, Images):
@@ -116,7 +116,7 @@ def make_division(source: str, images_class: type[Source], options: dict[str, An
 
 
 def recipe_division(words: Sequence[str]) -> Division:
-    """Return the data of a recipe, which options of ``perada fit`` name."""
+    """Return the data of a recipe named by options of ``perada fit``."""
     from perada.cli.runs import PeradaCLI
 
     data = PeradaCLI(words, run=False).datamodule
@@ -126,11 +126,11 @@ def recipe_division(words: Sequence[str]) -> Division:
 
 
 def inspect(parser: ArgumentParser, words: list[str]) -> None:
-    """Print what is understood of a folder, a table or a recipe's data; the exit status is 1 if it must be fixed."""
+    """Print how a folder, a table or a recipe's data is interpreted; the exit status is 1 if it must be fixed."""
     # The option is read first, since the other options depend on what is inspected.
     output_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for each in (parser, output_parser):
-        each.add_argument("--output", type=Path, help="File for a figure of clients and classes, such as classes.png.")
+        each.add_argument("--output", type=Path, help="File for a figure of the clients' classes, such as classes.png.")
     output_options, words = output_parser.parse_known_args(words)
     output = output_options.output
     if output is not None:
@@ -151,12 +151,12 @@ def inspect(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
-    """Return the images that a command line names, with the options of their class."""
+    """Return the images named on a command line, with the options of their class."""
     parser.add_argument("source", help=f"{SOURCE_HELP} Or --config RECIPE and its options.")
     if words and not words[0].startswith("-") and source_class(words[0]) is None:
-        problem = "is a file, and no table of these kinds" if Path(words[0]).is_file() else "is not there"
+        problem = "is not a table of a known format" if Path(words[0]).is_file() else "does not exist"
         sources = f"{SOURCE_HELP[0].lower()}{SOURCE_HELP[1:].rstrip('.')}"
-        raise FileNotFoundError(f"{words[0]!r} {problem}; give one: {sources}")
+        raise FileNotFoundError(f"{words[0]!r} {problem}; pass one of: {sources}")
     images_class: type[Source] = Images
     for word in words:
         class_of_word = None if word.startswith("-") else source_class(word)
@@ -172,7 +172,7 @@ def _parse_source(parser: ArgumentParser, words: list[str]) -> Division:
 
 
 def format_inspection(inspection: Inspection) -> str:
-    """Format an inspection: a table, what there is, what must be fixed, and what else is worth knowing."""
+    """Format an inspection: a table, a summary, problems to fix, and notes."""
     lists = {
         "Cannot be read": inspection.broken,
         "In the test split and in training": [" is ".join(pair) for pair in inspection.leaks],
@@ -223,10 +223,10 @@ def _clients_table(inspection: Inspection) -> str:
 
 
 def _notes(inspection: Inspection) -> list[str]:
-    """Return what is worth knowing and does not prevent a run."""
+    """Return notes that do not prevent a run."""
     notes = list(inspection.notes)
     if len(inspection.classes) == 1 and not inspection.several_labels:
-        notes.append(f"all images are of the class {inspection.classes[0]}: a run needs two classes at least")
+        notes.append(f"all images are of the class {inspection.classes[0]}: a run requires at least two classes")
     rare_classes = inspection.train.sum(0) < MIN_IMAGES_OF_CLASS
     if rare_classes.any():
         names = abbreviated(np.array(inspection.classes)[rare_classes].tolist(), MAX_LISTED)
@@ -244,7 +244,7 @@ def _notes(inspection: Inspection) -> list[str]:
 
 
 def draw(inspection: Inspection, output: Path) -> None:
-    """Draw the training images of each client and class, as the report of a run does."""
+    """Draw the training images of each client and class, like the report of a run."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with report_style(), writing(output):
         figure = partition_figure(inspection.train.tolist(), inspection.classes, inspection.clients)
@@ -254,18 +254,23 @@ def draw(inspection: Inspection, output: Path) -> None:
 
 
 def init(parser: ArgumentParser, words: list[str]) -> None:
-    """Ask for what no option gives, and write a recipe."""
+    """Ask for everything that no option sets, and write a recipe."""
     for name, (question, default) in QUESTIONS.items():
         parser.add_argument(f"--{name}", type=str, help=f"{question}. (default: {default or 'none'})")
     parser.add_argument("--output", type=Path, default=Path("recipe.yaml"), help="File to write.")
-    parser.add_argument("--yes", action="store_true", help="Ask nothing: what no option says has its default.")
+    parser.add_argument(
+        "--yes", action="store_true", help="Do not ask; use the default of everything that no option sets."
+    )
     parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
     options = parser.parse_args(words)
     output = options.output
     if output.exists() and not options.force:
         raise FileExistsError(f"{str(output)!r} exists already; choose another --output or add --force")
     if not options.yes and not sys.stdin.isatty() and any(options[name] is None for name in QUESTIONS):
-        raise ValueError("there is no terminal to ask in: add --yes, and options for what is not to be the default")
+        raise ValueError(
+            "there is no terminal for questions; add --yes, and options for everything that should "
+            "differ from the default"
+        )
     answers = {}
     for name, (question, default) in QUESTIONS.items():
         answer = options[name]
@@ -304,7 +309,7 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
         return template.render(values)
     images_class = source_class(images)
     if images_class is None or not Path(images).exists():
-        raise FileNotFoundError(f"images={images!r} is not there; give a folder or a table ({', '.join(TABLES)})")
+        raise FileNotFoundError(f"images={images!r} does not exist; pass a folder or a table ({', '.join(TABLES)})")
     if images_class is ImageTable:
         options = table_options(images)
         image_table = ImageTable(**options)
@@ -328,20 +333,20 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
 
 
 def _no_layout_message(images: str, files: list[str]) -> str:
-    """Return why no layout was found for a folder of images, and what to do."""
+    """Return why no layout was found for a folder of images, and the remedy."""
     if all("/" not in file for file in files):
         return (
-            f"images={images!r} holds {len(files)} images and no folders, so their classes are not known; sort them "
-            "into a folder for each class (or client/class), or give a table (.csv) that lists them"
+            f"images={images!r} has {len(files)} images but no folders, so their classes are unknown; sort them into "
+            "one folder per class (or client/class), or pass a table (.csv) that lists them"
         )
     return (
-        f"images={images!r} has images such as {files[0]!r}, whose folders have no layout that can be guessed; write a "
-        "recipe with layout, as docs/own_images.md explains, or give a table (.csv) that lists them"
+        f"images={images!r} has images such as {files[0]!r}, whose folder layout cannot be inferred; write a recipe "
+        "with layout (docs/own_images.md), or pass a table (.csv) that lists them"
     )
 
 
 def table_options(path: str) -> dict[str, Any]:
-    """Guess the options with which :class:`.ImageTable` reads a table, from its header and rows.
+    """Infer the options with which :class:`.ImageTable` reads a table, from its header and rows.
 
     Raises:
         ValueError: If no column holds the paths of images, or their labels.
@@ -418,6 +423,6 @@ def _find_label_columns(table: str, values: dict[str, list[Any]], names: list[st
     if len(classes) == 1:
         return classes[0]
     raise ValueError(
-        f"images={table!r}: which column holds the labels cannot be guessed from {', '.join(map(repr, values))}; "
-        "rename it to 'label'"
+        f"images={table!r}: the column of the labels cannot be inferred from {', '.join(map(repr, values))}; rename "
+        "it to 'label'"
     )

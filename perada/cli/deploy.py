@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from perada.deploy.sums.party import Party
 
 SITE_HELP = "File of the site, such as site.yaml."
-LOG_FORMAT_HELP = "How log lines are written: text, or json for lines of JSON with run, round and site."
+LOG_FORMAT_HELP = "Format of log lines: text, or json for lines of JSON with run, round and site."
 
 
 def site(parser: ArgumentParser, words: list[str]) -> None:
-    """Serve a site: answer what comes through its socket, until it is stopped."""
+    """Serve a site: answer requests that arrive at its socket, until it is stopped."""
     parser.add_argument("site", type=Path, help=SITE_HELP)
     parser.add_argument("--log-format", type=Literal["text", "json"], default="text", help=LOG_FORMAT_HELP)
     options = parser.parse_args(words)
@@ -66,17 +66,17 @@ def site(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def _serve_site(site_file: SiteFile, tell: Callable[[str], None]) -> None:
-    """Answer what comes through a site's socket; ``tell`` prints or logs a line."""
+    """Answer requests at a site's socket; ``tell`` prints or logs a line."""
     if site_file.socket is None and not supervised():
-        raise ValueError("the site's file names no socket; give one, such as socket: perada.sock")
+        raise ValueError("the site's file has no socket; add one, such as socket: perada.sock")
     worker = make_worker(site_file)
     with Listener(site_file.socket, worker.max_bytes) as listener:
-        tell(f"Site {site_file.name} listens at {site_file.socket}; Ctrl-C stops it.")
+        tell(f"Site {site_file.name} listens on {site_file.socket}; Ctrl-C stops it.")
         listener.serve(worker.answer)
 
 
 def check(parser: ArgumentParser, words: list[str]) -> None:
-    """Try at a site what its recipes would do; nothing is sent and nothing is kept."""
+    """Dry-run a site's recipes; nothing is sent and nothing is kept."""
     parser.add_argument("site", type=Path, help=SITE_HELP)
     site_file = read_site(parser.parse_args(words).site)
     ledger = _read_ledger(site_file.state)
@@ -85,7 +85,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def _describe_recipe(path: Path, site_file: SiteFile, ledger: Ledger) -> list[str]:
-    """Return lines about what a recipe would do at a site, of which all runs have spent what the ledger has."""
+    """Return lines on what a recipe would do at a site whose runs have spent the budget in ``ledger``."""
     client = make_client(path, site_file)
     cost = measure_step(client)
     digests = Approved(hashlib.sha256(client.recipe.text).hexdigest(), client.recipe.digest)
@@ -114,12 +114,12 @@ def _describe_recipe(path: Path, site_file: SiteFile, ledger: Ledger) -> list[st
         f"secure sums: {format_sums(client, make_party(site_file))}",
     ]
     if client.site_privacy is not None:
-        lines.append(f"the site as a whole: {format_site_privacy(client, ledger)}")
+        lines.append(f"the entire site: {format_site_privacy(client, ledger)}")
     return lines
 
 
 def _read_ledger(folder: Path) -> Ledger:
-    """Return what the runs of a state folder have spent; nothing if this user may not read it."""
+    """Return the budget that the runs of a state folder have spent; nothing if this user may not read it."""
     try:
         _, totals = read_runs(folder)
     except PermissionError:
@@ -128,8 +128,8 @@ def _read_ledger(folder: Path) -> Ledger:
 
 
 def status(parser: ArgumentParser, words: list[str]) -> None:
-    """Print how far a deployed run is, or what a site has trained and spent."""
-    parser.add_argument("where", type=Path, help="Folder of a deployed run, or the file of a site.")
+    """Print the progress of a deployed run, or what a site has trained and spent."""
+    parser.add_argument("where", type=Path, help="Folder of a deployed run, or file of a site.")
     where = parser.parse_args(words).where
     if where.is_file():
         print(site_status(read_site(where)))
@@ -139,14 +139,16 @@ def status(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def export(parser: ArgumentParser, words: list[str]) -> None:
-    """Write the models of a site, or the global one of a deployed run, as `perada export` writes those of a fit."""
+    """Write the models of a site, or the global one of a deployed run, in the format of `perada export`."""
     parser.add_argument("where", type=Path, help="File of a site, or folder of a deployed run (with --recipe).")
     parser.add_argument("--recipe", default=None, help="Recipe of the run; by default the site's only one.")
-    parser.add_argument("--run", default=None, help="Id of a former run of the site, as `perada deploy status` lists.")
+    parser.add_argument(
+        "--run", default=None, help="Id of an earlier run of the site, as listed by `perada deploy status`."
+    )
     parser.add_argument("--output", type=Path, required=True, help="Folder for client_0 and global.")
     options = parser.parse_args(words)
     if options.output.is_file():
-        raise NotADirectoryError(f"--output={options.output} is a file; give a folder")
+        raise NotADirectoryError(f"--output={options.output} is a file; choose a folder")
     if options.where.is_file():
         run = _run_of_site(read_site(options.where), options.recipe, options.run)
     else:
@@ -168,29 +170,29 @@ def _run_of_site(site_file: SiteFile, recipe: str | None, run: str | None) -> Ru
     if run is not None and not selected:
         raise ValueError(f"run={run!r} is not one of the site's runs; `perada deploy status` lists them")
     if not selected or not selected[0].scoring.global_state:
-        remedy = "export when the run is over"
+        remedy = "export after the run has ended"
         # A user who exports late, when the next run has begun, wants the one that is over.
         exportable = [state.run for state in states if state.scoring.global_state]
         if exportable:
-            remedy += f", or export a former run: --run {' or --run '.join(exportable)}"
-        raise ValueError(f"site {site_file.name} was told no global state yet; {remedy}")
+            remedy += f", or export an earlier run: --run {' or --run '.join(exportable)}"
+        raise ValueError(f"site {site_file.name} has not received a global state yet; {remedy}")
     state = selected[0]
     path = Path(recipe).absolute() if recipe else next(iter(site_file.recipes))
     client = make_client(path, site_file)
     if client.recipe.digest != state.recipe:
-        raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; name that one by --recipe")
+        raise ValueError(f"{str(path)!r} is not the recipe of run {state.run}; pass that recipe with --recipe")
     return export_site_run(client, state, site_file.name)
 
 
 def _run_of_server(folder: Path, name: str | None) -> Run:
     """Return the run in the server's state folder, whose recipe has a name."""
     if name is None:
-        raise ValueError(f"{str(folder)!r} does not hold the recipe; name it by --recipe")
+        raise ValueError(f"{str(folder)!r} does not contain the recipe; pass it with --recipe")
     recipe = server_recipe(name)
     recipe.build(recipe.num_classes, recipe.multilabel)
     progress, states = read_progress(folder)
     if progress.recipe != recipe.digest:
-        raise ValueError(f"{name!r} is not the recipe of run {progress.run}; name that one by --recipe")
+        raise ValueError(f"{name!r} is not the recipe of run {progress.run}; pass that recipe with --recipe")
     return export_server_run(recipe, progress, states)
 
 
@@ -214,7 +216,7 @@ def run_local(recipe: str, files: Sequence[Path], folder: Path, terms: Terms, mo
 
 
 def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, monitoring: Monitoring) -> None:
-    """Run a recipe, which is named as for `perada fit`, over a transport."""
+    """Run a recipe, specified as for `perada fit`, over a transport."""
     transport, serve_metrics = _with_metrics(transport, monitoring)
     coordinator = Coordinator(server_recipe(recipe, folder), transport, folder, terms)
     progress = coordinator.progress
@@ -228,13 +230,13 @@ def run_rounds(recipe: str, transport: Transport, folder: Path, terms: Terms, mo
             coordinator.run()
     finally:
         coordinator.close()
-    tell(f"all {progress.rounds} rounds are over" if in_json else format_rounds(progress))
+    tell(f"all {progress.rounds} rounds are done" if in_json else format_rounds(progress))
 
 
 def _with_metrics(
     transport: Transport, monitoring: Monitoring
 ) -> tuple[Transport, Callable[[RunProgress], AbstractContextManager[None]]]:
-    """Return a transport that counts, and a context in which the metrics of a run are served, if that is asked for."""
+    """Return a counting transport, and a context that serves the metrics of a run, if requested."""
     if not monitoring.metrics_port:
         return transport, lambda _: nullcontext()
     check_installed("metrics_port", "monitoring", "prometheus_client")
@@ -259,8 +261,8 @@ def make_client(path: Path, site_file: SiteFile) -> Client:
     approved = site_file.recipes[path].digest
     if approved not in ("", client.recipe.digest):
         raise ValueError(
-            f"{str(path)!r} has the digest {client.recipe.digest}, and the site approves {approved}: its file is the "
-            "one that was approved, its frozen weights are not; put those there that were, or approve these"
+            f"{str(path)!r} has the digest {client.recipe.digest}, but the site approves {approved}: the recipe file "
+            "is the approved one, but its frozen weights are not; restore the approved weights, or approve these"
         )
     return client
 
@@ -275,8 +277,8 @@ def make_worker(site_file: SiteFile) -> SiteWorker:
     for path, approved in site_file.recipes.items():
         if not all(approved):
             raise ValueError(
-                f"{str(path)!r} is not approved: the site's file does not say its sha256 and its digest; `perada "
-                "deploy check` shows both, and what the recipe would do"
+                f"{str(path)!r} is not approved: the site's file lacks its sha256 and digest; `perada deploy check` "
+                "shows both, and what the recipe would do"
             )
         clients[approved.digest] = make_client(path, site_file)
     log = logging.getLogger(f"perada.site.{site_file.name}")
@@ -299,7 +301,7 @@ def make_worker(site_file: SiteFile) -> SiteWorker:
 
 
 def make_party(site_file: SiteFile) -> "Party | None":
-    """Build the site's side of secure sums; None if its file names no sites to hide among."""
+    """Build the site's side of secure sums; None if its file lists no sites to hide among."""
     section = site_file.secure_sums
     if section is None:
         return None

@@ -80,38 +80,35 @@ def format_memory(cost: StepCost) -> str:
 
 
 def format_sent(client: Client, may_send: Sequence[str]) -> str:
-    """Format what leaves a site in a round."""
+    """Format what a site sends in a round."""
     recipe = client.recipe
     if client.settings.secure_sums is None:
         size = max(megabytes(recipe.sent(round)) for round in range(2))
-        return f"{size:.3f} MB a round, and {', '.join(may_send) or 'nothing'} beside"
+        return f"{size:.3f} MB per round, plus {', '.join(may_send) or 'nothing else'}"
     vector_size = max(recipe.contents(round, client.images).size for round in range(2))
     summed: list[str] = []
     if client.site_privacy is None:
         summed = [kind for kind in may_send if kind in ("counts", "scores", "losses")]
     unmasked = [kind for kind in may_send if kind in ("sizes", "epsilon")]
-    vector = f"{vector_size:,} numbers ({8 * vector_size / 1e6:.3f} MB) a round"
-    return (
-        f"{vector} and {', '.join(summed) or 'no scores'}, all under masks, and "
-        f"{', '.join(unmasked) or 'nothing'} beside"
-    )
+    vector = f"{vector_size:,} numbers ({8 * vector_size / 1e6:.3f} MB) per round"
+    return f"{vector} and {', '.join(summed) or 'no scores'}, all masked, plus {', '.join(unmasked) or 'nothing else'}"
 
 
 def format_sums(client: Client, party: "Party | None") -> str:
-    """Format among which sites a site's updates are hidden."""
+    """Format the sites among which a site's updates are hidden."""
     options = client.settings.secure_sums
     if options is None:
         return "no: the server reads the site's updates"
     if party is None:
-        return "asked for, and the site's file does not say among whom: add its section secure_sums"
+        return "requested, but the site's file does not list the other sites; add its section secure_sums"
     num_peers = len(party.peers)
-    too_few = "" if num_peers + 1 >= options.min_sites else "; too few, and no sum will be made"
+    too_few = "" if num_peers + 1 >= options.min_sites else "; too few, so no sum will be computed"
     peers = ", ".join(sorted(party.peers))
     return f"yes: hidden among at least {options.min_sites - 1} of {num_peers} others: {peers}{too_few}"
 
 
 def format_site_privacy(client: Client, ledger: Ledger | None = None) -> str:
-    """Format what a whole run spends of the site as a whole; "" for a recipe whose sums have no noise.
+    """Format the client-level budget that a complete run spends; "" for a recipe whose sums have no noise.
 
     Args:
         client: The recipe with the site's data.
@@ -125,13 +122,13 @@ def format_site_privacy(client: Client, ledger: Ledger | None = None) -> str:
     spent = epsilon_text(privacy.budget.epsilon({privacy.cost: rounds}))
     problem = _format_infinity(explain_site_epsilon(ledger or Ledger()), limits.max_site_epsilon)
     return (
-        f"noise of its own in each sum; {rounds} rounds spend ε ≤ {spent} {format_measure(limits)}, also against the "
-        f"server; {format_limit(limits.max_site_epsilon)}{problem}"
+        f"adds its own noise to each sum; {rounds} rounds spend ε ≤ {spent} {format_measure(limits)}, also against "
+        f"the server; {format_limit(limits.max_site_epsilon)}{problem}"
     )
 
 
 def format_privacy(client: Client, ledger: Ledger | None = None) -> str:
-    """Format what a whole run spends of the site's images, if the site takes part in every round.
+    """Format the image-level budget that a complete run spends, if the site takes part in every round.
 
     Args:
         client: The recipe with the site's data.
@@ -147,25 +144,25 @@ def format_privacy(client: Client, ledger: Ledger | None = None) -> str:
 
 
 def _format_infinity(reason: str, max_epsilon: float | None) -> str:
-    """Format why ε is infinite, and what follows if the site sets a limit; "" if it is finite."""
+    """Format why ε is infinite, and the consequence if the site sets a limit; "" if it is finite."""
     if not reason:
         return ""
-    consequence = "" if max_epsilon is None else ", and every round will be refused"
+    consequence = "" if max_epsilon is None else ", so every round will be rejected"
     return f"; but {reason}{consequence}"
 
 
 def format_measure(limits: Limits) -> str:
-    """Format how a site computes ε."""
+    """Format the δ and accountant of a site's ε."""
     return f"at δ = {limits.delta:g}, by {limits.accountant}"
 
 
 def format_limit(max_epsilon: float | None) -> str:
-    """Format the largest ε that a site allows; None for that of one whole run."""
+    """Format the largest ε that a site allows; None for that of one complete run."""
     return "that is its limit over all runs" if max_epsilon is None else f"its limit over all runs is {max_epsilon:g}"
 
 
 def site_status(site: SiteFile) -> str:
-    """Format what a site has trained in each run, and spent in all."""
+    """Format what a site has trained in each run, and spent in total."""
     states, totals = read_runs(site.state)
     if not states:
         return f"Site {site.name} has trained nothing yet."
@@ -181,7 +178,7 @@ def site_status(site: SiteFile) -> str:
         spent = _format_spent(ledger, SITE_LEDGER, limits, limits.max_site_epsilon)
         reason = explain_site_epsilon(ledger)
         because = f": {reason}" if reason else ""
-        paragraphs.append(f"The site as a whole, all runs together: {spent}{because}.")
+        paragraphs.append(f"The entire site, all runs together: {spent}{because}.")
     image_steps = ledger.history(IMAGES_LEDGER)
     if image_steps:
         title = "Single images, all runs together" if shows_site else "All runs together"
@@ -216,14 +213,14 @@ def _runs_table(states: Sequence[RunState]) -> str:
 
 
 def _format_spent(ledger: Ledger, owner: int, limits: Limits, max_epsilon: float | None) -> str:
-    """Format the ε of a site's images or of the site as a whole, and its limit."""
+    """Format the image-level or client-level ε of a site, and its limit."""
     epsilon = epsilon_text(ledger.epsilon(owner, limits.delta, limits.accountant))
-    limit = "one whole run's" if max_epsilon is None else f"{max_epsilon:g}"
+    limit = "that of one complete run" if max_epsilon is None else f"{max_epsilon:g}"
     return f"ε {epsilon} (the limit is {limit}) {format_measure(limits)}"
 
 
 def run_status(progress: RunProgress) -> str:
-    """Format how far a deployed run is, its rounds, and its sites."""
+    """Format the progress of a deployed run, its rounds, and its sites."""
     rows = []
     for member in progress.roster:
         epsilons = []
@@ -268,5 +265,5 @@ def format_rounds(progress: RunProgress) -> str:
 
 
 def _format_reasons(reasons: Mapping[str, str]) -> str:
-    """Format sites with the reason of each."""
+    """Format sites, each with its reason."""
     return ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "–"

@@ -45,17 +45,17 @@ SHARED_DATA_OPTIONS = (
 PARTITION_OPTIONS = ("seed", "train_limit", "test_limit")
 """Options that determine how a data set is partitioned: a site that names dataset and partition has the recipe's."""
 SHARED_IMAGE_OPTIONS = ("size", "gray", "full_scale", "test_share", "seed")
-"""Options of a recipe's own image set by which a site, too, reads its files and selects its test images."""
+"""Options of a recipe's image set with which a site, too, reads its files and selects its test images."""
 SHARED_TABLE_OPTIONS = ("path", "label", "split", "separator", "group")
 """The same, if both the recipe and the site have a table."""
 SINGLE_CLIENT = {"class_path": "IID", "init_args": {"num_clients": 1}}
-"""Partition of a site's data set, of which all images are the site's."""
+"""Partition of a site's dataset, all of whose images belong to the site."""
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "devices=1", "num_nodes=1")
 """Trainer options of both parties."""
 
 
 def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
-    """Build a recipe with the data of a site in place of its own.
+    """Build a recipe with the data of a site in place of the recipe's.
 
     Args:
         path: File of the recipe.
@@ -86,8 +86,8 @@ def site_recipe(path: Path, site_file: SiteFile) -> Recipe:
     data = single_client_data(all_clients, index)
     if class_names is not None and data.classes is not None and tuple(data.classes) != class_names:
         raise ValueError(
-            f"the site's classes are {abbreviated(data.classes)}, and the recipe's {abbreviated(class_names)}; give "
-            "the site's data as a folder (root) or a table, whose classes are taken by their names"
+            f"the site's classes are {abbreviated(data.classes)}, but the recipe's are {abbreviated(class_names)}; "
+            "pass the site's data as a folder (root) or a table, whose classes are matched by name"
         )
     parsed_data = cli.config["data"]
     options = {key: value for key, value in vars(parsed_data).items() if key not in (*SHARED_DATA_OPTIONS, "data")}
@@ -113,19 +113,19 @@ def _check_approved(path: Path, text: bytes, site_file: SiteFile) -> None:
     """
     approved = site_file.recipes.get(path.absolute())
     if approved is None:
-        raise ValueError(f"{str(path)!r} is not among the site's recipes; list it there, once you have read it")
+        raise ValueError(f"{str(path)!r} is not among the site's recipes; list it there after reading it")
     sha256 = hashlib.sha256(text).hexdigest()
     if approved.sha256 not in ("", sha256):
         raise ValueError(
-            f"{str(path)!r} has the SHA-256 {sha256}, and the site approves {approved.sha256}: nothing of it was run. "
-            "Ask for the recipe that was approved; or read this one, and write its sha256 into the site's file"
+            f"{str(path)!r} has the SHA-256 {sha256}, but the site approves {approved.sha256}: nothing in it was run; "
+            "ask for the approved recipe, or read this one and add its sha256 to the site's file"
         )
 
 
 def _site_data_options(
     site_file: SiteFile, recipe_data: dict[str, Any], class_names: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return the options of the data module that replace those which the recipe has for all clients.
+    """Return the data module options that replace those that the recipe has for all clients.
 
     Args:
         site_file: Content of the site's file.
@@ -180,14 +180,14 @@ def _comparable_images(data: FederatedDataModule) -> Dataset[Any] | None:
         if fraction:
             raise ValueError(
                 f"privacy: {option}={fraction} would hand a share of the sites' own images to the server; approve a "
-                "recipe without it"
+                f"recipe without {option}"
             )
     try:
         return _public_images(data)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"privacy: the recipe's public set is not at this site, so that nobody can see whether it holds the site's "
-            f"own images ({error}); put it where the recipe says, or approve a recipe without a public set"
+            "privacy: the recipe's public set is missing at this site, so it cannot be checked for the site's own "
+            f"images ({error}); put it at the path in the recipe, or approve a recipe without a public set"
         ) from error
 
 
@@ -210,8 +210,8 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
     for option in ("public_fraction", "validation_fraction"):
         if data[option]:
             raise ValueError(
-                f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; give public, "
-                "as the recipe `sites` does (perada cp sites federation.yaml)"
+                f"{option}={data[option]} cannot be deployed: the server has none of the clients' images; set "
+                "data.public, as in the recipe `sites` (perada cp sites federation.yaml)"
             )
     num_classes = len(class_names or ()) or data.num_classes or cli.model.num_classes
     if not num_classes:
@@ -220,9 +220,9 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
             num_classes = dataset.num_classes
     if not num_classes:
         raise ValueError(
-            "the recipe does not say which classes there are, and no client's images are read here; name them among "
-            "the options of its image set, as in classes: [benign, malignant], or give data.num_classes. The recipe "
-            "`sites` shows how (perada cp sites federation.yaml)"
+            "the recipe does not specify the classes, and no client's images are read here; list them in the options "
+            "of its image set, as in classes: [benign, malignant], or set data.num_classes, as in the recipe `sites` "
+            "(perada cp sites federation.yaml)"
         )
     return ServerRecipe(
         text,
@@ -239,7 +239,7 @@ def server_recipe(name: str, folder: Path | None = None) -> ServerRecipe:
 
 
 def _public_images(data: FederatedDataModule) -> Dataset[Any] | None:
-    """Return the recipe's public images that can be read, as a simulation does (``on_broken``)."""
+    """Return the recipe's readable public images, like a simulation (``on_broken``)."""
     division = data.division
     if division is None or division.public is None:
         return None
@@ -292,7 +292,7 @@ def _class_names_of(dataset: object) -> tuple[str, ...] | None:
 
 
 def _parse_recipe(text: bytes, source: str) -> dict[str, Any]:
-    """Parse a recipe, with classes in place of names.
+    """Parse a recipe, replacing names by classes.
 
     Args:
         text: Content of its file.
@@ -303,15 +303,15 @@ def _parse_recipe(text: bytes, source: str) -> dict[str, Any]:
     """
     content = resolve_names(parse_yaml(text, source))
     if (content.get("trainer") or {}).get("callbacks"):
-        raise ValueError("callbacks cannot be deployed: no Trainer is there to call them; leave them out")
+        raise ValueError("callbacks cannot be deployed: there is no Trainer to call them; leave callbacks out")
     data = content.get("data")
     if isinstance(data, dict):
         data = {key: value for key, value in data.items() if key not in SHARED_DATA_OPTIONS}
     for option, word in _iterate_strings(content | {"data": data}):
         if _is_options_file(word):
             raise ValueError(
-                f"the recipe names the file {word!r} for {option}, which its digest does not cover; write what the "
-                "file says into the recipe"
+                f"the recipe names the file {word!r} for {option}, which its digest does not cover; write the file's "
+                "content into the recipe"
             )
     return content
 

@@ -39,7 +39,7 @@ LIBRARIES = (
 )
 """Libraries whose versions are printed."""
 DEVELOPER_EXTRAS = ("dev", "docs")
-"""Extras that no user needs."""
+"""Extras that users do not need."""
 NARROW_UNITS = {"avx512_bf16", "avx512_fp16", "avx_vnni", "amx_bf16", "amx_int8", "amx_tile", "bf16"}
 """Instruction sets for narrow numbers, by the names that Linux gives them."""
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -59,9 +59,9 @@ class Check(NamedTuple):
 
 
 def doctor(parser: ArgumentParser, words: list[str]) -> None:
-    """Print versions and the machine, and check them; the exit status is 1 if something that a run needs is broken."""
+    """Print versions and facts about the machine, and check them; the exit status is 1 if runs cannot work."""
     parser.add_argument(
-        "--imports", action="store_true", help="Import all that a run needs too, which takes several seconds."
+        "--imports", action="store_true", help="Also import everything that a run needs, which takes several seconds."
     )
     options = parser.parse_args(words)
     checks = [
@@ -178,7 +178,7 @@ def _requirements(name: str, extra: str = "") -> list[Requirement]:
 
 
 def _violation(requirement: Requirement) -> str:
-    """Return how what is installed violates a requirement; "" if it does not."""
+    """Return how the installation violates a requirement; "" if it does not."""
     installed = _installed_version(requirement.name)
     if installed is None:
         return f"{requirement.name} is not installed"
@@ -191,14 +191,16 @@ def _check_versions() -> Iterator[Check]:
     """Check Python and the libraries against perada's bounds, and the libraries against those of one another."""
     python_bound = metadata("perada")["Requires-Python"]
     if not SpecifierSet(python_bound).contains(platform.python_version(), prereleases=True):
-        yield Check("fail", f"Python is {platform.python_version()}, and perada needs {python_bound}; use another")
+        yield Check(
+            "fail", f"Python is {platform.python_version()}, but perada requires {python_bound}; use a different Python"
+        )
     requirements = _requirements("perada")
     is_consistent = True
     for requirement in requirements:
         violation = _violation(requirement)
         if violation:
             is_consistent = False
-            yield Check("fail", f"{violation}; install perada again, in an environment of its own")
+            yield Check("fail", f"{violation}; reinstall perada in a separate environment")
     for library in requirements:
         if not _installed_version(library.name):
             continue
@@ -206,13 +208,13 @@ def _check_versions() -> Iterator[Check]:
             violation = _violation(requirement)
             if violation:
                 is_consistent = False
-                yield Check("warn", f"{library.name} asks for {requirement.name}{requirement.specifier}: {violation}")
+                yield Check("warn", f"{library.name} requires {requirement.name}{requirement.specifier}: {violation}")
     if is_consistent:
         yield Check("pass", f"the versions of {len(requirements)} libraries are within their bounds")
 
 
 def _check_extras() -> Iterator[Check]:
-    """Check which extras are complete, and warn of those with a library of a wrong version."""
+    """Check which extras are complete, and warn of those with a wrong library version."""
     complete = []
     incomplete = []
     for extra in metadata("perada").get_all("Provides-Extra") or ():
@@ -245,45 +247,45 @@ def _check_imports(everything: bool) -> Iterator[Check]:
     except Exception as error:  # whatever a broken library raises
         # The last part of a path says enough, and names nobody.
         message = re.sub(r"[\w.~-]*(?:[/\\][\w.~ +-]+)+[/\\]([\w.+-]+)", r"\1", f"{type(error).__name__}: {error}")
-        yield Check("fail", f"perada cannot be imported ({' '.join(message.split())[:300]}); install it again")
+        yield Check("fail", f"perada cannot be imported ({' '.join(message.split())[:300]}); reinstall it")
         return
-    more = "" if everything else "; `perada doctor --imports` tries all that a run needs"
+    more = "" if everything else "; `perada doctor --imports` imports everything that a run needs"
     yield Check("pass", f"perada can be imported{more}")
     num_recipes = len([*RECIPES.rglob("*.yaml")])
     if num_recipes:
-        yield Check("pass", f"{num_recipes} recipes are there")
+        yield Check("pass", f"{num_recipes} recipes are installed")
     else:
-        yield Check("fail", f"{num_recipes} recipes are there; install it again")
+        yield Check("fail", f"only {num_recipes} recipes are installed; reinstall perada")
 
 
 def _check_folder() -> Iterator[Check]:
     """Check the current folder, its disk and the access to the Hub."""
     try:
         with tempfile.TemporaryFile(dir="."):
-            yield Check("pass", "the current folder can be written to")
+            yield Check("pass", "the current folder is writable")
     except OSError as error:
-        yield Check("fail", f"the current folder cannot be written to ({error.strerror}); runs write there by default")
+        yield Check("fail", f"the current folder is not writable ({error.strerror}); runs write there by default")
     free = shutil.disk_usage(".").free / GB
     if free < MIN_DISK:
-        yield Check("warn", f"{free:.1f} GB are free on its disk; make room")
+        yield Check("warn", f"{free:.1f} GB are free on its disk; free more space")
     else:
         yield Check("pass", f"{free:.1f} GB are free on its disk")
     offline = [name for name in OFFLINE_VARIABLES if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
     if offline:
-        yield Check("pass", f"{' and '.join(offline)} is set: only weights that are on this machine are found")
+        yield Check("pass", f"{' and '.join(offline)} is set: only weights on this machine are used")
     else:
-        yield Check("pass", "weights that are not on this machine are downloaded from the Hub")
+        yield Check("pass", "weights missing on this machine are downloaded from the Hub")
 
 
 def _check_machine() -> Iterator[Check]:
     """Check memory, threads, and whether half precision is faster."""
     free = _read_memory("MemAvailable")
     if free is not None and free < MIN_MEMORY:
-        yield Check("warn", f"{free:.1f} GB of memory are free; small recipes need {MIN_MEMORY:g}")
+        yield Check("warn", f"{free:.1f} GB of memory are free; small recipes require {MIN_MEMORY:g}")
     shared_memory = Path("/dev/shm")
     if shared_memory.is_dir() and shutil.disk_usage(shared_memory).total < MIN_SHARED_MEMORY * GB:
         yield Check(
-            "warn", "the shared memory is small: leave data.num_workers at 0, or give a container --shm-size=1g"
+            "warn", "the shared memory is small: leave data.num_workers at 0, or start the container with --shm-size=1g"
         )
     try:
         import torch
@@ -298,7 +300,5 @@ def _check_machine() -> Iterator[Check]:
         from perada.core.speed import product_seconds
 
         speed_up = product_seconds(torch.float32) / product_seconds(torch.bfloat16)
-        advice = "bf16-mixed may pay" if speed_up > 1 else "stay with precision 32-true"
-        yield Check(
-            "pass", f"a product of matrices in bfloat16 is {speed_up:.1f} times as fast as in float32: {advice}"
-        )
+        advice = "bf16-mixed may pay off" if speed_up > 1 else "stay with precision 32-true"
+        yield Check("pass", f"a matrix product in bfloat16 is {speed_up:.1f} times as fast as in float32: {advice}")

@@ -21,9 +21,9 @@ from perada.deploy.transport import Terms, Transport
 
 
 def init(parser: ArgumentParser, words: list[str]) -> None:
-    """Write the Flower app of a recipe, and what the persons at the server and at the sites need beside it."""
-    parser.add_argument("recipe", help="Name of a recipe, as `perada ls` lists it, or a file.")
-    parser.add_argument("folder", type=Path, help="Folder to write; it must not be there.")
+    """Write the Flower app of a recipe, and the files that the operators of server and sites need with it."""
+    parser.add_argument("recipe", help="Name of a recipe, as listed by `perada ls`, or a file.")
+    parser.add_argument("folder", type=Path, help="Folder to write; it must not exist.")
     parser.add_argument("--name", type=str, default=None, help="Name of the app; by default the recipe's.")
     parser.add_argument(
         "--host", type=str, default="link.example.org", help="Name or address by which sites reach the server."
@@ -36,11 +36,11 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     check_target(options.folder, name)
     digest = recipe_digest(options.recipe)
     write_app(options.folder, name, text, digest, options.host)
-    print(f"Wrote {options.folder}; its README.md says what is for whom.\nSites approve the digest {digest}")
+    print(f"Wrote {options.folder}; its README.md lists which files are for whom.\nSites approve the digest {digest}")
 
 
 def recipe_digest(name: str) -> str:
-    """Return the digest that sites approve, of the recipe's text and of the weights that it freezes.
+    """Return the digest that sites approve, of the recipe's text and its frozen weights.
 
     Raises:
         ValueError: If no site could train the recipe as privately as it says.
@@ -56,12 +56,12 @@ def recipe_digest(name: str) -> str:
 
 
 def keys_server(parser: ArgumentParser, words: list[str]) -> None:
-    """Write the server's certificate, and the authority's, by which sites know it."""
-    parser.add_argument("folder", type=Path, help="Folder for them; made if it is not there.")
+    """Write the server's certificate, and the authority's, with which sites verify it."""
+    parser.add_argument("folder", type=Path, help="Folder for them; created if it does not exist.")
     parser.add_argument(
         "--host", type=str, action="append", required=True, help="Name or address of the server; may be repeated."
     )
-    parser.add_argument("--days", type=int, default=730, help="How long the certificate is valid.")
+    parser.add_argument("--days", type=int, default=730, help="Validity of the certificate in days.")
     options = parser.parse_args(words)
     expires = write_server_keys(options.folder, options.host, options.days)
     print(
@@ -71,7 +71,7 @@ def keys_server(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def keys_site(parser: ArgumentParser, words: list[str]) -> None:
-    """Write a site's keys: one that the server registers, and one by which other sites know it in secure sums."""
+    """Write a site's keys: one that the server registers, and one that identifies it to other sites in secure sums."""
     options = _parse_folder_and_name(parser, words, "Name of the site, such as st-marys.")
     folder = options.folder
     name = options.name
@@ -86,7 +86,7 @@ def keys_site(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def keys_identity(parser: ArgumentParser, words: list[str]) -> None:
-    """Write a key that is only for secure sums: of a site that has its other key, or of who signs lists of sites."""
+    """Write a key for secure sums only: for a site with its other key, or an authority that signs lists of sites."""
     options = _parse_folder_and_name(parser, words, "Name of the site, or of the authority.")
     folder = options.folder
     name = options.name
@@ -101,7 +101,7 @@ def _parse_folder_and_name(parser: ArgumentParser, words: list[str], name_help: 
     """Parse the options of a command that writes keys."""
     from perada.deploy.sums.vector import check_cryptography
 
-    parser.add_argument("folder", type=Path, help="Folder for them; made if it is not there.")
+    parser.add_argument("folder", type=Path, help="Folder for them; created if it does not exist.")
     parser.add_argument("--name", type=str, required=True, help=name_help)
     options = parser.parse_args(words)
     check_cryptography()
@@ -109,8 +109,8 @@ def _parse_folder_and_name(parser: ArgumentParser, words: list[str], name_help: 
 
 
 def keys_sign(parser: ArgumentParser, words: list[str]) -> None:
-    """Sign a list of sites as its authority, for sites that name the authority's key in their files."""
-    parser.add_argument("list", type=Path, help="The sites' lines, one after another, as in their NAME.id.pub.")
+    """Sign a list of sites as its authority, for sites whose files have the authority's key."""
+    parser.add_argument("list", type=Path, help="File with one line per site, from their NAME.id.pub.")
     parser.add_argument("--identity", type=Path, required=True, help="The authority's key, such as NAME.id.")
     options = parser.parse_args(words)
     from perada.deploy.sums.vector import check_cryptography
@@ -123,7 +123,7 @@ def keys_sign(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def run(parser: ArgumentParser, words: list[str]) -> None:
-    """Start an app on a SuperLink and show what it prints, or run a recipe among sites in this process (--local)."""
+    """Start an app on a SuperLink and show its output, or run a recipe among sites in this process (--local)."""
     parser.add_argument("app", help="The folder `app` that `perada deploy init` wrote; with --local, a recipe.")
     parser.add_argument(
         "--link",
@@ -141,39 +141,42 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
         "--state",
         type=str,
         default="",
-        help="Folder for the server's state, on the SuperLink's machine; by default in Flower's own folder.",
+        help="Folder for the server's state, on the SuperLink's machine; by default in Flower's folder.",
     )
     parser.add_argument("--local", nargs="+", type=Path, default=[], help="Files of sites that run in this process.")
-    parser.add_argument("--folder", type=Path, default=Path("deployed"), help="Of the run, with --local.")
+    parser.add_argument("--folder", type=Path, default=Path("deployed"), help="Folder of the run, with --local.")
     parser.add_argument(
         "--min-sites",
         type=int | None,
         default=None,
-        help="Sites that must answer, or a round is not closed; by default 2, with --local 1.",
+        help="Number of sites that must answer to close a round; by default 2, with --local 1.",
     )
     parser.add_argument(
-        "--sample", type=int, default=0, help="Sites that a round asks; 0 for those that the recipe draws, or all."
+        "--sample",
+        type=int,
+        default=0,
+        help="Number of sites to ask in a round; 0 for those that the recipe draws, or all.",
     )
     parser.add_argument("--deadline", type=float, default=600.0, help="Seconds that a round waits for replies.")
     parser.add_argument(
         "--late",
         type=Literal["wait", "skip"],
         default="wait",
-        help="Close a round when all who were asked have answered (wait), or with the first --min-sites (skip).",
+        help="Close a round when all asked sites have answered (wait), or after the first --min-sites (skip).",
     )
-    parser.add_argument("--resume", action="store_true", help="Resume the run that was interrupted.")
+    parser.add_argument("--resume", action="store_true", help="Resume the interrupted run.")
     parser.add_argument(
         "--metrics-port",
         type=int,
         default=0,
-        help="Port at which Prometheus finds metrics of the run, such as 9100, on the SuperLink's machine; 0 for none.",
+        help="Port for Prometheus metrics of the run, such as 9100, on the SuperLink's machine; 0 for none.",
     )
-    parser.add_argument("--metrics-address", type=str, default="127.0.0.1", help="Where that port listens.")
+    parser.add_argument("--metrics-address", type=str, default="127.0.0.1", help="Address on which that port listens.")
     parser.add_argument(
         "--log-format",
         type=Literal["text", "json"],
         default="text",
-        help="How log lines are written: text, or json for lines of JSON with run, round and site.",
+        help="Format of log lines: text, or json for lines of JSON with run, round and site.",
     )
     options = parser.parse_args(words)
     min_sites = options.min_sites
@@ -190,7 +193,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
     monitoring = Monitoring(options.metrics_port, options.metrics_address, options.log_format)
     if not options.local:
         if not options.link:
-            raise ValueError("where the app is to run is not said; give --link, or sites of this machine (--local)")
+            raise ValueError("the app has no target; set --link, or sites on this machine (--local)")
         with _json_logs_if_requested(monitoring):
             link = Link(options.link, options.root_certificates)
             sys.exit(run_app(Path(options.app), link, terms, monitoring))
@@ -201,7 +204,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def _json_logs_if_requested(monitoring: Monitoring) -> AbstractContextManager[None]:
-    """Return a context in which logs, warnings and errors are lines of JSON, if that is asked for."""
+    """Return a context in which logs, warnings and errors are lines of JSON, if requested."""
     if monitoring.log_format != "json":
         return nullcontext()
     from perada.cli.runs import REFUSALS
@@ -210,7 +213,7 @@ def _json_logs_if_requested(monitoring: Monitoring) -> AbstractContextManager[No
 
 
 def serve(path: Path, transport: Transport, terms: Terms, state: Path, monitoring: Monitoring) -> None:
-    """Run a recipe over a transport; the app at the server calls it."""
+    """Run a recipe over a transport. Called by the app at the server."""
     from perada.cli.deploy import run_rounds
     from perada.cli.runs import REFUSALS
 
@@ -233,7 +236,7 @@ def serve(path: Path, transport: Transport, terms: Terms, state: Path, monitorin
 
 
 def demo(parser: ArgumentParser, words: list[str]) -> None:
-    """Run a federation of three sites on this machine, with TLS and authentication, and leave nothing."""
+    """Run a federation of three sites on this machine, with TLS and authentication, and clean up."""
     parser.add_argument("--rounds", type=int, default=3, help="Rounds.")
     parser.add_argument("--secure-sums", action="store_true", help="Let the server see only sums over the sites.")
     options = parser.parse_args(words)

@@ -25,16 +25,12 @@ from perada.results.inference import find_images
 from perada.results.run import Run
 from perada.results.run_file import holds_adapters
 
-RUN_HELP = "Folder that `perada fit`, `perada export` or Run.save wrote, or a checkpoint in one."
-_DATA_HELP = (
-    f"{SOURCE_HELP} Or a recipe, whose data are only the client's, or name it among others. Also called --images."
-)
-_SCORES_HELP = (
-    "Whether scores and losses are written too; by default not those of a private run, which no ledger counts."
-)
+RUN_HELP = "Folder written by `perada fit`, `perada export` or Run.save, or a checkpoint in one."
+_DATA_HELP = f"{SOURCE_HELP} Or a recipe whose data are only the client's, or include it by name. Also called --images."
+_SCORES_HELP = "Whether to write scores and losses too; by default not those of a private run, which no ledger counts."
 _RECIPE_USE = (
-    "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images, with its data; "
-    "`perada test --help` lists its options."
+    "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's test images, with its data; `perada test "
+    "--help` lists its options."
 )
 
 
@@ -48,23 +44,25 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
         required=True,
         help="An image, a folder of images, or a table (.csv, .tsv, .parquet) that lists them.",
     )
-    parser.add_argument("--path", type=str, default="path", help="Column of a table that has the files' paths.")
+    parser.add_argument("--path", type=str, default="path", help="Column of a table with the files' paths.")
     parser.add_argument(
         "--encoding", type=str, default=None, help="Encoding of a text table, such as cp1252; by default UTF-8."
     )
-    parser.add_argument("--client", type=str, default=None, help="Name or number of a client; else the global model.")
+    parser.add_argument(
+        "--client", type=str, default=None, help="Name or number of a client; by default, the global model."
+    )
     parser.add_argument("--output", type=Path, default=Path("predictions.csv"), help="Table to write.")
-    parser.add_argument("--batch_size", type=int, default=64, help="Images that are in memory at a time.")
-    parser.add_argument("--device", type=str, default=None, help="cpu, cuda, mps; by default a GPU if there is one.")
+    parser.add_argument("--batch_size", type=int, default=64, help="Number of images in memory at a time.")
+    parser.add_argument("--device", type=str, default=None, help="cpu, cuda or mps; by default a GPU if available.")
     if any(word.partition("=")[0] == "--config" for word in words):
         raise ValueError(f"--config is not an option of `perada predict RUN --images ...`. {_RECIPE_USE}")
     options = parser.parse_args(words)
     output = options.output
     names, paths = find_images(options.images, options.path, options.encoding)
     if not output.parent.is_dir():
-        raise FileNotFoundError(f"--output={output}: there is no folder {str(output.parent)!r}; make it")
+        raise FileNotFoundError(f"--output={output}: the folder {str(output.parent)!r} does not exist; create it")
     if output.is_dir():
-        raise IsADirectoryError(f"--output={output} is a folder; give a file, such as {output / 'predictions.csv'}")
+        raise IsADirectoryError(f"--output={output} is a folder; choose a file, such as {output / 'predictions.csv'}")
     device = options.device
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +81,7 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
     print(f"Predictions of {len(readable_names)} image{plural}: {output}")
     if broken:
         raise ValueError(
-            f"{len(paths) - len(readable_names)} of {len(paths)} images cannot be read, and are not in "
+            f"{len(paths) - len(readable_names)} of {len(paths)} images cannot be read and are missing from "
             f"{str(output)!r}: {'; '.join(broken.values())}"
         )
 
@@ -91,9 +89,11 @@ def predict(parser: ArgumentParser, words: list[str]) -> None:
 def push(parser: ArgumentParser, words: list[str]) -> None:
     """Upload one adapter of a run to the Hugging Face Hub."""
     parser.add_argument("run", type=Path, help=RUN_HELP)
-    parser.add_argument("repo", type=str, help="Repository, user/name; it is made if it does not exist.")
-    parser.add_argument("--client", type=str, default=None, help="Name or number of a client; else the global adapter.")
-    parser.add_argument("--public", action="store_true", help="For everybody to see; else the repository is private.")
+    parser.add_argument("repo", type=str, help="Repository, user/name; created if it does not exist.")
+    parser.add_argument(
+        "--client", type=str, default=None, help="Name or number of a client; by default, the global adapter."
+    )
+    parser.add_argument("--public", action="store_true", help="Make the repository public; by default it is private.")
     parser.add_method_arguments(Run, "push_to_hub", skip={"repo", "client", "private", "token"}, as_group=False)
     options = vars(parser.parse_args(words))
     path = options.pop("run")
@@ -110,21 +110,21 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
         "--format",
         type=Literal["peft", "onnx", "safetensors", "torch-export"],
         default="peft",
-        help="All but peft: one model, also of a saved run.",
+        help="All but peft write one model, also of a saved run.",
     )
-    parser.add_argument("--client", help="Name or number of the client whose model is written.")
+    parser.add_argument("--client", help="Name or number of the client whose model to write.")
     parser.add_argument("--scores", type=bool, default=None, help=_SCORES_HELP)
     options = parser.parse_args(words)
     if options.output.is_file():
-        raise NotADirectoryError(f"--output={options.output} is a file; give a folder")
+        raise NotADirectoryError(f"--output={options.output} is a file; choose a folder")
     if options.format != "peft":
         note = export_model(open_run(options.run), options.client, options.format, options.output)
         print(f"Wrote {options.output / FILES[options.format]}. {note}")
         return
     if holds_adapters(options.run):
         raise ValueError(
-            f"{str(options.run)!r} has its adapters as PEFT folders already; --format=onnx, safetensors or "
-            "torch-export writes one of its models"
+            f"{str(options.run)!r} already has its adapters as PEFT folders; use --format=onnx, safetensors or "
+            "torch-export to write one of its models"
         )
     run = open_run(options.run)
     check_none_lost(options.output, run.info)
@@ -132,7 +132,7 @@ def export(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def print_saved(run: Run, folder: Path) -> None:
-    """Print which adapters of a run are in the folder that it was saved to, and what releasing them costs."""
+    """Print which adapters of a run are in the folder that it was saved to, and the privacy cost of releasing them."""
     names = sorted(path.name for path in folder.iterdir() if (path / "adapter_config.json").is_file())
     plural = "s" if len(names) > 1 else ""
     first_and_last = " … ".join(dict.fromkeys((names[0], names[-1])))
@@ -143,7 +143,7 @@ def print_saved(run: Run, folder: Path) -> None:
 
 
 def open_run(path: Path) -> Run:
-    """Load the run in a folder that ``perada fit`` or ``Run.save`` wrote, or that of a checkpoint in one.
+    """Load the run in a folder written by ``perada fit`` or ``Run.save``, or of a checkpoint in one.
 
     Raises:
         FileNotFoundError: If there is no run, or a file of it is missing.
@@ -181,12 +181,12 @@ def _build_user_algorithm(config: Path) -> Algorithm | None:
         algorithm: Algorithm = parser.instantiate_classes(parsed).algorithm
     except Exception as error:  # whatever a user's class raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"the algorithm in {str(config)!r} cannot be made again ({reason}); correct it") from error
+        raise ValueError(f"the algorithm in {str(config)!r} cannot be re-created ({reason}); correct it") from error
     return algorithm
 
 
 def add_client(parser: ArgumentParser, words: list[str]) -> None:
-    """Train a model for a new client of a finished run, and write it beside the others or with them elsewhere."""
+    """Train a model for a new client of a finished run, and write it next to the others or, with them, elsewhere."""
     parser.add_argument("run", type=Path, help=RUN_HELP)
     parser.add_argument("--data", required=True, help=_DATA_HELP)
     parser.add_argument(
@@ -206,9 +206,9 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
     path = options.run
     output = options.output
     if output is None and not holds_adapters(path) and path.is_dir():
-        raise ValueError(f"{str(path)!r} is a run folder of `perada fit`, which is left as it is; give --output FOLDER")
+        raise ValueError(f"{str(path)!r} is a run folder of `perada fit`, which is never changed; set --output FOLDER")
     if output is not None and output.is_file():
-        raise NotADirectoryError(f"--output={output} is a file; give a folder")
+        raise NotADirectoryError(f"--output={output} is a file; choose a folder")
     run = open_run(path)
     check_name(run, options.client)
     if output is not None and output.absolute() != path.absolute():
@@ -227,8 +227,8 @@ def add_client(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def remove_client(parser: ArgumentParser, words: list[str]) -> None:
-    """Remove a client from a saved run, and print what that does not undo."""
-    parser.add_argument("run", type=Path, help="Folder that Run.save, `perada export` or `perada clients add` wrote.")
+    """Remove a client from a saved run, and print what the removal does not undo."""
+    parser.add_argument("run", type=Path, help="Folder written by Run.save, `perada export` or `perada clients add`.")
     parser.add_argument("--client", type=str, required=True, help="Name or number of the client.")
     options = vars(parser.parse_args(words))
     number = forget(options["run"], options["client"])
@@ -251,7 +251,7 @@ def _find_source(words: list[str]) -> tuple[list[str], type[Source] | None]:
         else:
             renamed.append(word)
     if len(positions) > 1:
-        raise ValueError("--images and --data are the same option; give it once")
+        raise ValueError("--images and --data are the same option; use only one")
     if not positions:
         return renamed, Images
     _, _, source = renamed[positions[0]].partition("=")
@@ -261,7 +261,7 @@ def _find_source(words: list[str]) -> tuple[list[str], type[Source] | None]:
 
 
 def _read_like_run(run: Run, images_class: type[Source], source: str, options: dict[str, Any]) -> Division:
-    """Return the images of a source, read as the run's own were."""
+    """Return the images of a source, read like the run's."""
     preprocessing = run.preprocessing
     size = max(preprocessing.resize[0][:2]) if preprocessing.resize else preprocessing.shape[-1]
     full_scale = options["full_scale"]

@@ -37,58 +37,58 @@ Tree = dict[str, tuple["str | Tree", str]]
 STUDIES: Tree = {
     "fed-ensemble": ("studies.fed_ensemble:main", "Bias and variance of Fed-ensemble's toy regression by modes."),
     "fed-ensemble-plane": ("studies.fed_ensemble_plane:main", "Training loss on the plane through three modes."),
-    "local-gd": ("studies.local_gd:main", "What local gradient descent converges to, of linear models and of a head."),
+    "local-gd": ("studies.local_gd:main", "Limits of local gradient descent, for linear models and a head."),
 }
 CLIENTS: Tree = {
-    "add": ("cli.inference:add_client", "Train a model for a new client; the others' models stay as they are."),
-    "remove": ("cli.inference:remove_client", "Remove a client's model; prints what that does not undo."),
+    "add": ("cli.inference:add_client", "Train a model for a new client; the models of the others are unchanged."),
+    "remove": ("cli.inference:remove_client", "Remove a client's model; prints what the removal does not undo."),
 }
-DATA: Tree = {"inspect": ("cli.data:inspect", "Print what is understood of images, and what is wrong with them.")}
+DATA: Tree = {"inspect": ("cli.data:inspect", "Print how images are interpreted, and what is wrong with them.")}
 KEYS: Tree = {
-    "server": ("cli.flower:keys_server", "Write the server's certificate, and the one by which sites know it."),
+    "server": ("cli.flower:keys_server", "Write the server's certificate, and the one with which sites verify it."),
     "site": ("cli.flower:keys_site", "Write a site's keys: one for the server, one for other sites."),
-    "identity": ("cli.flower:keys_identity", "Write a key that is only for secure sums: a site's, or an authority's."),
+    "identity": ("cli.flower:keys_identity", "Write a key for secure sums only: a site's, or an authority's."),
     "sign": ("cli.flower:keys_sign", "Sign a list of sites as its authority."),
 }
 DEPLOY: Tree = {
     "init": ("cli.flower:init", "Write the Flower app of a recipe, unit files and a README."),
     "keys": (KEYS, "Write keys and certificates."),
-    "check": ("cli.deploy:check", "Try at a site what its recipes would do; nothing is sent."),
-    "site": ("cli.deploy:site", "Serve a site: train on its images what its approved recipes ask for."),
+    "check": ("cli.deploy:check", "Dry-run a site's recipes; nothing is sent."),
+    "site": ("cli.deploy:site", "Serve a site: train its approved recipes on its images."),
     "run": ("cli.flower:run", "Start an app on a SuperLink and follow it, or a recipe among sites here."),
-    "status": ("cli.deploy:status", "Print how far a deployed run is, or what a site has trained."),
-    "audit": ("cli.audit:audit", "Print what left a site, and check that the log of it is whole."),
+    "status": ("cli.deploy:status", "Print the progress of a deployed run, or what a site has trained."),
+    "audit": ("cli.audit:audit", "Print what left a site, and check that its log is intact."),
     "export": ("cli.deploy:export", "Write the adapter of a site, or of a deployed run, as a PEFT folder."),
     "demo": ("cli.flower:demo", "Run three sites on this machine, with TLS and authentication."),
 }
 COMMANDS: Tree = {
     "fit": ("cli.main:run", "Train, for example: perada fit --config quickstart."),
     "test": ("cli.main:run", "Score the models of a checkpoint, also on shifted test sets."),
-    "predict": ("cli.main:predict", "Predict images of your own with a run, or the test images of a recipe."),
+    "predict": ("cli.main:predict", "Predict your own images with a run, or the test images of a recipe."),
     "check": ("cli.runs:check", "Report every error and warning that a run would raise, without training."),
-    "doctor": ("cli.doctor:doctor", "Print versions and the machine, for a bug report, and check them."),
+    "doctor": ("cli.doctor:doctor", "Print versions and facts about the machine for a bug report, and check them."),
     "ls": ("cli.main:ls", "List the shipped recipes, or describe some of them."),
-    "cp": ("cli.main:cp", "Copy a shipped recipe, to edit it."),
+    "cp": ("cli.main:cp", "Copy a shipped recipe for editing."),
     "init": ("cli.data:init", "Ask four questions and write a recipe."),
-    "completion": ("cli.completion:completion", "Print a script by which a shell completes commands and options."),
+    "completion": ("cli.completion:completion", "Print a shell script that completes commands and options."),
     "schema": ("cli.parser:schema", "Print a JSON schema of recipes, for editors."),
     "compare": (
         "cli.runs:compare",
-        "Run recipes or algorithms, and print one table; takes options of `perada fit` too.",
+        "Run recipes or algorithms, and print one table; accepts options of `perada fit` too.",
     ),
     "export": ("cli.inference:export", "Write the adapters of a run as PEFT folders."),
     "push": ("cli.inference:push", "Upload one adapter of a saved run to the Hugging Face Hub."),
     "clients": (CLIENTS, "Add a client to a finished run, or remove one."),
-    "report": ("cli.main:report", "Print the metrics of runs as tables, or write a page on them."),
+    "report": ("cli.main:report", "Print the metrics of runs as tables, or write a report page."),
     "pretrain": ("studies.pretrain:main", "Train a small backbone on small grey images."),
     "deploy": (DEPLOY, "Run a recipe across real sites."),
-    "data": (DATA, "Look at images before anything is trained."),
+    "data": (DATA, "Inspect images before training."),
     "study": (STUDIES, "Repeat a small experiment of a paper."),
 }
 """All commands. A command is called with its parser, to which it adds its options, and with its words."""
 
 
-_RUN = "a run: a folder that `perada fit`, `perada export` or Run.save wrote, or a checkpoint in one"
+_RUN = "a run: a folder written by `perada fit`, `perada export` or Run.save, or a checkpoint in one"
 _SITE = "the site's file, such as site.yaml"
 EXISTING = {
     "export": _RUN,
@@ -172,7 +172,7 @@ def _check_before_import(command: str, words: list[str]) -> None:
     check_options(command, words)
     first_words = list(takewhile(lambda word: not word.startswith("-"), words))
     if command in EXISTING and first_words and not Path(first_words[0]).exists():
-        raise FileNotFoundError(f"{first_words[0]!r} is not there; give {EXISTING[command]}")
+        raise FileNotFoundError(f"{first_words[0]!r} does not exist; pass {EXISTING[command]}")
     if command in ("compare", "check"):
         for word in first_words:
             for path in find_recipe(word):
@@ -182,11 +182,11 @@ def _check_before_import(command: str, words: list[str]) -> None:
 def run(parser: ArgumentParser, words: list[str]) -> None:
     """Run a subcommand of LightningCLI, whose parser reads the words."""
     if not words:
-        raise ValueError(f"give a recipe: {parser.prog} --config RECIPE; `perada ls` lists those that ship")
+        raise ValueError(f"no recipe; use {parser.prog} --config RECIPE, with one of those that `perada ls` lists")
     if not words[0].startswith("-"):
         folder = Path(words[0]) / "config.yaml"
         recipe = f"{folder} --ckpt_path {folder.parent}/checkpoints/last.ckpt" if folder.is_file() else words[0]
-        raise ValueError(f"{words[0]!r} is not an option; a recipe is given as {parser.prog} --config {recipe}")
+        raise ValueError(f"{words[0]!r} is not an option; use {parser.prog} --config {recipe}")
     for name in recipe_names(words):
         # A recipe that does not exist is rejected before anything slow is imported.
         for path in recipe_files(name):
@@ -199,7 +199,7 @@ def run(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def predict(parser: ArgumentParser, words: list[str]) -> None:
-    """Predict images with a run that is named first or, by LightningCLI, the test images of a recipe."""
+    """Predict images with a run named first or, through LightningCLI, the test images of a recipe."""
     needs_help = not words or {"-h", "--help"} & set(words)
     names_run = words and not words[0].startswith("-")
     if needs_help or names_run or any(word.startswith("--images") for word in words):
@@ -225,7 +225,7 @@ def ls(parser: ArgumentParser, words: list[str]) -> None:
 
 def cp(parser: ArgumentParser, words: list[str]) -> None:
     """Copy a recipe."""
-    parser.add_argument("name", help="Name of a recipe, as `perada ls` lists it.")
+    parser.add_argument("name", help="Name of a recipe, as listed by `perada ls`.")
     parser.add_argument("destination", help="File or folder to copy it to.")
     parser.add_argument("--force", action="store_true", help="Overwrite an existing file.")
     options = parser.parse_args(words)
@@ -243,7 +243,7 @@ def cp(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def report(parser: ArgumentParser, words: list[str]) -> None:
-    """Print the rounds of runs, or write a page on them."""
+    """Print the rounds of runs, or write a report page."""
     parser.add_argument(
         "runs",
         nargs="+",
@@ -256,7 +256,8 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
         "--scores",
         type=bool,
         default=None,
-        help="Whether a page has scores and losses; by default not those of private runs, which no ledger counts.",
+        help="Whether to include scores and losses in a page; by default not those of private runs, which no ledger "
+        "counts.",
     )
     options = parser.parse_args(words)
     if options.output is None:
@@ -273,7 +274,7 @@ def report(parser: ArgumentParser, words: list[str]) -> None:
     check_page(options.output)
     records = [record for path in options.runs for record in read_records(path)]
     if options.scores is None and any(record.private for record in records):
-        print("Scores, losses and diagnostics of private runs are left out; --scores=true shows them.")
+        print("Scores, losses and diagnostics of private runs are left out; --scores=true includes them.")
     print(f"Page: {write_page(options.output, records, options.scores)}")
 
 
@@ -291,7 +292,9 @@ def _format_tables(path: Path) -> str:
         tables = [curve_tables(records), summary(records)]
         return "\n\n".join(text for text in tables if text)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(path)!r} is not a file of `perada compare` ({error!r}); give another") from error
+        raise ValueError(
+            f"{str(path)!r} is not a file of `perada compare` ({error!r}); choose a different file"
+        ) from error
 
 
 def entry_point() -> None:
@@ -373,7 +376,7 @@ def _run_program() -> None:
 
 
 def _end_by(signum: signal.Signals) -> NoReturn:
-    """Print how to resume, and exit with the status of shells for a program that a signal ended."""
+    """Print how to resume, and exit with the shells' status for a program ended by a signal."""
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, signal.SIG_IGN)
     cause = "terminated" if signum == signal.SIGTERM else "interrupted"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How errors and warnings are printed, and which messages of libraries are not."""
+"""Formatting of errors and warnings, and filters for messages of libraries."""
 
 import sys
 import warnings
@@ -24,7 +24,7 @@ def quiet_libraries() -> None:
 
 
 def short_warnings() -> None:
-    """From now on, print warnings for users as one line, without the place in the code."""
+    """From now on, print warnings for users as one line, without the location in the code."""
     show_other = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:

@@ -22,7 +22,7 @@ COMMANDS_FILE = Path(__file__).with_name("commands.json")
 TEXTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
 SECTIONS_OF_RECIPES = ("trainer", "model", "data", "federated", "training", "evaluation")
 LINKED_SECTIONS = ("training", "distillation", "evaluation", "privacy", "client_privacy", "secure_sums")
-"""Sections that the federated loop takes; the parser links them to its arguments of the same names."""
+"""Sections of the federated loop; the parser links them to its arguments of the same names."""
 RECIPE_COMMANDS = ("fit", "test", "predict")
 """Commands whose options are those of recipes."""
 UNCHECKED = ("data inspect", "clients add", "check", "completion")
@@ -48,7 +48,7 @@ class Facts(TypedDict):
 
 @cache
 def names_elsewhere() -> dict[str, tuple[str, ...]]:
-    """Return the options that have other names in papers and other programs, by these names."""
+    """Return the options that have different names in papers and other programs, by these names."""
     options_by_name = {}
     for options, names in TEXTS["elsewhere"].items():
         for name in names.split():
@@ -140,7 +140,7 @@ def _recipe_options() -> set[str]:
 
 
 def _exists(name: str, options: Collection[str]) -> bool:
-    """Return whether an option exists, or belongs to the value of one, as an argument of a class does."""
+    """Return whether an option exists, or belongs to the value of one, like an argument of a class."""
     if name.removesuffix("+") in options:
         return True
     dashes = "--" if name.startswith("--") else ""
@@ -159,7 +159,7 @@ def _may_be_lightnings(name: str) -> bool:
 
 
 def nearest(wrong_name: str, options: Collection[str]) -> list[str]:
-    """Return the options that a wrong name may stand for.
+    """Return the options that a wrong name may mean.
 
     Args:
         wrong_name: Name of an option that does not exist.
@@ -208,6 +208,6 @@ def command_hint(wrong: str, commands: Collection[str], prog: str) -> str:
 
 
 def hint(wrong: str, words: Iterable[str], otherwise: str) -> str:
-    """Propose what may have been meant by a word that is not among some words; ``otherwise`` if nothing is near."""
+    """Propose the word that an unknown word may mean; return ``otherwise`` if none is similar."""
     proposals = near_names(wrong, words)
     return f"did you mean {proposals[0]!r}?" if proposals else otherwise

@@ -33,7 +33,7 @@ T = TypeVar("T")
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")
 """Options that take a class by the name of an algorithm or a server rule."""
 ALWAYS_SET = ("training", "evaluation")
-"""Sections that cannot be null, in contrast to the other sections that are dataclasses."""
+"""Sections that cannot be null, unlike the other sections that are dataclasses."""
 MOST_USED: list[str] = TEXTS["first"].split()
 """Options that help shows first."""
 TRAINER_TEXTS: dict[str, str] = TEXTS["lightning"]
@@ -92,7 +92,7 @@ def spelt_out(args: Sequence[str]) -> list[str]:
 
 
 def _value_of(name: str, args: Sequence[str]) -> str | None:
-    """Return the value of an option on a command line; None if it has none."""
+    """Return the value of an option on a command line; None if it is not set."""
     for position, word in enumerate(args):
         option, equals, value = word.partition("=")
         if option == f"--{name}":
@@ -107,7 +107,7 @@ def typed_names(args: Sequence[str]) -> dict[str, str]:
 
 
 def resolve_names(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe with classes in place of names of algorithms and server rules.
+    """Return a recipe in which classes replace the names of algorithms and server rules.
 
     >>> resolve_names({"federated": {"server_rule": "median"}})
     {'federated': {'server_rule': {'class_path': 'Median'}}}
@@ -131,7 +131,7 @@ def resolve_names(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_linked(federated: dict[str, Any]) -> None:
-    """Reject arguments of the loop that are sections of their own; the parser would ignore them."""
+    """Reject arguments of the loop that are separate sections; the parser would ignore them."""
     for name in OPTION_CLASSES:
         if name in federated:
             raise ValueError(f"there is no option 'federated.{name}'; did you mean {name}?")
@@ -154,7 +154,7 @@ def _set_rule_of_algorithm(federated: dict[str, Any]) -> None:
 
 
 def by_name(value: object, option: str) -> object:
-    """Return the class of an algorithm or a server rule that a value names; any other value unchanged.
+    """Return the class of the algorithm or server rule that a value names; return any other value unchanged.
 
     Args:
         value: Value of the option: a name, or a dictionary with ``class_path`` and ``init_args``.
@@ -255,7 +255,7 @@ def explained(parser: ArgumentParser, topic: str) -> str:
     if topic:
         matching = [action for action in actions.values() if topic in " ".join(_option_names(action))]
         if not matching:
-            raise ValueError(f"--help {topic}: no option has that in its name; --help all shows every option")
+            raise ValueError(f"--help {topic}: no option has this in its name; --help all shows every option")
         return _format_options(matching)
     command = parser.prog.split()[-1]
     most_used = [actions.pop(name) for name in MOST_USED if name in actions]
@@ -294,7 +294,7 @@ def _format_options(actions: Iterable[Action]) -> str:
         text = TRAINER_TEXTS.get(action.dest) or " ".join((action.help or "").replace("``", "").split())
         for base, (short_names, options) in _CLASSES.items():
             if action.dest in options:
-                text += f" One of {', '.join(short_names or _exported_classes(base))}, or a class of your own."
+                text += f" One of {', '.join(short_names or _exported_classes(base))}, or a custom class."
         if action.default not in (None, SUPPRESS, ""):
             text += f" (default: {action.default})"
         lines += wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -339,7 +339,10 @@ def recipe_schema() -> Schema:
         top[name] = _arguments(options_class) if name in ALWAYS_SET else _value(options_class | None)
     top["ckpt_path"] = {"type": ["string", "null"]}
     top["weights_only"] = {"type": ["boolean", "null"]}
-    top["compare"] = {"type": "object", "description": "What `perada compare` runs; the rest is for every run."}
+    top["compare"] = {
+        "type": "object",
+        "description": "The runs of `perada compare`; all other options apply to every run.",
+    }
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, "title": "perada recipe", **_object(top)}
 

@@ -16,7 +16,7 @@ from perada.cli.options import LINKED_SECTIONS, facts, nearest
 from perada.core.checks import OptionError
 from perada.core.text import abbreviated, near_names
 
-OWN_CLASS = "a class of your own by its path, such as mine.MyClass"
+OWN_CLASS = "the path of a custom class, such as mine.MyClass"
 _NOISE = ("Does not validate against any of", "Subtypes:", "Errors:", "Given value", "Expected a <class 'NoneType'>")
 _PATH = r"(?:Expected a path but (\S+) either not accessible or invalid\n)?"
 _UNKNOWN_OPTION = (
@@ -118,7 +118,7 @@ _TYPE_TEXTS = {
     "list": "a list",
     "NoneType": "",
 }
-"""How values of a type are described; null, which leaves an option out, is not mentioned."""
+"""Descriptions of the values of a type; null, which leaves an option out, is not mentioned."""
 
 
 def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
@@ -144,8 +144,8 @@ def wrong_type(message: str, typed: Mapping[str, str]) -> OptionError | None:
         option = f"{keys[0]}.{of_class[1]}"
         name = typed.get(option, option)
         outer = name.removesuffix(f".{of_class[1]}")
-        remedy = f"name the class of {outer} first, by {outer}=CLASS"
-        message = f"{name}: is an option of a class, and no class is named; {remedy}"
+        remedy = f"set the class of {outer} first, with {outer}=CLASS"
+        message = f"{name}: is an option of a class, but no class is set; {remedy}"
         return OptionError(message, name=option, value=value[1], remedy=remedy)
     expected = re.findall(r"Expected a (.*?)(?:\. Got value.*)?$", innermost[: value.end()], re.MULTILINE)
     texts: list[str] = []
@@ -209,18 +209,18 @@ def _wrong_class(message: str) -> OptionError | None:
     value_line = re.search(r"Given value: (.*)", innermost)
     value = value_line[1] if value_line else ""
     if no_module and no_module[1].endswith((".yaml", ".yml", ".json")):
-        remedy = "give a file that is there, or a class"
+        remedy = "use an existing file, or a class"
         return _class_error(option, no_module[1], f"{no_module[1]} cannot be read", remedy)
     if no_module:
         remedy = "it must be in the current folder, on PYTHONPATH, or installed"
         return _class_error(option, no_module[1], f"No module named {no_module[2]!r}", remedy)
     if no_attribute:
         proposals = near_names(no_attribute[3], vars(sys.modules[no_attribute[2]]))
-        remedy = f"did you mean {no_attribute[2]}.{proposals[0]}?" if proposals else f"give {OWN_CLASS}"
+        remedy = f"did you mean {no_attribute[2]}.{proposals[0]}?" if proposals else f"use {OWN_CLASS}"
         problem = f"module {no_attribute[2]!r} has no attribute {no_attribute[3]!r}"
         return _class_error(option, no_attribute[1], problem, remedy)
     if no_subclass:
-        return _class_error(option, value, f"{no_subclass[1] or value} is not {no_subclass[2]}", "give one")
+        return _class_error(option, value, f"{no_subclass[1] or value} is not {no_subclass[2]}", "use one")
     if "Expected an instantiatable class" in innermost:
         return _base_class(option, value, innermost)
     if no_class or "Not a valid subclass of" in innermost:
@@ -240,7 +240,7 @@ def _base_class(option: str, value: str, message: str) -> OptionError | None:
     if not names:
         return None
     remedy = f"name one of its subclasses: {', '.join(names)}"
-    return _class_error(option, value, f"{value} is a base class, of which no object can be made", remedy)
+    return _class_error(option, value, f"{value} is an abstract base class", remedy)
 
 
 def _accepted(message: str) -> str:
@@ -250,7 +250,7 @@ def _accepted(message: str) -> str:
 
 
 def _choices(option: str, bases: Iterable[type]) -> list[str]:
-    """Return the classes that an option takes: those in its help, or those that the packages of its bases export."""
+    """Return the classes that an option accepts: those in its help, or those that the packages of its bases export."""
     values_of_options = facts()["recipe_options"]
     names = values_of_options.get(option) or values_of_options.get(option.removesuffix(".base"))
     if names:
@@ -263,11 +263,11 @@ def _choices(option: str, bases: Iterable[type]) -> list[str]:
 
 
 def _no_such_class(option: str, value: str, message: str) -> OptionError:
-    """Return the error of a value that is no class, with those that the option takes."""
+    """Return the error of a value that is not a class, with the classes that the option accepts."""
     accepted = _accepted(message)
     bases = _classes(accepted)
     if option == "data.data":
-        return _class_error(option, value, "takes objects of Python only", "name images by data.dataset")
+        return _class_error(option, value, "accepts only Python objects", "choose images with data.dataset")
     mappings = [base for base in bases if is_dataclass(base)]
     if mappings:
         names = [field.name for field in fields(mappings[0])]
@@ -289,9 +289,9 @@ def _no_such_class(option: str, value: str, message: str) -> OptionError:
             choices.append("a list of them")
         if "'bool'" in accepted:
             choices.append("true or false")
-        remedy = f"choose one of {', '.join(choices)}, or give {OWN_CLASS}"
+        remedy = f"choose one of {', '.join(choices)}, or use {OWN_CLASS}"
     else:
-        remedy = f"give {OWN_CLASS}"
+        remedy = f"use {OWN_CLASS}"
     return _class_error(option, value, f"there is no class {value!r}", remedy)
 
 
@@ -340,39 +340,36 @@ def of_options(message: str, parser: ArgumentParser) -> str:
 
 
 def _abstract(match: re.Match[str]) -> str:
-    """Return the message about a class of which no object can be made, since it is a base class or lacks methods."""
+    """Return the message about a class that cannot be instantiated, since it is abstract or lacks methods."""
     path = match[2] or match[1] or "the class"
     module, _, name = path.rpartition(".")
     abstract_class = getattr(sys.modules.get(module), name, None)
     if isinstance(abstract_class, type):
         names = sorted({subclass.__name__ for subclass in subclasses(abstract_class)})
         if names:
-            return (
-                f"{path} is a base class, of which no object can be made; name one of its subclasses: "
-                f"{', '.join(names)}"
-            )
+            return f"{path} is an abstract base class; name one of its subclasses: {', '.join(names)}"
     missing = sorted(getattr(abstract_class, "__abstractmethods__", ())) or ["that are abstract"]
-    return f"{path} lacks methods ({', '.join(missing)}) that its base class asks for; add them"
+    return f"{path} lacks methods ({', '.join(missing)}) that its base class requires; add them"
 
 
 def _unquoted(match: re.Match[str]) -> str:
-    """Return the message about a word that YAML has not read as a text."""
+    """Return the message about a word that YAML did not read as a string."""
     value = match[1]
     if value in ("True", "False"):
-        kind = "yes, no, on, off, true and false as truth values"
+        kind = "yes, no, on, off, true and false as Booleans"
     elif value == "None":
         kind = "null and ~ as nothing"
     elif re.match(r"[-+.\d]", value):
         kind = "it as a number or a date"
     else:
         return f"must be a string, got {value}"
-    return f'{value} is not a text: YAML reads {kind}. Put quotes around it, such as ["1", "no"]'
+    return f'{value} is not a string: YAML reads {kind}; put it in quotes, as in ["1", "no"]'
 
 
 _PLAIN: dict[str, str | Callable[[re.Match[str]], str]] = {
     r'Parser key "([^"]+)"( element \d+)?:': r"\1:",
-    r"(?s)Expected a path but (\S+\.(?:ya?ml|json)) .*": r"\1 cannot be read; give a file that is there, or a class",
-    rf"{_PATH}Import path does not correspond to (.*)": r"\1 is not \2; give one",
+    r"(?s)Expected a path but (\S+\.(?:ya?ml|json)) .*": r"\1 cannot be read; use an existing file, or a class",
+    rf"{_PATH}Import path does not correspond to (.*)": r"\1 is not \2; use one",
     rf"(?s){_PATH}Expected an instantiatable class, but (?:(\S+) )?is abstract.*": _abstract,
     rf"{_PATH}Problem with given class_path '[^']+':\n(No module named .*)": (
         r"\2; it must be in the current folder, on PYTHONPATH, or installed"

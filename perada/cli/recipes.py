@@ -79,7 +79,7 @@ def _hint_for_combination(words: Sequence[str], num_existing: int) -> str:
 
 
 def combinations(name: str) -> list[str]:
-    """Return the names that combine a data set, or a data set and a method, with one more recipe.
+    """Return the names that combine a dataset, or a dataset and a method, with one more recipe.
 
     >>> combinations("cifar10/ditto")
     ['cifar10/ditto/client', 'cifar10/ditto/sample']
@@ -118,7 +118,7 @@ def _short_lines(paths: Sequence[Path]) -> list[str]:
 
 
 def _paper_lines(paths: Sequence[Path]) -> list[str]:
-    """Format one line for each paper, with the tables and figures of which there are comparisons."""
+    """Format one line per paper, with the tables and figures that have comparisons."""
     figures_by_paper: dict[str, list[str]] = {}
     for path in paths:
         # Such as perada_table1_cifar10: the paper, the table, and its data set.
@@ -164,7 +164,7 @@ def descriptions(prefix: str) -> str:
             lines.append(f"{name:38} {_leading_comment(path)[0]}")
     if not lines:
         proposal = hint(prefix, [*GROUPS, *shipped], "`perada ls` lists the recipes")
-        raise ValueError(f"no recipe has a name that begins with {prefix!r}; {proposal}")
+        raise ValueError(f"no recipe name begins with {prefix!r}; {proposal}")
     return "\n".join(lines)
 
 
@@ -212,7 +212,7 @@ def recipe_files(name: str) -> list[Path]:
     """
     paths = find_recipe(name)
     if is_comparison(paths[0]):
-        raise ValueError(f"{name!r} is a comparison of recipes, not one of them; run it with: perada compare {name}")
+        raise ValueError(f"{name!r} is a comparison of recipes, not a recipe; run it with: perada compare {name}")
     return paths
 
 
@@ -229,7 +229,7 @@ def recipe_names(words: Sequence[str]) -> Iterator[str]:
 
 
 def is_comparison(path: Path) -> bool:
-    """Return whether a file is a list of recipes to compare, and not a recipe."""
+    """Return whether a file is a list of recipes to compare rather than a recipe."""
     return "compare" in read_yaml(path)
 
 

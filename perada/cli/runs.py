@@ -51,10 +51,10 @@ from perada.results.report import client_table, epsilon_text, mode_line, notes_o
 from perada.results.restore import plain_data
 
 REFUSALS = (ValueError, TypeError, OSError, ImportError, ArgumentError, MisconfigurationException)
-"""Errors by which a run is refused; any other error is a bug."""
+"""Errors with which a run is rejected; any other error is a bug."""
 QUIET = ("logger=false", "enable_checkpointing=false", "enable_progress_bar=false")
 REPLACEMENTS = (1, 0.5, 10, 1e-5)
-"""Values that `perada check` tries in place of a rejected one that cannot be left out."""
+"""Values that `perada check` substitutes for a rejected one that cannot be left out."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -125,7 +125,7 @@ class PeradaCLI(LightningCLI):
         return {name: skipped for name, skipped in all_subcommands.items() if name == self.subcommand}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Build a parser without abbreviations: a later release may have another option that begins the same."""
+        """Build a parser without abbreviations: a later release may add an option with the same beginning."""
         return super().init_parser(allow_abbrev=False, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -172,7 +172,7 @@ class PeradaCLI(LightningCLI):
 
     @staticmethod
     def _check_rounds(rounds: int | None) -> None:
-        """Reject 0 rounds, which nobody asks for on purpose; -1 sets no limit."""
+        """Reject 0 rounds, which nobody intends; -1 sets no limit."""
         if rounds not in (None, -1):
             check_integer("max_epochs", rounds, hint="it is the number of rounds, --trainer.max_epochs")
 
@@ -193,8 +193,8 @@ class PeradaCLI(LightningCLI):
         config.ckpt_path = find_checkpoint(self._requested_ckpt_path, root)
         if config.ckpt_path is None and self.config.subcommand != "fit":
             warnings.warn(
-                f"`perada {self.config.subcommand}` has no --ckpt_path, and so takes the models before any training; "
-                "give --ckpt_path last, or a run's checkpoints/last.ckpt",
+                f"`perada {self.config.subcommand}` has no --ckpt_path and so uses untrained models; set --ckpt_path "
+                "last, or the path of a run's checkpoints/last.ckpt",
                 stacklevel=2,
             )
         if config.get("weights_only") is None:
@@ -218,7 +218,7 @@ class PeradaCLI(LightningCLI):
             super()._run_subcommand(subcommand)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse arguments. For an unknown option, propose what may have been meant."""
+        """Parse arguments. For an unknown option, propose similar ones."""
         with warnings.catch_warnings():
             # LightningCLI advises against passing arguments from Python.
             warnings.filterwarnings("ignore", "LightningCLI's args parameter", UserWarning)
@@ -272,7 +272,7 @@ class PeradaCLI(LightningCLI):
             print(mode_line(self.model.scores))
 
     def _notes(self, test_images: Sequence[int]) -> list[str]:
-        """Return lines about what the mean over clients hides."""
+        """Return lines on what the mean over clients hides."""
         participation = self.loop.parts.federation.participation
         return notes_on_means(self.model.scores, test_images, participation.recent, participation.span)
 
@@ -296,7 +296,7 @@ def compare(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def build_compared(args: Sequence[str]) -> PeradaCLI:
-    """Build a run of ``perada compare``, in this process or in another one."""
+    """Build a run of ``perada compare``, in this process or another one."""
     quiet_libraries()
     return PeradaCLI(args, run=False)
 
@@ -314,7 +314,9 @@ class _StopAfterSetUp(pl.Callback):
 
 def check(parser: ArgumentParser, words: list[str]) -> None:
     """Print the errors and warnings of a recipe; the exit status is 1 if it is invalid."""
-    parser.add_argument("recipe", nargs="*", help="Recipe, and others over it. Options of `perada fit` may follow.")
+    parser.add_argument(
+        "recipe", nargs="*", help="Recipe, and others that override it. Options of `perada fit` may follow."
+    )
     is_option = [word.startswith("-") for word in words]
     num_recipes = is_option.index(True) if any(is_option) else len(words)
     help_words = {"-h", "--help"} & {*words}
@@ -327,7 +329,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
         else:
             options.append(word)
     if not paths:
-        raise ValueError("give a recipe: perada check RECIPE; `perada ls` lists those that ship")
+        raise ValueError("no recipe; use perada check RECIPE, with one of those that `perada ls` lists")
     recipes = [resolve_names(read_yaml(path)) for path in paths]
     result = find_problems(recipes, options)
     for title, lines in (("Errors", result.errors), ("Warnings", result.warnings)):
@@ -349,7 +351,7 @@ def check(parser: ArgumentParser, words: list[str]) -> None:
 
 
 def privacy_lines(cli: PeradaCLI) -> list[str]:
-    """Return a line for each privacy section of a run that is set up: its noise, and the ε that it comes to."""
+    """Return a line for each privacy section of a run after set-up, with its noise and the resulting ε."""
     protection = cli.loop.protection
     data = cli.datamodule
     if protection is None:
@@ -375,9 +377,9 @@ def _privacy_line(
     """Format the privacy of a section; ``noise`` are the noise multipliers in ascending order."""
     sigma = f"{noise[0]:.4g}" if noise[0] == noise[-1] else f"{noise[0]:.4g} to {noise[-1]:.4g}"
     if not spent:
-        return f"{section}: noise multiplier σ = {sigma}; ε grows with every round, of which the number is open."
+        return f"{section}: noise multiplier σ = {sigma}; ε grows with every round, and the number of rounds is open."
     bound = "" if len(cli.datamodule.train_sizes) == 1 else "at most "
-    limit = "" if options.max_epsilon is None else f"; training of a client ends at max_epsilon={options.max_epsilon:g}"
+    limit = "" if options.max_epsilon is None else f"; a client stops training at max_epsilon={options.max_epsilon:g}"
     return (
         f"{section}: noise multiplier σ = {sigma}; after {cli.trainer.max_epochs} rounds ε = {bound}{spent}, "
         f"δ = {options.delta:g}{limit}."
@@ -386,7 +388,7 @@ def _privacy_line(
 
 @dataclass(frozen=True)
 class Problems:
-    """What setting up a recipe shows.
+    """The findings of a recipe's set-up.
 
     Attributes:
         errors: Messages of all errors.
@@ -500,7 +502,7 @@ class _Option:
         self.count = 0
 
     def set(self, value: object) -> None:
-        """Set a value in place of the one that was removed."""
+        """Set a value in place of the removed one."""
         if self.position is None:
             for section, key in self.entries:
                 section[key] = value

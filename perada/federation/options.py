@@ -24,17 +24,17 @@ class Training:
         optimizer: ``sgd``, ``adam`` or ``adamw``; its state is reset in each round.
         momentum: Momentum of SGD.
         weight_decay: Weight decay of the optimizer.
-        clip_norm: Largest norm of a client's gradient in a role, with pulls and corrections, as in torch's
+        clip_norm: Maximum norm of a client's gradient in a role, including pulls and corrections, as in torch's
             ``clip_grad_norm_``; unlimited by default.
-        lr_schedule: Learning rates over the rounds: constant, cosine to zero, or times ``lr_gamma`` every ``lr_every``.
+        lr_schedule: Learning rate over the rounds: constant, cosine to zero, or times ``lr_gamma`` every ``lr_every``.
         lr_gamma: Factor of the exponential schedule.
         lr_every: Rounds between two steps of the exponential schedule.
-        local_epochs: Passes of a sampled client over its own data in a round.
+        local_epochs: Passes of a sampled client over its data in a round.
         local_steps: Local steps in a round, instead of epochs.
         engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
-        clients_per_chunk: Clients in one forward and backward pass, to bound memory; by default all of the round's.
-        channels_last: Memory format of images and convolutions; by default for backbones of more than one convolution.
-        cache_features: Compute the frozen layers before everything trained only once for each image that is not
+        clients_per_chunk: Clients per forward and backward pass, to bound memory; by default all of the round.
+        channels_last: Memory format of images and convolutions; by default on if the backbone has several convolutions.
+        cache_features: Compute the frozen layers before all trained ones only once for each image that is not
             augmented; by default where they are at least a tenth of the model, and the features fit the data's
             ``device_cache_mb``.
         torch_compile: Run the model through ``torch.compile``, or its options, such as ``{"mode": "max-autotune"}``.
@@ -109,12 +109,12 @@ class Evaluation:
     """Evaluation of models. Its frequency is an option of the trainer, ``check_val_every_n_epoch``.
 
     Args:
-        metric: What models are scored by (docs/metrics.md): a name such as ``accuracy``, ``auroc``, ``f1_macro`` or
+        metric: Metric of the scores (docs/metrics.md): a name such as ``accuracy``, ``auroc``, ``f1_macro`` or
             ``ece``, or a list of names and of ``{torchmetrics class: options}``; by default accuracy for single-label
             data, AUROC for multi-label.
         global_test_clients: Number of clients, drawn from the seed, whose personal models are scored on the test images
-            of all clients, each in a pass of its own. All by default; 0 for none.
-        diagnostics: Measures of PerAda's theorems in each round, or true for all (docs/diagnostics.md).
+            of all clients, each in a separate pass. All by default; 0 for none.
+        diagnostics: Diagnostics of PerAda's theorems to measure in each round, or true for all (docs/diagnostics.md).
 
     Raises:
         ValueError: If an option is out of range.

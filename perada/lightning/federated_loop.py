@@ -62,22 +62,22 @@ class FederatedLoop(pl.Callback):
     resumes from a checkpoint (``ckpt_path``).
 
     Args:
-        algorithm: What clients train, keep and send, and the server's rule; PerAda by default.
+        algorithm: Algorithm of clients and server: what they train, keep and send; PerAda by default.
         clients_per_round: Clients sampled in a round; all of them by default.
-        training: How clients train, and how that is computed.
+        training: Options of local training.
         weighting: ``uniform``, or ``samples`` for each client's share of the round's images.
-        server_rule: How the server aggregates what clients sent; the weighted mean by default.
-        distillation: How the server distils, where the algorithm does.
-        evaluation: How models are scored.
-        privacy: Differential privacy of the clients' images in all that they train; none by default.
-        client_privacy: Differential privacy of whole clients in what they send; none by default.
+        server_rule: Rule with which the server aggregates updates; the weighted mean by default.
+        distillation: Options of the server's distillation, for algorithms that use it.
+        evaluation: Options of evaluation.
+        privacy: Differential privacy of the clients' images in all training; none by default.
+        client_privacy: Differential privacy of entire clients in what they send; none by default.
         secure_sums: Let the server see only sums over clients (docs/secure_sums.md); it sees each update by default.
-        client_store: Where clients' states are held: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
+        client_store: Storage of clients' states: ``device``, ``host`` or ``disk``; ``auto`` chooses by their size.
         resume_allow: Options, such as ``training.lr_local``, that may differ from those with which the run began;
-            ``clients`` for more clients, ``images`` for other images of the same clients.
-        max_failures: End the run in an error once the clients' training failed more often; by default it continues.
-            Not with ``privacy`` or ``client_privacy``, since who fails depends on the images.
-        drop_outliers: Leave updates out that are more than 50 times as long as the median of the round's.
+            ``clients`` allows more clients, ``images`` different images of the same clients.
+        max_failures: Maximum number of failed client trainings; more end the run in an error. Unlimited by default.
+            Not with ``privacy`` or ``client_privacy``, since failures depend on the images.
+        drop_outliers: Drop updates whose norm is more than 50 times the round's median.
         seed: Seed that all randomness is derived from.
 
     Attributes:

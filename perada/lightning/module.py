@@ -46,11 +46,11 @@ class FederatedClassifier(pl.LightningModule):
             that maps images to logits.
         adapter: ``residual``, ``bottleneck``, ``prompt``, ``lora``, ``dual_lora``, ``ia3``, ``head``, ``bias_norm``,
             ``full``, or a PEFT config.
-        adapter_options: Options of the adapter named, for example ``{"r": 8}``.
-        pretrained: ``True`` for the hub's weights, ``False`` for random ones, or a local file or folder.
-        num_classes: Number of classes; by default what the data says.
+        adapter_options: Options of the named adapter, for example ``{"r": 8}``.
+        pretrained: ``True`` for weights from the Hub, ``False`` for random ones, or a local file or folder.
+        num_classes: Number of classes; by default that of the data.
         image_size: Side of the images in pixels, where the backbone is built for one size (ViT).
-        train_backbone: Train the backbone's own parameters beside the adapter's.
+        train_backbone: Train the backbone's parameters in addition to the adapter's.
 
     Raises:
         ValueError: If an option cannot be used.
@@ -113,7 +113,7 @@ class FederatedClassifier(pl.LightningModule):
             merges: Whether the algorithm merges LoRA into the backbone, whose adapted weights are then a part of the
                 states.
             training: How training is computed.
-            evaluation: How models are scored.
+            evaluation: Options of evaluation.
 
         Raises:
             ValueError: If another number of classes was requested, or the module was built for another task.

@@ -91,10 +91,10 @@ class Distillation:
     """Options of the server's distillation.
 
     Attributes:
-        steps: Steps R per round; 0 switches distillation off.
+        steps: Steps R per round; 0 turns distillation off.
         batch_size: Public images per step, or ``"full"`` for all of them.
         lr: Learning rate η_g.
-        optimizer: ``"adam"`` or ``"sgd"``, started afresh each round.
+        optimizer: ``"adam"`` or ``"sgd"``, reset in each round.
         schedule: ``"cosine"`` lets the rate fall to zero over the R steps of a round, or ``"constant"``.
         temperature: Softens both distributions.
         student_mode: ``"train"``: the student's norms use the public images of a step and move their running

@@ -25,7 +25,7 @@ class SecureSums:
         threshold: More than this share of a round's clients must stay until its end; at least 2/3. Up to half of
             ``min_sites`` may then collude with the server: to have two lists of one sum signed, it needs the help of
             2 :meth:`least` − n of n sites.
-        fraction_bits: Bits behind the binary point. The error of a mean is at most 2^−(``fraction_bits`` + 1). An
+        fraction_bits: Bits after the binary point. The error of a mean is at most 2^−(``fraction_bits`` + 1). An
             update that does not fit into the bits before the point is dropped; nothing is clipped.
 
     Raises:

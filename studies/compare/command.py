@@ -21,7 +21,7 @@ REPEATABLE_OPTIONS = ("--set", "--tune", "--variants", "--vary")
 
 
 class Comparison:
-    """Makes the runs of a plan that the file of results does not have yet.
+    """Executes the runs of a plan that are missing in the file of results.
 
     Args:
         plan: The runs.
@@ -68,7 +68,7 @@ class Comparison:
         return trials_of_row
 
     def _next_trial(self, row: Row, number: int, earlier_trials: list[Job]) -> Job:
-        """Return the next trial of a row: one that the file of results has, if there is one, or a new one."""
+        """Return the next trial of a row: one from the file of results, if there is one, or a new one."""
         seed = self.plan.seeds[0]
         grid = self.plan.grids[row.algorithm]
         earlier_points = [trial.point for trial in earlier_trials]
@@ -100,7 +100,7 @@ class Comparison:
         return chosen_points
 
     def _run(self, jobs: Iterable[Job]) -> None:
-        """Make the runs that have no results, and write each result as it comes."""
+        """Execute the runs without results, and write each result when it is available."""
         pending = []
         for job in jobs:
             record = self.results.find(job)
@@ -141,7 +141,7 @@ class Comparison:
         self.results.add(vars(job) | resources | result.get("run", result))
 
     def _progress(self, job: Job) -> str:
-        """Count a run that starts, and return which of how many it is, with the time so far and the time remaining."""
+        """Count a starting run, and return its number, the number of runs, and the elapsed and remaining time."""
         num_remaining = self.num_runs - self.num_started
         seconds_remaining = self.results.seconds() * num_remaining / self.plan.options.jobs
         self.num_started += 1
@@ -169,7 +169,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     options = parser.parse_args(split.of_compare)
     if options.output is not None and options.output.is_dir():
         raise IsADirectoryError(
-            f"--output={options.output} is a folder; give a file, such as {options.output}/results.json"
+            f"--output={options.output} is a folder; choose a file, such as {options.output}/results.json"
         )
     results = Results(options.output)
     with quiet():
@@ -178,7 +178,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
     counts = {name: plan.count(name) for name in plan.grids}
     if len(set(counts.values())) > 1:
         counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
-        print(f"Not every algorithm is given the same number of settings: {counts_text}", file=sys.stderr)
+        print(f"Algorithms differ in their number of settings: {counts_text}", file=sys.stderr)
     with runner(make_cli, options.threads, options.jobs) as carry_out:
         num_failed = Comparison(plan, results, carry_out).run()
     tables = [curve_tables(results.records), summary(results.records)]
@@ -230,8 +230,8 @@ def _add_options(parser: ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help=(
-            "Instead of the recipes' own: all, names of `perada.finetune`, or classes of your own by their "
-            "paths, such as mine.MyAlgorithm."
+            "Replace the recipes' algorithms: all, names of `perada.finetune`, or paths of custom classes, such as "
+            "mine.MyAlgorithm."
         ),
     )
     parser.add_argument(
@@ -246,8 +246,8 @@ def _add_options(parser: ArgumentParser) -> None:
         default=[],
         metavar="ALGORITHMS:NAME=V",
         help=(
-            "Value of an option of `perada fit` for some algorithms: ditto,perada:NAME=V. A+B=V gives two "
-            "options the same value."
+            "Value of an option of `perada fit` for some algorithms: ditto,perada:NAME=V. A+B=V sets two options to "
+            "the same value."
         ),
     )
     parser.add_argument(
@@ -256,18 +256,17 @@ def _add_options(parser: ArgumentParser) -> None:
         default=[],
         metavar="[ALGORITHMS:]NAME=V1,V2",
         help=(
-            "Values of options of `perada fit`. Each is first tried with the first seed, on images that the "
-            "clients hold out, and the best is taken for the algorithm. A+B=V1,V2 gives two options the same "
-            "value. With several --tune every combination is tried. ditto,perada:NAME=V1,V2 is for these "
-            "algorithms only. NAME=lo..hi is a range, of which --trials settings are tried; it needs "
-            "perada[tune]."
+            "Values of options of `perada fit`. Each is first evaluated with the first seed, on images that the "
+            "clients hold out, and the best is used for the algorithm. A+B=V1,V2 sets two options to the same value. "
+            "With several --tune all combinations are evaluated. ditto,perada:NAME=V1,V2 is for these algorithms "
+            "only. NAME=lo..hi is a range, from which --trials settings are drawn; it requires perada[tune]."
         ),
     )
     parser.add_argument(
-        "--trials", type=PositiveInt, help="Settings tried of each algorithm whose --tune has a range (default: 10)."
+        "--trials", type=PositiveInt, help="Number of settings per algorithm whose --tune has a range (default: 10)."
     )
     parser.add_argument(
-        "--sampler", type=Sampler, default="tpe", help="How settings are drawn from ranges: tpe or random."
+        "--sampler", type=Sampler, default="tpe", help="Sampler of settings from ranges: tpe or random."
     )
     parser.add_argument(
         "--choose_by",
@@ -275,8 +274,8 @@ def _add_options(parser: ArgumentParser) -> None:
         default=list(CHOSEN_BY),
         metavar="SCORE",
         help=(
-            "Scores on the held-out images whose mean chooses (default: those of the personal models), such "
-            "as global/global_test or personal/local_test_worst."
+            "Scores on the held-out images whose mean selects settings (default: the personal models'), such as "
+            "global/global_test or personal/local_test_worst."
         ),
     )
     parser.add_argument(
@@ -285,8 +284,8 @@ def _add_options(parser: ArgumentParser) -> None:
         default=[],
         metavar="NAME={OPTION: V}",
         help=(
-            "Rows by name, each with the options of `perada fit` that it changes: 'mirrored={data.flip: "
-            "true, data.crop_padding: 2}'. Without any it is one row, of what all runs have."
+            "Rows by name, each with the options of `perada fit` that it changes: 'mirrored={data.flip: true, "
+            "data.crop_padding: 2}'. By default there is one row, without changes."
         ),
     )
     parser.add_argument(
@@ -295,10 +294,12 @@ def _add_options(parser: ArgumentParser) -> None:
         default=[],
         metavar="NAME=V1,V2",
         help=(
-            "Values of an option of `perada fit`, in the same form, each of which makes a row of its own. "
-            "With several --vary every combination is a row."
+            "Values of an option of `perada fit`, in the same form, each of which makes a separate row. With several "
+            "--vary every combination is a row."
         ),
     )
-    parser.add_argument("--jobs", type=PositiveInt, default=1, help="Runs at once, each in its own process.")
-    parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads of each run.")
-    parser.add_argument("--output", type=Path, help="JSON file of results; what it holds is not computed again.")
+    parser.add_argument(
+        "--jobs", type=PositiveInt, default=1, help="Number of concurrent runs, each in its own process."
+    )
+    parser.add_argument("--threads", type=PositiveInt, default=1, help="Threads per run.")
+    parser.add_argument("--output", type=Path, help="JSON file of results; runs that it contains are not repeated.")

@@ -24,7 +24,7 @@ ADAPTER_OPTIONS = "model.adapter_options"
 TRAIN_BACKBONE = "model.train_backbone"
 
 FULL_MODEL = (f"--{ADAPTER}=full", f"--{ADAPTER_OPTIONS}=null")
-"""Words that train the whole model."""
+"""Words that train the full model."""
 LORA_ADAPTERS = ("lora", "dual_lora")
 LORA_OPTIONS = {"r", "lora_alpha", "target_modules", "exclude_modules", "last_blocks"}
 """Options that have the same meaning in all :data:`LORA_ADAPTERS`."""
@@ -72,7 +72,7 @@ class Entry:
         return words
 
     def adapter_words(self, cli: Any) -> list[str]:  # noqa: ANN401 - a LightningCLI
-        """Return the options of ``perada fit`` for the adapter that the algorithm is about, if there is one.
+        """Return the options of ``perada fit`` for the adapter that the algorithm requires, if there is one.
 
         They have to follow all other words: what is given for every run is given for every algorithm.
 
@@ -92,7 +92,7 @@ class Entry:
         return [f"--{ADAPTER}={self.adapter}", f"--{ADAPTER_OPTIONS}={options_text}"]
 
     def check(self, algorithm: Namespace) -> None:
-        """Raise if a parsed algorithm is not the one of this name.
+        """Raise if a parsed algorithm differs from the one of this name.
 
         Args:
             algorithm: ``class_path`` and ``init_args`` of the parsed algorithm.
@@ -116,8 +116,9 @@ class Entry:
                     break
         if other:
             raise ValueError(
-                f"--algorithms {self.base}: an option or a --config for all runs makes it {other}, so that its row "
-                "would show another algorithm; leave that out, or --algorithms (then a recipe has its own algorithm)"
+                f"--algorithms {self.base}: an option or a --config for all runs changes it to {other}, so its row "
+                "would show a different algorithm; leave that option out, or leave --algorithms out (each recipe then "
+                "keeps its algorithm)"
             )
 
 
@@ -165,7 +166,7 @@ ENTRIES = _make_entries()
 
 
 def entry_of(name: str) -> Entry:
-    """Return the entry of a named algorithm, or of a user's class by its path, which trains what the recipe says.
+    """Return the entry of a named algorithm, or of a custom class by its path, which trains what the recipe specifies.
 
     Raises:
         ValueError: If the name is neither.
@@ -174,7 +175,7 @@ def entry_of(name: str) -> Entry:
         return ENTRIES[name]
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name):
         return Entry(name, paper=())
-    check_known("--algorithms", name, ENTRIES, ", or a class of your own by its path, such as mine.MyAlgorithm")
+    check_known("--algorithms", name, ENTRIES, ", or the path of a custom class, such as mine.MyAlgorithm")
     raise AssertionError("check_known raises for unknown names")
 
 
@@ -192,7 +193,7 @@ def words_of(option: str, spec: dict[str, Any]) -> list[str]:
 
 
 def spec_of(name: str) -> dict[str, Any]:
-    """Return the class of a named algorithm, and the arguments that tell it from other names of that class.
+    """Return the class of a named algorithm, and the arguments that distinguish it from other names of that class.
 
     Returns:
         ``class_path`` and ``init_args``, as in a recipe.
@@ -213,7 +214,7 @@ def spec_of(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Constructor:
-    """A class and the arguments that it is called with, by their names."""
+    """A class and the arguments that it is called with, by name."""
 
     kind: Callable[..., Algorithm]
     arguments: dict[str, Any]

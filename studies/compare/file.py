@@ -13,7 +13,7 @@ NESTED_OPTIONS = ("set", "tune", "variants", "vary")
 
 
 def comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list[str]:
-    """Replace a file that describes a comparison by the words of the command line that it stands for.
+    """Replace a file that describes a comparison by the equivalent words of a command line.
 
     Its section ``compare`` has ``recipes`` and the options of ``perada compare``; all other sections are options of
     ``perada fit`` for every run.
@@ -33,11 +33,11 @@ def comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list
         return list(words)
     other_words = [word for word in words if word != file_name]
     if other_words and not other_words[0].startswith("-"):
-        raise ValueError(f"{file_name!r} says itself which recipes to compare: leave {other_words[0]!r} out")
+        raise ValueError(f"{file_name!r} already lists the recipes to compare; leave {other_words[0]!r} out")
     content = read_yaml(path)
     options = content.pop("compare")
     if not isinstance(options, dict) or not options.get("recipes"):
-        raise ValueError(f"{file_name!r} names no recipes to compare: give it compare: {{recipes: [...]}}")
+        raise ValueError(f"{file_name!r} lists no recipes to compare; add compare: {{recipes: [...]}}")
 
     file_words = _value_words(options.pop("recipes"))
     for name, value in options.items():
@@ -45,8 +45,10 @@ def comparison(words: Sequence[str], find: Callable[[str], Path | None]) -> list
             file_words += _plain_option(name, value)
             continue
         if not isinstance(value, dict):
-            what = "names of rows with the options of each" if name == "variants" else "options of `perada fit`"
-            raise ValueError(f"{file_name!r}: compare.{name} is {value!r}; give it {what} with their values")
+            what = "names of rows with their options" if name == "variants" else "options of `perada fit`"
+            raise ValueError(
+                f"{file_name!r}: compare.{name} must be a mapping of {what} with their values, got {value!r}"
+            )
         if name == "variants":
             file_words += [f"--variants={variant}={_value_word(changes)}" for variant, changes in value.items()]
         else:
@@ -75,7 +77,7 @@ def _plain_option(name: str, value: Any) -> list[str]:  # noqa: ANN401  # the co
 
 
 def _nested_option(name: str, values_of_key: dict[str, Any], other_words: Sequence[str]) -> list[str]:
-    """Return the words for the values of an option by name, without the names that other words give values to."""
+    """Return the words for the values of an option by name, without the names that other words set."""
     overridden = [word.removeprefix(f"--{name}=").partition("=")[0] for word in other_words]
     words = []
     for key, values in values_of_key.items():

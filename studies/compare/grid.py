@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values and ranges of ``--tune`` and ``--vary``: what they mean, and which point is tried next."""
+"""Values and ranges of ``--tune`` and ``--vary``: their syntax, and the choice of the next point."""
 
 import re
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ Sampler = Literal["tpe", "random"]
 
 HOLD_OUT = "--data.client_validation=0.2"
 VALIDATE = "--data.evaluate_on=validation"
-_FIXED = {"seed_everything": "--seeds gives the seeds"}
+_FIXED = {"seed_everything": "--seeds sets the seeds"}
 for _word in (HOLD_OUT, VALIDATE):
-    _FIXED[_word.removeprefix("--").partition("=")[0]] = "this says what is scored"
+    _FIXED[_word.removeprefix("--").partition("=")[0]] = "this determines what is scored"
 RANDOM_TRIALS = 5
-"""Trials that tpe draws at random before it models the scores."""
+"""Number of trials that tpe draws at random before it models the scores."""
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
 
@@ -55,7 +55,7 @@ class Range:
             return False
 
     def text_of(self, value: float) -> str:
-        """Return a value with five digits, which are not rounded out of the range."""
+        """Round a value to five digits, without leaving the range."""
         if isinstance(self.low, int):
             return str(value)
         rounded = float(f"{value:.5g}")
@@ -67,7 +67,7 @@ Grid = dict[str, list[str] | Range]
 
 
 def options_of(name: str) -> list[str]:
-    """Return the options that a name of a grid or point stands for.
+    """Return the options that a name of a grid or point represents.
 
     >>> options_of("training.lr_local+training.momentum")
     ['training.lr_local', 'training.momentum']
@@ -95,15 +95,15 @@ def parse_grid(arguments: Sequence[str], option: str = "--tune") -> Grid:
         options = options_of(name)
         if not values or not all(options):
             raise ValueError(
-                f"{option} {argument!r} cannot be read: give NAME=V1,V2,..., for example training.lr_local=0.01,0.1"
+                f"{option} {argument!r} cannot be parsed; write NAME=V1,V2,..., for example training.lr_local=0.01,0.1"
             )
         if len(set(values)) < len(values):
-            raise ValueError(f"{option} {argument!r} has a value twice: give each once")
+            raise ValueError(f"{option} {argument!r} has a duplicate value; list each value once")
         for full_option in options:
             check_free(full_option, f"{option} {argument!r}")
             short_option = full_option.replace(".init_args.", ".")  # the same option with and without it
             if short_option in seen:
-                raise ValueError(f"{option} {argument!r}: {full_option} is given twice, give it once")
+                raise ValueError(f"{option} {argument!r}: {full_option} is set twice; set it once")
             seen.add(short_option)
         grid["+".join(options)] = _parse_range(options, values, f"{option} {argument}") or values
     return grid
@@ -118,11 +118,11 @@ def check_free(name: str, where: str) -> None:
     """
     reason = _FIXED.get(name)
     if reason is not None:
-        raise ValueError(f"{where}: {reason}, so it cannot be tuned or varied")
+        raise ValueError(f"{where} cannot be tuned or varied: {reason}")
 
 
 def split_values(text: str) -> list[str]:
-    """Split a text at commas that are not within brackets or quotes; return nothing if it cannot be read.
+    """Split a text at commas outside brackets and quotes; return nothing if it cannot be parsed.
 
     >>> split_values('1, [2,3],{"a": "b,c"},"d, e"')
     ['1', '[2,3]', '{"a": "b,c"}', 'd, e']
@@ -142,7 +142,7 @@ def split_values(text: str) -> list[str]:
 
 
 def _parse_range(options: Sequence[str], values: Sequence[str], text: str) -> Range | None:
-    """Return the range that the values of options are; None if they are none.
+    """Return the values of options as a range; None if they are not a range.
 
     Args:
         options: The options.
@@ -154,7 +154,7 @@ def _parse_range(options: Sequence[str], values: Sequence[str], text: str) -> Ra
     if match is None:
         return None
     if len(values) > 1:
-        raise ValueError(f"{text!r}: a range cannot be mixed with values; give either a range or values")
+        raise ValueError(f"{text!r}: a range cannot be mixed with values; use either a range or values")
     low_text, high_text, scale = match.groups()
     has_integer_ends = all(re.fullmatch(r"[-+]?\d+", end) for end in (low_text, high_text))
     kind = int if has_integer_ends else float
@@ -165,9 +165,9 @@ def _parse_range(options: Sequence[str], values: Sequence[str], text: str) -> Ra
     else:
         is_log = scale == "log"
     if low >= high:
-        raise ValueError(f"{text!r}: {low_text} is not below {high_text}, give the lower end first")
+        raise ValueError(f"{text!r}: {low_text} is not below {high_text}; write the lower end first")
     if is_log and low <= 0:
-        raise ValueError(f"{text!r}: a logarithmic range begins above zero, raise {low_text} or add :linear")
+        raise ValueError(f"{text!r}: a logarithmic range must begin above zero; raise {low_text} or add :linear")
     return Range(low, high, is_log)
 
 
@@ -210,14 +210,14 @@ def inside(grid: Grid, point: Point) -> bool:
 
 
 class Observation(NamedTuple):
-    """A point that was tried, and its score, of which higher is better; None if the run failed or diverged."""
+    """A point of the grid and its score, where higher is better; None if the run failed or diverged."""
 
     point: Point
     score: float | None
 
 
 def propose(grid: Grid, observations: Sequence[Observation], number: int, sampler: Sampler, seed: int) -> Point:
-    """Return the point of the next trial, a function of the arguments only.
+    """Return the point of the next trial, a deterministic function of the arguments.
 
     Optuna's study is made anew from the observations, so that only the results have to be stored.
 

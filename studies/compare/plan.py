@@ -138,9 +138,7 @@ def parse_settings(arguments: Sequence[str], algorithms: Sequence[str]) -> dict[
         settings[algorithm] = {}
         for name, values in grid.items():
             if isinstance(values, Range) or len(values) > 1:
-                raise ValueError(
-                    f"--set {name} must have one value for each algorithm; give --tune to choose among several"
-                )
+                raise ValueError(f"--set {name} must have one value per algorithm; use --tune to choose among several")
             settings[algorithm][name] = values[0]
     return settings
 
@@ -163,11 +161,11 @@ def parse_variants(arguments: Sequence[str]) -> dict[str, Point]:
             changes = None
         if not name or not isinstance(changes, dict):
             raise ValueError(
-                f"--variants {argument!r} cannot be read: give a name and options, for example "
+                f"--variants {argument!r} cannot be parsed; write a name and options, for example "
                 "'mirrored={data.flip: true}'"
             )
         if name in variants:
-            raise ValueError(f"--variants {name!r} is given twice: give each variant a name of its own")
+            raise ValueError(f"--variants {name!r} is used twice; give each variant a unique name")
         variants[name] = {}
         for option, value in leaves(changes):
             check_free(option, f"--variants {name!r}")
@@ -198,13 +196,13 @@ def parse_grids(arguments: Sequence[str], algorithms: Sequence[str], option: str
                 algorithm_arguments.append(argument)
             continue
         if "" in arguments_of:
-            raise ValueError(f"{option} {argument!r} is for named algorithms: give --algorithms too")
+            raise ValueError(f"{option} {argument!r} is for named algorithms; add --algorithms")
         for name in prefix.split(","):
             if name in arguments_of:
                 arguments_of[name].append(argument.removeprefix(f"{prefix}:"))
             elif name not in ENTRIES:
                 raise ValueError(
-                    f"{option} {argument!r} is for {name!r}, which is not an algorithm: `perada compare --help`"
+                    f"{option} {argument!r} is for {name!r}, which is not an algorithm; see `perada compare --help`"
                 )
     return {name: parse_grid(arguments_of[name], option) for name in arguments_of}
 
@@ -274,13 +272,15 @@ class Plan:
         varied_options = _option_names(vary)
         self._check_values_given_once(tuned_options, varied_options)
         if self.options.paper and "" in self.grids:
-            raise ValueError("--paper says what named algorithms train: give --algorithms too, for example all")
+            raise ValueError("--paper determines what named algorithms train; add --algorithms, for example all")
         for name, values in vary.items():
             if isinstance(values, Range):
-                raise ValueError(f"--vary {name}: a range cannot be varied, give values")
+                raise ValueError(f"--vary {name}: a range cannot be varied; list values")
         has_ranges = any(has_range(grid) for grid in self.grids.values())
         if self.options.trials is not None and not has_ranges:
-            raise ValueError(f"--trials {self.options.trials} is for ranges: give --tune NAME=lo..hi, or leave it out")
+            raise ValueError(
+                f"--trials {self.options.trials} requires a range; add --tune NAME=lo..hi, or leave --trials out"
+            )
         if has_ranges:
             check_installed("--tune with a range", "tune", "optuna")
 
@@ -292,19 +292,21 @@ class Plan:
                 for name in options_of(joined_name):
                     if name in other_options:
                         raise ValueError(
-                            f"--set gives {name} one value, and --tune or --vary others: leave one of them out"
+                            f"--set sets {name} to one value, but --tune or --vary to others; leave one of them out"
                         )
         for variant, changes in self.variants.items():
             for name in changes:
                 if name in tuned_options | varied_options:
-                    raise ValueError(f"--variants {variant!r} and --tune or --vary both give {name}: leave one out")
+                    raise ValueError(f"--variants {variant!r} and --tune or --vary both set {name}; leave one out")
         tuned_and_varied = sorted(tuned_options & varied_options)
         if tuned_and_varied:
-            raise ValueError(f"--tune and --vary both name {tuned_and_varied[0]}: tune it or vary it")
+            raise ValueError(f"--tune and --vary both set {tuned_and_varied[0]}; tune it or vary it")
         overridden = {word[2:].partition("=")[0] for word in self.overrides}
         given_for_all = sorted((tuned_options | varied_options) & overridden)
         if given_for_all:
-            raise ValueError(f"--{given_for_all[0]} is given for every run, and tuned or varied: leave one of them out")
+            raise ValueError(
+                f"--{given_for_all[0]} is set for every run but also tuned or varied; leave one of them out"
+            )
 
     def _check_row(self, row: Row) -> None:
         """Raise if a run of a row cannot be built, or cannot be chosen for."""
@@ -319,13 +321,13 @@ class Plan:
             entry_of(row.algorithm).check(cli.config.federated.algorithm)
         if cli.loop.test_mode:
             raise ValueError(
-                "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed beside "
+                "privacy: secure_rng=false cannot be used with perada compare, which writes each run's seed next to "
                 "its results: the noise would follow from it; leave secure_rng out"
             )
         if grid and (cli.loop.privacy or cli.loop.client_privacy):
             raise ValueError(
-                "--tune cannot be used with privacy or client_privacy: it chooses by private images, which no ledger "
-                "counts; choose on public data, and give the values"
+                "--tune cannot be used with privacy or client_privacy: it selects by private images, which no ledger "
+                "counts; tune on public data, and set the values"
             )
         for point in corners(grid):
             job = self.job(row, self.seeds[0], "tune", point)
@@ -349,7 +351,9 @@ class Plan:
                 raise ValueError(_unknown_score_message(name, lower_is_better))
         signed = [f"-{name}" if lower_is_better[name] else name for name in chosen_by]
         if self._chosen_by not in (chosen_by, signed):
-            raise ValueError("--choose_by: of a score the lower is better in some recipes only; give all one metric")
+            raise ValueError(
+                "--choose_by: lower scores are better in some recipes only; use one metric for all recipes"
+            )
         self._chosen_by = signed
 
     def job(self, row: Row, seed: int, stage: str, point: Point) -> Job:
@@ -462,7 +466,7 @@ def _unknown_score_message(name: str, scores: Iterable[str]) -> str:
         remedy = f"did you mean {', '.join(similar)}?"
     else:
         remedy = f"choose one of {', '.join(score for score in scores if '_test_' not in score)}"
-    return f"--choose_by {name}: no such score with this --evaluation.metric; {remedy}"
+    return f"--choose_by {name}: there is no such score with this --evaluation.metric; {remedy}"
 
 
 def _digest_of(paths: Iterable[str]) -> str:

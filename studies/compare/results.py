@@ -16,7 +16,7 @@ from perada.studies.compare.plan import CHOSEN_BY, Job
 Record = dict[str, Any]
 """A run as the file has it: the fields of its :class:`~perada.studies.compare.plan.Job`, and its scores and costs, or
 ``failed`` with the reason."""
-NO_POINT = "every run of the grid failed or diverged: give --tune other values"
+NO_POINT = "every run of the grid failed or diverged; choose other values for --tune"
 
 
 class Results:
@@ -36,11 +36,11 @@ class Results:
             try:
                 self.records = [check_sealed(record) for record in json.loads(path.read_text(encoding="utf-8"))]
                 if any("stage" not in record for record in self.records):
-                    raise TypeError("its records say no stage")
+                    raise TypeError("its records have no stage")
             except (ValueError, TypeError) as error:
                 raise ValueError(
-                    f"{str(path)!r} holds no results of this version of `perada compare` ({error}): give "
-                    "another file, or delete it"
+                    f"{str(path)!r} has no results of this version of `perada compare` ({error}); choose a different "
+                    "file, or delete it"
                 ) from error
 
     def check(self, digests: Mapping[str, str]) -> None:
@@ -52,8 +52,8 @@ class Results:
         for record in self.records:
             if digests.get(record["recipe"], record["digest"]) != record["digest"]:
                 raise ValueError(
-                    f"--output {str(self.path)!r} holds results of an earlier version of {record['recipe']!r}: give "
-                    "another file, or delete it"
+                    f"--output {str(self.path)!r} has results of an earlier version of {record['recipe']!r}; choose a "
+                    "different file, or delete it"
                 )
 
     def find(self, job: Job) -> Record | None:

@@ -329,7 +329,7 @@ def _run_in_pools(
             try:
                 result = future.result()
             except BrokenProcessPool:
-                result = {"failed": "its process was killed, or crashed, before it was done", "seconds": 0.0}
+                result = {"failed": "its process was killed or crashed before it was done", "seconds": 0.0}
                 pools[ended.pool] = _new_pool()
             free_pools.append(ended.pool)
             yield Event(ended.number, result)

@@ -39,10 +39,10 @@ class EpsilonColumn:
 
 
 EPSILONS = {
-    "privacy/server_epsilon_mean": EpsilonColumn("ε server", "mean over clients, of what they sent"),
-    "privacy/release_epsilon_mean": EpsilonColumn("ε release", "of all that they trained"),
+    "privacy/server_epsilon_mean": EpsilonColumn("ε server", "mean over clients, for what they sent"),
+    "privacy/release_epsilon_mean": EpsilonColumn("ε release", "for all that they trained"),
     "privacy/release_epsilon_max": EpsilonColumn("ε max", "its largest"),
-    "privacy/client_epsilon_max": EpsilonColumn("ε client", "largest of a client as a whole"),
+    "privacy/client_epsilon_max": EpsilonColumn("ε client", "largest client-level ε"),
 }
 
 
@@ -192,8 +192,8 @@ def _stale_clients_note(rows_by_name: dict[str, list[Record]]) -> list[str]:
     if not lines:
         return []
     head = (
-        "Personal models of clients that have not taken part for more than half of the rounds are that old, and the "
-        "means include them. More rounds, or more clients_per_round, help. There are such clients in:"
+        "Personal models of clients that have not taken part for more than half of the rounds are stale but included "
+        "in the means; train more rounds, or raise clients_per_round. Runs with such clients:"
     )
     return ["\n".join([head, "", *lines])]
 
@@ -215,7 +215,7 @@ def _composition_note(records: Sequence[Record]) -> str:
         if epsilons:
             sums.append(f"{EPSILONS[name].heading} = {epsilon_text(math.fsum(epsilons))} of {len(epsilons)} runs")
     return (
-        "Each ε is of one run. Those of runs on the same images add up, over all rows and seeds: whoever sees them all "
+        "Each ε is that of one run. Runs on the same images add up over all rows and seeds: whoever sees them all "
         f"sees at most {', '.join(sums)}, at as many times the δ."
     )
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``perada report``: one page that shows what runs measured, with its figures and tables as files beside it."""
+"""``perada report``: one page on the results of runs, with its figures and tables as separate files."""

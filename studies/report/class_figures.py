@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of one run that are about classes: partition, confusions and calibration.
+"""The figures of one run on classes: partition, confusions and calibration.
 
 Each function takes the run and the name of the figure, and returns None if the run lacks the data for it. Shape
 suffixes: M clients, K classes.
@@ -104,7 +104,7 @@ def confusion(record: RunRecord, name: str) -> RenderedFigure | None:
         _name_classes(axes.yaxis, record.class_names)
         axes.tick_params(axis="x", rotation=_rotation_of(record.class_names))
         figure.colorbar(image, label="share of the class")
-        model_text = "each client's own model" if model == "personal" else "the global model"
+        model_text = "each client's personal model" if model == "personal" else "the global model"
         alt = f"Classes and predicted classes of all clients' test images by {model_text}."
         alt += _most_frequent_mistake(pooled, record.class_names)
         return render(figure, name, alt, wide=num_classes > 12)
@@ -122,7 +122,7 @@ def _most_frequent_mistake(table: Counts, class_names: Sequence[str]) -> str:
 
 
 def confusion_by_client(record: RunRecord, name: str) -> RenderedFigure | None:
-    """Draw the confusions of the clients whose own models are least accurate, one plot for each client."""
+    """Draw the confusions of the clients with the least accurate models, one plot per client."""
     tables = confusion_tables(record, "personal")
     num_classes = len(record.class_names)
     if not tables or num_classes > 30:
@@ -144,7 +144,7 @@ def confusion_by_client(record: RunRecord, name: str) -> RenderedFigure | None:
             axes.set_title(f"{short_label(record.client_names[client], 14)}: {100 * accuracy[client]:.0f} %")
         figure.supxlabel("predicted class", fontsize=9)
         figure.supylabel("class", fontsize=9)
-        alt = f"Confusions of the {len(clients)} clients whose models are least accurate; the table lists all clients."
+        alt = f"Confusions of the {len(clients)} clients with the least accurate models; the table lists all clients."
         return render(figure, name, alt, wide=num_columns > 2)
 
 
@@ -172,7 +172,7 @@ def calibration(record: RunRecord, name: str) -> RenderedFigure | None:
             axes.scatter(confidences, right, s=marker_areas, color=colour_of(index), alpha=0.35, linewidths=0)
         axes.set(xlabel="confidence in %", ylabel="right in %", xlim=(0, 102), ylim=(0, 102))
         add_legend(figure)
-        alt = f"Share of right predictions by confidence. Expected calibration error: {', '.join(errors)}."
+        alt = f"Share of correct predictions by confidence. Expected calibration error: {', '.join(errors)}."
         return render(figure, name, alt)
 
 

@@ -207,9 +207,9 @@ def communication(record: RunRecord, name: str) -> RenderedFigure | None:
                     curve.add(megabytes, 100 * row[score])
             # The same colours as in the figure of the scores by round.
             draw_line(axes, SCORES.index(score), curve.x, curve.y, TITLES[score])
-        axes.set(xlabel="megabytes sent so far, by all clients and the server", ylabel="score in %")
+        axes.set(xlabel="megabytes sent so far by all clients and the server", ylabel="score in %")
         add_legend(figure)
-        return render(figure, name, f"Scores against communication; {total_sent[-1]:.2f} MB were sent in all.")
+        return render(figure, name, f"Scores against communication; {total_sent[-1]:.2f} MB were sent in total.")
 
 
 def shifts(record: RunRecord, name: str) -> RenderedFigure | None:

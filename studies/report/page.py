@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a report and the files beside it."""
+"""The page of a report and its accompanying files."""
 
 import csv
 import io
@@ -30,19 +30,19 @@ class RunPart:
 
 
 def check_page(output: Path) -> None:
-    """Check that a report can be made and written into a folder, before anything is read.
+    """Check that a report can be written to a folder, before anything is read.
 
     Raises:
         FileExistsError: If ``output`` is a file.
         ModuleNotFoundError: If matplotlib is not installed.
     """
     if output.exists() and not output.is_dir():
-        raise FileExistsError(f"--output {str(output)!r} is a file; give a folder")
+        raise FileExistsError(f"--output {str(output)!r} is a file; choose a folder")
     check_drawing("perada report --output", "report")
 
 
 def write_page(output: Path, records: Sequence[RunRecord], scores: bool | None = None) -> Path:
-    """Write ``index.html``, and beside it each figure as PNG and each table as CSV.
+    """Write ``index.html``, and next to it each figure as PNG and each table as CSV.
 
     Args:
         output: Folder of the page.
@@ -119,7 +119,7 @@ def _subtitle(record: RunRecord) -> str:
     if not info:
         return "Its folder has only the rounds."
     algorithm = info.get("algorithm", "unknown algorithm")
-    backbone = info.get("backbone") or "a network of its own"
+    backbone = info.get("backbone") or "a custom network"
     clients = counted(len(record.client_names), "client")
     classes = counted(info["num_classes"], "class", "es")
     rounds = counted(len(record.rounds), "round")
@@ -132,7 +132,7 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _first_metric(record: RunRecord) -> str:
-    """Return the name of the metric that scores are; of several metrics the first."""
+    """Return the name of the scores' metric, the first of several."""
     training = record.info.get("training") or {}
     metric = training.get("metric") or "auto"
     # A list of metrics, or a dictionary of a metric's name and its options, or a list of these.

@@ -26,7 +26,7 @@ COLOURS = ("#2f7de1", "#d9730d", "#0f9d76", "#a65fd6", "#d64f79", "#8f8a2a", "#5
 GREY = "#808080"
 """Of reference lines."""
 MAX_PIXELS_PER_INCH = 125
-"""Limit on the width of a figure in the page, so that a small one is not blown up."""
+"""Limit on the width of a figure in the page, so that small figures are not enlarged."""
 MARKERS = "osD^vPX*"
 MAX_NAMED_CLIENTS = 40
 """Largest number of clients whose names a figure shows."""
@@ -189,7 +189,7 @@ def draw_line(
 
 
 def add_legend(figure: "Figure") -> None:
-    """Put the legend above the plot, where it covers nothing; a figure without labels gets none."""
+    """Put the legend above the plot, where it covers nothing; figures without labels have no legend."""
     handles, _ = figure.axes[0].get_legend_handles_labels()
     if handles:
         figure.legend(

@@ -44,7 +44,7 @@ class RoundScores:
 
 @dataclass
 class RunRecord:
-    """A run as its files describe it; what they do not hold is empty.
+    """A run as described by its files; everything missing there is empty.
 
     Attributes:
         name: Name of the folder, or of the row of a comparison.
@@ -120,7 +120,7 @@ class RunRecord:
         return list(names)
 
     def published(self) -> "RunRecord":
-        """Return the record without what follows from the clients' images and is not counted by the ledgers."""
+        """Return the record without anything that depends on the clients' images and is not counted by the ledgers."""
         info, metrics = published(self.info, {"rounds": self.rounds, "clients": self.clients})
         return replace(
             self,
@@ -167,7 +167,7 @@ def _read_comparison(path: Path) -> list[RunRecord]:
             if entry["stage"] == "run" and "failed" not in entry:
                 records.append(_record_of_comparison(path, entry))
         if not records:
-            raise ValueError("it holds no finished run")
+            raise ValueError("it has no finished run")
     return records
 
 
@@ -199,13 +199,13 @@ def _read_folder(folder: Path) -> RunRecord:
 
 def _no_run_message(folder: Path) -> str:
     """Return the message for a folder without a run, which names the newest run in its subfolders if there is one."""
-    problem = "holds no metrics.csv" if folder.is_dir() else "is not there"
+    problem = "has no metrics.csv" if folder.is_dir() else "does not exist"
     runs_inside = sorted(folder.glob("*/metrics.csv"), key=lambda file: file.stat().st_mtime)
     if runs_inside:
         remedy = f"the newest run in it is {str(runs_inside[-1].parent)!r}"
     else:
         remedy = (
-            "give a run folder, for example lightning_logs/version_0, a folder of Run.save, or a file of perada compare"
+            "pass a run folder, for example lightning_logs/version_0, a folder of Run.save, or a file of perada compare"
         )
     return f"{str(folder)!r} {problem}; {remedy}"
 
@@ -220,7 +220,7 @@ def rounds_of_csv(path: Path) -> list[dict[str, float]]:
     with path.open(encoding="utf-8") as file:
         lines = csv.DictReader(file)
         if "epoch" not in (lines.fieldnames or ()):
-            raise ValueError(f"{str(path)!r} holds no rounds of training; give the folder of a run of `perada fit`")
+            raise ValueError(f"{str(path)!r} has no training rounds; pass the folder of a run of `perada fit`")
         for line in lines:
             number = int(line["epoch"])
             metrics = metrics_of_round.setdefault(number, {"round": number})
@@ -277,7 +277,7 @@ def _check_confusion(confusion: dict[str, Counts], num_clients: int, num_classes
     for rows in confusion.values():
         for client, label, predicted, _ in rows:
             if client >= num_clients or label >= num_classes or predicted >= num_classes:
-                raise ValueError("confusion names a client or a class that does not exist")
+                raise ValueError("confusion refers to a client or a class that does not exist")
 
 
 def _rounded(scores: Sequence[float]) -> list[float]:

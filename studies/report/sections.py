@@ -128,8 +128,8 @@ class Section:
 
 
 _NOT_COVERED = (
-    "This page itself is not covered: its scores and numbers of images follow from the clients' images, "
-    "exactly. Show it only to those who may know them."
+    "This page itself is not covered: its scores and numbers of images follow exactly from the clients' images. Share "
+    "it only with those who may know them."
 )
 _LEFT_OUT = (
     "Scores, losses and diagnostics are left out, since they follow from the clients' images and no ledger counts "
@@ -181,7 +181,7 @@ def _rounds(record: RunRecord, prefix: str) -> Section:
         rows.append([int(metrics["round"]) + 1, *(metrics.get(name, math.nan) for name in names)])
     table = Table(
         name=f"{prefix}rounds",
-        caption="What each round measured",
+        caption="Measurements of each round",
         header=["round", *names],
         rows=rows,
         plain=[name for name in names if not _is_score(name)],
@@ -232,11 +232,12 @@ def _clients(record: RunRecord, prefix: str) -> Section:
         )
         tables.append(table)
     intro = (
-        "Each client's own model on its own test images, before the first round and after the last. The second figure "
-        "has the global model on the same images: above the line, the client's own is better."
+        "Each client's personal model on the client's test images, before the first round and after the last. The "
+        "second figure compares it with the global model on the same images: above the line, the personal model is "
+        "better."
     )
     if LAST_ROUND in columns:
-        intro += " A client's own model is as old as the last round in which the client took part."
+        intro += " A personal model dates from the last round in which its client took part."
     return Section(
         key="clients",
         title="Clients",
@@ -272,9 +273,9 @@ def _partition(record: RunRecord, prefix: str) -> Section:
             rows=rows,
         )
         tables.append(table)
-    intro = "Who has how many images of which class."
+    intro = "Number of images of each client and class."
     if record.several_labels:
-        intro = "Who has how many images with which label. An image with several labels is counted for each."
+        intro = "Number of images of each client and label. An image with several labels is counted for each."
     return Section(
         key="partition",
         title="Partition",
@@ -288,8 +289,7 @@ def _confusion(record: RunRecord, prefix: str) -> Section:
     return Section(
         key="confusion",
         title="Confusion",
-        intro="Rows are the classes of the test images, columns what they were taken for. The colour is the share of "
-        "the row.",
+        intro="Rows are classes of the test images, columns predicted classes. The colour is the share of the row.",
         figures=_draw(record, prefix, [class_figures.confusion, class_figures.confusion_by_client]),
         tables=[_mistakes_table(record, model, prefix) for model in record.confusion],
     )
@@ -338,8 +338,8 @@ def _calibration(record: RunRecord, prefix: str) -> Section:
     return Section(
         key="calibration",
         title="Calibration",
-        intro="How often predictions of a given confidence are right: below the line, the model is too sure of itself. "
-        f"Expected calibration error (ECE): {', '.join(errors)}.",
+        intro="Accuracy of predictions by confidence: below the line, the model is overconfident. Expected calibration "
+        f"error (ECE): {', '.join(errors)}.",
         figures=_draw(record, prefix, [class_figures.calibration]),
         tables=_tables_with_rows(table),
     )
@@ -367,7 +367,7 @@ def _communication(record: RunRecord, prefix: str) -> Section:
     return Section(
         key="communication",
         title="Communication",
-        intro="What the scores cost in megabytes sent.",
+        intro="Scores against megabytes sent.",
         figures=rendered,
         tables=tables,
     )
@@ -400,7 +400,7 @@ def _shifts(record: RunRecord, prefix: str) -> Section:
     return Section(
         key="shifts",
         title="Shifted test sets",
-        intro="All models on test images that are not as those in training.",
+        intro="All models on test images that differ from those in training.",
         figures=_draw(record, prefix, [figures.shifts]),
         tables=_tables_with_rows(table_of_means, table_of_kinds),
     )
@@ -427,7 +427,9 @@ def _privacy(record: RunRecord, prefix: str) -> Section:
     try:
         check_record(privacy, len(record.client_names))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(record.folder)!r}: its privacy record is broken ({error}); give another run") from error
+        raise ValueError(
+            f"{str(record.folder)!r}: its privacy record is damaged ({error}); choose a different run"
+        ) from error
 
     epsilons: dict[str, Sequence[float]] = {}
     if "sample" in privacy:
@@ -455,7 +457,7 @@ def _settings(record: RunRecord, prefix: str) -> Section:
     for name, value in record.info.items():
         if name not in ("classes", "clients", "privacy"):  # other sections have them
             rows.append([name, str(value)])
-    table = Table(name=f"{prefix}run", caption="What the run was", header=["setting", "value"], rows=rows)
+    table = Table(name=f"{prefix}run", caption="The run", header=["setting", "value"], rows=rows)
     parts = []
     if record.command:
         parts.append(f"# the command\n{shlex.join(record.command)}")
@@ -467,7 +469,7 @@ def _settings(record: RunRecord, prefix: str) -> Section:
     return Section(
         key="settings",
         title="Settings",
-        intro="All that it takes to run it again.",
+        intro="Everything needed to run it again.",
         tables=_tables_with_rows(table),
         text="\n\n".join(parts),
     )

@@ -295,9 +295,9 @@ def _paired_differences(groups: Sequence[Group]) -> list[Section]:
     section = Section(
         key="paired",
         title="Paired differences",
-        intro="The score of each client's personal model on the client's own images, its mean over seeds, less what "
-        f"the client has in {baseline.name}. The standard error is that of the mean over clients; it does not count "
-        "how much a run changes with its seed.",
+        intro="The score of each client's personal model on the client's own images, averaged over seeds, minus the "
+        f"client's score in {baseline.name}. The standard error is that of the mean over clients; it does not include "
+        "the variation of runs over seeds.",
         figures=[_draw_differences(contrasts, baseline.name)],
         tables=[table],
         opened=True,
@@ -317,7 +317,7 @@ def _have_same_clients(group: Group, other: Group) -> bool:
 
 
 def _draw_differences(contrasts: Sequence[Contrast], baseline: str) -> RenderedFigure:
-    """Draw the clients' differences to the first group as ticks, and above them their mean with its standard error."""
+    """Draw the clients' differences to the first group as ticks, with their mean and its standard error above."""
     with report_style():
         figure, axes = new_axes(4.5, min(1.4 + 0.5 * len(contrasts), 8))
         axes.axvline(0, color=GREY, linewidth=1)

@@ -210,7 +210,9 @@ def test_the_noise_of_a_target_and_of_whole_clients_is_printed(capsys):
 
 
 def test_a_recipe_has_to_be_given():
-    with pytest.raises(ValueError, match="give a recipe: perada check RECIPE; `perada ls` lists those that ship"):
+    with pytest.raises(
+        ValueError, match="no recipe; use perada check RECIPE, with one of those that `perada ls` lists"
+    ):
         main(["check", "--trainer.max_epochs=3"])
 
 

@@ -385,9 +385,7 @@ def test_the_printed_configuration_is_the_same_when_it_is_run(folder, capsys, na
 @pytest.mark.slow
 def test_without_a_logger_nothing_is_written(folder, capsys):
     main(["fit", "--config", "tiny.yaml", "--trainer.logger=false", "--trainer.max_epochs=1"])
-    with pytest.warns(
-        UserWarning, match=r"`perada predict` has no --ckpt_path, and so takes the models before any tra"
-    ):
+    with pytest.warns(UserWarning, match=r"`perada predict` has no --ckpt_path and so uses untrained mod"):
         main(["predict", "--config", "tiny.yaml", "--trainer.logger=false"])
     assert [path.name for path in folder.iterdir()] == ["tiny.yaml"]
     assert "Run folder" not in capsys.readouterr().out
@@ -535,11 +533,11 @@ FIT = ("fit", "--config", "tiny.yaml")
         (("fit", "--config", "quickstar"), "'quickstar' is neither a file nor a recipe; did you mean 'quickstart'?"),
         (("fit", "--config=none.yaml"), "'none.yaml' is neither a file nor a recipe; `perada ls` lists the recipes"),
         (("cp", "quikstart", "x.yaml"), "did you mean 'quickstart'?"),
-        (("report", "nowhere"), "'nowhere' is not there; give a run folder, for example lightning_logs/version_0"),
-        (("fit",), "give a recipe: perada fit --config RECIPE; `perada ls` lists those that ship"),
-        (("fit", "quickstart"), "'quickstart' is not an option; a recipe is given as perada fit --config quickstart"),
-        (("compare", "tiny.yaml", "--output", "."), "--output=. is a folder; give a file, such as"),
-        (("export", "nowhere", "--output", "x"), "'nowhere' is not there; give a run: a folder that"),
+        (("report", "nowhere"), "'nowhere' does not exist; pass a run folder, for example lightning_logs/version_0"),
+        (("fit",), "no recipe; use perada fit --config RECIPE, with one of those that `perada ls` lists"),
+        (("fit", "quickstart"), "'quickstart' is not an option; use perada fit --config quickstart"),
+        (("compare", "tiny.yaml", "--output", "."), "--output=. is a folder; choose a file, such as"),
+        (("export", "nowhere", "--output", "x"), "'nowhere' does not exist; pass a run: a folder that"),
         (("export", "."), "the following arguments are required: --output; `perada export --help` explains them"),
         (("study", "fed-ensemble"), "the following arguments are required: --output"),
         (("compare",), "the following arguments are required: RECIPES"),
@@ -579,11 +577,11 @@ FIT = ("fit", "--config", "tiny.yaml")
         ),
         (
             (*FIT, "--federated.server_rule=perada.data.IID"),
-            "error: --federated.server_rule: perada.data.IID is not a subclass of ServerRule; give one",
+            "error: --federated.server_rule: perada.data.IID is not a subclass of ServerRule; use one",
         ),
         (
             (*FIT, "--data.dataset=perada.data.ImageSet"),
-            "error: --data.dataset: perada.data.ImageSet is a base class, of which no object can be made; name one",
+            "error: --data.dataset: perada.data.ImageSet is an abstract base class; name one",
         ),
         (
             (*FIT, "--trainer.logger.save_dir=logs"),
@@ -591,7 +589,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         ),
         (
             (*FIT, "--data.dataset=none.yaml"),
-            "error: --data.dataset: none.yaml cannot be read; give a file that is there",
+            "error: --data.dataset: none.yaml cannot be read; use an existing file",
         ),
         ((*FIT, "--federated.algorithm=Ditto", "--federated.algorithm.prox_strength=-1"), "prox_strength must be"),
         (
@@ -623,7 +621,7 @@ def test_a_class_of_ones_own_that_lacks_a_method(folder, monkeypatch, capsys):
     Path("unfinished.py").write_text("from perada.data import ImageSet\nclass Unfinished(ImageSet): pass\n")
     monkeypatch.syspath_prepend(str(folder))
     says = perada_says(monkeypatch, capsys, *FIT, "--data.dataset=unfinished.Unfinished")
-    end = "data.dataset: unfinished.Unfinished lacks methods (_load) that its base class asks for; add them"
+    end = "data.dataset: unfinished.Unfinished lacks methods (_load) that its base class requires; add them"
     assert says == f"perada: error: {end}"
 
 

@@ -55,7 +55,7 @@ def test_it_says_what_there_is(capsys):
     assert facts["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "not set")
     assert facts["cores"].endswith(f" of {os.cpu_count()}")
     assert checks["fail"] == []
-    assert "the current folder can be written to" in checks["pass"]
+    assert "the current folder is writable" in checks["pass"]
     assert "the versions of 1 libraries are within their bounds" in checks["pass"]
 
 
@@ -82,8 +82,8 @@ entry_point()
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["torch<1"], f"torch is {version('torch')}, not <1; install perada again"),
-        (["no-such-library>=2"], "no-such-library is not installed; install perada again"),
+        (["torch<1"], f"torch is {version('torch')}, not <1; reinstall perada"),
+        (["no-such-library>=2"], "no-such-library is not installed; reinstall perada"),
         (["numpy!=0", 'no-such-library; python_version < "3"'], None),
         (['no-such-library; extra == "flower"'], None),
     ],
@@ -129,9 +129,7 @@ def test_a_folder_that_cannot_be_written_to_fails(capsys, monkeypatch, tmp_path)
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
     _, checks = shown(capsys, code=1)
-    assert checks["fail"] == [
-        "the current folder cannot be written to (Permission denied); runs write there by default"
-    ]
+    assert checks["fail"] == ["the current folder is not writable (Permission denied); runs write there by default"]
 
 
 @pytest.mark.every(2)

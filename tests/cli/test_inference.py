@@ -66,9 +66,9 @@ def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_roo
         FileNotFoundError, match=r"'out/client_1' is one adapter of a run; give the folder that it is in"
     ):
         main(["predict", "out/client_1", "--images=table.csv", "--path=file"])
-    with pytest.raises(ValueError, match=r"'out' has its adapters as PEFT folders already; --format=onnx"):
+    with pytest.raises(ValueError, match=r"'out' already has its adapters as PEFT folders; use --format=onnx"):
         main(["export", "out", "--output=again"])
-    with pytest.raises(NotADirectoryError, match=r"--output=a\.csv is a file; give a folder"):
+    with pytest.raises(NotADirectoryError, match=r"--output=a\.csv is a file; choose a folder"):
         main(["export", version, "--output=a.csv"])
     rows = rows_of(here / "predictions.csv")
     assert [row["path"] for row in rows] == [f"images/{number}.png" for number in range(40)]
@@ -246,11 +246,11 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
         FileNotFoundError, match=r"is not a finished run: it has neither adapters beside a run.json nor"
     ):
         main(["predict", str(tmp_path), *image])
-    with pytest.raises(FileNotFoundError, match=r"--output=.*: there is no folder"):
+    with pytest.raises(FileNotFoundError, match=r"--output=.*: the folder .* does not exist"):
         main(["predict", str(folder), *image, "--output", str(tmp_path / "none" / "a.csv")])
     with pytest.raises(ValueError, match=r"client='9' is unknown|client must be an integer.*, got 9"):
         main(["predict", str(folder), *image, "--client", "9", "--output", str(tmp_path / "a.csv")])
-    with pytest.raises(IsADirectoryError, match=r"--output=.* is a folder; give a file, such as .*predictions\.csv"):
+    with pytest.raises(IsADirectoryError, match=r"--output=.* is a folder; choose a file, such as .*predictions\.csv"):
         main(["predict", str(folder), *image, "--output", str(tmp_path)])
     with pytest.raises(ValueError, match=r"device='tpux' is not available \(.*\); give cpu, or a GPU"):
         main(["predict", str(folder), *image, "--device=tpux", "--output", str(tmp_path / "a.csv")])
@@ -274,10 +274,10 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
         main(written(training=None))
     main(written())
     config.write_text(config.read_text().replace("perada.algorithms.perada.PerAda", "nobody.knows.PerAda"))
-    with pytest.raises(ValueError, match=r"the algorithm in .*config.yaml' cannot be made again \(.*nobody"):
+    with pytest.raises(ValueError, match=r"the algorithm in .*config.yaml' cannot be re-created \(.*nobody"):
         main(["predict", str(folder), *image])
     config.write_text("model: {}\n")
-    with pytest.raises(ValueError, match=r"config.yaml' cannot be made again \(KeyError: 'federated'\); correct it"):
+    with pytest.raises(ValueError, match=r"config.yaml' cannot be re-created \(KeyError: 'federated'\); correct it"):
         main(["predict", str(folder), *image])
     config.unlink()
     torch.save(saved | {"perada": {name: one for name, one in saved["perada"].items() if name != "info"}}, checkpoint)
@@ -292,4 +292,4 @@ def test_the_help_tells_both_ways_to_predict(capsys):
     assert ended.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "--images IMAGES" in shown
-    assert "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's own test images" in shown
+    assert "`perada predict --config RECIPE --ckpt_path PATH` predicts the recipe's test images" in shown

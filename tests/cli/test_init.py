@@ -111,7 +111,7 @@ def test_tables_are_understood():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"images": "nowhere"}, "images='nowhere' is not there; give a folder or a table"),
+        ({"images": "nowhere"}, "images='nowhere' does not exist; pass a folder or a table"),
         ({"algorithm": "dito"}, "algorithm='dito' is unknown; did you mean 'ditto'?"),
         ({"rounds": "many"}, "rounds must be an integer.*, got 'many'"),
         ({"epsilon": "-1"}, "epsilon must be a finite number > 0 and <= 50, got -1"),

@@ -134,7 +134,7 @@ def test_a_table_joins_and_the_run_is_written_elsewhere(saved, pictures, tmp_pat
         (["--client=2"], "name='2' is empty or already the name or number of a client of the run"),
         (["--client=late", "--images.layout={class}"], "do not match the layout"),
         ([], "the client has no name; give one"),
-        (["--images=pictures"], "--images and --data are the same option; give it once"),
+        (["--images=pictures"], "--images and --data are the same option; use only one"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):
@@ -143,7 +143,7 @@ def test_what_cannot_be_done_is_one_line(saved, pictures, words, message):
 
 
 def test_a_run_that_is_not_there_is_said(pictures, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"'.*none' is not there; give a run"):
+    with pytest.raises(FileNotFoundError, match=r"'.*none' does not exist; pass a run"):
         main(["clients", "add", str(tmp_path / "none"), "--data", str(pictures), "--client=late"])
 
 
@@ -163,7 +163,7 @@ def test_a_run_folder_and_a_recipe(pictures, tmp_path, monkeypatch, capsys):
     dataset = {"class_path": "Images", "init_args": {"root": str(pictures), "layout": "{class}/*"}}
     one = {"class_path": "IID", "init_args": {"num_clients": 1}}
     recipe.write_text(json.dumps({"data": {"dataset": dataset, "partition": one}}))
-    with pytest.raises(ValueError, match="is a run folder of `perada fit`, which is left as it is; give --output"):
+    with pytest.raises(ValueError, match="is a run folder of `perada fit`, which is never changed; set --output"):
         main(["clients", "add", str(run), "--data", str(recipe), "--client=late"])
     main(["clients", "add", str(run), "--data", str(recipe), "--client=late", "--output=new", "--rounds=1"])
     told = json.loads((tmp_path / "new" / "run.json").read_text())

@@ -348,7 +348,7 @@ def test_ls_of_a_group_or_a_prefix_prints_full_descriptions(prefix, names, capsy
 
 
 def test_ls_of_nothing_proposes_the_nearest():
-    with pytest.raises(ValueError, match="no recipe has a name that begins with 'methdo'; did you mean 'method'"):
+    with pytest.raises(ValueError, match="no recipe name begins with 'methdo'; did you mean 'method'"):
         main(["ls", "methdo"])
 
 

@@ -130,8 +130,11 @@ def test_dark_images_of_12_bits_and_stacks_of_pictures_are_worth_knowing(tmp_pat
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("none", r"'.*none' is not there; give one: folder of images, table \(\.csv, \.tsv, \.parquet\), or hf:NAME"),
-        ("t.txt", r"'.*t\.txt' is a file, and no table of these kinds; give one: folder of images, table"),
+        (
+            "none",
+            r"'.*none' does not exist; pass one of: folder of images, table \(\.csv, \.tsv, \.parquet\), or hf:NAME",
+        ),
+        ("t.txt", r"'.*t\.txt' is not a table of a known format; pass one of: folder of images, table"),
         (
             "saved",
             r"saved has no images: it was written by datasets: read it with the class HuggingFace, or as hf:",

@@ -137,10 +137,10 @@ def test_lists_on_the_command_line_that_yaml_reads_otherwise(option, value, mess
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1, 2], "1 is not a text: YAML reads it as a number or a date"),
-        ([1.5], "1.5 is not a text: YAML reads it as a number or a date"),
-        ([True, False], "True is not a text: YAML reads yes, no, on, off, true and false as truth values"),
-        (["a", None], "None is not a text: YAML reads null and ~ as nothing"),
+        ([1, 2], "1 is not a string: YAML reads it as a number or a date"),
+        ([1.5], "1.5 is not a string: YAML reads it as a number or a date"),
+        ([True, False], "True is not a string: YAML reads yes, no, on, off, true and false as Booleans"),
+        (["a", None], "None is not a string: YAML reads null and ~ as nothing"),
     ],
 )
 def test_lists_in_recipes_say_to_quote(option, value, message):
@@ -148,7 +148,7 @@ def test_lists_in_recipes_say_to_quote(option, value, message):
     parser.add_class_arguments(ImageTable, "table")
     with pytest.raises(Exception, match="Parser key") as error:
         parser.parse_object({"table": {"table": "t.csv", option: value}})
-    assert message in one_line(error.value) and "Put quotes around it" in one_line(error.value)
+    assert message in one_line(error.value) and "put it in quotes" in one_line(error.value)
 
 
 SYSTEM = ["$RECYCLE.BIN", "$Recycle.Bin", "System Volume Information", "lost+found", "@eaDir", "#recycle", "#snapshot"]
@@ -314,10 +314,10 @@ def test_init_reads_deep_folders_and_names_what_it_cannot_read():
     options = yaml.safe_load(write_recipe("data", "fedavg", "3", ""))["data"]["dataset"]["init_args"]
     assert options == {"root": "data", "layout": "{client}/**/{class}/*"}
     write_images("flat")
-    with pytest.raises(ValueError, match="images='flat' holds 4 images and no folders"):
+    with pytest.raises(ValueError, match="images='flat' has 4 images but no folders"):
         write_recipe("flat", "fedavg", "3", "")
     write_images("twice/train/val/cat")
-    with pytest.raises(ValueError, match=r"such as 'train/val/cat/0.png', whose folders have no layout"):
+    with pytest.raises(ValueError, match=r"such as 'train/val/cat/0.png', whose folder layout cannot be inferred"):
         write_recipe("twice", "fedavg", "3", "")
 
 
@@ -370,7 +370,7 @@ def test_init_finds_columns_of_zeros_and_ones_several_labels_and_another_folder(
     ("table", "message"),
     [
         ("a,b\n1,2\n", "images='t.csv' has no column of image files among 'a', 'b'; rename the column to 'path'"),
-        ("path,x,y2\n0.png,1,5\n1.png,2,6\n", "which column holds the labels cannot be guessed from 'path', 'x', 'y2'"),
+        ("path,x,y2\n0.png,1,5\n1.png,2,6\n", "the column of the labels cannot be inferred from 'path', 'x', 'y2'"),
         ("path,label\nmissing.png,a\n", "missing.png does not exist; correct the path, or set folder"),
         ("path,label\n0.png,\n1.png,a\n", "label is empty; give a label"),
     ],

@@ -186,7 +186,7 @@ def test_lines_that_were_written_anew_are_found_by_the_head_and_by_a_hash_that_w
         main(["deploy", "audit", str(folder)])
     shutil.copy(other / HEAD, folder / HEAD)  # whoever may write the disk
     main(["deploy", "audit", str(folder)])
-    with pytest.raises(ValueError, match="no line has the sha256 '" + noted):
+    with pytest.raises(ValueError, match="no line has the noted SHA-256 '" + noted):
         main(["deploy", "audit", str(folder), "--noted", noted])
     (folder / HEAD).unlink()
     with pytest.raises(ValueError, match=f"{HEAD} is gone"):
@@ -354,7 +354,7 @@ def test_a_log_that_was_put_back_or_taken_away_is_found(tiny, tmp_path):
 
 
 def test_a_folder_without_a_log_is_not_said_to_be_whole(tiny, tmp_path, capsys):
-    with pytest.raises(FileNotFoundError, match=f"has no {LOG}: the site has answered nothing yet"):
+    with pytest.raises(FileNotFoundError, match=f"has no {LOG}: the site has not answered any request yet"):
         main(["deploy", "audit", str(tmp_path)])
     assert capsys.readouterr().out == ""
     site = Parties(tiny, tmp_path, "ditto").worker(0)

@@ -138,7 +138,7 @@ def test_a_site_of_a_private_recipe_has_the_public_set_to_compare(tmp_path, sect
     [
         (
             {"public": {"class_path": "ImageFolder", "init_args": {"root": "gone"}}},
-            "public set is not at this site",
+            "public set is missing at this site",
             OSError,
         ),
         ({"public_fraction": 0.1}, r"privacy: public_fraction=0\.1 would hand a share of the sites' own", ValueError),

@@ -107,7 +107,7 @@ def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypa
     (digest,) = re.findall("digest: ([0-9a-f]{64})\n", said)
     assert "not approved" in said and "20 training images, 10 test images" in said
     run = ["deploy", "run", "a/recipe.yaml", "--local", *map(str, paths), "--folder", "srv", "--min-sites", "2"]
-    with pytest.raises(ValueError, match="is not approved: the site's file does not say"):
+    with pytest.raises(ValueError, match="is not approved: the site's file lacks"):
         main(run)
     for n, path in enumerate(paths):
         write(path.parent, path.parent.name, digest, data=PART | {"client": n}, may_send=["sizes", "counts"])
@@ -139,6 +139,6 @@ def test_nothing_of_a_recipe_that_is_not_the_approved_one_is_imported(tmp_path, 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     runs = ["deploy", "run", str(tmp_path / "recipe.yaml"), "--local", str(path)]
     for words in (["deploy", "site", str(path)], ["deploy", "check", str(path)], runs):
-        with pytest.raises(ValueError, match=r"has the SHA-256 \w+, and the site approves .* nothing of it was"):
+        with pytest.raises(ValueError, match=r"has the SHA-256 \w+, but the site approves .* nothing in it was"):
             main(words)
         assert "stranger" not in sys.modules

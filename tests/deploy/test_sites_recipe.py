@@ -46,8 +46,8 @@ def test_the_server_reads_it_without_a_clients_image(tmp_path):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("fashion_mnist_small", r"give public, as the recipe `sites` does \(perada cp sites"),
-        ("images/perada", r"which classes there are.*classes: \[benign, malignant\].*The recipe `sites` shows how"),
+        ("fashion_mnist_small", r"set data.public, as in the recipe `sites` \(perada cp sites"),
+        ("images/perada", r"does not specify the classes.*classes: \[benign, malignant\].*as in the recipe `sites`"),
     ],
 )
 def test_recipes_that_a_server_cannot_read_name_one_that_it_can(name, remedy):

@@ -170,7 +170,11 @@ def test_run_report_of_a_real_run(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, r"holds no metrics.csv; give a run folder"), ("", "no rounds"), ("name,x\na,1\n", "no rounds")],
+    [
+        (None, r"has no metrics.csv; pass a run folder"),
+        ("", "no training rounds"),
+        ("name,x\na,1\n", "no training rounds"),
+    ],
 )
 def test_run_report_of_something_else_is_refused(tmp_path, content, message):
     if content is not None:

@@ -237,10 +237,10 @@ def test_the_command_prints_what_it_writes(tmp_path, capsys):
         ),
         ("--lr_decay=1.5", "lr_decay must be a finite number > 0 and <= 1, got 1.5"),
         ("--init_std=-1", "init_std must be a finite number >= 0, got -1.0"),
-        ("--modes=[2, 1]", "modes=[2, 1] cannot be compared; give different numbers from 1, ascending"),
-        ("--modes=[0]", "modes=[0] cannot be compared; give different numbers from 1, ascending"),
-        ("--lr=0", "lr=0.0 does not descend: on these data it has to be above 0 and below 0.205"),
-        ("--lr=3", "lr=3.0 does not descend: on these data it has to be above 0 and below 0.205"),
+        ("--modes=[2, 1]", "modes=[2, 1] cannot be compared; list distinct integers >= 1 in ascending order"),
+        ("--modes=[0]", "modes=[0] cannot be compared; list distinct integers >= 1 in ascending order"),
+        ("--lr=0", "lr=0.0 does not descend: on these data it must be above 0 and below 0.205"),
+        ("--lr=3", "lr=3.0 does not descend: on these data it must be above 0 and below 0.205"),
     ],
 )
 def test_wrong_options_are_refused(option, message, tmp_path):
@@ -259,5 +259,5 @@ def test_the_limit_of_the_learning_rate_is_where_descent_turns():
 
 def test_a_file_as_output_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(FileExistsError, match="give a folder as output"):
+    with pytest.raises(FileExistsError, match="choose a folder as output"):
         main(["study", "fed-ensemble", "--quick", f"--output={tmp_path / 'out'}"])

@@ -230,7 +230,7 @@ def test_the_machine_is_the_solution_of_its_quadratic_program(dimension):
 
 def test_classes_that_cannot_be_separated_are_refused():
     problem = linear.classification(3, 4, 6, noise=3.0)
-    with pytest.raises(ValueError, match="24 samples of dimension 3 cannot be separated; give a higher dimension"):
+    with pytest.raises(ValueError, match="24 samples of dimension 3 cannot be separated; use a higher dimension"):
         linear.max_margin(problem)
 
 
@@ -285,10 +285,10 @@ def test_rates_that_diverge_are_refused():
     limit = 2 / np.linalg.eigvalsh(regression.x.numpy() @ regression.x.numpy().transpose(0, 2, 1)).max()
     linear.regression_steps(regression, 1, 0.99 * limit)
     with pytest.raises(
-        ValueError, match=r"lr=.* diverges in dimension 40: the curvature is .*; give a positive number"
+        ValueError, match=r"lr=.* diverges in dimension 40: the curvature is .*; choose a positive number"
     ):
         linear.regression_steps(regression, 1, 1.01 * limit)
-    with pytest.raises(ValueError, match=r"lr=1e\+200 diverges in dimension 40; give a smaller one"):
+    with pytest.raises(ValueError, match=r"lr=1e\+200 diverges in dimension 40; choose a smaller lr"):
         linear.federate(linear.classification_steps(classification, 3, 1e200, 1.0), 40, 1)
 
 
@@ -405,7 +405,7 @@ def test_options_are_read_by_name(tmp_path, monkeypatch):
 
 def test_what_cannot_be_run_is_refused_before_anything_is_computed(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError, match="is a file; give a folder as output"):
+    with pytest.raises(FileExistsError, match="is a file; choose a folder as output"):
         local_gd.study(output=tmp_path / "file", quick=True)
     missing = local_gd_head.HeadSettings(root=str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"FashionMNIST is not in .*; or choose --head.dataset=digits"):

@@ -280,9 +280,9 @@ def test_a_broken_file_is_named_in_one_line(runs, tmp_path, change):
 
 def test_what_cannot_be_written_to_is_refused_first(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError, match=r"--output '.*file' is a file; give a folder"):
+    with pytest.raises(FileExistsError, match=r"--output '.*file' is a file; choose a folder"):
         main(["report", "nowhere", "--output", str(tmp_path / "file")])
-    with pytest.raises(FileNotFoundError, match=r"holds no metrics.csv; give a run folder"):
+    with pytest.raises(FileNotFoundError, match=r"has no metrics.csv; pass a run folder"):
         main(["report", str(tmp_path), "--output", str(tmp_path / "page")])
 
 

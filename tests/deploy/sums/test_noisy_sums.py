@@ -228,7 +228,9 @@ def test_a_site_stops_itself_when_one_whole_run_is_spent(tiny, tmp_path):
         worker.store.close()
     shown = site_status(SimpleNamespace(name="site0", state=made.folder / "site0", limits=Limits()))
     epsilon = f"{by_opacus(2, delta=1e-5):.2f}"
-    assert f"as a whole, all runs together: ε {epsilon} (the limit is one whole run's) at δ = 1e-05" in shown
+    assert (
+        f"The entire site, all runs together: ε {epsilon} (the limit is that of one complete run) at δ = 1e-05" in shown
+    )
     assert "Single images, all runs together: ε ∞" in shown and "2 rounds had no privacy" in shown
     allowed = by_opacus(3, delta=1e-5)
     workers = made.workers(max_site_epsilon=allowed * 1.001)

@@ -83,7 +83,7 @@ def test_a_site_without_a_limit_goes_on_and_every_report_says_infinity(kind, tin
     for worker in workers.values():
         worker.store.close()
     shown = site_status(SimpleNamespace(name="site0", state=folder, limits=Limits()))
-    assert "The site as a whole, all runs together: ε ∞ (the limit is one whole run's)" in shown
+    assert "The entire site, all runs together: ε ∞ (the limit is that of one complete run)" in shown
     assert "the site has trained or scored once by recipes without client_privacy and secure_sums" in shown
     other = site_status(SimpleNamespace(name="site1", state=made.folder / "site1", limits=Limits()))
     assert f"all runs together: ε {by_opacus(2, delta=1e-5):.2f}" in other and "scored" not in other
@@ -139,6 +139,6 @@ def test_a_limit_of_images_names_the_rounds_that_had_no_privacy(tiny, tmp_path, 
     assert f"max_epsilon=8 cannot be kept: {reason}" in caplog.text
     client = only_client(site)
     assert site.store.totals.ledger.history(IMAGES_LEDGER) == {(0.0, 1.0): 1}
-    assert f"its limit over all runs is 8; but {reason}, and every round will be refused" in format_privacy(
+    assert f"its limit over all runs is 8; but {reason}, so every round will be rejected" in format_privacy(
         client, site.store.totals.ledger
     )

@@ -179,7 +179,7 @@ def test_a_command_goes_on_where_it_stopped(recipe, read, tmp_path, capsys):
     (tmp_path / "tiny.yaml").write_text("# a comment\n" + TINY)
     main(command)
     (tmp_path / "tiny.yaml").write_text(TINY.replace("train_limit: 60", "train_limit: 50"))
-    with pytest.raises(ValueError, match=r"out/r.json' holds results of an earlier version of 'tiny.yaml'"):
+    with pytest.raises(ValueError, match=r"out/r.json' has results of an earlier version of 'tiny.yaml'"):
         main(command)
 
 
@@ -273,7 +273,7 @@ def test_a_comparison_that_is_stopped_ends_its_processes(tmp_path):
         (
             "--config=overlay.yaml",
             "fedprox",
-            r"--algorithms fedprox: an option or a --config for all runs makes it per",
+            r"--algorithms fedprox: an option or a --config for all runs changes it to per",
         ),
     ],
 )
@@ -339,12 +339,12 @@ def test_choice():
 @pytest.mark.parametrize(
     ("tune", "words"),
     [
-        ("training.lr_local", "cannot be read: give NAME=V1,V2"),
+        ("training.lr_local", "cannot be parsed; write NAME=V1,V2"),
         ("=0.1", "cannot be read"),
         ("training.lr_local=", "cannot be read"),
         ("training.lr_local=0.1,,0.2", "cannot be read"),
         ("training.lr_local+=0.1", "cannot be read"),
-        ("training.lr_local=0.1,0.1", "has a value twice"),
+        ("training.lr_local=0.1,0.1", "has a duplicate value"),
         ("training.lr_local+training.lr_local=0.1", "training.lr_local is set twice"),
         ("a.prox_strength+a.init_args.prox_strength=1", "a.init_args.prox_strength is given twice"),
         ("data.evaluate_on=test,validation", "cannot be tuned"),
@@ -361,7 +361,7 @@ def test_what_cannot_be_tuned_is_refused_before_anything_runs(recipe, tmp_path, 
 
 
 def test_paper_needs_algorithms(recipe):
-    with pytest.raises(ValueError, match="--paper says what named algorithms train"):
+    with pytest.raises(ValueError, match="--paper determines what named algorithms train"):
         main(["compare", recipe, "--paper"])
 
 
@@ -369,7 +369,7 @@ def test_paper_needs_algorithms(recipe):
 @pytest.mark.parametrize("content", ["{", "[1]", '[{"label": "fedavg", "seed": 0}]', "3"])
 def test_a_file_of_something_else_is_not_overwritten(recipe, tmp_path, content):
     (tmp_path / "r.json").write_text(content)
-    with pytest.raises(ValueError, match=r"r.json' holds no results of this version"):
+    with pytest.raises(ValueError, match=r"r.json' has no results of this version"):
         main(["compare", recipe, "--output", "r.json"])
     assert (tmp_path / "r.json").read_text() == content
 
@@ -420,7 +420,7 @@ def test_a_class_of_ones_own_is_a_row_by_its_path(recipe, monkeypatch):
     ("name", "says"),
     [
         ("dito", "--algorithms='dito' is unknown; did you mean 'ditto'"),
-        ("fedpac", "--algorithms='fedpac' is unknown; choose one of .* or a class of your own by its path"),
+        ("fedpac", "--algorithms='fedpac' is unknown; choose one of .* or the path of a custom class"),
         ("own_rows.Other", "own_rows"),
         ("nowhere.Mine", "nowhere"),
     ],
@@ -736,9 +736,9 @@ def test_values_that_are_varied_are_rows_and_each_is_tuned(recipe, read, capsys)
         own = [record for record in read() if record["label"] == label]
         assert [(record["stage"], record["seed"]) for record in own] == [("tune", 1)] * 2 + [("run", 1), ("run", 2)]
         assert all(f"--data.public_fraction={share}" in record["args"] for record in own)
-    with pytest.raises(ValueError, match=r"--tune and --vary both name training\.lr_local: tune it or vary it"):
+    with pytest.raises(ValueError, match=r"--tune and --vary both set training\.lr_local; tune it or vary it"):
         main(["compare", recipe, *grid, "--vary", "training.lr_local=1,2"])
-    with pytest.raises(ValueError, match=r"--vary 'a.b' cannot be read: give NAME=V1"):
+    with pytest.raises(ValueError, match=r"--vary 'a.b' cannot be parsed; write NAME=V1"):
         main(["compare", recipe, "--vary", "a.b"])
 
 
@@ -782,7 +782,7 @@ def test_a_file_says_what_is_compared(recipe, read, tmp_path, capsys):
         *("--data.test_limit=20", "--federated.algorithm.prox_strength=2.0", "--data.test_limit=30"),
     ]
     assert comparison([recipe, "--seeds", "1"]) == [recipe, "--seeds", "1"]
-    with pytest.raises(ValueError, match=r"'table.yaml' says itself which recipes to compare: leave 'tiny.yaml' out"):
+    with pytest.raises(ValueError, match=r"'table.yaml' already lists the recipes to compare; leave 'tiny.yaml' out"):
         comparison(["table.yaml", recipe])
     with pytest.raises(ValueError, match=r"'table.yaml' is a comparison of recipes.*perada compare table.yaml"):
         main(["fit", "--config", "table.yaml"])
@@ -904,16 +904,16 @@ def test_variants_are_run_and_shown_by_their_names(recipe, read, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["flipped"], "cannot be read: give a name and options, for example 'mirrored="),
+        (["flipped"], "cannot be parsed; write a name and options, for example 'mirrored="),
         (["={}"], "cannot be read"),
         (["a=[1]"], "cannot be read"),
         (["a={"], "cannot be read"),
-        (["a={}", "a={flip: true}"], "'a' is given twice: give each variant a name of its own"),
-        (["a={seed_everything: 3}"], "--variants 'a': --seeds gives the seeds"),
-        (["a={data: {evaluate_on: test}}"], "this says what is scored"),
+        (["a={}", "a={flip: true}"], "'a' is used twice; give each variant a unique name"),
+        (["a={seed_everything: 3}"], "--variants 'a': --seeds sets the seeds"),
+        (["a={data: {evaluate_on: test}}"], "this determines what is scored"),
         (
             ["a={training.lr_local: 1}", "--vary=training.lr_local=1,2"],
-            "'a' and --tune or --vary both give training.lr_local: leave one out",
+            "'a' and --tune or --vary both set training.lr_local; leave one out",
         ),
         (["a={lr_locl: 1}"], "lr_locl"),
     ],
@@ -1007,11 +1007,11 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
     [
         (
             ["--vary", "data.batch_size=2,4", "--data.batch_size=8"],
-            r"--data\.batch_size is given for every run, and tuned",
+            r"--data\.batch_size is set for every run but also tuned",
         ),
-        (["--vary", "seed_everything=1,2"], "--seeds gives the seeds"),
-        (["--tune", "data.seed+data.client_validation=1,2"], "says what is scored"),
-        (["--tune", "fedavg:training.lr_local=1,2"], "is for named algorithms: give --algorithms too"),
+        (["--vary", "seed_everything=1,2"], "--seeds sets the seeds"),
+        (["--tune", "data.seed+data.client_validation=1,2"], "determines what is scored"),
+        (["--tune", "fedavg:training.lr_local=1,2"], "is for named algorithms; add --algorithms"),
         (["--tune", ":training.lr_local=1,2", "--algorithms", "fedavg"], "is for '', which is not an algorithm"),
         (
             ["--tune", "training.lr_local=1,2", "--algorithms", "standalone", "--choose_by", "global/global_test"],
@@ -1026,19 +1026,20 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
                 "--choose_by",
                 "personal/local_test_f1_macro",
             ],
-            "--choose_by personal/local_test_f1_macro: no such score with this --evaluation.metric; choose one of ",
+            "--choose_by personal/local_test_f1_macro: there is no such score with this --evaluation.metric; choose "
+            "one of ",
         ),
         (
             ["--vary", "trainer.max_epochs=1,2", "data.seed=0,1", "--trainer.max_epochs", "3"],
-            "--trainer.max_epochs is given for every run, and tuned or var",
+            "--trainer.max_epochs is set for every run but also tuned or var",
         ),
         (
             ["--vary", "trainer.max_epochs=1,2", "data.seed=0,1", "--data.seed=3"],
-            "--data.seed is given for every run, and tuned or varied",
+            "--data.seed is set for every run but also tuned or varied",
         ),
         (
             ["--tune=training.lr_local+training.lr_personal=0.1,1", "--training.lr_personal=1"],
-            "--training.lr_personal is given for every run, and tuned",
+            "--training.lr_personal is set for every run but also tuned",
         ),
         (["--set", "fedavg:training.lr_local=1"], "--set 'fedavg:training.lr_local=1' is for named algorithms"),
         (
@@ -1047,7 +1048,7 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
         ),
         (
             ["--set", "fedavg:training.lr_local=1,2", "--algorithms", "fedavg"],
-            r"--set training\.lr_local must have one value for each algorithm; give --tune",
+            r"--set training\.lr_local must have one value per algorithm; use --tune",
         ),
         (
             [
@@ -1058,7 +1059,7 @@ def test_the_initial_model_is_scored_for_each_value_that_changes_it(recipe, read
                 "--algorithms",
                 "fedavg",
             ],
-            r"--set gives training\.lr_local one value, and --tune or --vary others",
+            r"--set sets training\.lr_local to one value, but --tune or --vary to others",
         ),
     ],
 )
@@ -1070,8 +1071,11 @@ def test_what_contradicts_itself_is_refused_before_anything_runs(recipe, words, 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("compare:\n", "'t.yaml' names no recipes to compare"),
-        ("compare: {recipes: tiny.yaml, vary: [1, 2]}\n", r"compare\.vary is \[1, 2\]; give it options"),
+        ("compare:\n", "'t.yaml' lists no recipes to compare"),
+        (
+            "compare: {recipes: tiny.yaml, vary: [1, 2]}\n",
+            r"compare\.vary must be a mapping of options .*, got \[1, 2\]",
+        ),
     ],
 )
 def test_files_that_cannot_be_compared(recipe, tmp_path, text, says):

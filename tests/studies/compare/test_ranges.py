@@ -176,12 +176,12 @@ def test_runs_from_a_range_are_those_of_perada_fit():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--tune", "training.lr_local=0.1..0.01"], "0.1 is not below 0.01, give the lower end first"),
-        (["--tune", "training.lr_local=0..0.1"], "a logarithmic range begins above zero, raise 0 or add :linear"),
+        (["--tune", "training.lr_local=0.1..0.01"], "0.1 is not below 0.01; write the lower end first"),
+        (["--tune", "training.lr_local=0..0.1"], "a logarithmic range must begin above zero; raise 0 or add :linear"),
         (["--tune", "training.lr_local=0.1..1,2"], "a range cannot be mixed with values"),
         (["--tune", "model.lr_locl=0.1..1"], "--tune --model.lr_locl=0.1 with ditto"),
         (["--tune", "training.lr_local=-1..1:linear"], "--tune --training.lr_local=-1 with ditto: .*lr_local must be"),
-        (["--tune", "training.lr_local=0.1,1", "--trials", "4"], "--trials 4 is for ranges: give --tune NAME=lo..hi"),
+        (["--tune", "training.lr_local=0.1,1", "--trials", "4"], "--trials 4 requires a range; add --tune NAME=lo..hi"),
         (["--vary", "training.lr_local=0.1..1"], "--vary training.lr_local: a range cannot be varied"),
     ],
 )
