@@ -275,7 +275,7 @@ def emptied(tiny):
     ("options", "message"),
     [
         ({"backbone": "resnet19"}, "'resnet19' is not a timm model; did you mean resnet18"),
-        ({"adapter": "residuals"}, "adapter 'residuals' is unknown: choose one of"),
+        ({"adapter": "residuals"}, "adapter 'residuals' is unknown; choose one of"),
         ({"adapter": "lora", "adapter_options": {"rank": 2}}, "adapter 'lora' has no option 'rank'"),
         ({"algorithm": "perda"}, "algorithm='perda' is unknown; did you mean 'perada'"),
         (

@@ -112,7 +112,7 @@ def test_ln_tuning_takes_every_norm():
     ("adapter", "message"),
     [
         (peft.AdaLoraConfig(total_step=10), "AdaLoraConfig is not supported: it reallocates ranks between layers"),
-        (peft.FourierFTConfig(), "FourierFTConfig adapts linear layers, and backbone 'regnetx_002' has none"),
+        (peft.FourierFTConfig(), "FourierFTConfig adapts linear layers, but backbone 'regnetx_002' has none"),
         (
             peft.FourierFTConfig(target_modules=["s1.b1.conv1.conv"]),
             "adapter 'FourierFTConfig' does not fit backbone 'regnetx_002'",

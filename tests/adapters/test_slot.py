@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 @pytest.mark.parametrize(
     ("backbone", "adapter", "options", "message"),
     [
-        ("net", "adaptor", {}, r"adapter 'adaptor' is unknown: choose one of \['residual', "),
+        ("net", "adaptor", {}, r"adapter 'adaptor' is unknown; choose one of \['residual', "),
         ("resnet", "residual", {"drop": 0.1}, r"'residual' has no option 'drop' \(its options: dropout, exclude_"),
         (
             "resnet",

@@ -114,7 +114,7 @@ def test_a_folders_own_normalisation_counts(tmp_path):
         (("resnet18", 4), {}, FileNotFoundError, r"'resnet18': HF_HUB_OFFLINE is set .*`pretrained: false`"),
         (("test_resnet", 4), {"pretrained": "/no/where"}, FileNotFoundError, r"'/no/where': there is no such file"),
         (("hf:someone/something", 4), {}, FileNotFoundError, r"'hf:someone/something': HF_HUB_OFFLINE is set"),
-        (("hf:/no/where", 4), {}, FileNotFoundError, r"'/no/where': there is no such folder"),
+        (("hf:/no/where", 4), {}, FileNotFoundError, r"'/no/where': it is neither an existing folder nor"),
         (("deit_tiny_distilled_patch16_224", 4), {"pretrained": False}, ValueError, r"choose a model with exactly one"),
         (
             ("resnet18.nobody", 4),
@@ -204,7 +204,7 @@ def test_a_network_of_the_callers_own():
     assert build_backbone(net).head == "3"
     with pytest.raises(ValueError, match=r"num_classes=5, but the head '3' of backbone 'Sequential' has 3 outputs"):
         build_backbone(net, 5)
-    with pytest.raises(ValueError, match=r"'Conv2d' has no nn\.Linear to be its head"):
+    with pytest.raises(ValueError, match=r"'Conv2d' has no nn\.Linear to serve as head"):
         build_backbone(nn.Conv2d(3, 3, 1), 3)
     with pytest.raises(ValueError, match=r"'default'; rename it"):
         build_backbone(nn.ModuleDict({"default": nn.Linear(2, 2)}), 2)

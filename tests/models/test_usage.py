@@ -113,7 +113,7 @@ class KeepsWeights(Network):
 
 
 REFUSED = [
-    (ReadsWeights, "lora", "no gradient reaches 'fc1', since the network reads"),
+    (ReadsWeights, "lora", "no gradient reaches 'fc1': the network reads"),
     (ReadsWeightsInEvaluation, "lora", "the network uses 'fc1' in training but not in evaluation mode"),
     (
         ReadsWeightsWithoutGradients,
@@ -128,9 +128,9 @@ REFUSED = [
     (
         Recomputes,
         "lora",
-        r"gradients of .*'fc2' are not computed at a client's weights .*turn gradient checkpointing off",
+        r"gradients of .*'fc2' are not computed at a client's weights: .*turn gradient checkpointing off",
     ),
-    (Recomputes, "full", r"gradients of .* are not computed at a client's weights .*turn gradient checkpointing off"),
+    (Recomputes, "full", r"gradients of .* are not computed at a client's weights: .*turn gradient checkpointing off"),
     (KeepsWeights, "lora", "the network retains results of an earlier pass"),
     (KeepsWeights, "full", "the network retains results of an earlier pass"),
 ]
@@ -357,7 +357,7 @@ class ReadsAndCalls(Network):
 
 def test_what_would_be_merged_wrongly_is_refused():
     with pytest.warns(
-        UserWarning, match=r"the adapter \(LoraConfig\) cannot be merged into the weights: merged, it comp"
+        UserWarning, match=r"the adapter \(LoraConfig\) cannot be merged into the weights: the merged network comp"
     ):
         run = finetune(ReadsAndCalls())
     with pytest.raises(
