@@ -18,7 +18,8 @@ import torch
 
 from perada.cli import main as perada
 from perada.cli.runs import PeradaCLI
-from perada.studies.compare.running import SILENT, quiet
+from perada.core.quiet import info_messages_disabled
+from perada.studies.compare.running import SILENT
 
 COMPARISON = "paper/perada_protocol_mini"
 OUTPUT = Path("perada_protocol_mini.json")
@@ -54,7 +55,7 @@ def scored_every_round(record: Record) -> list[dict[str, Any]]:
     """Run a row's run again, and score every client after every round."""
     torch.set_num_threads(1)
     words = [*record["args"], "--trainer.check_val_every_n_epoch=1", SILENT]
-    with quiet(), warnings.catch_warnings():
+    with info_messages_disabled(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cli = PeradaCLI(words, run=False)
         cli.trainer.fit(cli.model, cli.datamodule)

@@ -25,12 +25,12 @@ from tqdm import tqdm
 
 from perada.api import finetune
 from perada.core.checks import check_number
+from perada.core.quiet import info_messages_disabled
 from perada.core.seeding import derive_seed, seeded
 from perada.core.states import State
 from perada.data import IID, FederatedData
 from perada.data.partitions import Split
 from perada.results.report import table
-from perada.studies.compare.running import quiet
 from perada.studies.drawing import check_output, new_figure, write
 from perada.studies.local_gd_curves import Counts
 from perada.studies.local_gd_head import HeadSettings, load_images
@@ -188,7 +188,7 @@ def train_modes(network: nn.Module, images: Tensor, labels: Tensor, settings: Pl
     for share in shares:
         rows = torch.as_tensor(share)
         clients.append(TensorDataset(images[rows], labels[rows]))
-    with quiet():
+    with info_messages_disabled():
         run = finetune(
             network,
             FederatedData(clients),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
+from perada.core.checks import check_installed
 from perada.results.report import table
 from perada.studies.drawing import check_output, new_figure, write
 from perada.studies.local_gd_curves import (
@@ -129,7 +130,7 @@ def study(
         ValueError: If an option cannot be used.
         FileExistsError: If ``output`` is a file.
         FileNotFoundError: If images or weights are missing.
-        ModuleNotFoundError: If matplotlib is not installed.
+        ModuleNotFoundError: If matplotlib or scikit-learn is not installed.
     """
     if quick:
         nodes = QUICK_NODES
@@ -138,6 +139,7 @@ def study(
         dirichlet = QUICK_DIRICHLET
         head = QUICK_HEAD
     check_output(output)
+    check_installed("this study", "studies", "sklearn")  # otherwise missed only after minutes, by the first SVM
     load_images(head)  # raises at once if they are missing
 
     num_dimensions = len({regression.dimension, *regression.dimensions})

@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import TensorDataset
 
 from perada.api import finetune
+from perada.core.quiet import info_messages_disabled
 from perada.core.seeding import derive_seed, generator
 from perada.core.states import State
 from perada.data import Digits, DominantClass, FashionMNIST, FederatedData
@@ -23,7 +24,6 @@ from perada.data.partitions import Split
 from perada.data.sets.base import ImageSet
 from perada.models.backbones import build_backbone
 from perada.server import Aggregation, Mean, ModifiedLocalGD, ServerRule
-from perada.studies.compare.running import quiet
 from perada.studies.local_gd_curves import Advance, Counts, Curves
 from perada.studies.local_gd_linear import direction_distance
 
@@ -210,7 +210,7 @@ def _train(
     """Return the head's state after each round, with one node for each entry of ``node_rows``."""
     images = features.train[..., None, None]  # feature vectors as images of one pixel
     recording = RecordingRule(rule)
-    with quiet():
+    with info_messages_disabled():
         finetune(
             network,
             FederatedData([TensorDataset(images[rows], features.train_labels[rows]) for rows in node_rows]),

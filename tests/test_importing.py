@@ -83,10 +83,22 @@ def test_images_that_scikit_learn_ships_are_read_without_importing_it():
 
 @pytest.mark.slow
 def test_what_only_some_need_is_asked_for_when_they_need_it():
-    """A base install has neither Opacus nor scikit-learn: other runs go without, and one line names the extra."""
+    """A base install has no library of an extra: other runs go without, and one line names the extra.
+
+    The studies, which are beside the library, are no part of a run either.
+    """
     script = """
-import sys
-sys.modules |= {"opacus": None, "sklearn": None}
+import importlib.metadata, sys
+extras = ("opacus", "sklearn", "matplotlib", "pandas", "optuna")
+sys.modules |= dict.fromkeys(extras)
+find = importlib.metadata.distribution
+
+def distribution(name):  # torchmetrics looks here for matplotlib before it imports it
+    if name in extras:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return find(name)
+
+importlib.metadata.distribution = distribution
 import perada, torch
 from perada.data import Digits, FederatedData, FederatedDataModule
 from perada.privacy import history_epsilon
@@ -100,6 +112,7 @@ def train(**options):
     return perada.finetune(net, data, num_classes=2, **options)
 
 print("plain:", len(train().metrics["rounds"]))
+print("studies:", [name for name in sys.modules if name.startswith("perada.studies")])
 for needs in (
     lambda: train(privacy={"noise_multiplier": 1.0}),
     lambda: train(client_privacy={"noise_multiplier": 1.0, "max_norm": 1.0, "delta": 1e-5}),
@@ -111,10 +124,10 @@ for needs in (
     except ModuleNotFoundError as error:
         print("needs:", error)
 """
-    said = [line for line in run(script).splitlines() if line.startswith(("plain:", "needs:"))]
-    assert said[0] == "plain: 1"
-    assert ["perada[privacy]" in line for line in said[1:]] == [True, True, True, False]
-    assert "perada[examples]" in said[4]
+    said = [line for line in run(script).splitlines() if line.startswith(("plain:", "studies:", "needs:"))]
+    assert said[:2] == ["plain: 1", "studies: []"]
+    assert ["perada[privacy]" in line for line in said[2:]] == [True, True, True, False]
+    assert "perada[examples]" in said[5]
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ from jsonargparse import ArgumentParser, Namespace, get_loader
 from pytorch_lightning.cli import LightningArgumentParser
 
 from perada.algorithms import ALGORITHM_NAMES, ALGORITHMS, VARIANTS, Algorithm, with_server_rule
+from perada.algorithms.specs import algorithm_spec, option_words
 from perada.api import OPTION_CLASSES, SECTIONS, argument_texts
 from perada.cli.options import TEXTS
 from perada.cli.parser_errors import missing_module, subclasses
 from perada.cli.recipes import recipe_files
 from perada.data import ImageSet, Partition
 from perada.server import SERVER_RULES, ServerRule
-from perada.studies.compare.entries import spec_of, words_of
 
 T = TypeVar("T")
 BY_NAME = ("federated.algorithm", "federated.algorithm.base", "federated.server_rule")
@@ -85,7 +85,7 @@ def spelt_out(args: Sequence[str]) -> list[str]:
                 if rule is not None and chosen_rule is None:
                     expanded.append(f"--federated.server_rule={SERVER_RULES[rule].__name__}")
             resolved = by_name(value, name)
-            expanded += words_of(name, resolved) if isinstance(resolved, dict) else [f"--{name}={value}"]
+            expanded += option_words(name, resolved) if isinstance(resolved, dict) else [f"--{name}={value}"]
         else:
             expanded.append(f"--{name}{equals}{value}")
     return expanded
@@ -176,7 +176,7 @@ def by_name(value: object, option: str) -> object:
         defaults = {argument: by_name(default, option) for argument, default in variant.options.items()}
         return by_name(entry | {"class_path": variant.base, "init_args": defaults | init_args}, option)
     elif name in ALGORITHMS:
-        spec = spec_of(name)
+        spec = algorithm_spec(name)
         return entry | spec | {"init_args": spec["init_args"] | init_args}
     if isinstance(value, dict) and init_args:
         return entry | {"init_args": init_args}

@@ -33,6 +33,7 @@ from perada.cli.parser import (
 from perada.cli.parser_errors import option_error, rejected_option
 from perada.cli.recipes import comparison_file, recipe_files
 from perada.core.checks import OptionError, check_integer
+from perada.core.quiet import info_messages_disabled
 from perada.core.text import printable
 from perada.core.yaml_files import read_yaml
 from perada.data import FederatedDataModule
@@ -445,11 +446,13 @@ class _SetUpAttempt(NamedTuple):
 
 def _set_up(recipes: list[dict[str, Any]], words: Sequence[str]) -> _SetUpAttempt:
     """Set up the run of these recipes, and stop before the first round."""
-    from perada.studies.compare.running import quiet
-
     cli: PeradaCLI | None = None
     error: Exception | None = None
-    with quiet(), warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+    with (
+        info_messages_disabled(),
+        warnings.catch_warnings(record=True) as caught,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         warnings.simplefilter("always", UserWarning)
         paths = [Path(folder) / f"{number}.yaml" for number in range(len(recipes))]
         for path, recipe in zip(paths, recipes, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters for Lightning messages that do not concern users: an advertisement, the seed, its own deprecations."""
+"""Filters for messages of libraries: Lightning's that do not concern users, or all that only inform."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def quiet_lightning() -> None:
-    """Silence these messages from now on."""
+    """Silence Lightning's advertisement, its seed and its own deprecations from now on."""
     # Lightning 2.6 itself uses what torch 2.15 deprecates.
     warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)
     for name in _LOGGERS:
@@ -35,3 +35,14 @@ def quiet() -> Iterator[None]:
         finally:
             for logger in unfiltered:
                 logger.removeFilter(_is_news)
+
+
+@contextmanager
+def info_messages_disabled() -> Iterator[None]:
+    """Silence all log messages that only inform, such as those of Lightning on each trainer; warnings stay."""
+    level_before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(level_before)

@@ -11,10 +11,11 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import PositiveInt
 from tqdm import tqdm
 
+from perada.core.quiet import info_messages_disabled
 from perada.studies.compare.grid import Observation, Point, Sampler, has_range, inside, points, propose
 from perada.studies.compare.plan import CHOSEN_BY, Job, MakeCLI, Plan, Row, words
 from perada.studies.compare.results import NO_POINT, Results, Trial, choose, score, score_text
-from perada.studies.compare.running import CarryOut, Result, Task, quiet, runner
+from perada.studies.compare.running import CarryOut, Result, Task, runner
 from perada.studies.compare.tables import curve_tables, grid_table, summary
 
 REPEATABLE_OPTIONS = ("--set", "--tune", "--variants", "--vary")
@@ -172,7 +173,7 @@ def main(parser: ArgumentParser, words: list[str], make_cli: MakeCLI) -> None:
             f"--output={options.output} is a folder; choose a file, such as {options.output}/results.json"
         )
     results = Results(options.output)
-    with quiet():
+    with info_messages_disabled():
         plan = Plan(make_cli, options, split.of_fit)
     results.check({name: recipe.digest for name, recipe in plan.recipes.items()})
     counts = {name: plan.count(name) for name in plan.grids}

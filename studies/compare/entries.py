@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named algorithms as options of ``perada fit``."""
 
-import inspect
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 from jsonargparse import Namespace
 
-from perada.algorithms import ALGORITHMS, VARIANTS, Algorithm
+from perada.algorithms import ALGORITHMS, VARIANTS
+from perada.algorithms.specs import algorithm_spec, class_path_of, option_words
 from perada.core.checks import check_known
 from perada.server import SERVER_RULES
 
@@ -61,11 +59,11 @@ class Entry:
             cli: The recipe's CLI.
             paper: Whether to add the options that train what the paper trains.
         """
-        spec = spec_of(self.base)
+        spec = algorithm_spec(self.base)
         words = []
-        if spec["class_path"] != _path_of(type(cli.loop.algorithm)):
+        if spec["class_path"] != class_path_of(type(cli.loop.algorithm)):
             words.append(f"--{ALGORITHM}=null")
-        words += words_of(ALGORITHM, spec)
+        words += option_words(ALGORITHM, spec)
         words += self.options
         if paper:
             words += self.paper
@@ -100,12 +98,12 @@ class Entry:
         Raises:
             ValueError: If its class, or an argument that belongs to this name, is another.
         """
-        spec = spec_of(self.base)
+        spec = algorithm_spec(self.base)
         class_path = spec["class_path"]
         if self.base not in ALGORITHMS:
             # The parser replaces the path of a user's class by that of the module that defines it.
             module, _, name = self.base.rpartition(".")
-            class_path = _path_of(getattr(import_module(module), name))
+            class_path = class_path_of(getattr(import_module(module), name))
         other = ""
         if algorithm.class_path != class_path:
             other = algorithm.class_path
@@ -122,19 +120,15 @@ class Entry:
             )
 
 
-def _path_of(kind: Callable[..., Any]) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _make_entries() -> dict[str, Entry]:
     """Return the entries of all named algorithms, by name."""
     entries = {name: Entry(name) for name in ALGORITHMS}
     for name, variant in VARIANTS.items():
         words = []
         for argument, algorithm in variant.options.items():
-            words.append(f"--{ALGORITHM}.{argument}={_path_of(ALGORITHMS[algorithm])}")
+            words.append(f"--{ALGORITHM}.{argument}={class_path_of(ALGORITHMS[algorithm])}")
         if variant.server_rule is not None:
-            words.append(f"--{SERVER_RULE}={_path_of(SERVER_RULES[variant.server_rule])}")
+            words.append(f"--{SERVER_RULE}={class_path_of(SERVER_RULES[variant.server_rule])}")
         entries[name] = Entry(variant.base, tuple(words))
 
     # PerAda is about adapters: the recipe's.
@@ -177,51 +171,3 @@ def entry_of(name: str) -> Entry:
         return Entry(name, paper=())
     check_known("--algorithms", name, ENTRIES, ", or the path of a custom class, such as mine.MyAlgorithm")
     raise AssertionError("check_known raises for unknown names")
-
-
-def words_of(option: str, spec: dict[str, Any]) -> list[str]:
-    """Return the options of ``perada fit`` for a class with its arguments.
-
-    >>> words_of("data.partition", {"class_path": "Shards", "init_args": {"num_clients": 3}})
-    ['--data.partition=Shards', '--data.partition.num_clients=3']
-    """
-    words = [f"--{option}={spec['class_path']}"]
-    for name, value in spec.get("init_args", {}).items():
-        value_text = value if isinstance(value, str) else json.dumps(value)
-        words.append(f"--{option}.{name}={value_text}")
-    return words
-
-
-def spec_of(name: str) -> dict[str, Any]:
-    """Return the class of a named algorithm, and the arguments that distinguish it from other names of that class.
-
-    Returns:
-        ``class_path`` and ``init_args``, as in a recipe.
-    """
-    if name not in ALGORITHMS:
-        return {"class_path": name, "init_args": {}}
-    constructor = _constructor_of(ALGORITHMS[name])
-    defaults = inspect.signature(constructor.kind).parameters
-    # Names of the same class differ in these arguments; the others of them have their defaults.
-    init_args = {}
-    for make in ALGORITHMS.values():
-        other = _constructor_of(make)
-        if other.kind is constructor.kind:
-            for argument in other.arguments:
-                init_args[argument] = constructor.arguments.get(argument, defaults[argument].default)
-    return {"class_path": _path_of(constructor.kind), "init_args": init_args}
-
-
-@dataclass(frozen=True)
-class Constructor:
-    """A class and the arguments that it is called with, by name."""
-
-    kind: Callable[..., Algorithm]
-    arguments: dict[str, Any]
-
-
-def _constructor_of(make: Callable[..., Algorithm]) -> Constructor:
-    """Return the class and the arguments of a value of :data:`perada.algorithms.ALGORITHMS`."""
-    bound = partial(make)  # of a class a partial without arguments; partials of partials are flattened
-    arguments = inspect.signature(bound.func).bind_partial(*bound.args, **bound.keywords).arguments
-    return Constructor(bound.func, arguments)

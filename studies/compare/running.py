@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run: its fit, scores and costs; and several runs at once, each in its own process."""
 
-import logging
 import math
 import os
 import signal
@@ -21,6 +20,7 @@ import pytorch_lightning as pl
 import torch
 from tqdm import tqdm
 
+from perada.core.quiet import info_messages_disabled
 from perada.federation.participation import STALE
 from perada.lightning.round_warnings import NothingLearnedError
 from perada.models.backbones import build_backbone
@@ -97,24 +97,13 @@ def attempt(make_cli: MakeCLI, args: Sequence[str], scores_start: bool, threads:
     started_at = time.perf_counter()
     try:
         torch.set_num_threads(threads)
-        with quiet():
+        with info_messages_disabled():
             result = _run(make_cli, args, scores_start)
     except Exception as error:  # whatever it is, the other runs continue
         result = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     finally:
         torch.set_num_threads(threads_before)
     return result | {"seconds": time.perf_counter() - started_at}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress the messages of Lightning on each trainer; warnings stay."""
-    level_before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(level_before)
 
 
 def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:

@@ -91,8 +91,8 @@ def test_fit_imports_what_its_recipe_names(tmp_path):
     shapes += ["--data.public=null", "--data.public_fraction=0.1"]
     small = ["--trainer.fast_dev_run=true", "--distillation.steps=1", "--training.local_steps=1"]
     modules = imported(tmp_path, "fit", "--config", "digits", *shapes, *small)
+    assert {name for name in modules if name.startswith("perada.studies.")} == {"perada.studies.shapes"}
     assert {"torch", "timm", "peft", "pytorch_lightning", "perada.studies.shapes"} <= modules
-    others = {"opacus", "sklearn", "transformers.models.vit.modeling_vit", "perada.studies.compare.command"}
-    others |= {"perada.studies.pretrain", "perada.studies.drawing"}
+    others = {"opacus", "sklearn", "transformers.models.vit.modeling_vit"}
     assert [name for name in others if find_spec(name) is None] == []
     assert modules & others == set()

@@ -8,7 +8,7 @@ from PIL import Image
 
 from perada.cli import entry_point, main
 from perada.cli.main import STUDIES
-from perada.studies.drawing import check_output, new_figure, write
+from perada.studies.drawing import new_figure, write
 
 
 def test_a_study_is_imported_only_when_it_is_run(monkeypatch, tmp_path):
@@ -26,17 +26,20 @@ def test_a_study_is_imported_only_when_it_is_run(monkeypatch, tmp_path):
     assert [name for name in studies if name in sys.modules] == studies[:1]
 
 
-def test_without_matplotlib_the_program_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install 'perada\\[studies\\]'"):
-        check_output(tmp_path)
-    words = ["perada", "study", "fed-ensemble", "--quick", f"--output={tmp_path / 'out'}"]
-    monkeypatch.setattr(sys, "argv", words)
+@pytest.mark.parametrize(
+    ("study", "library"),
+    [*((study, "matplotlib") for study in STUDIES), ("local-gd", "sklearn")],
+)
+def test_a_study_without_a_library_of_its_extra_says_what_to_install(study, library, monkeypatch, tmp_path):
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(sys, "argv", ["perada", "study", study, "--quick", f"--output={tmp_path / 'out'}"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as stop:
         entry_point()
-    assert str(stop.value.code).startswith("perada: error: this study needs matplotlib")
+    message = str(stop.value.code)
+    assert message.startswith(f"perada: error: this study needs {library}")
+    assert message.endswith("pip install 'perada[studies]'")
     assert not (tmp_path / "out").exists()  # it is said before anything is computed
 
 
