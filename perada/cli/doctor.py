@@ -2,7 +2,8 @@
 """``perada doctor``: what a bug report needs, and whether runs can work on this machine.
 
 It prints no names of users, hosts or folders. Versions are those of the installed distributions. Of the large libraries
-only torch is imported, for the processor and the devices.
+only torch is imported, for the processor and the devices. ``torch.utils.collect_env`` (2.14) is not used: it names
+folders, runs pip and compilers, and has neither perada, peft and timm nor the memory and cores that a run may use.
 """
 
 import os

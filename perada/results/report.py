@@ -126,6 +126,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left_columns: in
     |---|---:|
     | x | 10 |
     """
+    # Not by tabulate (0.10): its format `github` does not align numbers right in rendered Markdown, its `pipe` pads the
+    # titles of narrow columns, and the cells of both would have to be cleaned here all the same.
     all_rows = []
     for row in (header, *rows):
         all_rows.append([printable(text).replace("|", "¦") for text in row])
