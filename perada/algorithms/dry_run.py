@@ -13,7 +13,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from perada.algorithms.base import Algorithm, Broadcast, ServerStep, Stacks, Ten
 from perada.core.checks import Options, check_choice
 from perada.core.rounds import Phase
 from perada.core.seeding import generator
-from perada.core.states import State, clone, expand
+from perada.core.states import State, clone, expand, numel, stack_size
 from perada.server import Aggregation, Mean, ServerRule, Updates, client_weights
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class DryRun:
         global_state = self.initial
         server_state: dict[str, State] = {}
         first_state = self.call("initial_client_state", algorithm.initial_client_state, self.initial, tensor_names)
-        client_state = {role: expand(state, len(self.clients)) for role, state in first_state.items()}
+        client_state = _stacked(first_state, len(self.clients))
         for round in numbers:
             sending = Broadcast(
                 global_state, tensor_names, round, self.clients, self.num_clients, seed=0, state=server_state
@@ -112,12 +112,14 @@ class DryRun:
                 server = self._server_step(
                     round,
                     global_state,
-                    updates=Updates(clone(update)),  # a step may change them
+                    # Copies, since a step may change them.
+                    updates=Updates(clone(update)),
                     state=server_state,
                     distiller=lambda student, *_, **__: student,
                     predict=partial(_predicted, self.num_classes or 2),
                 )
-                global_state = global_state | self.call("server_step", algorithm.server_step, server)
+                new_state = self.call("server_step", algorithm.server_step, server)
+                global_state = global_state | new_state
                 server_state = server.state
             yield DryRunRound(update, client_state, global_state)
 
@@ -126,8 +128,9 @@ class DryRun:
         algorithm = self.algorithm
         tensor_names = self.tensor_names
         first_state = algorithm.initial_client_state(self.initial, tensor_names)
-        client_state = {role: expand(state, len(self.clients)) for role, state in first_state.items()}
-        received = algorithm.broadcast(Broadcast(self.initial, tensor_names, 0, self.clients, self.num_clients, seed=0))
+        client_state = _stacked(first_state, len(self.clients))
+        sending = Broadcast(self.initial, tensor_names, 0, self.clients, self.num_clients, seed=0)
+        received = algorithm.broadcast(sending)
         counts = []
         for phase in self.phases:
             opened = algorithm.begin_round(client_state, received, tensor_names)
@@ -147,13 +150,16 @@ class DryRun:
         # In double precision, so that no difference is one of rounding.
         global_state: State = {}
         for name, value in self.initial.items():
-            global_state[name] = value.double() if value.is_floating_point() else value
+            if value.is_floating_point():
+                value = value.double()
+            global_state[name] = value
         for round, updates in enumerate(updates_of_rounds):
             server = dry_run._server_step(
                 round, clone(global_state), Updates(updates), server_state, distiller=_add_mean_of_teachers
             )
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a rule may warn of so few clients
+                # A rule may warn of so few clients.
+                warnings.simplefilter("ignore")
                 global_state |= dry_run.algorithm.server_step(server)
             server_state = server.state
         return {"": global_state} | server_state
@@ -203,6 +209,22 @@ class DryRun:
         )
 
 
+def _stacked(states: Stacks, clients: int) -> Stacks:
+    """Return the states of each role as a stack of equal ones, (C, ...)."""
+    stacks = {}
+    for role, state in states.items():
+        stacks[role] = expand(state, clients)
+    return stacks
+
+
+def _first_rows(stacks: Stacks) -> Stacks:
+    """Return the states of the first client, without the client axis."""
+    states: Stacks = {}
+    for role, stack in stacks.items():
+        states[role] = {name: value[0] for name, value in stack.items()}
+    return states
+
+
 def server_follows_from_mean(
     algorithm: Algorithm, rule: ServerRule, tensor_names: TensorNames, initial: State, sent: State
 ) -> bool:
@@ -227,17 +249,22 @@ def server_follows_from_mean(
         clients=tuple(range(SERVER_CLIENTS)),
     )
     random = torch.Generator().manual_seed(0)
-    rounds: list[State] = []
-    means: list[State] = []
+    updates_of_rounds: list[State] = []
+    means_of_rounds: list[State] = []
     for _ in range(SERVER_ROUNDS):
         updates: State = {}
+        means: State = {}
         for name, value in sent.items():
             if value.is_floating_point():
                 noise = torch.randn(SERVER_CLIENTS, *value.shape[1:], generator=random, dtype=torch.float64)
                 updates[name] = 1.0 + 0.5 * noise
-        rounds.append(updates)
-        means.append({name: value.mean(0).expand_as(value).clone() for name, value in updates.items()})
-    return _are_close(dry_run.server_states_after(rounds), dry_run.server_states_after(means))
+                # The mean in every client's row.
+                means[name] = updates[name].mean(0).expand_as(updates[name]).clone()
+        updates_of_rounds.append(updates)
+        means_of_rounds.append(means)
+    states = dry_run.server_states_after(updates_of_rounds)
+    states_of_means = dry_run.server_states_after(means_of_rounds)
+    return _are_close(states, states_of_means)
 
 
 def _are_close(states: dict[str, State], other_states: dict[str, State]) -> bool:
@@ -260,26 +287,37 @@ def _add_mean_of_teachers(
     previous: State | None = None,
 ) -> State:
     """Stand in for a distiller, which receives the mean of the clients' logits, and no other teachers."""
-    rows = teachers.gathered_all() if isinstance(teachers, Updates) else teachers
-    return {name: value + rows[name].mean(0) if name in rows else value for name, value in student.items()}
+    if isinstance(teachers, Updates):
+        teachers = teachers.gathered_all()
+    distilled = dict(student)
+    for name, value in student.items():
+        if name in teachers:
+            distilled[name] = value + teachers[name].mean(0)
+    return distilled
 
 
 def _predicted(
     num_classes: int, previous: State, models: Updates | State, images: int, labelled: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Make up predictions (C, 1, K) on one image, and its labels."""
-    rows = models.own if isinstance(models, Updates) else models
-    clients = len(next(iter(rows.values())))
+    if isinstance(models, Updates):
+        models = models.local_rows
+    clients = stack_size(models)
     predictions = torch.full((clients, 1, num_classes), 0.5)
-    return predictions, torch.ones(1, num_classes) if labelled else None
+    if not labelled:
+        return predictions, None
+    return predictions, torch.ones(1, num_classes)
 
 
 def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State) -> State:
     """Return what a client that trains nothing sends in the first round, (1, ...)."""
     first_state = algorithm.initial_client_state(initial, tensor_names)
-    client_state = {role: expand(state, 1) for role, state in first_state.items()}
-    losses = torch.zeros(1, algorithm.modes) if algorithm.compares_models else None
-    received = algorithm.broadcast(Broadcast(initial, tensor_names, 0, (0,), 1, 0, losses))
+    client_state = _stacked(first_state, 1)
+    losses: Tensor | None = None
+    if algorithm.compares_models:
+        losses = torch.zeros(1, algorithm.modes)
+    sending = Broadcast(initial, tensor_names, round=0, clients=(0,), num_clients=1, seed=0, losses=losses)
+    received = algorithm.broadcast(sending)
     opened = algorithm.begin_round(client_state, received, tensor_names)
     _, sent = algorithm.end_round(opened, client_state, received, tensor_names)
     return sent
@@ -311,10 +349,10 @@ def dry_run_rounds(
     for phase in phases:
         if not isinstance(phase, Phase):
             raise _MisfitError(f"{name}.phases returned {phase!r}; return perada.data.Phase(name, epochs, steps)")
-    affordable = MAX_NUMBERS // sum(value.numel() for value in initial.values())
-    tried = tuple(range(max(2, min(clients, affordable))))[:num_clients]
+    affordable_clients = MAX_NUMBERS // numel(initial)
+    num_tried = min(max(2, min(clients, affordable_clients)), num_clients)
     try:
-        rule.check(len(tried))
+        rule.check(num_tried)
     except ValueError:
         rule = Mean()
     dry_run = _CheckedDryRun(
@@ -324,7 +362,7 @@ def dry_run_rounds(
         initial,
         phases,
         num_clients,
-        clients=tried,
+        clients=tuple(range(num_tried)),
         num_classes=num_classes,
         multilabel=multilabel,
     )
@@ -336,45 +374,58 @@ def dry_run_rounds(
 
 @dataclass(frozen=True)
 class _CheckedDryRun(DryRun):
-    """A dry run in which everything that the algorithm's methods return is checked.
-
-    Attributes:
-        first_state: What a client keeps before the first round, by role; filled by the first call.
-    """
-
-    first_state: Stacks = field(default_factory=dict)
+    """A dry run in which everything that the algorithm's methods return is checked."""
 
     def call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  # any method's result
+        """Call a method of the algorithm, and raise if it fails or what it returns does not fit."""
         who = f"{type(self.algorithm).__name__}.{method}"
-        clients = len(self.clients)
+        former_client_state: Stacks = {}
+        if method == "end_round":
+            # Before the call, which might change what it is given.
+            _, client_state, _, _ = arguments
+            former_client_state = _first_rows(client_state)
         result = _call_foreign(who, function, *arguments)
         if method == "initial_client_state":
             _check_stacks(who, result, result)
-            self.first_state.update(result)
         elif method == "broadcast":
-            _check_state(who, result, result)
-            # The server may send more than the model, for the algorithm's own steps.
-            more = {
-                name: value.new_empty(value.shape[1:]) for name, value in result.items() if name not in self.initial
-            }
-            _check_state(who, result, self.initial | more, clients, partial=True)
+            self._check_received(who, result)
         elif method == "end_round":
-            if not isinstance(result, tuple) or len(result) != 2:
-                raise _MisfitError(
-                    f"{who} returned {type(result).__name__}; return a pair of what clients keep and what they send"
-                )
-            client_state, update = result
-            _check_stacks(f"{who} (client states)", client_state, self.first_state, clients)
-            # Clients may send more than the model, for the algorithm's own server_step.
-            more = {name: value[0] for name, value in update.items() if name not in self.initial}
-            _check_state(f"{who} (updates)", update, self.initial | more, clients, partial=True)
+            self._check_round_end(who, result, former_client_state)
         elif method == "server_step":
             _check_state(who, result, self.initial, partial=True)
             (server,) = arguments
             _check_stacks(f"{who} (server.state)", server.state, server.state)
         elif method == "personal":
-            _check_state(who, result, self.initial, clients)
+            _check_state(who, result, self.initial, len(self.clients))
         return result
+
+    def _check_received(self, who: str, received: State) -> None:
+        """Raise if this is no stack (C, ...) of states. It may have more names than the model, for client_step."""
+        # Before their shapes are read.
+        _check_state(who, received, received)
+        expected = dict(self.initial)
+        for name, value in received.items():
+            if name not in self.initial:
+                expected[name] = value.new_empty(value.shape[1:])
+        _check_state(who, received, expected, len(self.clients), partial=True)
+
+    def _check_round_end(self, who: str, result: object, former_client_state: Stacks) -> None:
+        """Raise unless the result is what clients keep and what they send, as stacks (C, ...).
+
+        They must keep tensors of the roles, names and shapes of ``former_client_state``, which has no client axis.
+        """
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise _MisfitError(
+                f"{who} returned {type(result).__name__}; return a pair of what clients keep and what they send"
+            )
+        client_state, update = result
+        _check_stacks(f"{who} (client states)", client_state, former_client_state, len(self.clients))
+        # Clients may send more than the model, for the algorithm's own server_step.
+        expected = dict(self.initial)
+        for name, value in update.items():
+            if name not in self.initial:
+                expected[name] = value[0]
+        _check_state(f"{who} (updates)", update, expected, len(self.clients), partial=True)
 
 
 class _CheckedRule(ServerRule):
@@ -390,7 +441,7 @@ class _CheckedRule(ServerRule):
         for key, value in aggregation.updates.gathered_all().items():
             expected[key] = aggregation.previous.get(key, value[0])
         _check_state(name, result, expected)
-        _check_stacks(f"{name} (given.state)", aggregation.state, aggregation.state)
+        _check_stacks(f"{name} (aggregation.state)", aggregation.state, aggregation.state)
         return result
 
 
@@ -415,7 +466,9 @@ def _check_stacks(who: str, stacks: object, expected: Mapping[str, State], clien
         actual = sorted(map(str, stacks)) if isinstance(stacks, Mapping) else type(stacks).__name__
         raise _MisfitError(f"{who} returned {actual} instead of states for the roles {sorted(expected)}")
     for role, state in stacks.items():
-        _check_state(f"{who} for role {role!r}", state, state if clients is None else expected[role], clients)
+        # Without clients, a state of any names and shapes will do.
+        expected_state = state if clients is None else expected[role]
+        _check_state(f"{who} for role {role!r}", state, expected_state, clients)
 
 
 def _check_state(who: str, state: object, expected: State, clients: int | None = None, partial: bool = False) -> None:
@@ -442,8 +495,10 @@ def _check_state(who: str, state: object, expected: State, clients: int | None =
             )
     missing = sorted(expected.keys() - state.keys())
     if missing and not partial:
-        more = f" and {len(missing) - 1} more names" if len(missing) > 1 else ""
-        raise _MisfitError(f"{who} lacks {missing[0]!r}{more}")
+        message = f"{who} lacks {missing[0]!r}"
+        if len(missing) > 1:
+            message += f" and {len(missing) - 1} more names"
+        raise _MisfitError(message)
 
 
 class DryRunStep:
@@ -515,13 +570,17 @@ class DryRunStep:
         """Return made-up logits (C, 2, K) of two images."""
         if self._num_classes is None:
             raise no_logits(self.algorithm)
-        return self.loss(states, stream).view(-1, 1, 1).expand(-1, 2, self._num_classes)
+        # The made-up loss of each client as all its logits, so that they have a gradient.
+        losses = self.loss(states, stream)
+        return losses.view(-1, 1, 1).expand(-1, 2, self._num_classes)
 
     def outputs(self, states: str | State, stream: str | None = None, training: bool = True) -> tuple[Tensor, Tensor]:
         """Return made-up logits (C, 2, K) and representations (C, 2, F) of two images."""
         logits = self.logits(states, stream)
         width = self._width or logits.shape[-1]
-        return logits, 1 + logits[..., :1].expand(-1, -1, width)
+        # Not zero, since an algorithm may divide by their length.
+        representations = 1 + logits[..., :1].expand(-1, -1, width)
+        return logits, representations
 
     def class_counts(self, classes: int) -> Tensor:
         """Return counts of one image of each class."""
@@ -562,7 +621,9 @@ class DryRunStep:
             if value.requires_grad:
                 slope = (torch.rand(value.shape, generator=random) - 0.5).to(value)
                 # The square makes the gradient depend on where it is taken, as real ones do.
-                total = total + (slope * value + value**2 / 2).flatten(1).sum(1)
+                terms = slope * value + value**2 / 2
+                total = total + terms.flatten(1).sum(1)
+        # Zero, with the gradient of the total.
         return total - total.detach()
 
     def restart(self, role: str, start: State) -> None:
@@ -584,9 +645,10 @@ class DryRunStep:
         roles = (role,) if isinstance(role, str) else role
         leaves: list[tuple[str, Tensor]] = []
         for name in roles:
-            leaves += [(key, value) for key, value in self.states[name].items() if value.requires_grad]
-        for _, leaf in leaves:
-            leaf.grad = None
+            for key, value in self.states[name].items():
+                if value.requires_grad:
+                    value.grad = None
+                    leaves.append((key, value))
         if loss is not None:
             if loss.shape != (self._clients,):
                 raise ValueError(
@@ -614,7 +676,7 @@ class DryRunStep:
 def no_logits(algorithm: Algorithm) -> ValueError:
     """Return the error of an algorithm that reads outputs or labels in private training."""
     return ValueError(
-        f"privacy cannot be used with {algorithm.kind}: its local step reads the model's outputs on private images "
+        f"privacy does not support {algorithm.kind}: its local step reads the model's outputs on private images "
         "(step.logits, step.outputs), or their labels (step.labels, step.class_counts), which no noise covers; choose "
         "a different algorithm, or client_privacy; in a custom algorithm use step.loss, whose gradient is private"
     )

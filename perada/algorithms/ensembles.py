@@ -64,8 +64,8 @@ class FedBE(Algorithm):
         check_choice("moments", moments, (True, False))
         if moments and sampler != "gaussian":
             raise OptionError(
-                f"moments=True cannot be used with sampler={sampler!r}, which mixes the clients' models; set "
-                "moments=False or choose sampler='gaussian'",
+                f"sampler={sampler!r} does not support moments=True: it mixes the clients' models; set moments=False "
+                "or choose sampler='gaussian'",
                 name="moments",
                 value=True,
             )
@@ -253,8 +253,8 @@ class FedEnsemble(AlgorithmWrapper):
         base_name = type(self.base).__name__
         if keeps == "best" and self.base.inference == "personal":
             raise OptionError(
-                f"keeps='best' cannot be used with base={base_name}, whose clients predict with personal models; "
-                "choose keeps='ensemble'",
+                f"base={base_name} does not support keeps='best': its clients predict with personal models; choose "
+                "keeps='ensemble'",
                 name="keeps",
                 value="best",
             )

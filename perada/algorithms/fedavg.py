@@ -71,14 +71,13 @@ class FedBABU(FedAvgFT):
 
     def check(self, tensor_names: TensorNames, num_clients: int) -> None:
         """Raise if no head, or nothing but the head, is trained."""
-        if not tensor_names.head:
-            lacking = "no head is"
-        elif tensor_names.head == set(tensor_names.parameters):
-            lacking = "only the head is"
-        else:
+        trains_head = bool(tensor_names.head)
+        trains_body = tensor_names.head != set(tensor_names.parameters)
+        if trains_head and trains_body:
             return
+        trained = "only the head is" if trains_head else "no head is"
         raise ValueError(
-            f"algorithm FedBABU trains the body in its rounds and the head after them, but {lacking} trained; choose "
+            f"algorithm FedBABU trains the body in its rounds and the head after them, but {trained} trained; choose "
             "an adapter that trains both, such as adapter='full', or a different algorithm"
         )
 
@@ -95,8 +94,10 @@ class FedBABU(FedAvgFT):
 
     def personalization(self) -> tuple[Algorithm, Phase]:
         """Train the head, or everything, from the global state without communication."""
-        algorithm = StandaloneHead() if self.tunes == "head" else Standalone()
-        return algorithm, Phase("personalize", self.finetune_epochs)
+        phase = Phase("personalize", self.finetune_epochs)
+        if self.tunes == "head":
+            return StandaloneHead(), phase
+        return Standalone(), phase
 
 
 class FedProx(Algorithm):
@@ -112,7 +113,8 @@ class FedProx(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """Take a step on the loss and the pull towards the received state (Equation 2)."""
-        step.descend("local", step.loss("local"), pull=(self.prox_strength, step.received))
+        loss = step.loss("local")
+        step.descend("local", loss, pull=(self.prox_strength, step.received))
 
 
 class FedDF(Algorithm):
@@ -152,17 +154,21 @@ class FedDyn(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """Take a step on the regularised loss."""
+        # The gradient of −<h_m, w_m> is −h_m.
         minus_h = {key: -h for key, h in step.client_state["gradient"].items()}
-        step.descend("local", step.loss("local"), pull=(self.alpha, step.received), slope=minus_h)
+        loss = step.loss("local")
+        step.descend("local", loss, pull=(self.alpha, step.received), slope=minus_h)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep h_m − α (w_m − w), send w_m."""
+        w = received
         w_m = trained["local"]
         new_h = {}
         for key, h in client_state["gradient"].items():
-            new_h[key] = h - self.alpha * (w_m[key] - received[key])
+            change = w_m[key] - w[key]
+            new_h[key] = h - self.alpha * change
         return {"gradient": new_h}, w_m
 
     def server_step(self, server: ServerStep) -> State:
@@ -172,9 +178,10 @@ class FedDyn(Algorithm):
         new_h = {}
         corrected = {}
         for key in server.tensor_names.parameters:
-            change = (server.updates.gathered(key) - server.previous[key]).sum(0)
-            h = h_before.get(key, torch.zeros_like(change))
-            new_h[key] = h - self.alpha / server.num_clients * change
+            changes = server.updates.gathered(key) - server.previous[key]  # w_m − w, (C, ...)
+            sum_of_changes = changes.sum(0)
+            h = h_before.get(key, torch.zeros_like(sum_of_changes))
+            new_h[key] = h - self.alpha / server.num_clients * sum_of_changes
             corrected[key] = average[key] - new_h[key] / self.alpha
         server.state["gradient"] = new_h
         return average | corrected

@@ -53,13 +53,16 @@ class FedROD(Algorithm):
         logits, features = step.outputs("local")
         personal_logits = logits.detach()
         for value in step.states["personal"].values():
-            if value.dim() == 3:  # the weight (C, K, F)
+            if value.dim() == 3:
+                # The weight (C, K, F).
                 personal_logits = personal_logits + features.detach() @ value.mT
-            else:  # the bias (C, K)
+            else:
+                # The bias (C, K).
                 personal_logits = personal_logits + value.unsqueeze(1)
         # n_c^γ exp g_c is exp(g_c + log n_c^γ). In double precision, so that it is rounded alike for any number of
         # clients.
-        balance = double(step.class_counts(logits.shape[-1])) ** self.gamma
+        class_counts = double(step.class_counts(logits.shape[-1]))  # n_c, (C, K)
+        balance = class_counts**self.gamma
         balanced_logits = logits + balance.log().to(logits).unsqueeze(1)
         step.descend("local", step.loss(balanced_logits))
         step.descend("personal", step.loss(personal_logits))
@@ -68,5 +71,7 @@ class FedROD(Algorithm):
         """Predict with the global model, with φ_m added to its head."""
         personal_head = client_state["personal"]
         models = expand(global_state, stack_size(personal_head))
-        heads = {key: models[key] + value for key, value in personal_head.items()}
+        heads = {}
+        for key, value in personal_head.items():
+            heads[key] = models[key] + value
         return models | heads

@@ -25,7 +25,7 @@ from perada.algorithms.fedavg import FedAvg
 from perada.algorithms.lora import check_factors
 from perada.core.checks import OptionError, check_integer, invalid_option
 from perada.core.rounds import Phase
-from perada.core.states import Factors, State, cut_ranks, device_of, expand, per_client, to_device_async, without
+from perada.core.states import Factors, State, cut_ranks, device_of, per_client, to_device_async, without
 from perada.server.aggregate import Aggregation, ServerRule
 from perada.server.low_rank import client_pairs, product_norm
 
@@ -293,15 +293,19 @@ class _NormWeightedRule(ServerRule):
 
     def __call__(self, aggregation: Aggregation) -> State:
         updates = aggregation.updates
-        scaled = dict(updates.own)
+        scaled = dict(updates.local_rows)
         for pair, norms in zip(self._factors, self._product_norms(aggregation), strict=True):
-            if norms.sum() <= 0:
-                continue  # the weights p_m count
-            scale = (norms / norms.sum() / aggregation.weights.to(norms))[updates.places]
+            total_norm = norms.sum()
+            if total_norm <= 0:
+                # The mean with the weights p_m stays.
+                continue
+            scale = norms / total_norm / aggregation.weights.to(norms)
+            local_scale = scale[updates.places]
             for name in (pair.down, pair.up):
                 if name in updates:
                     value = scaled[name]
-                    scaled[name] = value * per_client(to_device_async(scale.to(value.dtype), value.device), value)
+                    factors = to_device_async(local_scale.to(value.dtype), value.device)
+                    scaled[name] = value * per_client(factors, value)
         result = self.rule(replace(aggregation, updates=updates.replace(scaled)))
         self._warn_of_lost_ranks(aggregation, result)
         return result
@@ -309,11 +313,16 @@ class _NormWeightedRule(ServerRule):
     def _product_norms(self, aggregation: Aggregation) -> Tensor:
         """Compute ‖B_m·A_m‖ of each layer and client, (layers, C) on the CPU. A collective."""
         updates = aggregation.updates
-        names = [name for pair in self._factors for name in (pair.down, pair.up)]
-        # A factor that clients do not send is the server's.
-        previous = {name: aggregation.previous[name] for name in names}
-        factors = expand(previous, len(updates.places)) | updates.own
-        factors = _to_cpu({name: factors[name].detach() for name in names})
+        factors: State = {}
+        for pair in self._factors:
+            for name in (pair.down, pair.up):
+                if name in updates:
+                    factors[name] = updates.local_rows[name].detach()
+                else:
+                    # A factor that clients do not send is the server's.
+                    value = aggregation.previous[name].detach()
+                    factors[name] = value.expand(len(updates.places), *value.shape)
+        factors = _to_cpu(factors)
         norms = torch.zeros(len(self._factors), updates.clients, dtype=torch.float64)
         for layer, pair in enumerate(self._factors):
             products = client_pairs(factors[pair.up], factors[pair.down])

@@ -57,7 +57,8 @@ class FedExLoRA(_Merging):
         for pair in server.tensor_names.factors:
             mean_up = double(state[pair.up]).flatten(1)
             mean_down = double(state[pair.down]).flatten(1)
-            residual = _mean_product(server, pair) - pair.scale * mean_up @ mean_down
+            product_of_means = pair.scale * mean_up @ mean_down
+            residual = _mean_product(server, pair) - product_of_means
             state[pair.base] = _plus(server.previous[pair.base], residual)
         return state
 
@@ -74,19 +75,27 @@ class FLoRA(_Merging):
         """Add s Σ p_m B_m·A_m to W, start new factors, and average all else."""
         factor_names = set[str]()
         for pair in server.tensor_names.factors:
-            factor_names |= {pair.up, pair.down}
-        others = server.updates.part(range(len(server.clients)), without=factor_names)
+            factor_names.add(pair.up)
+            factor_names.add(pair.down)
+        all_clients = range(len(server.clients))
+        others = server.updates.part(all_clients, without=factor_names)
         state: State = {}
         if others.names:
             state = server.mean(others, server.weights)
         for layer, pair in enumerate(server.tensor_names.factors):
-            state[pair.base] = _plus(server.previous[pair.base], _mean_product(server, pair))
+            mean_product = _mean_product(server, pair)
+            state[pair.base] = _plus(server.previous[pair.base], mean_product)
             state[pair.up] = torch.zeros_like(server.previous[pair.up])
-            down = server.previous[pair.down]
+
+            previous_down = server.previous[pair.down]
             # Drawn on the CPU and in double precision, so that all devices have the same numbers.
             random = generator(server.seed, "flora", server.round, layer)
-            from_minus_one_to_one = 2 * torch.rand(down.shape, generator=random, dtype=torch.float64) - 1
-            state[pair.down] = torch.empty_like(down).copy_(from_minus_one_to_one / down[0].numel() ** 0.5)
+            from_zero_to_one = torch.rand(previous_down.shape, generator=random, dtype=torch.float64)
+            from_minus_one_to_one = 2 * from_zero_to_one - 1
+            num_inputs = previous_down[0].numel()
+            new_down = torch.empty_like(previous_down)
+            new_down.copy_(from_minus_one_to_one / num_inputs**0.5)
+            state[pair.down] = new_down
         return state
 
 
@@ -97,14 +106,18 @@ def _mean_product(server: ServerStep, pair: Factors) -> Tensor:
     (C·r, in).
     """
     updates = server.updates
-    up = double(updates.own[pair.up]).flatten(2)
-    down = double(updates.own[pair.down]).flatten(2)
+    up = double(updates.local_rows[pair.up]).flatten(2)  # (c, out, r) of this rank's clients
+    down = double(updates.local_rows[pair.down]).flatten(2)  # (c, r, in)
     weights = server.weights[updates.places].to(up).view(-1, 1, 1)
-    product = pair.scale * (weights * up).transpose(0, 1).flatten(1) @ down.flatten(0, 1)
+    weighted_up = weights * up
+    up_side_by_side = weighted_up.transpose(0, 1).flatten(1)  # (out, c·r)
+    down_below_each_other = down.flatten(0, 1)  # (c·r, in)
+    product = pair.scale * up_side_by_side @ down_below_each_other
     updates.ranks.sum_([product])
     return product
 
 
 def _plus(weight: Tensor, change: Tensor) -> Tensor:
     """Add a matrix (out, in·...) to a weight (out, in, ...), in double precision."""
-    return (double(weight) + change.view(weight.shape)).to(weight.dtype)
+    total = double(weight) + change.view(weight.shape)
+    return total.to(weight.dtype)

@@ -49,10 +49,13 @@ class Moon(Algorithm):
         with torch.no_grad():
             _, z_glob = step.outputs(step.received, training=False)
             _, z_prev = step.outputs(step.client_state["previous"], training=False)
+        sim_prev = F.cosine_similarity(z, z_prev, dim=-1)
+        sim_glob = F.cosine_similarity(z, z_glob, dim=-1)
         # −log(exp a / (exp a + exp b)) is softplus(b − a), which does not overflow.
-        difference = F.cosine_similarity(z, z_prev, dim=-1) - F.cosine_similarity(z, z_glob, dim=-1)
+        difference = sim_prev - sim_glob
         contrast = step.mean(F.softplus(difference / self.tau))
-        step.descend("local", step.loss(logits) + self.mu * contrast)
+        task_loss = step.loss(logits)
+        step.descend("local", task_loss + self.mu * contrast)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames

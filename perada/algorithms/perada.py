@@ -6,7 +6,7 @@ from torch import Tensor
 
 from perada.algorithms.base import Algorithm, ClientStep, ServerStep, Stacks, TensorNames, moved_towards
 from perada.core.checks import check_choice, check_integer, check_number
-from perada.core.states import State, device_of, per_client
+from perada.core.states import State, device_of, per_client, select
 from perada.server.aggregate import double_dtype
 
 
@@ -41,9 +41,11 @@ class PerAda(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """Take a step on v_m (line 10) and one on θ_m (line 15), on the same minibatch."""
-        global_state = step.received
-        step.descend("personal", step.loss("personal"), pull=(self.prox_strength, global_state))
-        step.descend("local", step.loss("local"))
+        w = step.received
+        personal_loss = step.loss("personal")
+        step.descend("personal", personal_loss, pull=(self.prox_strength, w))
+        local_loss = step.loss("local")
+        step.descend("local", local_loss)
 
 
 class Ditto(PerAda):
@@ -78,28 +80,33 @@ class MTL(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """Take a step on the client's own loss and the pull towards v̄."""
-        step.descend("personal", step.loss("personal"), pull=(self.prox_strength, step.received))
+        v_mean = step.received
+        loss = step.loss("personal")
+        step.descend("personal", loss, pull=(self.prox_strength, v_mean))
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
         """Keep v_m; send v̄ moved by the change of v_m. Integer counters are those of v_m."""
-        before = client_state["personal"]
-        after = trained["personal"]
-        moved = {}
-        for key, value in after.items():
+        v_before = client_state["personal"]
+        v_after = trained["personal"]
+        moved_mean = {}
+        for key, value in v_after.items():
             if value.is_floating_point():
-                moved[key] = received[key] + (value - before[key])
+                change = value - v_before[key]
+                moved_mean[key] = received[key] + change
             else:
-                moved[key] = value
-        return {"personal": after}, moved
+                moved_mean[key] = value
+        return {"personal": v_after}, moved_mean
 
     def server_step(self, server: ServerStep) -> State:
         """Move v̄ by the mean change of the round's clients, times their share of all M. Weights do not count."""
         num_clients = len(server.clients)
         uniform = torch.full_like(server.weights, 1 / num_clients)
-        average = server.mean(server.updates, uniform)
-        return moved_towards(server.previous, average, num_clients / server.num_clients)
+        mean_of_round = server.mean(server.updates, uniform)
+        # Clients that were not drawn have not changed.
+        participation = num_clients / server.num_clients
+        return moved_towards(server.previous, mean_of_round, participation)
 
 
 class PFedMe(Algorithm):
@@ -149,7 +156,9 @@ class PFedMe(Algorithm):
         if self.restart:
             step.restart("personal", w)
         for _ in range(self.inner_steps):
-            step.descend("personal", step.loss("personal"), pull=(self.prox_strength, w))
+            loss = step.loss("personal")
+            step.descend("personal", loss, pull=(self.prox_strength, w))
+        # The gradient of λ/2 ||w_m − θ||² is λ (w_m − θ): step 2 at the rate η.
         step.descend("local", pull=(self.prox_strength, theta))
 
     def end_round(
@@ -157,8 +166,9 @@ class PFedMe(Algorithm):
     ) -> tuple[Stacks, State]:
         """Keep θ; send w_m, with the running statistics of norms of θ, which only θ's passes have."""
         theta = trained["personal"]
-        parameters = {key: trained["local"][key] for key in tensor_names.parameters}
-        return {"personal": theta}, theta | parameters
+        w = select(trained["local"], tensor_names.parameters)
+        update = theta | w
+        return {"personal": theta}, update
 
     def server_step(self, server: ServerStep) -> State:
         """Return (1 − β) w + β mean(w_m). Integer counters are the mean's."""
@@ -212,15 +222,18 @@ class APFL(Algorithm):
         v = step.states["personal"]
         w = step.states["local"]
         alpha = step.states["share"]["alpha"]
+        # A copy whose gradient is computed with that of v_m.
         alpha_leaf = alpha.detach().clone().requires_grad_(self.lr_alpha > 0)
-        trained = tuple(key for key, value in v.items() if value.requires_grad)
-        mixture = _mixture(v, w, alpha_leaf, trained)
-        step.descend("personal", step.loss(mixture, stream="personal"))
+        trained_names = tuple(key for key, value in v.items() if value.requires_grad)
+        mixture = _mixture(v, w, alpha_leaf, trained_names)
+        mixture_loss = step.loss(mixture, stream="personal")
+        step.descend("personal", mixture_loss)
         if alpha_leaf.grad is not None:
             # In float16 it is not finite where the step is skipped for overflow.
             gradient = alpha_leaf.grad.nan_to_num(0, 0, 0)
             alpha.sub_(self.lr_alpha * gradient).clamp_(0, 1)
-        step.descend("local", step.loss("local"))
+        local_loss = step.loss("local")
+        step.descend("local", local_loss)
 
     def end_round(
         self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """SCAFFOLD (Karimireddy et al., ICML 2020): FedAvg whose clients correct the drift of their local steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from perada.algorithms.base import Algorithm, Broadcast, ClientStep, ServerStep, Stacks, TensorNames, moved_towards
 from perada.core.checks import check_number
-from perada.core.states import State, expand, per_client, without
+from perada.core.states import State, expand, per_client, select, without
 
 CONTROL = "control/"
 """Prefix of the names under which control variates are sent with the model."""
@@ -50,17 +51,23 @@ class Scaffold(Algorithm):
 
     def initial_client_state(self, initial: State, tensor_names: TensorNames) -> Stacks:
         """Keep c_i, zero at first."""
-        return {"control": {key: torch.zeros_like(initial[key]) for key in tensor_names.parameters}}
+        control = {}
+        for key in tensor_names.parameters:
+            control[key] = torch.zeros_like(initial[key])
+        return {"control": control}
 
     def broadcast(self, sending: Broadcast) -> State:
         """Send x and c."""
         control = _server_control(sending.state, sending.global_state, sending.tensor_names)
-        return expand(sending.global_state | control, len(sending.clients))
+        message = sending.global_state | control
+        return expand(message, len(sending.clients))
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
-        """Start from y = x, and sum up the gradients and the steps, which are counted per client (C,)."""
+        """Start from y = x, with zero sums of gradients (C, ...) and numbers of steps (C,)."""
         model = without(received, _control_names(tensor_names))
-        gradient_sums = {key: torch.zeros_like(control) for key, control in client_state["control"].items()}
+        gradient_sums = {}
+        for key, client_control in client_state["control"].items():
+            gradient_sums[key] = torch.zeros_like(client_control)
         example = next(iter(gradient_sums.values()))
         num_steps = example.new_zeros(len(example))
         return {"local": model, "gradients": gradient_sums, "steps": {"taken": num_steps}}
@@ -73,10 +80,13 @@ class Scaffold(Algorithm):
 
     def client_step(self, step: ClientStep) -> None:
         """Take a corrected step, y ← y − η_l (g(y) − c_i + c), and add its gradient to the sum."""
+        # The gradient of <c − c_i, y> is c − c_i, which the step adds to g(y).
         correction = {}
         for key, client_control in step.client_state["control"].items():
-            correction[key] = step.received[CONTROL + key] - client_control
-        step.descend("local", step.loss("local"), slope=correction)
+            server_control = step.received[CONTROL + key]
+            correction[key] = server_control - client_control
+        loss = step.loss("local")
+        step.descend("local", loss, slope=correction)
 
         gradient_sums = step.states["gradients"]
         gradients = {}
@@ -85,10 +95,10 @@ class Scaffold(Algorithm):
             if gradient is not None:
                 gradients[key] = gradient
         # In float16 a client whose gradient overflowed has skipped the step, which then does not count in its mean.
-        finite = [gradient.reshape(len(gradient), -1).isfinite().all(1) for gradient in gradients.values()]
-        took_step = torch.stack(finite).all(0)
+        took_step = _clients_with_finite(gradients.values())
         for key, gradient in gradients.items():
-            gradient_sums[key] += gradient.where(per_client(took_step, gradient), 0)
+            mask = per_client(took_step, gradient)
+            gradient_sums[key] += gradient.where(mask, 0)
         step.states["steps"]["taken"] += took_step
 
     def end_round(
@@ -100,37 +110,57 @@ class Scaffold(Algorithm):
         moved_controls = {}
         for key, client_control in client_state["control"].items():
             server_control = received[CONTROL + key]
-            mean_gradient = trained["gradients"][key] / per_client(num_steps, client_control)
+            gradient_sum = trained["gradients"][key]
+            mean_gradient = gradient_sum / per_client(num_steps, client_control)
             new_control = client_control - server_control + mean_gradient
-            # A client that skipped every step has no mean, but 0/0.
-            new_control = new_control.where(per_client(num_steps > 0, client_control), client_control)
+            # A client that skipped every step keeps c_i: its mean gradient is 0/0.
+            took_any_step = per_client(num_steps > 0, client_control)
+            new_control = new_control.where(took_any_step, client_control)
             new_controls[key] = new_control
-            moved_controls[CONTROL + key] = server_control + (new_control - client_control)
-        return {"control": new_controls}, trained["local"] | moved_controls
+            change = new_control - client_control
+            moved_controls[CONTROL + key] = server_control + change
+        update = trained["local"] | moved_controls
+        return {"control": new_controls}, update
 
     def server_step(self, server: ServerStep) -> State:
         """Move x along the mean change of y, and c by the mean change of c_i times |S|/N."""
-        clients = range(len(server.clients))
+        num_clients = len(server.clients)
+        clients = range(num_clients)
         models = server.updates.part(clients, without=_control_names(server.tensor_names))
         average = server.mean(models, server.weights)
 
         # The server rule is for models. Control variates always have the plain mean, in which all clients count alike.
-        uniform = torch.full_like(server.weights, 1 / len(clients))
-        mean_control = server.updates.part(clients, without=average.keys()).mean(uniform)
+        controls = server.updates.part(clients, without=average.keys())
+        uniform = torch.full_like(server.weights, 1 / num_clients)
+        mean_control = controls.mean(uniform)
+        # Clients sent c + (c_i⁺ − c_i), so that a move of c towards their mean adds the mean of c_i⁺ − c_i.
         control = _server_control(server.state, server.previous, server.tensor_names)
-        share = len(clients) / server.num_clients
-        server.state["control"] = moved_towards(control, mean_control, share)
+        participation = num_clients / server.num_clients
+        server.state["control"] = moved_towards(control, mean_control, participation)
 
-        mean_parameters = {key: average[key] for key in server.tensor_names.parameters}
-        return average | moved_towards(server.previous, mean_parameters, self.server_lr)
+        mean_parameters = select(average, server.tensor_names.parameters)
+        parameters = moved_towards(server.previous, mean_parameters, self.server_lr)
+        return average | parameters
 
 
 def _control_names(tensor_names: TensorNames) -> list[str]:
     return [CONTROL + key for key in tensor_names.parameters]
 
 
+def _clients_with_finite(gradients: Iterable[Tensor]) -> Tensor:
+    """Return whether (C,) all of a client's gradients (C, ...) are finite."""
+    finite_by_tensor = []
+    for gradient in gradients:
+        by_client = gradient.reshape(len(gradient), -1)
+        finite_by_tensor.append(by_client.isfinite().all(1))
+    return torch.stack(finite_by_tensor).all(0)
+
+
 def _server_control(server_state: Mapping[str, State], global_state: State, tensor_names: TensorNames) -> State:
     """Return c under the names with which it is sent; zero before the first round."""
     if "control" in server_state:
         return server_state["control"]
-    return {CONTROL + key: torch.zeros_like(global_state[key]) for key in tensor_names.parameters}
+    control = {}
+    for key in tensor_names.parameters:
+        control[CONTROL + key] = torch.zeros_like(global_state[key])
+    return control

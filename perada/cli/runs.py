@@ -274,7 +274,7 @@ class PeradaCLI(LightningCLI):
 
     def _notes(self, test_images: Sequence[int]) -> list[str]:
         """Return lines on what the mean over clients hides."""
-        participation = self.loop.parts.federation.participation
+        participation = self.loop.context.federation.participation
         return notes_on_means(self.model.scores, test_images, participation.recent, participation.span)
 
     def before_predict(self) -> None:

@@ -51,15 +51,16 @@ class Ranks:
         """Apply a collective to all tensors of one dtype as one flat buffer, since each call has a latency."""
         if self.size == 1:
             return
-        groups: dict[torch.dtype, list[Tensor]] = {}
+        tensors_of_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
-            groups.setdefault(tensor.dtype, []).append(tensor)
-        for group in groups.values():
-            buffer = torch.cat([tensor.detach().reshape(-1).to(self._device) for tensor in group])
+            tensors_of_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for group in tensors_of_dtype.values():
+            flat = [tensor.detach().reshape(-1).to(self._device) for tensor in group]
+            buffer = torch.cat(flat)
             collective(buffer)
-            parts = torch.split(buffer, [tensor.numel() for tensor in group])
-            for tensor, part in zip(group, parts, strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
+            sizes = [tensor.numel() for tensor in group]
+            for tensor, result in zip(group, torch.split(buffer, sizes), strict=True):
+                tensor.detach().copy_(result.view(tensor.shape))
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in rank order; values must be picklable, with tensors on the CPU.
@@ -74,9 +75,13 @@ class Ranks:
 
     def collect(self, value: T) -> list[T]:
         """Return every rank's value on rank 0, and an empty list on the others."""
-        values = [value] * self.size if self.rank == 0 else None
-        if self.size > 1:
-            torch.distributed.gather_object(value, values)
+        if self.size == 1:
+            return [value]
+        values: list[T] | None = None
+        if self.rank == 0:
+            # Places for the values, which gather_object fills. Other ranks must pass None.
+            values = [value] * self.size
+        torch.distributed.gather_object(value, values)
         return values or []
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
@@ -86,15 +91,17 @@ class Ranks:
             outgoing: Tensors to send, by the rank that receives them.
             incoming: Tensors to fill in place, by the rank that sends them, in whose dtype and shape.
         """
-        buffers = {rank: torch.empty_like(tensor, device=self._device) for rank, tensor in incoming.items()}
-        transfers = []
+        operations = []
         for rank, tensor in outgoing.items():
-            sent = tensor.to(self._device).contiguous()
-            transfers.append(torch.distributed.P2POp(torch.distributed.isend, sent, rank))
-        for rank, buffer in buffers.items():
-            transfers.append(torch.distributed.P2POp(torch.distributed.irecv, buffer, rank))
-        if transfers:
-            for transfer in torch.distributed.batch_isend_irecv(transfers):
+            on_device = tensor.to(self._device).contiguous()
+            operations.append(torch.distributed.P2POp(torch.distributed.isend, on_device, rank))
+        buffers = {}
+        for rank, tensor in incoming.items():
+            buffers[rank] = torch.empty_like(tensor, device=self._device)
+            operations.append(torch.distributed.P2POp(torch.distributed.irecv, buffers[rank], rank))
+        if operations:
+            # As one batch: two ranks that send to each other one by one could both wait for ever.
+            for transfer in torch.distributed.batch_isend_irecv(operations):
                 transfer.wait()
         for rank, buffer in buffers.items():
             incoming[rank].copy_(buffer)

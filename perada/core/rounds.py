@@ -216,21 +216,21 @@ class Shares:
         return cls(plan, tuple(share_out(plan, ranks)), rank)
 
     @property
-    def own(self) -> RoundPlan:
+    def local_plan(self) -> RoundPlan:
         """This rank's clients, possibly none."""
         return self.parts[self.rank]
 
     @property
-    def trained(self) -> RoundPlan:
+    def cohort_plan(self) -> RoundPlan:
         """This rank's clients or, without any, the round's first client as a stand-in that takes no step."""
-        if self.own.clients:
-            return self.own
+        if self.local_plan.clients:
+            return self.local_plan
         return self.plan.part([0])
 
     @property
     def places(self) -> list[int]:
         """Positions of this rank's clients in the plan of the round."""
-        local_clients = set(self.own.clients)
+        local_clients = set(self.local_plan.clients)
         return [place for place, client in enumerate(self.plan.clients) if client in local_clients]
 
 

@@ -153,15 +153,24 @@ class Streams:
     def bits(self, count: int) -> Tensor:
         """Return the first ``count`` draws of each client, uniform over all 16-bit integers: int16 (C, count)."""
         # A word of 64 bits gives four of them.
-        places = torch.arange((count + 3) // 4, device=self.seeds.device)
+        num_words = (count + 3) // 4
+        places = torch.arange(num_words, device=self.seeds.device)
+        # s + i·γ, and SplitMix64's mixing function, all modulo 2**64.
         z = places * self.gammas.unsqueeze(1)
         z += self.seeds.unsqueeze(1)
-        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
-            # torch shifts signed integers: the copies of the sign bit are cut off.
-            z ^= (z >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-            if factor != 1:
-                z *= factor
+        _xor_shifted_(z, 30)
+        z *= _FIRST
+        _xor_shifted_(z, 27)
+        z *= _SECOND
+        _xor_shifted_(z, 31)
         return z.view(torch.int16)[:, :count]
+
+
+def _xor_shifted_(z: Tensor, shift: int) -> None:
+    """Replace int64 numbers by z ^ (z >> shift), as if they had no sign."""
+    shifted = z >> shift
+    # torch shifts signed integers: the copies of the sign bit are cut off.
+    z ^= shifted.bitwise_and_((1 << (64 - shift)) - 1)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # hashing cannot be traced, and need not be

@@ -104,18 +104,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def get_state(model: nn.Module) -> State:
     """Return a detached copy of the trained part of ``model``."""
-    full = model.state_dict()
-    return {key: full[key].detach().clone() for key in trained_keys(model)}
+    tensors = model.state_dict()
+    return {key: tensors[key].detach().clone() for key in trained_keys(model)}
 
 
 def set_state(model: nn.Module, state: State) -> None:
     """Copy ``state`` into ``model`` in place; raise a KeyError if one of its names is not in the model."""
-    full = model.state_dict()
+    # These share memory with the model's own tensors.
+    tensors = model.state_dict()
     with torch.no_grad():
         for key, value in state.items():
-            if key not in full:
+            if key not in tensors:
                 raise KeyError(f"the model has no tensor named {key!r}; pass a state of this backbone and adapter")
-            full[key].copy_(value)
+            tensors[key].copy_(value)
 
 
 def train_mode(model: nn.Module) -> nn.Module:
@@ -136,11 +137,14 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     These are trained norms with running statistics, and norms that keep none. A frozen norm with running statistics
     stays in evaluation mode (:func:`train_mode`).
     """
-    return [
-        module
-        for module in model.modules()
-        if _has_running_statistics(module) and (_is_trained(module) or module._buffers["running_mean"] is None)
-    ]
+    norms = []
+    for module in model.modules():
+        if not _has_running_statistics(module):
+            continue
+        keeps_none = module._buffers["running_mean"] is None
+        if _is_trained(module) or keeps_none:
+            norms.append(module)
+    return norms
 
 
 def _has_running_statistics(module: nn.Module) -> bool:
@@ -173,8 +177,12 @@ def unstack(stacked: State) -> list[State]:
     >>> [s["w"].item() for s in unstack({"w": torch.tensor([1.0, 2.0])})]
     [1.0, 2.0]
     """
-    size = len(next(iter(stacked.values()))) if stacked else 0
-    return [{key: value[index] for key, value in stacked.items()} for index in range(size)]
+    if not stacked:
+        return []
+    states = []
+    for index in range(stack_size(stacked)):
+        states.append({key: value[index] for key, value in stacked.items()})
+    return states
 
 
 def expand(state: State, clients: int) -> State:
@@ -189,9 +197,14 @@ def expand(state: State, clients: int) -> State:
 def gather(stacked: State, clients: Sequence[int]) -> State:
     """Copy the rows of ``clients`` out of a stack; the host does not wait for a GPU."""
     rows = torch.tensor(clients, dtype=torch.int64)
-    devices = {value.device for value in stacked.values()}
-    places = {device: to_device_async(rows, device) for device in devices}
-    return {key: value[places[value.device]] for key, value in stacked.items()}
+    # Copied once to each device, not for each tensor.
+    rows_on_device: dict[torch.device, Tensor] = {}
+    gathered = {}
+    for key, value in stacked.items():
+        if value.device not in rows_on_device:
+            rows_on_device[value.device] = to_device_async(rows, value.device)
+        gathered[key] = value[rows_on_device[value.device]]
+    return gathered
 
 
 def prefix(stacked: State, clients: int) -> State:
@@ -234,9 +247,10 @@ def strides_of(state: State) -> dict[str, list[int]]:
     """
     strides_by_key = {}
     for key, value in state.items():
-        # A copy has no gaps.
+        # Those of a copy, which has no gaps.
         strides = torch.empty_like(value, device="meta").stride()
-        if strides != torch.empty(value.shape, device="meta").stride():
+        contiguous_strides = torch.empty(value.shape, device="meta").stride()
+        if strides != contiguous_strides:
             strides_by_key[key] = list(strides)
     return strides_by_key
 
@@ -257,8 +271,9 @@ def laid_out(state: State, strides: Mapping[str, Sequence[int]]) -> State:
             raise ValueError(f"strides {list(key_strides)} of {key!r} do not match its shape {tuple(state[key].shape)}")
     copies: State = {}
     for key, value in state.items():
-        contiguous = torch.empty(value.shape, device="meta").stride()
-        key_strides = strides.get(key) or contiguous
+        contiguous_strides = torch.empty(value.shape, device="meta").stride()
+        # A number has no strides: the empty list stands for those of a contiguous tensor.
+        key_strides = strides.get(key) or contiguous_strides
         copy = torch.empty_strided(value.shape, key_strides, dtype=value.dtype, device=value.device)
         copies[key] = copy.copy_(value)
     return copies
@@ -268,9 +283,11 @@ def _fills(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether a tensor with these strides covers each place of its memory exactly once."""
     if len(strides) != len(shape):
         return False
+    # From the axis whose entries are closest together: each next one steps over all that came before.
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size == 1:  # any stride leads nowhere
+        if size == 1:
+            # Nothing is reached by this stride.
             continue
         if stride != expected:
             return False
@@ -338,12 +355,14 @@ def widened(value: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _beyond(value: Tensor, axis: int, ranks: Tensor) -> Tensor:
     """Return a mask of where a stack (C, ...) is beyond the clients' ``ranks`` (C,), along an axis of one client's."""
-    places = torch.arange(value.shape[1 + axis], device=value.device)
-    outside = places >= ranks.to(value.device).view(-1, 1)
+    stacked_axis = 1 + axis
+    places = torch.arange(value.shape[stacked_axis], device=value.device)
+    is_beyond = places >= ranks.to(value.device).view(-1, 1)  # (C, places)
+    # Such that it broadcasts over all other axes.
     shape = [1] * value.dim()
-    shape[0] = len(outside)
-    shape[1 + axis] = len(places)
-    return outside.view(shape)
+    shape[0] = len(ranks)
+    shape[stacked_axis] = len(places)
+    return is_beyond.view(shape)
 
 
 def per_client(values: Tensor, stack: Tensor) -> Tensor:
@@ -384,5 +403,6 @@ def is_finite(state: State) -> bool:
     """Return whether a state, all on one device, holds neither a NaN nor an infinity."""
     if not state:
         return True
+    finite = [value.isfinite().all() for value in state.values()]
     # Stacked first, so that the host waits once for the device.
-    return bool(torch.stack([value.isfinite().all() for value in state.values()]).all())
+    return bool(torch.stack(finite).all())

@@ -351,7 +351,7 @@ class FederatedDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Serve this rank's clients of the trainer's current round; ``len()`` is the round's number of steps."""
         round = 0 if self.trainer is None else self.trainer.current_epoch
-        return self.cohort_loader(self.shares(round).own)
+        return self.cohort_loader(self.shares(round).local_plan)
 
     def first_batch(self, clients: Sequence[int]) -> CohortBatch:
         """Return the first training batch of the given clients, prepared, for dry runs at set-up.

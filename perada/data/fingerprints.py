@@ -19,6 +19,7 @@ labels are compared.
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,8 @@ def fingerprint_of(data: Checked, client_names: Sequence[str] | None, evaluated:
         "classes": data.classes,
         "train": part_fingerprint(data.train),
     }
-    others = {evaluated: data.test, "public": data.public, "server_validation": data.server_validation}
-    for part, store in others.items():
+    other_parts = {evaluated: data.test, "public": data.public, "server_validation": data.server_validation}
+    for part, store in other_parts.items():
         if store is not None:
             fingerprint[part] = part_fingerprint(store)
     return fingerprint
@@ -81,50 +82,83 @@ def _fingerprint_of_tensors(store: TensorStore) -> dict[str, list[str] | None]:
     limit = BYTES_LIMIT // max(1, image_bytes)
     image_hashes = []
     for rows in torch.split(store.table, list(store.sizes)):
-        chosen = rows[_evenly_spaced(len(rows), limit * len(rows) // len(store.table))]
+        client_limit = limit * len(rows) // len(store.table)
+        hashed_rows = rows[_evenly_spaced(len(rows), client_limit)]
         image_hash = _new_hash()
-        for chunk in torch.split(chosen, _CHUNK):
+        for chunk in torch.split(hashed_rows, _CHUNK):
             _update(image_hash, store.images[chunk.to(store.images.device)])
         image_hashes.append(image_hash.hexdigest())
-    labels = None if store.labels is None else [_hash_of(client_labels) for client_labels in store.client_labels()]
-    return {"labels": labels, "images": image_hashes}
+    label_hashes: list[str] | None = None
+    if store.labels is not None:
+        label_hashes = [_hash_of(client_labels) for client_labels in store.client_labels()]
+    return {"labels": label_hashes, "images": image_hashes}
+
+
+@dataclass(frozen=True)
+class _ClientHashes:
+    """Hashes of a client's labels and images; None for what cannot be compared."""
+
+    labels: str | None
+    images: str | None
 
 
 def _fingerprint_of_items(store: MapStore) -> dict[str, list[str] | None]:
     total = max(1, sum(store.sizes))
-    image_hashes = list[str | None]()
-    label_hashes = list[str | None]()
     clients_to_read = set(_evenly_spaced(len(store.sizes), CLIENTS_LIMIT).tolist())
-    for client, size in enumerate(store.sizes):
-        known_labels = store.known_labels[client] if store.labelled else None
-        labels_hash = None if known_labels is None else _hash_of(known_labels)
-        if client not in clients_to_read:
-            image_hashes.append(NOT_READ)
-            label_hashes.append(NOT_READ if labels_hash is None else labels_hash)
-            continue
-        base, rows = resolve_subset(store.datasets[client])
-        if isinstance(base, ImageFiles):
-            chosen = _evenly_spaced(size, FILES_LIMIT * size // total).tolist()
-            paths = [base.manifest.paths[rows[index]] for index in chosen]
-            with ThreadPoolExecutor(8) as pool:
-                images_hash: str | None = _hash_of_words(pool.map(base.digest, paths))
-        else:
-            samples = _read_samples(store, client, ITEMS_LIMIT * size // total)
-            images_hash = None if samples is None else _hash_of_words(image for image, _ in samples)
-            if known_labels is None and samples is not None:
-                labels_hash = _hash_of_words(label for _, label in samples)
-        image_hashes.append(images_hash)
-        label_hashes.append(labels_hash)
-    return {
-        "labels": _all_or_none(label_hashes) if store.labelled else None,
-        # If one client's items changed from read to read, those of others may have been equal by chance.
-        "images": _all_or_none(image_hashes),
-    }
+    image_hashes = []
+    label_hashes = []
+    for client in range(len(store.sizes)):
+        hashes = _hash_client(store, client, total, read=client in clients_to_read)
+        image_hashes.append(hashes.images)
+        label_hashes.append(hashes.labels)
+    labels = None
+    if store.labelled:
+        labels = _all_or_none(label_hashes)
+    # If one client's items changed from read to read, those of others may have been equal by chance.
+    return {"labels": labels, "images": _all_or_none(image_hashes)}
+
+
+def _hash_client(store: MapStore, client: int, total: int, read: bool) -> _ClientHashes:
+    """Hash a client's labels and images.
+
+    Args:
+        store: The part of the data.
+        client: Number of the client.
+        total: Number of all items in the part, of which the client's share is read.
+        read: Whether images are read. Otherwise only labels that are known without that are hashed.
+    """
+    labels_hash: str | None = None
+    if store.labelled:
+        known_labels = store.known_labels[client]
+        if known_labels is not None:
+            labels_hash = _hash_of(known_labels)
+    if not read:
+        return _ClientHashes(labels=NOT_READ if labels_hash is None else labels_hash, images=NOT_READ)
+
+    size = store.sizes[client]
+    base, rows = resolve_subset(store.datasets[client])
+    if isinstance(base, ImageFiles):
+        positions = _evenly_spaced(size, FILES_LIMIT * size // total).tolist()
+        paths = [base.manifest.paths[rows[position]] for position in positions]
+        with ThreadPoolExecutor(8) as pool:
+            return _ClientHashes(labels_hash, _hash_of_words(pool.map(base.digest, paths)))
+
+    samples = _read_samples(store, client, ITEMS_LIMIT * size // total)
+    if samples is None:
+        return _ClientHashes(labels_hash, None)
+    if labels_hash is None:
+        labels_hash = _hash_of_words(label for _, label in samples)
+    return _ClientHashes(labels_hash, _hash_of_words(image for image, _ in samples))
 
 
 def _all_or_none(hashes: Sequence[str | None]) -> list[str] | None:
-    known = [value for value in hashes if value is not None]
-    return known if len(known) == len(hashes) else None
+    """Return the hashes, or None if any of them is None."""
+    complete = []
+    for value in hashes:
+        if value is None:
+            return None
+        complete.append(value)
+    return complete
 
 
 def _read_samples(store: MapStore, client: int, limit: int) -> list[tuple[str, str]] | None:
@@ -133,22 +167,28 @@ def _read_samples(store: MapStore, client: int, limit: int) -> list[tuple[str, s
     Returns:
         Pairs of the hashes of an image and its label; None if an item cannot be read, or changes from read to read.
     """
-    chosen = _evenly_spaced(store.sizes[client], limit).tolist()
-    repeated = _evenly_spaced(len(chosen), REPEATED_ITEMS).tolist()
+    indices = _evenly_spaced(store.sizes[client], limit).tolist()
+    repeated = _evenly_spaced(len(indices), REPEATED_ITEMS).tolist()
     try:
         with isolated_randomness():
-            samples = [_hash_item(store, client, index) for index in chosen]
-            second_reads = [_hash_item(store, client, chosen[position]) for position in repeated]
+            samples = [_hash_item(store, client, index) for index in indices]
+            second_reads = [_hash_item(store, client, indices[position]) for position in repeated]
     except Exception:  # whatever a dataset raises; the client's training reports it
         return None
     first_reads = [samples[position] for position in repeated]
-    return samples if second_reads == first_reads else None
+    if second_reads != first_reads:
+        return None
+    return samples
 
 
 def _hash_item(store: MapStore, client: int, index: int) -> tuple[str, str]:
-    seed_all(0)  # transforms that draw from a global generator always draw alike
+    """Hash an image and its label, "" without one."""
+    # Transforms that draw from a global generator always draw alike.
+    seed_all(0)
     image, label = store.item(client, index, resize=False)
-    return _hash_of(image), "" if label is None else _hash_of(as_labels(label, of_one_image=True))
+    if label is None:
+        return _hash_of(image), ""
+    return _hash_of(image), _hash_of(as_labels(label, of_one_image=True))
 
 
 def _evenly_spaced(count: int, limit: int) -> Tensor:
@@ -215,7 +255,9 @@ def _first_change(before: Sequence[object], now: Sequence[object]) -> str:
 
 
 def _names(names: object) -> str:
-    return abbreviated(list(map(str, names))) if isinstance(names, list) else "without names"
+    if not isinstance(names, list):
+        return "without names"
+    return abbreviated(list(map(str, names)))
 
 
 def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

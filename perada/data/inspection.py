@@ -101,7 +101,7 @@ class Inspection:
         return not (self.broken or self.leaks)
 
     @property
-    def of_one_client(self) -> list[tuple[str, str]]:
+    def single_client_classes(self) -> list[tuple[str, str]]:
         """Pairs of a class and the only client with training images of it; empty if there is one client only."""
         if len(self.clients) < 2:
             return []

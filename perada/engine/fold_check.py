@@ -135,10 +135,14 @@ def perturbed_states(state: State, keys: Collection[str], clients: int, least: f
         moved = clone(state)
         for key in keys:
             value = moved[key]
-            size = float(value.float().square().mean().sqrt())
-            noise = block.repeat(math.ceil(value.numel() / _BLOCK))[: value.numel()].view(value.shape)
-            step = 0.1 * size if size > 0 else 0.02
-            value += (noise * max(step, least)).to(value)
+            root_mean_square = float(value.float().square().mean().sqrt())
+            change = 0.02
+            if root_mean_square > 0:
+                change = 0.1 * root_mean_square
+            change = max(change, least)
+            num_blocks = math.ceil(value.numel() / _BLOCK)
+            noise = block.repeat(num_blocks)[: value.numel()].view(value.shape)
+            value += (noise * change).to(value)
         states.append(moved)
     return states
 

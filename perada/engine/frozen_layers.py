@@ -48,8 +48,10 @@ class LinearMap(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> "LinearMap":
         """Convert both tensors."""
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return LinearMap(self.matrix.to(dtype), bias)
+        matrix = self.matrix.to(dtype)
+        if self.bias is None:
+            return LinearMap(matrix, None)
+        return LinearMap(matrix, self.bias.to(dtype))
 
 
 class FrozenConv2d(FrozenSubstitute):
@@ -69,30 +71,38 @@ class FrozenConv2d(FrozenSubstitute):
         """Map (B, in, H, W) to (B, out, H', W')."""
         conv: nn.Conv2d = self.original[0]
         cast_dtype = autocast_dtype(x, conv.weight)
-        dtype = cast_dtype or x.dtype
-        # Mismatched number formats are an error, which torch raises in the plain layer.
-        mismatched = cast_dtype is None and conv.weight.dtype != dtype
+        # Without autocast, weights and images of different dtypes are an error, which torch raises in the plain layer.
+        mismatched = cast_dtype is None and conv.weight.dtype != x.dtype
         if mismatched or torch.compiler.is_compiling() or is_hooked(conv):
             return conv(x)  # type: ignore[no-any-return]  # a tensor
+        dtype = cast_dtype or x.dtype
         if dtype == torch.bfloat16 and is_strided_depthwise(conv, x):
             return _StridedDepthwise.apply(x, conv)  # type: ignore[no-any-return]  # a tensor
-        if not is_small_map(conv, x):
-            return conv(x)  # type: ignore[no-any-return]  # a tensor
+        if is_small_map(conv, x):
+            return self._matrix_product(conv, x, dtype)
+        return conv(x)  # type: ignore[no-any-return]  # a tensor
+
+    def _matrix_product(self, conv: nn.Conv2d, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute the convolution as a product of matrices; the output has the memory format of the input."""
+        size = x.shape[2:]
+        height, width = output_size(conv, size)
         channels_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-        linear_map = self._linear_map(conv, x.shape[2:], dtype, channels_last)
-        height, width = output_size(conv, x.shape[2:])
+        linear_map = self._linear_map(conv, size, dtype, channels_last)
         if channels_last:
-            pixels = x.permute(0, 2, 3, 1).flatten(1).to(dtype)
-            out = F.linear(pixels, linear_map.matrix, linear_map.bias)
-            return out.view(-1, height, width, conv.out_channels).permute(0, 3, 1, 2)
-        out = F.linear(x.flatten(1).to(dtype), linear_map.matrix, linear_map.bias)
-        return out.view(-1, conv.out_channels, height, width)
+            # The order in which the pixels lie in memory, so that nothing is copied.
+            x = x.permute(0, 2, 3, 1)
+        flat_images = x.flatten(1).to(dtype)
+        flat_output = F.linear(flat_images, linear_map.matrix, linear_map.bias)
+        if not channels_last:
+            return flat_output.view(-1, conv.out_channels, height, width)
+        output = flat_output.view(-1, height, width, conv.out_channels)
+        return output.permute(0, 3, 1, 2)
 
     def _linear_map(self, conv: nn.Conv2d, size: torch.Size, dtype: torch.dtype, channels_last: bool) -> LinearMap:
         """Return the convolution's map from the cache, or compute it."""
-        tensors = [value for value in (conv.weight, conv.bias) if value is not None]
-        # The address alone does not identify a tensor: a later one may have that of an earlier one.
-        weights = tuple((id(value), value.data_ptr(), value._version) for value in tensors)
+        weights = _version(conv.weight)
+        if conv.bias is not None:
+            weights += _version(conv.bias)
         if weights != self._cached_weights:
             self._cache.clear()
             self._cached_weights = weights
@@ -100,18 +110,28 @@ class FrozenConv2d(FrozenSubstitute):
         if key not in self._cache:
             # Tensors that are made in inference mode cannot be part of a later training step.
             with torch.inference_mode(False), torch.no_grad():
-                self._cache[key] = small_map_matrix(conv, size, channels_last).to(dtype)
+                linear_map = small_map_matrix(conv, size, channels_last)
+                self._cache[key] = linear_map.to(dtype)
             for oldest in list(self._cache)[:-CACHED_MATRICES]:
                 del self._cache[oldest]
         return self._cache[key]
 
 
+def _version(tensor: Tensor) -> tuple[int, ...]:
+    """Identify a tensor and its present values, as far as torch counts changes of them."""
+    # Neither number is enough: a later tensor may have the id or the address of one that is gone.
+    return id(tensor), tensor.data_ptr(), tensor._version
+
+
 def autocast_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype in which autocast computes a product of the two; None if it leaves them unchanged."""
-    # Autocast leaves double precision alone.
-    if not torch.is_autocast_enabled(x.device.type) or torch.float64 in (x.dtype, weight.dtype):
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type):
         return None
-    return torch.get_autocast_dtype(x.device.type)
+    # Autocast leaves double precision as it is.
+    if torch.float64 in (x.dtype, weight.dtype):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -124,13 +144,17 @@ def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
     """Return whether a convolution of images (B, in, H, W) is faster as a matrix product. Only CPUs were measured."""
     if x.dim() != 4 or x.device.type != "cpu" or conv.groups != 1 or conv.padding_mode != "zeros":
         return False
-    height, width = output_size(conv, x.shape[2:])
-    if x.shape[1] != conv.in_channels or min(height, width, *x.shape[2:]) < 1:
+    _, channels, in_height, in_width = x.shape
+    out_height, out_width = output_size(conv, x.shape[2:])
+    # Impossible sizes are an error, which torch raises in the plain layer.
+    if channels != conv.in_channels or min(in_height, in_width, out_height, out_width) < 1:
         return False
-    pixels = x.shape[2] * x.shape[3]
+    # In every output pixel the product multiplies all pixels of the image, the convolution all taps of the kernel.
+    in_pixels = in_height * in_width
+    out_pixels = out_height * out_width
     taps = conv.kernel_size[0] * conv.kernel_size[1]
-    needs_less_work = pixels <= max(1, LARGEST_WORK * taps)
-    has_small_matrix = pixels * height * width <= LARGEST_MATRIX * taps
+    needs_less_work = in_pixels <= max(1, LARGEST_WORK * taps)
+    has_small_matrix = in_pixels * out_pixels <= LARGEST_MATRIX * taps
     return needs_less_work and has_small_matrix
 
 
@@ -143,11 +167,15 @@ def is_strided_depthwise(conv: nn.Conv2d, x: Tensor) -> bool:
 
 def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:
     """Compute the height and width of a convolution's output for a map of this ``size``."""
+    # Not `padding`, which may be a word such as "same".
     pad_left, pad_right, pad_top, pad_bottom = conv._reversed_padding_repeated_twice
+    padded_height = size[0] + pad_top + pad_bottom
+    padded_width = size[1] + pad_left + pad_right
+    # Dilation moves taps apart: the kernel spans more rows and columns than it has taps.
     kernel_height = conv.dilation[0] * (conv.kernel_size[0] - 1) + 1
     kernel_width = conv.dilation[1] * (conv.kernel_size[1] - 1) + 1
-    height = (size[0] + pad_top + pad_bottom - kernel_height) // conv.stride[0] + 1
-    width = (size[1] + pad_left + pad_right - kernel_width) // conv.stride[1] + 1
+    height = (padded_height - kernel_height) // conv.stride[0] + 1
+    width = (padded_width - kernel_width) // conv.stride[1] + 1
     return height, width
 
 
@@ -160,9 +188,12 @@ def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
     if output_size(conv, torch.Size((1, 1))) != (1, 1):
         return None
     pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
-    row, between_rows = divmod(pad_top, conv.dilation[0])
-    column, between_columns = divmod(pad_left, conv.dilation[1])
-    if between_rows or between_columns or row >= conv.kernel_size[0] or column >= conv.kernel_size[1]:
+    # The first tap lies on the corner of the padding, and the pixel behind the padding.
+    row, rows_past_tap = divmod(pad_top, conv.dilation[0])
+    column, columns_past_tap = divmod(pad_left, conv.dilation[1])
+    if rows_past_tap or columns_past_tap:
+        return None
+    if row >= conv.kernel_size[0] or column >= conv.kernel_size[1]:
         return None
     return row, column
 
@@ -172,16 +203,18 @@ def joining_taps(conv: nn.Conv2d, size: torch.Size) -> Tensor:
 
     Taps are numbered row by row; -1 stands for none.
     """
-    height, width = output_size(conv, size)
+    height, width = size
+    out_height, out_width = output_size(conv, size)
     kernel_height, kernel_width = conv.kernel_size
     pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
-    taps = torch.full((height, width, *size), -1)
-    positions = itertools.product(range(height), range(width), range(kernel_height), range(kernel_width))
-    for row, column, tap_row, tap_column in positions:
-        y = row * conv.stride[0] - pad_top + tap_row * conv.dilation[0]
-        x = column * conv.stride[1] - pad_left + tap_column * conv.dilation[1]
-        if 0 <= y < size[0] and 0 <= x < size[1]:
-            taps[row, column, y, x] = tap_row * kernel_width + tap_column
+    taps = torch.full((out_height, out_width, height, width), -1)
+    positions = itertools.product(range(out_height), range(out_width), range(kernel_height), range(kernel_width))
+    for out_row, out_column, tap_row, tap_column in positions:
+        row = out_row * conv.stride[0] - pad_top + tap_row * conv.dilation[0]
+        column = out_column * conv.stride[1] - pad_left + tap_column * conv.dilation[1]
+        is_in_image = 0 <= row < height and 0 <= column < width
+        if is_in_image:
+            taps[out_row, out_column, row, column] = tap_row * kernel_width + tap_column
     return taps
 
 
@@ -191,13 +224,14 @@ def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> 
     Rows and columns have the order in which maps lie in memory: (C, H, W), or (H, W, C) if ``channels_last``.
     """
     height, width = output_size(conv, size)
+    taps = joining_taps(conv, size)
     # The tap -1, which stands for none, selects a zero that is appended to the weights.
     weights = F.pad(conv.weight.flatten(2), (0, 1))
-    matrix = weights[:, :, joining_taps(conv, size)]  # (out, in, H', W', H, W)
+    matrix = weights[:, :, taps]  # (out, in, H', W', H, W)
     if channels_last:
-        matrix = matrix.permute(2, 3, 0, 4, 5, 1)
+        matrix = matrix.permute(2, 3, 0, 4, 5, 1)  # (H', W', out, H, W, in)
     else:
-        matrix = matrix.permute(0, 2, 3, 1, 4, 5)
+        matrix = matrix.permute(0, 2, 3, 1, 4, 5)  # (out, H', W', in, H, W)
     matrix = matrix.reshape(height * width * conv.out_channels, -1)
     if conv.bias is None:
         return LinearMap(matrix, None)
@@ -224,10 +258,17 @@ class _StridedDepthwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         conv: nn.Conv2d = ctx.conv
-        input_gradient = conv2d_input(
-            ctx.size, conv.weight.float(), gradient.float(), conv.stride, conv.padding, conv.dilation, conv.groups
+        image_gradient = conv2d_input(
+            ctx.size,
+            conv.weight.float(),
+            gradient.float(),
+            stride=conv.stride,
+            padding=conv.padding,
+            dilation=conv.dilation,
+            groups=conv.groups,
         )
-        return input_gradient.to(ctx.dtype), None
+        # One gradient for each argument of `forward`: the convolution has none.
+        return image_gradient.to(ctx.dtype), None
 
 
 class FrozenBatchNorm(FrozenSubstitute):
@@ -252,19 +293,31 @@ class _Normalise(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, mean, var)
         ctx.eps = eps
-        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+        return F.batch_norm(x, mean, var, weight, bias, training=False, momentum=0.0, eps=eps)
 
     @staticmethod
     def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, mean, var = ctx.saved_tensors
         if gradient.device.type == "cpu":
-            # Only the shape of the input is used, not its values: the gradient, which has the same, takes its place.
-            gradients = torch.ops.aten.native_batch_norm_backward(
-                gradient, gradient, weight, mean, var, None, None, False, ctx.eps, [True, False, False]
+            x_gradient, _, _ = torch.ops.aten.native_batch_norm_backward(
+                grad_out=gradient,
+                # Only the shape of the input is used, which is that of the gradient.
+                input=gradient,
+                weight=weight,
+                running_mean=mean,
+                running_var=var,
+                save_mean=None,
+                save_invstd=None,
+                train=False,
+                eps=ctx.eps,
+                # Of input, weight and bias.
+                output_mask=[True, False, False],
             )
-            return gradients[0], None, None, None, None, None
-        # The kernel of a GPU needs the statistics of a batch. The derivative of a scale and a shift is the scale.
-        return input_gradient(gradient, weight, var, ctx.eps), None, None, None, None, None
+        else:
+            # The kernel of a GPU needs the statistics of a batch, which there are none of.
+            x_gradient = input_gradient(gradient, weight, var, ctx.eps)
+        # One gradient for each argument of `forward`: only the input has one.
+        return x_gradient, None, None, None, None, None
 
 
 def input_gradient(gradient: Tensor, weight: Tensor | None, var: Tensor, eps: float) -> Tensor:
@@ -273,5 +326,8 @@ def input_gradient(gradient: Tensor, weight: Tensor | None, var: Tensor, eps: fl
     It is weight / √(var + eps) times that, with weight and var (D,): the same BatchNorm without mean and bias.
     """
     zeros = torch.zeros_like(var)
-    bias = None if weight is None else zeros
-    return F.batch_norm(gradient, zeros, var, weight, bias, False, 0.0, eps)
+    # A norm without a weight has no bias either.
+    bias = None
+    if weight is not None:
+        bias = zeros
+    return F.batch_norm(gradient, zeros, var, weight, bias, training=False, momentum=0.0, eps=eps)

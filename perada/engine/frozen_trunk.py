@@ -10,6 +10,7 @@ the trained tensors, the mode or the other images change, and no random number i
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,11 +52,12 @@ class FrozenTrunk:
         self.size = sum(shapes[path].numel() for path in needed)
         self.rows = 0
         self.spoil = False
-        # Outputs that are cut from features, while a pass runs on features.
-        self._given: dict[str, Tensor] | None = None
+        # Outputs that were cut from features, while a pass runs on features; else None.
+        self._cut_outputs: dict[str, Tensor] | None = None
+        # Outputs that were computed so far, while a pass computes features; else None.
+        self._recorded_outputs: dict[str, Tensor] | None = None
+        # The dtypes and memory formats that the outputs had when features were computed.
         self._formats: dict[str, tuple[torch.dtype, torch.memory_format]] = {}
-        # Outputs that are recorded, while features are computed.
-        self._recorded: dict[str, Tensor] | None = None
 
     def wrap(self, module: nn.Module, path: str) -> nn.Module:
         """Return the replacement of the module at ``path`` in a folded model."""
@@ -77,27 +79,32 @@ class FrozenTrunk:
 
         The modules' outputs are copies of the features, since a model may change them in place.
         """
-        self._given = None
+        self._cut_outputs = None
         if not self.holds(x_R):
             return x_R
         self.rows = len(x_R)
-        self._given = {}
+        self._cut_outputs = {}
         for path, part in self.parts(x_R).items():
             dtype, layout = self._formats.get(path, (part.dtype, torch.contiguous_format))
-            self._given[path] = part.view(-1, *self.shapes[path]).to(dtype, copy=True, memory_format=layout)
+            output = part.view(-1, *self.shapes[path])
+            self._cut_outputs[path] = output.to(dtype, copy=True, memory_format=layout)
         blank = torch.nan if self.spoil else 0.0
+        # One number that is viewed as all images.
         return x_R.new_full((), blank).expand(self.rows, *self.image)
 
     def features(self, model: nn.Module, x_R: Tensor) -> Tensor:
         """Compute features (R, F) of images (R, ...) by a model with this trunk's :class:`ConstantModule` instances."""
-        self._given = None
-        self._recorded = {}
+        self._cut_outputs = None
+        self._recorded_outputs = {}
+        model.eval()
         with suppress(_Enough), torch.no_grad():
-            model.eval()(x_R)
-        outputs = self._recorded
-        self._recorded = None
-        self._formats = {path: (value.dtype, _layout(value)) for path, value in outputs.items()}
-        return torch.cat([outputs[path].flatten(1) for path in self.needed], 1)
+            model(x_R)
+        outputs = self._recorded_outputs
+        self._recorded_outputs = None
+        for path, output in outputs.items():
+            self._formats[path] = (output.dtype, _layout(output))
+        flat_outputs = [outputs[path].flatten(1) for path in self.needed]
+        return torch.cat(flat_outputs, 1)
 
     def output(self, path: str, run: Callable[[], Tensor], like: Tensor) -> Tensor:
         """Return the output of the module at ``path`` in this pass.
@@ -107,18 +114,19 @@ class FrozenTrunk:
             run: Computes the output.
             like: Tensor with the number format and device of the output.
         """
-        if self._given is not None:
-            if path in self._given:
-                return self._given[path]
+        if self._cut_outputs is not None:
+            if path in self._cut_outputs:
+                return self._cut_outputs[path]
             # The values of an output that is not needed are not used, but it must have the right shape.
             shape = (self.rows, *self.shapes[path])
             if self.spoil:
                 return like.new_full(shape, torch.nan)
             return like.new_empty(shape)
         out = run()
-        if self._recorded is not None and path in self.needed:
-            self._recorded[path] = out.clone()
-            if len(self._recorded) == len(self.needed):
+        if self._recorded_outputs is not None and path in self.needed:
+            # A copy, since the model may change the output in place.
+            self._recorded_outputs[path] = out.clone()
+            if len(self._recorded_outputs) == len(self.needed):
                 raise _Enough
         return out
 
@@ -167,14 +175,19 @@ def find_trunk(model: nn.Module, image: Tensor, least_share: float = 0.0) -> Fro
 
 
 def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | None:
+    """Find the trunk for three images (3, ...); None as of :func:`find_trunk`."""
+    image_shape = x_R.shape[1:]
     shapes = _constant(model, x_R)
     if not shapes:
         return None
-    trunk = FrozenTrunk(shapes, tuple(shapes), x_R.shape[1:])
+
+    # First with the outputs of all constant modules as features, to learn which of them are needed.
+    trunk = FrozenTrunk(shapes, needed=tuple(shapes), image=image_shape)
     trunk.spoil = True
     module = fold(model, random_only=True, wrap=trunk.wrap).model
+    module.eval()
     with FlopCounterMode(display=False) as pass_flops, torch.no_grad():
-        expected = module.eval()(x_R)
+        expected = module(x_R)
     with FlopCounterMode(display=False) as trunk_flops:
         features = trunk.features(module, x_R)
     share = trunk_flops.get_total_flops() / max(1, pass_flops.get_total_flops())
@@ -183,15 +196,17 @@ def _find(model: nn.Module, x_R: Tensor, least_share: float) -> FrozenTrunk | No
     needed = _needed(trunk, module, features, expected)
     if not needed:
         return None
-    # Try again with only the needed features.
-    trunk = FrozenTrunk(shapes, needed, x_R.shape[1:], share)
+
+    # Then with only the needed features, which are checked.
+    trunk = FrozenTrunk(shapes, needed, image_shape, share)
     if x_R.dim() == 2 and trunk.size == x_R.shape[1]:
         # Features could not be distinguished from images by their shape.
         return None
     module = fold(model, random_only=True, wrap=trunk.wrap).model
     features = trunk.features(module, x_R)
-    of_two_images = trunk.features(module, x_R[:2])
-    if not torch.allclose(of_two_images, features[:2], 1e-3, 1e-3 * float(features.abs().max())):
+    features_in_pair = trunk.features(module, x_R[:2])
+    tolerance = 1e-3 * float(features.abs().max())
+    if not torch.allclose(features_in_pair, features[:2], rtol=1e-3, atol=tolerance):
         # An image's features depend on the other images.
         return None
     if not _features_replace_images(trunk, module, features, x_R):
@@ -207,8 +222,9 @@ def _features_replace_images(trunk: FrozenTrunk, module: nn.Module, features: Te
     """
     tensors = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     for name, parameter in module.named_parameters():
-        moved = parameter + 0.01 if parameter.requires_grad else parameter
-        tensors[name] = moved.detach().clone()
+        tensors[name] = parameter.detach().clone()
+        if parameter.requires_grad:
+            tensors[name] += 0.01
     tied = tied_names(module)
 
     def logits(rows_R: Tensor) -> Tensor:
@@ -216,14 +232,17 @@ def _features_replace_images(trunk: FrozenTrunk, module: nn.Module, features: Te
             torch.manual_seed(0)
             # Copies, since a pass may write to buffers.
             copies = clone(tensors)
-            copies |= {name: copies[first] for name, first in tied.items()}
+            for name, first_name in tied.items():
+                copies[name] = copies[first_name]
             out: Tensor = functional_call(module, copies, (trunk.feed(rows_R),), tie_weights=False)
             return out
 
     trunk.spoil = True
-    for mode in (nn.Module.eval, train_mode):
-        for part in mode(module).modules():
-            part.training &= not isinstance(part, StackedDropout)
+    for set_mode in (nn.Module.eval, train_mode):
+        set_mode(module)
+        for part in module.modules():
+            if isinstance(part, StackedDropout):
+                part.training = False
         expected = logits(x_R)
         logits(x_R.flip(0))
         if not torch.equal(logits(features), expected):
@@ -236,97 +255,136 @@ class _Output(NamedTuple):
     """Facts about a module's output in a pass.
 
     Attributes:
-        shape: Its shape.
-        number: A fingerprint of each row.
-        norm: The norm of each row.
+        shape: Its shape (R, ...).
+        fingerprint: A number (R,) that stands for the contents of each row.
+        norm: The norm (R,) of each row.
         changing: Whether it depends on trained tensors or random numbers.
     """
 
     shape: torch.Size
-    number: Tensor
+    fingerprint: Tensor
     norm: Tensor
     changing: bool
 
 
 def _constant(model: nn.Module, x_R: Tensor) -> dict[str, torch.Size]:
     """Find the outermost constant modules, in the order of their calls, with the shapes of one image's outputs."""
-    first = _outputs(model, x_R, training=False)
-    second = _outputs(model, x_R[:2], training=True)
     modules = dict(model.named_modules())
+    outputs_of_three = _outputs(model, x_R, training=False)
+    # Fewer images, other values of the trained tensors, and training mode.
+    outputs_of_two = _outputs(model, x_R[:2], training=True)
     constant: dict[str, torch.Size] = {}
-    for path, output in first.items():
-        other = second.get(path)
-        if output is None or other is None or isinstance(modules[path], nn.Identity):
+    for path, output in outputs_of_three.items():
+        other_output = outputs_of_two.get(path)
+        if output is None or other_output is None or isinstance(modules[path], nn.Identity):
             continue
-        if _agree(output, other, len(x_R)):
+        if _agree(output, other_output, len(x_R)):
             constant[path] = output.shape[1:]
+
+    # What is inside a constant module is not run where features take the place of its output.
     inner: set[nn.Module] = set()
     for path in constant:
         inner.update(part for part in modules[path].modules() if part is not modules[path])
     return {path: shape for path, shape in constant.items() if modules[path] not in inner}
 
 
-def _agree(output: _Output, of_two: _Output, rows: int) -> bool:
+def _agree(output: _Output, output_of_two: _Output, rows: int) -> bool:
     """Return whether a module's outputs for the first two rows are the same in both passes."""
-    if output.changing or of_two.changing:
+    if output.changing or output_of_two.changing:
         return False
-    if len(output.number) != rows or len(of_two.number) != 2 or output.shape[1:] != of_two.shape[1:]:
+    # The first axis must be that of the images.
+    if len(output.fingerprint) != rows or len(output_of_two.fingerprint) != 2:
         return False
-    difference = (output.number[:2] - of_two.number).abs()
+    if output.shape[1:] != output_of_two.shape[1:]:
+        return False
+    difference = (output.fingerprint[:2] - output_of_two.fingerprint).abs()
     return bool((difference <= 1e-3 * output.norm[:2]).all())
+
+
+class _OutputRecorder:
+    """Records facts about the outputs of a model's modules in a pass, by forward hooks.
+
+    Args:
+        device: Device of the pass.
+        training: Whether the pass is in training mode.
+
+    Attributes:
+        outputs: Facts by path; ``None`` for an output that cannot be a feature.
+    """
+
+    def __init__(self, device: torch.device, training: bool) -> None:
+        self.outputs: dict[str, _Output | None] = {}
+        self._device = device
+        self._training = training
+        self._initial_rng_state = self._rng_state()
+
+    def begin(self) -> None:
+        """Begin the pass: random numbers that are drawn from now on are noticed."""
+        self._initial_rng_state = self._rng_state()
+
+    def hook(self, path: str, module: nn.Module, inputs: object, out: object) -> object:
+        """Record the output of the module at ``path``, and return it: a forward hook if the path is bound."""
+        if not isinstance(out, Tensor) or not out.is_floating_point() or out.dim() == 0 or path in self.outputs:
+            # There are no rows of numbers, or the module is called for the second time.
+            self.outputs[path] = None
+            return out
+        if draws(module):
+            # Dropout is treated like a trained module, whose output differs between the two passes.
+            if self._training:
+                out = 1 - out
+            out = out.detach().requires_grad_()
+        # On the CPU, since the device may have no double precision.
+        exact = out.detach().cpu().double()
+        rows = exact.flatten(1) if out.dim() > 1 else exact.unsqueeze(1)
+        # A sum with weights that are all different, so that a permutation of a row has another fingerprint.
+        weights = torch.arange(rows.shape[1]).double().cos()
+        fingerprints = rows @ weights
+        has_drawn = not torch.equal(self._rng_state(), self._initial_rng_state)
+        changing = out.requires_grad or has_drawn
+        self.outputs[path] = _Output(out.shape, fingerprints, rows.norm(dim=1), changing)
+        return out
+
+    def _rng_state(self) -> Tensor:
+        if self._device.type == "cuda":
+            return torch.cuda.get_rng_state(self._device)
+        return torch.get_rng_state()
 
 
 def _outputs(model: nn.Module, x_R: Tensor, training: bool) -> dict[str, _Output | None]:
     """Return facts about all modules' outputs, by path; ``None`` for an output that cannot be a feature.
 
-    The pass leaves the model and torch's global stream as they were.
+    In training mode the trained tensors have other values. The pass leaves the model and torch's global stream as they
+    were.
     """
-    outputs: dict[str, _Output | None] = {}
-    cuda = x_R.is_cuda
-
-    def rng_state() -> Tensor:
-        if cuda:
-            return torch.cuda.get_rng_state(x_R.device)
-        return torch.get_rng_state()
-
-    hooks = []
-    for path, module in model.named_modules():
-
-        def record(module: nn.Module, _: object, out: object, path: str = path) -> object:
-            if not isinstance(out, Tensor) or not out.is_floating_point() or out.dim() == 0 or path in outputs:
-                outputs[path] = None
-                return out
-            if draws(module):
-                # Dropout is treated like a trained module, whose output differs between the two passes.
-                out = (1 - out if training else out).detach().requires_grad_()
-            # On the CPU, since the device may have no double precision.
-            exact = out.detach().cpu().double()
-            rows = exact.flatten(1) if out.dim() > 1 else exact.unsqueeze(1)
-            fingerprints = rows @ torch.arange(rows.shape[1]).double().cos()
-            changing = out.requires_grad or not torch.equal(rng_state(), initial_rng_state)
-            outputs[path] = _Output(out.shape, fingerprints, rows.norm(dim=1), changing)
-            return out
-
-        hooks.append(module.register_forward_hook(record))
     tensors = {key: value.detach().clone() for key, value in model.named_buffers()}
     for key, value in model.named_parameters():
         if value.requires_grad:
-            tensors[key] = (0.1 - value if training else value).detach().requires_grad_()
-    tensors |= {name: tensors[first] for name, first in tied_names(model).items() if first in tensors}
+            new_value = 0.1 - value if training else value
+            tensors[key] = new_value.detach().requires_grad_()
+    for name, first_name in tied_names(model).items():
+        if first_name in tensors:
+            tensors[name] = tensors[first_name]
+
     if training:
         train_mode(model)
     else:
         model.eval()
     for module in model.modules():
-        module.training &= not draws(module)
+        if draws(module):
+            module.training = False
+
+    recorder = _OutputRecorder(x_R.device, training)
+    hooks = []
+    for path, module in model.named_modules():
+        hooks.append(module.register_forward_hook(partial(recorder.hook, path)))
     try:
-        with torch.enable_grad(), torch.random.fork_rng([x_R.device] if cuda else []):
-            initial_rng_state = rng_state()
+        with torch.enable_grad(), torch.random.fork_rng([x_R.device] if x_R.is_cuda else []):
+            recorder.begin()
             functional_call(model, tensors, (x_R,), tie_weights=False)
     finally:
         for hook in hooks:
             hook.remove()
-    return outputs
+    return recorder.outputs
 
 
 def _needed(trunk: FrozenTrunk, module: nn.Module, features: Tensor, expected: Tensor) -> tuple[str, ...]:
@@ -336,9 +394,13 @@ def _needed(trunk: FrozenTrunk, module: nn.Module, features: Tensor, expected: T
     def gives_expected_logits_without(spoilt: set[str]) -> bool:
         values = []
         for path, part in parts.items():
-            values.append(torch.full_like(part, torch.nan) if path in spoilt else part)
+            if path in spoilt:
+                part = torch.full_like(part, torch.nan)
+            values.append(part)
+        spoilt_features = torch.cat(values, 1)
         with torch.no_grad():
-            return torch.equal(module(trunk.feed(torch.cat(values, 1))), expected)
+            logits = module(trunk.feed(spoilt_features))
+        return torch.equal(logits, expected)
 
     if not gives_expected_logits_without(set()):
         return ()

@@ -38,9 +38,11 @@ class LossScales:
     """
 
     def __init__(self, options: GradScaler, clients: int, start: LossScale | None, device: torch.device) -> None:
+        if start is None:
+            start = (options.get_scale(), 0)
         self.options = options
-        self.start: LossScale = (options.get_scale(), 0) if start is None else start
-        scale, good_steps = self.start
+        self.start = start
+        scale, good_steps = start
         self.scale = torch.full((clients,), scale, device=device)
         self.good_steps = torch.full((clients,), good_steps, device=device)
         self.skipped = torch.zeros(clients, dtype=torch.int64, device=device)
@@ -72,19 +74,26 @@ class LossScales:
             Whether (C,) all gradients of a client are finite, so that it takes the step.
         """
         options = self.options
+        # Views, through which the scales and the numbers of steps are changed.
         scale = self.scale[rows]
         good_steps = self.good_steps[rows]
         finite = torch.ones_like(self.stepped[rows])
         if gradients:
-            # The largest magnitude is NaN or infinite if any entry is.
-            largest = [torch.linalg.vector_norm(value.reshape(len(value), -1), torch.inf, 1) for value in gradients]
-            finite = torch.stack(largest).isfinite().all(0)
+            largest_of_tensors = []
+            for gradient in gradients:
+                by_client = gradient.reshape(len(gradient), -1)
+                # The largest magnitude is NaN or infinite if any entry is.
+                largest_of_tensors.append(torch.linalg.vector_norm(by_client, torch.inf, 1))
+            finite = torch.stack(largest_of_tensors).isfinite().all(0)
+
+        # One step more in a row, or none after a step that is skipped.
         good_steps.add_(1).mul_(finite)
-        grow = good_steps >= options.get_growth_interval()
-        growth = torch.where(grow, options.get_growth_factor(), 1.0)
+        grows = good_steps >= options.get_growth_interval()
+        growth = torch.where(grows, options.get_growth_factor(), 1.0)
         factor = torch.where(finite, growth, options.get_backoff_factor())
-        scale.mul_(factor).clamp_(max=torch.finfo(scale.dtype).max)
-        good_steps.masked_fill_(grow, 0)
+        largest_scale = torch.finfo(scale.dtype).max
+        scale.mul_(factor).clamp_(max=largest_scale)
+        good_steps.masked_fill_(grows, 0)
         self.skipped[rows] += ~finite
         self.stepped[rows] |= finite
         return finite
@@ -98,23 +107,19 @@ class LossScales:
             sound: Whether (C,) a client's training stayed finite; others do not count.
             ranks: The processes.
         """
-        all_scales = []
-        scales_of_stepped = []
-        rows = zip(
-            self.scale[sound].tolist(), self.good_steps[sound].tolist(), self.stepped[sound].tolist(), strict=True
-        )
-        for scale, good_steps, stepped in rows:
-            all_scales.append((scale, good_steps))
-            if stepped:
-                scales_of_stepped.append((scale, good_steps))
-        gathered = ranks.gather((scales_of_stepped, all_scales))
-        candidates: list[LossScale] = []
-        for of_stepped, _ in gathered:
-            candidates += of_stepped
-        if not candidates:
-            for _, of_all in gathered:
-                candidates += of_all
-        return min(candidates, default=self.start)
+        scales = self.scale[sound].tolist()
+        good_steps = self.good_steps[sound].tolist()
+        stepped = self.stepped[sound].tolist()
+        clients_of_rank = list(zip(scales, good_steps, stepped, strict=True))
+
+        all_scales: list[LossScale] = []
+        scales_of_stepped: list[LossScale] = []
+        for clients in ranks.gather(clients_of_rank):
+            for scale, num_good_steps, has_stepped in clients:
+                all_scales.append((scale, num_good_steps))
+                if has_stepped:
+                    scales_of_stepped.append((scale, num_good_steps))
+        return min(scales_of_stepped or all_scales, default=self.start)
 
 
 class KeptScales:
@@ -163,10 +168,11 @@ class MaskedOptimizer(torch.optim.Optimizer, ABC):
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        rows = per_client(stepping, parameter)
-                        gradient = parameter.grad.where(rows, 0)
-                        self._step(parameter, gradient, rows.to(parameter), group)
+                    if parameter.grad is None:
+                        continue
+                    rows = per_client(stepping, parameter)
+                    gradient = parameter.grad.where(rows, 0)
+                    self._step(parameter, gradient, rows.to(parameter), group)
 
     @abstractmethod
     def _step(self, parameter: Tensor, gradient: Tensor, rows: Tensor, group: dict[str, float]) -> None:
@@ -193,9 +199,11 @@ class MaskedSGD(MaskedOptimizer):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
+            buffer = state["momentum_buffer"]
             # The buffer of a client that skips is multiplied by 1.
             decay = 1 - rows * (1 - group["momentum"])
-            gradient = state["momentum_buffer"].mul_(decay).add_(gradient) * rows
+            buffer.mul_(decay).add_(gradient)
+            gradient = buffer * rows
         parameter.sub_(gradient, alpha=group["lr"])
 
 
@@ -222,11 +230,17 @@ class MaskedAdam(MaskedOptimizer):
             parameter.mul_(1 - decay * group["lr"])
         else:
             gradient = gradient.addcmul(parameter, decay)
-        steps = state["step"].add_(rows.flatten()).view_as(rows)
-        mean = state["exp_avg"].lerp_(gradient, rows * (1 - beta1))
-        square = state["exp_avg_sq"].mul_(1 - rows * (1 - beta2)).addcmul_(gradient, gradient, value=1 - beta2)
+
+        # Everything is multiplied by `rows`, so that nothing changes for a client that skips the step. Kingma and Ba
+        # (ICLR 2015), Algorithm 1: m and v are moving averages of the gradients and of their squares.
+        steps = state["step"].add_(rows.flatten()).view_as(rows)  # t
+        mean = state["exp_avg"].lerp_(gradient, rows * (1 - beta1))  # m
+        square_decay = 1 - rows * (1 - beta2)
+        square = state["exp_avg_sq"].mul_(square_decay).addcmul_(gradient, gradient, value=1 - beta2)  # v
+
         # A client has taken 0 steps until the first that it does not skip, and the bias corrections divide by 0.
         steps = steps.clamp(min=1)
-        scale = (square / (1 - beta2**steps)).sqrt().add_(self.eps)
         corrected_mean = mean * (rows / (1 - beta1**steps))
-        parameter.addcdiv_(corrected_mean, scale, value=-group["lr"])
+        corrected_square = square / (1 - beta2**steps)
+        denominator = corrected_square.sqrt().add_(self.eps)
+        parameter.addcdiv_(corrected_mean, denominator, value=-group["lr"])

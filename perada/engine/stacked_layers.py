@@ -110,16 +110,27 @@ class StackedLayer(nn.Module):
             return value[0]
         return None
 
-    def affine(self, x_R: Tensor, shape: list[int], names: tuple[str, str] = ("weight", "bias")) -> Tensor:
-        """Scale and shift each client's rows of (R, ...) by its own weight and bias, reshaped to (C, *shape)."""
+    def scaled(self, x_R: Tensor, shape: list[int], name: str = "weight") -> Tensor:
+        """Multiply each client's rows of (R, ...) by its tensor called ``name``, if any, reshaped to (C, *shape)."""
+        factors = self.stacked(name)
+        if factors is None:
+            return x_R
         x_CB = _split_clients(x_R, self.context.clients)
-        weight = self.stacked(names[0])
-        bias = self.stacked(names[1])
-        if weight is not None:
-            x_CB = x_CB * weight.reshape(len(weight), *shape)
-        if bias is not None:
-            x_CB = x_CB + bias.reshape(len(bias), *shape)
-        return x_CB.flatten(0, 1)
+        product_CB = x_CB * factors.reshape(len(factors), *shape)
+        return product_CB.flatten(0, 1)
+
+    def shifted(self, x_R: Tensor, shape: list[int]) -> Tensor:
+        """Add its bias, if any, to each client's rows of (R, ...), reshaped to (C, *shape)."""
+        bias = self.stacked("bias")
+        if bias is None:
+            return x_R
+        x_CB = _split_clients(x_R, self.context.clients)
+        sum_CB = x_CB + bias.reshape(len(bias), *shape)
+        return sum_CB.flatten(0, 1)
+
+    def affine(self, x_R: Tensor, shape: list[int]) -> Tensor:
+        """Scale and shift each client's rows of (R, ...) by its weight and bias, reshaped to (C, *shape)."""
+        return self.shifted(self.scaled(x_R, shape), shape)
 
 
 class StackedLinear(StackedLayer):
@@ -129,17 +140,15 @@ class StackedLinear(StackedLayer):
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Map (R, ..., D_in) to (R, ..., D_out)."""
-        bias = self.stacked("bias")
         common_weight = self.common("weight")
         if common_weight is not None:
+            # One product for the rows of all clients, of whom only the biases may differ.
             out = F.linear(x_R, common_weight)
-            if bias is None:
-                return out
             leading_axes = out.dim() - 1
             shape = [1] * leading_axes + [-1]
-            return self.affine(out, shape, ("", "bias"))
+            return self.shifted(out, shape)
         x_CND = x_R.reshape(self.context.clients, -1, x_R.shape[-1])
-        out = _batched_linear(x_CND, self.weight, bias)
+        out = _batched_linear(x_CND, self.weight, self.stacked("bias"))
         return out.reshape(*x_R.shape[:-1], out.shape[-1])
 
 
@@ -150,42 +159,62 @@ class StackedConv2d(StackedLayer):
 
     def forward(self, x_R: Tensor) -> Tensor:
         """Map (R, in, H, W) to (R, out, H', W')."""
-        conv = self.original[0]
-        bias = self.stacked("bias")
+        conv: nn.Conv2d = self.original[0]
         common_weight = self.common("weight")
         if common_weight is not None:
-            out: Tensor = conv._conv_forward(x_R, common_weight, None)
-            if bias is None:
-                return out
-            return self.affine(out, [1, -1, 1, 1], ("", "bias"))
+            # One convolution of the rows of all clients, of whom only the biases may differ.
+            out = conv._conv_forward(x_R, common_weight, None)
+            return self.shifted(out, [1, -1, 1, 1])
         x_CB = _split_clients(x_R, self.context.clients)
-        if conv.kernel_size != (1, 1) and x_R.shape[2:] == (1, 1) and is_small_map(conv, x_R):
-            tap = pixel_tap(conv)
-            if tap is not None:
-                # A linear map of the only pixel: all other taps fall on padding.
-                row, column = tap
-                out = _batched_linear(x_CB.flatten(2), self.weight[..., row, column], bias)
-                return out.flatten(0, 1)[..., None, None]
-        is_pointwise = (conv.kernel_size, conv.stride, conv.groups) == ((1, 1), (1, 1), 1)
-        if is_pointwise and conv.padding in ((0, 0), "valid"):
-            # A linear map of the pixels.
-            pixels = x_CB.permute(0, 1, 3, 4, 2)
+        bias = self.stacked("bias")
+
+        tap = _only_tap(conv, x_R)
+        if tap is not None:
+            # A linear map of the only pixel: all other taps fall on padding.
+            row, column = tap
+            out = _batched_linear(x_CB.flatten(2), self.weight[..., row, column], bias)
+            return out.flatten(0, 1)[..., None, None]
+
+        if _is_pointwise(conv):
+            # A linear map of each pixel.
+            pixels = x_CB.permute(0, 1, 3, 4, 2)  # (C, B, H, W, in)
             out = _batched_linear(pixels.flatten(1, 3), self.weight.flatten(2), bias)
-            return out.view(*pixels.shape[:-1], -1).flatten(0, 1).permute(0, 3, 1, 2)
+            out = out.view(*pixels.shape[:-1], -1)  # (C, B, H, W, out)
+            return out.flatten(0, 1).permute(0, 3, 1, 2)
+
+        weights = self.weight.unbind()
         biases = _unbound(bias, len(x_CB))
         outputs = []
-        for x, client_weight, client_bias in zip(x_CB, self.weight.unbind(), biases, strict=True):
+        for x, client_weight, client_bias in zip(x_CB, weights, biases, strict=True):
             outputs.append(conv._conv_forward(x, client_weight, client_bias))
         return _joined(outputs)
 
 
+def _only_tap(conv: nn.Conv2d, x_R: Tensor) -> tuple[int, int] | None:
+    """Return the tap of a larger kernel that falls on the only pixel of maps (R, in, 1, 1).
+
+    None for other maps, or where the convolution itself is faster.
+    """
+    if conv.kernel_size == (1, 1) or x_R.shape[2:] != (1, 1) or not is_small_map(conv, x_R):
+        return None
+    return pixel_tap(conv)
+
+
+def _is_pointwise(conv: nn.Conv2d) -> bool:
+    """Return whether each output pixel is a linear map of the input pixel at its place."""
+    is_unpadded = conv.padding in ((0, 0), "valid")
+    return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and is_unpadded
+
+
 def _joined(outputs: list[Tensor]) -> Tensor:
     """Join the clients' outputs (B, ...) to one batch (R, ...); that of a single client is not copied."""
-    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.cat(outputs)
 
 
 def _batched_linear(x_CND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(C, N, D_in), (C, D_out, D_in), (C, D_out) to (C, N, D_out)."""
+    """Map inputs (C, N, D_in) to (C, N, D_out) by each client's weight (C, D_out, D_in) and bias (C, D_out)."""
     if bias is not None:
         return torch.baddbmm(bias.unsqueeze(1), x_CND, weight.transpose(1, 2))
     # Autocast does not cast the inputs of a custom autograd function, as it would those of torch's product.
@@ -213,8 +242,12 @@ class _BatchedProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as above
         x_CND, weight = ctx.saved_tensors
         needs_x_gradient, needs_weight_gradient = ctx.needs_input_grad
-        x_gradient = torch.bmm(gradient, weight) if needs_x_gradient else None
-        weight_gradient = torch.bmm(gradient.transpose(1, 2), x_CND) if needs_weight_gradient else None
+        x_gradient: Tensor | None = None
+        weight_gradient: Tensor | None = None
+        if needs_x_gradient:
+            x_gradient = torch.bmm(gradient, weight)
+        if needs_weight_gradient:
+            weight_gradient = torch.bmm(gradient.transpose(1, 2), x_CND)
         return x_gradient, weight_gradient
 
 
@@ -240,47 +273,79 @@ class StackedBatchNorm(StackedLayer):
             batch_variances = torch.zeros_like(variances)
             out = self._normalise(x_R, batch_means, batch_variances, momentum=1.0)
             assert self.num_batches_tracked is not None
-            count = self.num_batches_tracked.view(-1, 1).to(torch.promote_types(means.dtype, torch.float32))
-            means.lerp_(batch_means, count.reciprocal().to(means.dtype))
-            variances.lerp_(batch_variances, count.reciprocal().to(variances.dtype))
+            # The n-th batch has the share 1/n in the mean over n batches. Half precision could not count them.
+            num_batches = self.num_batches_tracked.view(-1, 1)
+            share = num_batches.to(torch.promote_types(means.dtype, torch.float32)).reciprocal()
+            means.lerp_(batch_means, share.to(means.dtype))
+            variances.lerp_(batch_variances, share.to(variances.dtype))
             return out
         return self._normalise(x_R, means, variances, 0.0 if momentum is None else momentum)
 
     def _normalise(self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float) -> Tensor:
         """Normalise with running statistics (C, D), which training mode updates."""
+        has_padding = self.context.counts is not None
+        if self.context.together and not has_padding and self.context.clients > 1:
+            return self._normalise_together(x_R, means, variances, momentum)
+        return self._normalise_by_client(x_R, means, variances, momentum)
+
+    def _normalise_together(
+        self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float
+    ) -> Tensor:
+        """Normalise the clients' full batches by one call, as one batch of B images with C·D channels."""
         norm = self.original[0]
-        weights = self.stacked("weight")
-        biases = self.stacked("bias")
+        clients = self.context.clients
         use_batch = self.training or means is None
+        # Channels are the last axis, so that those of all clients can lie side by side; S are the axes of an image.
+        x_RSD = x_R.movedim(1, -1)
+        x_BSCD = _split_clients(x_RSD, clients).movedim(0, -2)
+        x = x_BSCD.flatten(-2).movedim(-1, 1)  # (B, C·D, S)
+        out = F.batch_norm(
+            x,
+            # Views, since batch_norm updates the statistics in place.
+            running_mean=_flat(means, view=use_batch),
+            running_var=_flat(variances, view=use_batch),
+            weight=_flat(self.stacked("weight")),
+            bias=_flat(self.stacked("bias")),
+            training=use_batch,
+            momentum=momentum,
+            eps=norm.eps,
+        )
+        out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
+        out_RSD = out_BSCD.movedim(-2, 0).reshape(x_RSD.shape)
+        return out_RSD.movedim(-1, 1)
+
+    def _normalise_by_client(
+        self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float
+    ) -> Tensor:
+        """Normalise the real rows of one client after the other; rows of padding become zeros."""
+        norm = self.original[0]
         clients = self.context.clients
         counts = self.context.counts
-        if self.context.together and counts is None and clients > 1:
-            # One normalisation of C·D channels: last in memory, so that those of all clients can lie side by side.
-            x_RSD = x_R.movedim(1, -1)
-            x_BSCD = _split_clients(x_RSD, clients).movedim(0, -2)
-            flat_means = _flat(means, view=use_batch)
-            flat_variances = _flat(variances, view=use_batch)
-            x = x_BSCD.flatten(-2).movedim(-1, 1)
-            out = F.batch_norm(
-                x, flat_means, flat_variances, _flat(weights), _flat(biases), use_batch, momentum, norm.eps
-            )
-            out_BSCD = out.movedim(1, -1).reshape(x_BSCD.shape)
-            return out_BSCD.movedim(-2, 0).reshape(x_RSD.shape).movedim(-1, 1)
+        use_batch = self.training or means is None
+        means_by_client = _unbound(means, clients)
+        variances_by_client = _unbound(variances, clients)
+        weights = _unbound(self.stacked("weight"), clients)
+        biases = _unbound(self.stacked("bias"), clients)
+        # A single client's rows are not cut, which would make a view in every pass.
+        rows_by_client = x_R.chunk(clients) if clients > 1 else (x_R,)
         outputs = []
-        parts = x_R.chunk(clients) if clients > 1 else (x_R,)
-        tensors = zip(
-            _unbound(means, clients),
-            _unbound(variances, clients),
-            _unbound(weights, clients),
-            _unbound(biases, clients),
-            strict=True,
-        )
-        for client, (x, (mean, variance, weight, bias)) in enumerate(zip(parts, tensors, strict=True)):
-            real = x if counts is None else x[: counts[client]]
-            out = F.batch_norm(real, mean, variance, weight, bias, use_batch, momentum, norm.eps)
-            if out.shape != x.shape:
-                # Rows of padding become zeros.
-                out = torch.cat([out, x.new_zeros(x[len(out) :].shape)])
+        for client, rows in enumerate(rows_by_client):
+            real_rows = rows
+            if counts is not None:
+                real_rows = rows[: counts[client]]
+            out = F.batch_norm(
+                real_rows,
+                running_mean=means_by_client[client],
+                running_var=variances_by_client[client],
+                weight=weights[client],
+                bias=biases[client],
+                training=use_batch,
+                momentum=momentum,
+                eps=norm.eps,
+            )
+            if len(out) < len(rows):
+                padding = rows.new_zeros(rows[len(out) :].shape)
+                out = torch.cat([out, padding])
             outputs.append(out)
         return _joined(outputs)
 
@@ -290,7 +355,9 @@ def _unbound(stack: Tensor | None, clients: int) -> Sequence[Tensor | None]:
 
     As views of one operation: the gradient of ``stack[client]`` would have the size of the stack for each client.
     """
-    return [None] * clients if stack is None else stack.unbind()
+    if stack is None:
+        return [None] * clients
+    return stack.unbind()
 
 
 def _flat(stack: Tensor | None, view: bool = False) -> Tensor | None:
@@ -338,12 +405,20 @@ class StackedDropout(StackedLayer):
         trailing_axes = x_R.dim() - dims
         shape = [*x_R.shape[:dims]] + [1] * trailing_axes
         rate = drop_rate(self.original[0])
+        # Draws are uniform over the integers from -2**15 to 2**15 - 1. What is below the threshold is dropped.
         threshold = round(rate * 2**16) - 2**15
         if threshold >= 2**15:
+            # All is dropped, and 1/(1-p) may be infinite.
             return x_R.new_zeros(shape)
-        keep = self.context.next_streams().bits(math.prod(shape) // self.context.clients) >= threshold
-        mask = torch.empty_like(x_R) if dims == x_R.dim() else x_R.new_empty(shape)
-        return mask.copy_(keep.view(shape)).mul_(1 / (1 - rate))
+        draws_per_client = math.prod(shape) // self.context.clients
+        keep = self.context.next_streams().bits(draws_per_client) >= threshold
+        if dims == x_R.dim():
+            # In the memory format of the input.
+            mask = torch.empty_like(x_R)
+        else:
+            mask = x_R.new_empty(shape)
+        mask.copy_(keep.view(shape))
+        return mask.mul_(1 / (1 - rate))
 
 
 class StackedChannelDropout(StackedDropout):

@@ -99,9 +99,10 @@ class _Chunk:
                     leaves[key] = stacked[key].detach().requires_grad_()
             self.states[role] = stacked | leaves
             if leaves:
-                self._optimizers[role] = cohort.training.make(
-                    role, list(leaves.values()), cohort.factor, masked=cohort.scales is not None
-                )
+                parameters = list(leaves.values())
+                # In float16 some clients skip a step, of which only masked optimisers are capable.
+                masked = cohort.scales is not None
+                self._optimizers[role] = cohort.training.make(role, parameters, cohort.factor, masked=masked)
 
     def narrow(self, active: int) -> None:
         """Continue with the first ``active`` clients only; tensors and optimiser states become views."""
@@ -121,9 +122,11 @@ class _Chunk:
         cohort = self._cohort
         batch = one_of(batches)
         stop = self.start + self.active
-        self._rows = slice(self.start, stop)  # of the cohort's C clients
+        # Of the cohort's C clients.
+        self._rows = slice(self.start, stop)
         self._batches = batches
-        self._passes = Counter[str]()  # by stream, how many passes have drawn from it
+        # By stream, how many passes have drawn from it.
+        self._passes = Counter[str]()
         self._counts = batch.counts[self._rows]
         # A chunk of clients with few images needs no rows of padding for clients elsewhere.
         width = max(self._counts)
@@ -231,11 +234,15 @@ class _Chunk:
             # Clients share no parameters, so the gradient of the sum is that of each client's own loss.
             loss.sum().backward()
         leaves_of_roles = [self._leaves(name) for name in roles]
+
         scales = self._cohort.scales
         if scales is not None and loss is not None:
-            # Clients whose last gradient was not finite take no step.
-            gradients = [gradient for leaves in leaves_of_roles for gradient in _gradients(leaves)]
-            self._finite = scales.update(gradients, self._rows)
+            # Clients whose last gradient was not finite take no step. Before pulls and slopes, which are finite.
+            gradients_of_loss: list[Tensor] = []
+            for leaves in leaves_of_roles:
+                gradients_of_loss += _gradients(leaves)
+            self._finite = scales.update(gradients_of_loss, self._rows)
+
         clip_norm = self._cohort.training.clip_norm
         for leaves in leaves_of_roles:
             for key, leaf in leaves.items():
@@ -244,9 +251,11 @@ class _Chunk:
                     _add_gradient(leaf, leaf.detach() - anchor[key].detach(), strength)
                 if slope is not None:
                     _add_gradient(leaf, slope[key])
+            # Clipped with these terms in them, each role for itself.
             gradients = _gradients(leaves)
             if gradients and clip_norm is not None:
                 _clip(gradients, clip_norm)
+
         for optimizer in optimizers:
             if isinstance(optimizer, MaskedOptimizer):
                 optimizer.step_rows(self._finite)
@@ -261,7 +270,8 @@ class _Chunk:
         """Add the losses (c,) of the step to those of the round, and mark clients whose loss is not finite."""
         cohort = self._cohort
         cohort.broken[self._rows] |= ~losses.isfinite()
-        if cohort.private is not None:  # no ledger counts a loss on private images
+        if cohort.private is not None:
+            # No ledger counts a loss on private images.
             return
         for role in roles:
             cohort.losses[role][self._rows] += losses
@@ -388,8 +398,9 @@ class Cohort:
         for start in range(0, clients, clients_per_chunk):
             self.chunks.append(_Chunk(self, opened, start, min(start + clients_per_chunk, clients)))
         # In a private run nobody may know which units dropout leaves out.
-        secret = self.private is not None and self.private.secure
-        seed = secrets.randbits(256) if secret else settings.seed
+        seed = settings.seed
+        if self.private is not None and self.private.secure:
+            seed = secrets.randbits(256)
         self.streams: dict[str, Streams] = {}
         self.losses: dict[str, Tensor] = {}
         self.descents: dict[str, Tensor] = {}
@@ -401,7 +412,8 @@ class Cohort:
             self.descents[role] = torch.zeros(clients)
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
         self.failed: dict[int, str] = {}
-        self._phase = -1  # none has begun
+        # None has begun.
+        self._phase = -1
 
     @property
     def example_states(self) -> Stacks:
@@ -442,7 +454,8 @@ class Cohort:
         ranks = ranks or Ranks()
         trained = self._trained()
         finite_here = _all_finite(~self.broken, *trained.values())
-        trained = {role: stacked | self._merged[role] for role, stacked in trained.items()}
+        for role in trained:
+            trained[role] = trained[role] | self._merged[role]
         client_state, sent = self.algorithm.end_round(trained, self.client_state, self.received, self.tensor_names)
         # An algorithm may make what is not finite of what is.
         sent_is_finite = _all_finite(torch.ones_like(finite_here), sent)
@@ -460,6 +473,10 @@ class Cohort:
             steps = totals.steps[role]
             if steps.any():
                 losses[role] = loss / steps
+        broken = []
+        for client, is_finite in zip(shares.plan.clients, finite.tolist(), strict=True):
+            if not is_finite:
+                broken.append(client)
         failed: dict[int, str] = {}
         for failed_of_rank in ranks.gather(self.failed):
             failed |= failed_of_rank
@@ -469,9 +486,7 @@ class Cohort:
             finite_here=finite_here,
             finite=finite,
             accepted=totals.accepted.bool(),
-            broken=[
-                client for client, is_finite in zip(shares.plan.clients, finite.tolist(), strict=True) if not is_finite
-            ],
+            broken=broken,
             losses=losses,
             skipped=None if self.scales is None else totals.skipped,
             failed=failed,
@@ -484,14 +499,16 @@ class Cohort:
 
         Ranks without a client contribute zeros: what they trained was a stand-in.
         """
-        # One copy from the device, for which the host waits, and one collective, whatever the number of roles.
-        on_device = torch.stack([double(row) for row in (finite, accepted, skipped, *self.losses.values())])
-        rows = [on_device.cpu().double(), *(steps.double()[None] for steps in self.descents.values())]
+        # One copy from the device, for which the host waits, and one collective, whatever the number of roles: a table
+        # with a row of numbers of the clients for each of these, then the losses and the steps of each role.
         roles = list(self.losses)
-        table = torch.zeros(3 + 2 * len(roles), len(shares.plan.clients), dtype=torch.float64)
+        on_device = [double(row) for row in (finite, accepted, skipped, *self.losses.values())]
+        rows = list(torch.stack(on_device).cpu().double())
+        rows += [steps.double() for steps in self.descents.values()]
+        table = torch.zeros(len(rows), len(shares.plan.clients), dtype=torch.float64)
         places = shares.places
         if places:
-            table[:, places] = torch.cat(rows)[:, : len(places)]
+            table[:, places] = torch.stack(rows)[:, : len(places)]
         ranks.sum_([table])
         losses = table[3 : 3 + len(roles)].float()
         steps = table[3 + len(roles) :].float()

@@ -223,7 +223,7 @@ class DiagnosticsPass:
     def _means(self, x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
         """Average the logits and the predictions of the local models of all processes, (B, K) each. A collective."""
         sums = torch.zeros(2, len(x), classes, device=x.device)
-        local = {name: value for name, value in self.updates.own.items() if name in self.globals}
+        local = {name: value for name, value in self.updates.local_rows.items() if name in self.globals}
         if local and stack_size(local):
             logits = self.engine.shared_logits(local, x)
             sums = torch.stack([double(logits).sum(0), probabilities(logits, self.multilabel).sum(0)])
@@ -328,20 +328,20 @@ def gradient_norms(
     """
     algorithm = settings.algorithm
     places = shares.places
-    own_clients = len(places)
+    num_local_clients = len(places)
     clients = len(shares.plan.clients)
     points = [received]
     if isinstance(algorithm, PerAda):
         points.append(cohort.client_state["personal"])
     gradients, own_images = full_gradients(cohort, settings, points, batches if places else ())
     images = torch.zeros(clients, dtype=torch.float64)
-    images[places] = own_images[:own_clients]
+    images[places] = own_images[:num_local_clients]
     ranks.sum_([images])
     weights = client_weights(settings.weighting, images.int().tolist())[places]
     mean_gradient = {}
     for name, value in gradients[0].items():
         if name in cohort.received:
-            mean_gradient[name] = (value[:own_clients] * _per_client(weights, value)).sum(0)
+            mean_gradient[name] = (value[:num_local_clients] * _per_client(weights, value)).sum(0)
     ranks.sum_(mean_gradient.values())
     square = sum(value.square().sum() for value in mean_gradient.values())
     metrics = {"theory/global_gradient": float(square)}
@@ -349,7 +349,7 @@ def gradient_norms(
         squares = torch.zeros(clients, dtype=torch.float64)
         for name, value in gradients[1].items():
             pull = double(cohort.client_state["personal"][name]) - double(received[name])
-            gradient = (value + algorithm.prox_strength * pull)[:own_clients]
+            gradient = (value + algorithm.prox_strength * pull)[:num_local_clients]
             squares[places] += gradient.flatten(1).square().sum(1).to(squares)
         ranks.sum_([squares])
         metrics |= mean_and_spread("theory/personal_gradient", squares)

@@ -2,6 +2,7 @@
 """Scores and logits of the clients' models and of the global one, on the clients' test sets and on shifted ones."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -27,9 +28,13 @@ def predictive_entropy(logits: Tensor, multilabel: bool) -> Tensor:
     [4.0]
     """
     p = probabilities(logits, multilabel)
-    if multilabel:
-        return (-torch.xlogy(p, p) - torch.xlogy(1 - p, 1 - p)).mean(-1)
-    return -torch.xlogy(p, p).sum(-1)
+    # p log p; xlogy is 0 where p is 0.
+    terms = torch.xlogy(p, p)
+    if not multilabel:
+        return -terms.sum(-1)
+    terms_of_absence = torch.xlogy(1 - p, 1 - p)
+    entropies = -terms - terms_of_absence
+    return entropies.mean(-1)
 
 
 class EvaluationPass:
@@ -62,20 +67,22 @@ class EvaluationPass:
             num_members = stack_size(self._members)
 
         # Of the models with which clients predict, each on its client's images.
-        self._local = Scores(metrics, self.multilabel, groups=self.num_clients)
-        # Of the personal models on everyone's images, and of the global model on these.
-        self._everyone = Scores(metrics, self.multilabel, models=len(self.everywhere))
-        self._global = Scores(metrics, self.multilabel)
+        self._client_scores = Scores(metrics, self.multilabel, groups=self.num_clients)
+        # Of the personal models, and of the global model, on everyone's images.
+        self._everywhere_scores = Scores(metrics, self.multilabel, models=len(self.everywhere))
+        self._global_scores = Scores(metrics, self.multilabel)
         # Of the global model on each client's images, beside the personal ones.
-        self._global_local = Scores(metrics[:1], self.multilabel, groups=self.num_clients)
+        self._global_client_scores = Scores(metrics[:1], self.multilabel, groups=self.num_clients)
         # Of single members of an ensemble.
-        self._of_members = Scores(metrics[:1], self.multilabel, models=num_members)
+        self._member_scores = Scores(metrics[:1], self.multilabel, models=num_members)
         self._entropies: list[Tensor] = []
 
         self._sizes = torch.zeros(self.num_clients, dtype=torch.int64)
-        # Before the first round nobody took part, and there is no such mean.
-        self._recent = federation.participation.recent if federation.rounds_done else None
-        self._tallies = {name: Tally(self.multilabel) for name in ("personal", "global")}
+        self._recent: Sequence[bool] | None = None
+        if federation.rounds_done:
+            # Before the first round nobody took part, and there is no mean over recent clients.
+            self._recent = federation.participation.recent
+        self._tallies = {"personal": Tally(self.multilabel), "global": Tally(self.multilabel)}
         self.per_class: dict[str, Tensor] = {}
 
     def step(self, batch: EvalBatch, index: int) -> None:
@@ -88,7 +95,9 @@ class EvaluationPass:
         ranks = self.federation.ranks
         owner = to_device_async(batch.owner, batch.x.device)
         self._sizes += batch.owner.cpu().bincount(minlength=self.num_clients)
-        if self._members is not None and index % ranks.size == ranks.rank:
+        # All processes have the global model, and share its batches among them.
+        is_batch_of_rank = index % ranks.size == ranks.rank
+        if self._members is not None and is_batch_of_rank:
             self._score_global_model(self._members, batch, owner)
         if self.federation.personalized:
             self._score_personal_models(batch, owner)
@@ -98,39 +107,55 @@ class EvaluationPass:
         federation = self.federation
         logits_of_members = federation.engine.shared_logits(members, batch.x)
         logits = ensemble(logits_of_members, federation.settings.algorithm.average, self.multilabel)
-        self._global.update(logits.unsqueeze(0), batch.y)
+        one_model = logits.unsqueeze(0)
+        self._global_scores.update(one_model, batch.y)
         self._tallies["global"].update(logits, batch.y, owner)
         if len(logits_of_members) > 1:
-            self._of_members.update(logits_of_members, batch.y)
+            self._member_scores.update(logits_of_members, batch.y)
             self._entropies.append(predictive_entropy(logits, self.multilabel))
-        # Without personal models, clients predict with the global one.
-        of_clients = self._global_local if federation.personalized else self._local
-        of_clients.update(logits.unsqueeze(0), batch.y, owner)
+        if federation.personalized:
+            self._global_client_scores.update(one_model, batch.y, owner)
+        else:
+            # Without personal models, clients predict with the global one.
+            self._client_scores.update(one_model, batch.y, owner)
 
     def _score_personal_models(self, batch: EvalBatch, owner: Tensor) -> None:
         """Score personal models on everyone's images, and the model of the owner (B,) on each image."""
-        federation = self.federation
-        rows = torch.arange(len(owner), device=owner.device)
-        by_owner: Tensor | None = None
-        for places, clients, logits in everywhere_logits(federation, self.everywhere, batch.x):
-            self._everyone.update(logits, batch.y, models=places)
-            # Logits of the images' owners are taken from the same pass, where they are among these clients.
-            is_owner = owner[:, None] == to_device_async(torch.tensor(clients), owner.device)
-            of_owners = logits[is_owner.long().argmax(1), rows]
-            if by_owner is None:
-                by_owner = of_owners
-            else:
-                by_owner = torch.where(is_owner.any(1, keepdim=True), of_owners, by_owner)
+        owner_logits = self._score_everywhere(batch, owner)
         if len(self.everywhere) < self.num_clients:
-            by_owner = own_logits(federation, batch)
-        if by_owner is None:
+            # The models of some owners did not run on everyone's images.
+            owner_logits = own_logits(self.federation, batch)
+        if owner_logits is None:
             return
         counted: Tensor | None = None
-        if federation.ranks.size > 1:
+        if self.federation.ranks.size > 1:
             # Each process counts the images whose owner's model it has.
             counted = to_device_async(self._owned, owner.device)[owner]
-        self._local.update(by_owner.unsqueeze(0), batch.y, owner, counted=counted)
-        self._tallies["personal"].update(by_owner, batch.y, owner, counted)
+        self._client_scores.update(owner_logits.unsqueeze(0), batch.y, owner, counted=counted)
+        self._tallies["personal"].update(owner_logits, batch.y, owner, counted)
+
+    def _score_everywhere(self, batch: EvalBatch, owner: Tensor) -> Tensor | None:
+        """Score the models that run on everyone's images.
+
+        Returns:
+            The logits (B, K) of the model of each image's owner (B,), from the same passes; those of another model
+            where the owner's did not run here. None if no model ran.
+        """
+        rows = torch.arange(len(owner), device=owner.device)
+        owner_logits: Tensor | None = None
+        for run in everywhere_logits(self.federation, self.everywhere, batch.x):
+            self._everywhere_scores.update(run.logits, batch.y, models=run.places)
+            clients = to_device_async(torch.tensor(run.clients), owner.device)
+            is_owner = owner.unsqueeze(1) == clients  # (B, p)
+            # The first of the p models where none is the owner's.
+            owner_model = is_owner.long().argmax(1)
+            logits = run.logits[owner_model, rows]
+            if owner_logits is None:
+                owner_logits = logits
+            else:
+                has_owner = is_owner.any(1, keepdim=True)
+                owner_logits = torch.where(has_owner, logits, owner_logits)
+        return owner_logits
 
     def result(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Merge the counts of all processes. A collective: all of them must call this, once.
@@ -140,37 +165,45 @@ class EvaluationPass:
             Scores of classes are in ``per_class`` too, (M, K) or (K,).
         """
         ranks = self.federation.ranks
-        for scores in (self._local, self._everyone, self._global, self._of_members):
-            scores.merge(ranks)
+        # The order of these collectives must be the same on all ranks.
+        self._client_scores.merge(ranks)
+        self._everywhere_scores.merge(ranks)
+        self._global_scores.merge(ranks)
+        self._member_scores.merge(ranks)
+
         results: dict[str, float] = {}
         per_client: dict[str, Tensor] = {}
-        local = self._local.all()
-        of_global_model = self._global.all()
-        everyone = self._everyone.all()
-        for place, metric in enumerate(self.metrics):
-            ending = f"_{metric.name}" if place else ""
-            on_local = f"personal/local_test{ending}"
-            on_global = f"personal/global_test{ending}"
-            global_score = of_global_model[metric.name][0, 0]
-            per_client[on_local] = self._mean_of_classes(on_local, local[metric.name][0], 1)
-            results |= spread(on_local, per_client[on_local], metric.lower_is_better, self._sizes, self._recent)
-            on_everyone = self._on_everyone(on_global, everyone[metric.name][:, 0], global_score)
-            if on_everyone is not None:
-                per_client[on_global] = on_everyone
-                results |= spread(on_global, on_everyone, metric.lower_is_better)
-            if self._global:
-                name = f"global/global_test{ending}"
+        client_scores = self._client_scores.all()
+        global_scores = self._global_scores.all()
+        everywhere_scores = self._everywhere_scores.all()
+        for index, metric in enumerate(self.metrics):
+            suffix = f"_{metric.name}" if index else ""
+
+            name = f"personal/local_test{suffix}"
+            local_test = self._mean_of_classes(name, client_scores[metric.name][0], 1)
+            per_client[name] = local_test
+            results |= spread(name, local_test, metric.lower_is_better, self._sizes, self._recent)
+
+            name = f"personal/global_test{suffix}"
+            global_score = global_scores[metric.name][0, 0]
+            global_test = self._on_everyone(name, everywhere_scores[metric.name][:, 0], global_score)
+            if global_test is not None:
+                per_client[name] = global_test
+                results |= spread(name, global_test, metric.lower_is_better)
+
+            if self._global_scores:
+                name = f"global/global_test{suffix}"
                 results[name] = float(self._mean_of_classes(name, global_score, 0))
-        if self._of_members:
+        if self._member_scores:
             results |= self._member_results(ranks)
         return results, per_client
 
-    def _on_everyone(self, name: str, of_sampled: Tensor, global_score: Tensor) -> Tensor | None:
+    def _on_everyone(self, name: str, sampled_scores: Tensor, global_score: Tensor) -> Tensor | None:
         """Return the scores (M,) on everyone's images of the models that clients predict with.
 
         Args:
             name: Name of the scores.
-            of_sampled: Scores of the personal models that ran on everyone's images, (p,) or (p, K).
+            sampled_scores: Scores of the personal models that ran on everyone's images, (p,) or (p, K).
             global_score: That of the global model, a number or (K,).
 
         Returns:
@@ -181,16 +214,18 @@ class EvaluationPass:
             return self._mean_of_classes(name, global_score, 0).expand(self.num_clients)
         if not self.everywhere:
             return None
-        of_all = of_sampled.new_full((self.num_clients, *of_sampled.shape[1:]), torch.nan)
-        of_all[self.everywhere] = of_sampled
-        return self._mean_of_classes(name, of_all, 1)
+        scores = sampled_scores.new_full((self.num_clients, *sampled_scores.shape[1:]), torch.nan)
+        scores[self.everywhere] = sampled_scores
+        return self._mean_of_classes(name, scores, 1)
 
     def _member_results(self, ranks: Ranks) -> dict[str, float]:
         """Score the best and the worst member of an ensemble, and the mean entropy of its predictions. A collective."""
-        (scores,) = self._of_members.means().values()
+        # Members are scored by one metric.
+        (scores,) = self._member_scores.means().values()
+        entropies_of_rank = [entropy.cpu() for entropy in self._entropies]
         entropies: list[Tensor] = []
-        for of_rank in ranks.gather([entropy.cpu() for entropy in self._entropies]):
-            entropies += of_rank
+        for batches_of_rank in ranks.gather(entropies_of_rank):
+            entropies += batches_of_rank
         return {
             "global/best_mode": float(scores.max()),
             "global/worst_mode": float(scores.min()),
@@ -216,18 +251,21 @@ class EvaluationPass:
             names.append("personal")
         if self._members is not None:
             names.append("global")
-        details: dict[str, Any] = {
-            "test_images": self._sizes.tolist(),
-            "predictions": {name: self._tallies[name].record(ranks) for name in names},
-        }
-        if self.federation.protection.private:  # their rows tell how many images of each class a client has
-            for predictions in details["predictions"].values():
-                predictions.pop("confusion", None)
-        else:  # scores of one class show how few images of it a client has
+        predictions = {}
+        for name in names:
+            predictions[name] = self._tallies[name].record(ranks)
+        details: dict[str, Any] = {"test_images": self._sizes.tolist(), "predictions": predictions}
+        if self.federation.protection.private:
+            # Rows of a confusion matrix tell how many images of each class a client has.
+            for record in predictions.values():
+                record.pop("confusion", None)
+        else:
+            # Scores of one class show how few images of it a client has.
             details["per_class"] = {name: scores.tolist() for name, scores in self.per_class.items()}
-        if len(names) == 2:
-            self._global_local.merge(ranks)
-            (scores,) = self._global_local.means().values()
+        if self.federation.personalized and self._members is not None:
+            self._global_client_scores.merge(ranks)
+            # The global model is scored by one metric here.
+            (scores,) = self._global_client_scores.means().values()
             details["global/local_test"] = scores[0].tolist()
         return details
 
@@ -276,13 +314,15 @@ class ShiftedEvaluation:
         engine = self.federation.engine
         x = batch.x
         if engine.trunk is not None and tuple(x.shape[1:]) == tuple(engine.trunk.image):
-            x = engine.features(x)  # once, not for each model
-        if federation.settings.algorithm.global_model and index % federation.ranks.size == federation.ranks.rank:
+            # Once, and not for each model.
+            x = engine.features(x)
+        is_batch_of_rank = index % federation.ranks.size == federation.ranks.rank
+        if federation.settings.algorithm.global_model and is_batch_of_rank:
             logits = shared_logits(federation, x).expand(len(self._global_places), -1, -1)
             self._update(self._global, logits, batch, self._global_places, self._global_places)
         if federation.personalized:
-            for places, clients, logits in everywhere_logits(federation, self.everywhere, x):
-                self._update(self._personal, logits, batch, places, clients)
+            for run in everywhere_logits(federation, self.everywhere, x):
+                self._update(self._personal, run.logits, batch, run.places, run.clients)
 
     def _update(
         self, scores: Scores, logits: Tensor, batch: EvalBatch, places: Sequence[int], clients: Sequence[int]
@@ -292,8 +332,9 @@ class ShiftedEvaluation:
             scores.update(logits, batch.y, models=places)
             return
         owner = to_device_async(batch.owner, batch.y.device)
-        for place, client, of_client in zip(places, clients, logits, strict=True):
-            scores.update(of_client.unsqueeze(0), batch.y, models=[place], counted=owner != client)
+        for place, client, client_logits in zip(places, clients, logits, strict=True):
+            is_of_others = owner != client
+            scores.update(client_logits.unsqueeze(0), batch.y, models=[place], counted=is_of_others)
 
     def result(self) -> dict[str, tuple[Tensor, float]]:
         """Merge the counts of all processes. A collective: all of them must call this.
@@ -302,17 +343,20 @@ class ShiftedEvaluation:
             By metric each personal model's score (M,), NaN where it was not run, and the global one's, NaN where there
             is none. Scores of classes are their mean.
         """
-        clients = self.federation.num_clients
-        for scores in (self._personal, self._global):
-            scores.merge(self.federation.ranks)
+        num_clients = self.federation.num_clients
+        # The order of these collectives must be the same on all ranks.
+        self._personal.merge(self.federation.ranks)
+        self._global.merge(self.federation.ranks)
+        personal_means = self._personal.means()
         results = {}
-        personal = self._personal.means()
-        for name, values in self._global.means().items():
-            per_client = values[:, 0].expand(clients)
+        for name, scores in self._global.means().items():
+            global_scores = scores[:, 0]
             if self.federation.personalized:
-                per_client = values.new_full((clients,), torch.nan)
-                per_client[list(self.everywhere)] = personal[name][:, 0]
-            results[name] = per_client, float(values[:, 0].nanmean())
+                per_client = scores.new_full((num_clients,), torch.nan)
+                per_client[list(self.everywhere)] = personal_means[name][:, 0]
+            else:
+                per_client = global_scores.expand(num_clients)
+            results[name] = (per_client, float(global_scores.nanmean()))
         return results
 
 
@@ -329,20 +373,36 @@ def sample_clients(clients: int, count: int | None, seed: int) -> list[int]:
     """
     if count is None or count >= clients:
         return list(range(clients))
-    return sorted(torch.randperm(clients, generator=generator(seed, "global test"))[:count].tolist())
+    permutation = torch.randperm(clients, generator=generator(seed, "global test"))
+    return sorted(permutation[:count].tolist())
 
 
 CLIENTS_AT_ONCE = 32
 """Largest number of clients whose states are gathered at once."""
 
 
-def everywhere_logits(
-    federation: Federation, everywhere: Sequence[int], x: Tensor
-) -> Iterator[tuple[Sequence[int], Sequence[int], Tensor]]:
+@dataclass(frozen=True)
+class ModelsRun:
+    """A pass of p clients' models on the same images.
+
+    Attributes:
+        places: Places of the p clients among all whose models run.
+        clients: The p clients.
+        logits: Logits (p, B, K).
+    """
+
+    places: Sequence[int]
+    clients: Sequence[int]
+    logits: Tensor
+
+
+def everywhere_logits(federation: Federation, everywhere: Sequence[int], x: Tensor) -> Iterator[ModelsRun]:
     """Run the personal models of this process on the same images, in groups whose states fit in memory.
 
-    Yields:
-        Places in ``everywhere``, the clients there, and the logits (p, B, K) of their models.
+    Args:
+        federation: Whose models are run.
+        everywhere: Clients whose models run, some of them in other processes.
+        x: The images (B, ...).
     """
     owned = set(federation.owned())
     owned_places = [place for place, client in enumerate(everywhere) if client in owned]
@@ -350,7 +410,7 @@ def everywhere_logits(
         places = owned_places[start : start + CLIENTS_AT_ONCE]
         clients = [everywhere[place] for place in places]
         states = federation.personal_states(clients)
-        yield places, clients, federation.engine.shared_logits(states, x)
+        yield ModelsRun(places, clients, federation.engine.shared_logits(states, x))
 
 
 def shared_logits(federation: Federation, x: Tensor) -> Tensor:
@@ -358,6 +418,32 @@ def shared_logits(federation: Federation, x: Tensor) -> Tensor:
     settings = federation.settings
     logits_of_members = federation.engine.shared_logits(federation.server.members(), x)
     return ensemble(logits_of_members, settings.algorithm.average, settings.training.multilabel)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Images of one client that follow one another in a batch.
+
+    Attributes:
+        owner: The client.
+        start: The first image's row in the batch.
+        length: The number of images.
+    """
+
+    owner: int
+    start: int
+    length: int
+
+
+def _stretches(owners: Sequence[int]) -> list[_Stretch]:
+    """Divide a batch into stretches of images of one owner."""
+    stretches = []
+    start = 0
+    for owner, rows in groupby(owners):
+        length = len(list(rows))
+        stretches.append(_Stretch(owner, start, length))
+        start += length
+    return stretches
 
 
 def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
@@ -369,28 +455,27 @@ def own_logits(federation: Federation, batch: EvalBatch) -> Tensor | None:
     Returns:
         Logits (B, K), zero for images whose owner another process has; None where that holds for all.
     """
-    owners: list[int] = []
-    lengths: list[int] = []
-    for owner, rows_of_stretch in groupby(batch.owner.tolist()):
-        owners.append(owner)
-        lengths.append(len(list(rows_of_stretch)))
-    counts = torch.tensor(lengths)
-    starts = counts.cumsum(0) - counts
     owned = set(federation.owned())
     # Lengths of one number of binary digits: the longest is less than twice the shortest.
-    stretches_by_digits: dict[int, list[int]] = {}
-    for stretch, (owner, count) in enumerate(zip(owners, lengths, strict=True)):
-        if owner in owned:
-            stretches_by_digits.setdefault(count.bit_length(), []).append(stretch)
+    stretches_by_digits: dict[int, list[_Stretch]] = {}
+    for stretch in _stretches(batch.owner.tolist()):
+        if stretch.owner in owned:
+            digits = stretch.length.bit_length()
+            stretches_by_digits.setdefault(digits, []).append(stretch)
+
     logits: Tensor | None = None
     for stretches in stretches_by_digits.values():
         for begin in range(0, len(stretches), CLIENTS_AT_ONCE):
             part = stretches[begin : begin + CLIENTS_AT_ONCE]
-            step = torch.arange(int(counts[part].max()))
-            # The last image of a stretch fills it up to the length of the longest; what it gives twice is left out.
-            rows = starts[part, None] + step.minimum(counts[part, None] - 1)
-            real = (step < counts[part, None]).flatten().nonzero().flatten()
-            states = federation.personal_states([owners[stretch] for stretch in part])
+            starts = torch.tensor([stretch.start for stretch in part]).unsqueeze(1)
+            lengths = torch.tensor([stretch.length for stretch in part]).unsqueeze(1)
+            step = torch.arange(int(lengths.max()))
+            # Rows (p, L) of the batch. A shorter stretch is filled up with its last image.
+            rows = starts + step.minimum(lengths - 1)
+            # What fills up is left out again.
+            real = (step < lengths).flatten().nonzero().flatten()
+
+            states = federation.personal_states([stretch.owner for stretch in part])
             with torch.no_grad():
                 x = batch.x[to_device_async(rows, batch.x.device)]
                 outputs = federation.engine.logits(states, x).flatten(0, 1)

@@ -110,26 +110,26 @@ class Federation:
         self._shares = shares
         self.tuned = None  # what was tuned from an earlier global state is outdated
         self.store.bring(shares.parts)
-        own_plan = shares.trained
+        cohort_plan = shares.cohort_plan
         losses = None
         if loader and settings.algorithm.compares_models:
-            batches = map(one_of, loader(own_plan))
+            batches = map(one_of, loader(cohort_plan))
             losses = compare(
                 self.engine,
                 self.server.members(),
                 batches,
-                len(own_plan.clients),
+                len(cohort_plan.clients),
                 settings.training.multilabel,
             )
         # Before any training: a round that is interrupted has been counted.
         self.protection.spend(shares.plan, self.ranks)
-        received = self.server.broadcast(own_plan, self.num_clients, losses)
-        client_state = self.store.local.gather(own_plan.clients)
-        self.cohort = Cohort(self.trainer, own_plan, client_state, received, factor)
+        received = self.server.broadcast(cohort_plan, self.num_clients, losses)
+        client_state = self.store.local.gather(cohort_plan.clients)
+        self.cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor)
         if loader and "gradient_norms" in settings.diagnostics:
             # With the names that are not sent.
-            models = expand(self.global_state, len(own_plan.clients)) | received
-            batches = map(one_of, loader(own_plan))
+            models = expand(self.global_state, len(cohort_plan.clients)) | received
+            batches = map(one_of, loader(cohort_plan))
             self._gradient_norms = gradient_norms(self.cohort, models, settings, batches, shares, self.ranks)
         return self.cohort
 
@@ -220,8 +220,8 @@ class Federation:
         models = [self.global_state] if student is None else [student, self.global_state]
         personal: State = {}
         places: list[int] = []
-        if "personal_distance" in self.settings.diagnostics and shares.own.clients:
-            personal = self.personal_states(shares.own.clients)
+        if "personal_distance" in self.settings.diagnostics and shares.local_plan.clients:
+            personal = self.personal_states(shares.local_plan.clients)
             places = shares.places
         diagnostics = DiagnosticsPass(
             engine=self.engine,
@@ -258,11 +258,11 @@ class Federation:
         for plan in groups:
             shares = Shares.of(plan, self.ranks.size, self.ranks.rank)
             self.protection.spend(plan, self.ranks, tuning=True)
-            own_plan = shares.trained
-            received = self.server.broadcast(own_plan, self.num_clients, algorithm=algorithm)
-            client_state = self.tuned.local.gather(own_plan.clients)
-            cohort = Cohort(self.trainer, own_plan, client_state, received, factor, tuning=True)
-            for batch in loader(shares.own):
+            cohort_plan = shares.cohort_plan
+            received = self.server.broadcast(cohort_plan, self.num_clients, algorithm=algorithm)
+            client_state = self.tuned.local.gather(cohort_plan.clients)
+            cohort = Cohort(self.trainer, cohort_plan, client_state, received, factor, tuning=True)
+            for batch in loader(shares.local_plan):
                 cohort.step(batch)
             results = cohort.finish(shares, self.ranks)
             self.tuned.scatter(shares.parts, results.broken, results.client_state)

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -94,31 +95,39 @@ class Scores:
             return
         # In double precision, which the device may not have: in single, confident predictions would be ranked alike.
         predictions = probabilities(logits.cpu(), self.multilabel)
-        rows = slice(None) if counted is None else counted.cpu()
-        self._pieces.append(
-            _Predictions(
-                models=tuple(models),
-                probabilities=predictions[:, rows],
-                labels=y.cpu()[rows],
-                groups=groups.cpu()[rows],
-            )
+        rows: slice | Tensor = slice(None)
+        if counted is not None:
+            rows = counted.cpu()
+        piece = _Predictions(
+            models=tuple(models),
+            probabilities=predictions[:, rows],
+            labels=y.cpu()[rows],
+            groups=groups.cpu()[rows],
         )
+        self._pieces.append(piece)
 
     def _count(self, logits: Tensor, y: Tensor, groups: Tensor, models: Sequence[int], counted: Tensor | None) -> None:
         """Count the correct and the total predictions of a batch, on the device."""
         if self.multilabel:
-            right = ((logits.float().sigmoid() > 0.5) == y.long()).sum(-1)
-            predictions_made = torch.full_like(right, logits.shape[-1])
+            # Each label is a prediction of its own.
+            right_labels = (logits.float().sigmoid() > 0.5) == y.long()
+            right = right_labels.sum(-1)
+            num_predictions = torch.full_like(right, logits.shape[-1])
         else:
             right = (logits.argmax(-1) == y).long()
-            predictions_made = torch.ones_like(right)
-        counts = torch.stack([right, predictions_made])
+            num_predictions = torch.ones_like(right)
+        counts = torch.stack([right, num_predictions])  # (2, p, B)
         if counted is not None:
             counts = counts * counted
+
         self._counts = to_device_async(self._counts, counts.device)
-        # First over the images of a group, (2, p, G), then into the rows of the p models.
-        sums = counts.new_zeros(*counts.shape[:2], self._counts.shape[2]).index_add_(2, groups, counts)
-        self._counts.index_add_(1, to_device_async(torch.tensor(models), counts.device), sums)
+        _, num_models, _ = counts.shape
+        num_groups = self._counts.shape[2]
+        # First summed over the images of each group, then added to the rows of the p models.
+        sums = counts.new_zeros(2, num_models, num_groups)
+        sums.index_add_(2, groups, counts)
+        rows = to_device_async(torch.tensor(models), counts.device)
+        self._counts.index_add_(1, rows, sums)
 
     @property
     def counts(self) -> Tensor:
@@ -129,13 +138,15 @@ class Scores:
         """Add the counts of the other processes. A collective: all of them must call this, once, at the end."""
         ranks.sum_([self._counts])
         if self._functions:
-            self._pieces = [piece for pieces in ranks.gather(self._pieces) for piece in pieces]
+            pieces_of_ranks = ranks.gather(self._pieces)
+            self._pieces = list(chain.from_iterable(pieces_of_ranks))
 
     def means(self) -> dict[str, Tensor]:
         """Compute scores (P, G) by each metric; for per-class metrics, the mean over the classes that occur."""
         means = {}
         for name, scores in self.all().items():
-            means[name] = scores if scores.dim() == 2 else scores.nanmean(-1)
+            scores_classes = scores.dim() == 3
+            means[name] = scores.nanmean(-1) if scores_classes else scores
         return means
 
     def all(self) -> dict[str, Tensor]:
@@ -143,12 +154,18 @@ class Scores:
 
         NaN where a model has no image of a group.
         """
-        counts = self._counts.cpu().float()
-        results = {metric.name: counts[0] / counts[1] for metric in self.metrics if metric.compute is None}
-        scores: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
+        results = {}
+        right, num_predictions = self._counts.cpu().float()
+        for metric in self.metrics:
+            if metric.compute is None:
+                results[metric.name] = right / num_predictions
+
         # Batches of the same models are scored together: a metric such as AUROC is not a mean over batches.
-        for models in dict.fromkeys(piece.models for piece in self._pieces):
-            pieces = [piece for piece in self._pieces if piece.models == models]
+        pieces_of_models: dict[tuple[int, ...], list[_Predictions]] = {}
+        for piece in self._pieces:
+            pieces_of_models.setdefault(piece.models, []).append(piece)
+        scores: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
+        for pieces in pieces_of_models.values():
             for name, scores_of_models in self._score(pieces).items():
                 scores[name] |= scores_of_models
         for name, score_of in scores.items():
@@ -160,11 +177,12 @@ class Scores:
         predictions = torch.cat([piece.probabilities for piece in pieces], 1)
         labels = torch.cat([piece.labels for piece in pieces])
         groups = torch.cat([piece.groups for piece in pieces])
-        sizes = groups.bincount(minlength=self._counts.shape[2]).tolist()
+        num_groups = self._counts.shape[2]
+        sizes = groups.bincount(minlength=num_groups).tolist()
         rows_of_groups = torch.split(groups.argsort(stable=True), sizes)
         scores: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in self._functions}
         for group, rows in enumerate(rows_of_groups):
-            if not len(rows):
+            if len(rows) == 0:
                 continue
             for place, model in enumerate(pieces[0].models):
                 for name, compute in self._functions.items():
@@ -177,7 +195,8 @@ class Scores:
         shape_of_score: tuple[int, ...] = ()
         if score_of:
             shape_of_score = tuple(next(iter(score_of.values())).shape)
-        table = torch.full((*self._counts.shape[1:], *shape_of_score), torch.nan)
+        _, num_models, num_groups = self._counts.shape
+        table = torch.full((num_models, num_groups, *shape_of_score), torch.nan)
         for (model, group), score in score_of.items():
             table[model, group] = score
         return table
@@ -223,12 +242,17 @@ class Tally:
             confidence, predicted = logits.float().softmax(-1).max(-1)
             right = predicted == y
             self._classes = logits.shape[-1]
-            self._codes.append((owner * self._classes + y) * self._classes + predicted)
-        confidence = double(confidence)  # float32 stops counting at 16 million
+            # client · K² + class · K + predicted class
+            client_and_class = owner * self._classes + y
+            self._codes.append(client_and_class * self._classes + predicted)
+        # A sum of ones in float32 stops at 16 million.
+        confidence = double(confidence)
         self._bins = self._bins.to(confidence)
-        bins = (confidence * BINS).long().clamp(0, BINS - 1)  # NaN, of a model that broke, has no bin of its own
-        of_predictions = torch.stack([torch.ones_like(confidence), right.to(confidence), confidence.nan_to_num()])
-        self._bins.index_add_(1, bins, of_predictions)
+        # NaN, of a model that broke, is counted in some bin.
+        bins = (confidence * BINS).long().clamp(0, BINS - 1)
+        ones = torch.ones_like(confidence)
+        summands = torch.stack([ones, right.to(confidence), confidence.nan_to_num()])
+        self._bins.index_add_(1, bins, summands)
 
     def record(self, ranks: Ranks) -> dict[str, Any]:
         """Return the counts of all processes, in plain types. A collective: all must call this, once, at the end.
@@ -239,23 +263,25 @@ class Tally:
         """
         bins = self._bins.double().cpu()
         ranks.sum_([bins])
-        own_codes = torch.empty(0, dtype=torch.int64)
+        local_codes = torch.empty(0, dtype=torch.int64)
         if self._codes:
-            own_codes = torch.cat(self._codes).cpu()
-        codes, counts = torch.cat(ranks.gather(own_codes)).unique(return_counts=True)
+            local_codes = torch.cat(self._codes).cpu()
+        all_codes = torch.cat(ranks.gather(local_codes))
+        codes, counts = all_codes.unique(return_counts=True)
+        # A rank that saw no batch does not know the number of classes.
         classes = max(ranks.gather(self._classes))
-        mean_confidence = bins[2] / bins[0].clamp(min=1)
+        num_predictions, num_right, sum_of_confidences = bins
+        mean_confidence = sum_of_confidences / num_predictions.clamp(min=1)
         record: dict[str, Any] = {
             "calibration": {
-                "count": bins[0].long().tolist(),
-                "right": bins[1].long().tolist(),
+                "count": num_predictions.long().tolist(),
+                "right": num_right.long().tolist(),
                 "confidence": [round(value, 6) for value in mean_confidence.tolist()],
             }
         }
         if not self.multilabel:
             confusion = []
             for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
-                # A code is client · K² + class · K + predicted class.
                 client_and_class, predicted_class = divmod(code, classes)
                 client, true_class = divmod(client_and_class, classes)
                 confusion.append([client, true_class, predicted_class, count])

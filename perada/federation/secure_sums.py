@@ -54,7 +54,7 @@ def check_secure_sums(settings: Settings, tensor_names: TensorNames, initial: St
 
 def _incompatible(reason: str) -> ValueError:
     """Return the error for a choice that secure sums rule out, including the remedy."""
-    return ValueError(f"secure_sums cannot be used with {reason}")
+    return ValueError(f"secure_sums does not support {reason}")
 
 
 def _follows_from_mean(algorithm: Algorithm, rule: ServerRule, tensor_names: TensorNames, initial: State) -> bool:

@@ -244,14 +244,14 @@ class Server:
     def privatized(self, level: ClientLevel, updates: Updates, context: RoundContext) -> Updates:
         """Replace every client's update by their noisy mean, the only thing that the server gets to see."""
         plan = context.plan
-        received = context.received.own
+        received = context.received.local_rows
         weights = client_weights("uniform", plan.clients)
         if level.sums is None:
             noisy = level.privatized(updates, received, plan.round, plan.clients)
             # The mean has all of the noise, a row has a share of it: nothing after this gets to see a row.
             return updates.repeat(updates.replace(noisy).mean(weights))
         if context.summed_by_sites:  # every row is the mean of the sites' noisy changes
-            change = {name: value[0] for name, value in updates.own.items() if value.is_floating_point()}
+            change = {name: value[0] for name, value in updates.local_rows.items() if value.is_floating_point()}
         else:
             change = level.mean_change(updates, received, plan.round, plan.clients)
         base = {name: received[name] for name in updates.names if name != VOTE}
@@ -273,7 +273,7 @@ class Server:
         outliers, metrics = find_outliers(
             self.tensor_names.parameters,
             updates.part(valid),
-            context.received.part(valid).own,
+            context.received.part(valid).local_rows,
             plan,
             valid,
             with_metrics="update_norms" in self.settings.diagnostics,
@@ -297,7 +297,8 @@ class Server:
         return [float(context.train_sizes[client]) for client in context.plan.clients]
 
     def _distiller(self, context: RoundContext, teachers: Updates) -> Distiller:
-        secure = None
+        """Return the distiller of a round, by which an algorithm's server step refines the global state."""
+        secure: SecureTeachers | None = None
         # An algorithm that makes teachers itself makes them of what the server may see.
         if self.settings.secure_sums is not None and not self.settings.algorithm.own_teachers:
             secure = SecureTeachers(self.settings.secure_sums, teachers, context.logit_sum)
@@ -358,12 +359,12 @@ class Server:
             Probabilities (C, N, K), and labels as 0 and 1 (N, K) or None.
         """
         multilabel = self.settings.training.multilabel
-        own_models = models.own if isinstance(models, Updates) else models
-        clients = stack_size(own_models)
+        local_models = models.local_rows if isinstance(models, Updates) else models
+        clients = stack_size(local_models)
         # A rank may have no client. It runs the model before the round for the shape of the logits, and drops them.
         states = expand(previous, max(1, clients))
         if clients:
-            states = states | own_models
+            states = states | local_models
         predictions = []
         labels = []
         for x, y in self._images(context, images, labelled):
@@ -555,9 +556,9 @@ def _norms_and_cosines(
     mean_square = torch.zeros((), dtype=dtype, device=device)
     rows = to_device_async(torch.tensor(updates.places, dtype=torch.int64), device)
     for name in names:
-        if name not in updates or name not in received or received[name].shape != updates.own[name].shape:
+        if name not in updates or name not in received or received[name].shape != updates.local_rows[name].shape:
             continue
-        change = (double(updates.own[name]) - double(received[name])).flatten(1)
+        change = (double(updates.local_rows[name]) - double(received[name])).flatten(1)
         squares[rows] += change.square().sum(1)
         if with_cosines:
             mean_change = change.sum(0) / updates.clients

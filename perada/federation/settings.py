@@ -289,7 +289,7 @@ def check_rule(settings: Settings) -> None:
     else:
         return
     raise OptionError(
-        f"server_rule={rule_name} cannot be used with {type(algorithm).__name__}, which {reason}",
+        f"{type(algorithm).__name__} does not support server_rule={rule_name}: it {reason}",
         name="server_rule",
         value=rule_name,
     )

@@ -44,9 +44,11 @@ class SharedStore:
             ValueError: If another rank holds one of them.
         """
         for client in clients:
-            if client in self._holders and self.holder(client) != self.ranks.rank:
+            # All ranks know the initial state of a client that was never written.
+            holder = self._holders.get(client, self.ranks.rank)
+            if holder != self.ranks.rank:
                 raise ValueError(
-                    f"the state of client {client} is held by process {self.holder(client)}, but this is process "
+                    f"the state of client {client} is held by process {holder}, but this is process "
                     f"{self.ranks.rank}; request it after training in process 0 (if trainer.is_global_zero)"
                 )
         return self.local.gather(clients)
@@ -74,14 +76,22 @@ class SharedStore:
             broken: Clients that keep what they had.
             rows: What the clients of this rank's plan keep, (C, ...) by role, in its order.
         """
+        # Every rank notes the clients of all ranks, so that the tables of holders stay alike.
         for rank, share in enumerate(shares):
             for client in share.clients:
                 if client not in broken:
                     self._holders[client] = rank
-        own_clients = shares[self.ranks.rank].clients
-        places = [place for place, client in enumerate(own_clients) if client not in broken]
-        finite_rows = {role: gather(stack, places) for role, stack in rows.items()}
-        self.local.scatter([own_clients[place] for place in places], finite_rows)
+
+        finite_clients = []
+        finite_places = []
+        for place, client in enumerate(shares[self.ranks.rank].clients):
+            if client not in broken:
+                finite_clients.append(client)
+                finite_places.append(place)
+        finite_rows = {}
+        for role, stack in rows.items():
+            finite_rows[role] = gather(stack, finite_places)
+        self.local.scatter(finite_clients, finite_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clients written so far, for a checkpoint: those of all ranks on rank 0, which writes it.
@@ -99,31 +109,46 @@ class SharedStore:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume from a store saved by :meth:`state_dict`, of which this rank holds its part."""
-        written = [*saved.get("rows", {}), *saved.get("files", {})]
-        self._holders = {client: client % self.ranks.size for client in written}
-        own_clients = {client for client in written if self.holder(client) == self.ranks.rank}
-        self.local.load_state_dict(restricted(saved, own_clients))
+        written_clients = [*saved.get("rows", {}), *saved.get("files", {})]
+        self._holders = {}
+        local_clients = set()
+        for client in written_clients:
+            holder = client % self.ranks.size
+            self._holders[client] = holder
+            if holder == self.ranks.rank:
+                local_clients.add(client)
+        self.local.load_state_dict(restricted(saved, local_clients))
 
-    def grow(self, saved: dict[str, Any], numbers: Sequence[int], others: Sequence[int], kept: Stacks) -> None:
+    def grow(
+        self, saved: dict[str, Any], numbers: Sequence[int], new_clients: Sequence[int], client_state: Stacks
+    ) -> None:
         """Take over a saved store with more clients. A collective.
 
         Args:
             saved: The store, as of :meth:`state_dict`.
             numbers: Its client k is client ``numbers[k]`` from now on.
-            others: The new clients.
-            kept: What each of them keeps, by role and without a client axis.
+            new_clients: The clients that it lacks.
+            client_state: What each of them keeps, by role and without a client axis.
         """
         rows = dict(saved.get("rows", {}))
         for client, path in self.local.files_of(saved).items():
             rows[client] = self.local.read(client, path)
-        renumbered = {numbers[client]: row.clone() for client, row in rows.items()}
+        renumbered = {}
+        for client, row in rows.items():
+            renumbered[numbers[client]] = row.clone()
         self.load_state_dict({"header": saved["header"], "initial": saved["initial"], "rows": renumbered})
-        # They start from ``kept``, and not from the initial state that was saved.
-        for client in others:
-            self._holders[client] = self.holder(client)
-        own_clients = [client for client in others if self.holder(client) == self.ranks.rank]
-        stacks = {role: expand(state, len(own_clients)) for role, state in kept.items()}
-        self.local.scatter(own_clients, stacks)
+
+        # New clients count as written, since a client without a row would have the initial state that was saved.
+        local_clients = []
+        for client in new_clients:
+            holder = self.holder(client)
+            self._holders[client] = holder
+            if holder == self.ranks.rank:
+                local_clients.append(client)
+        stacks = {}
+        for role, state in client_state.items():
+            stacks[role] = expand(state, len(local_clients))
+        self.local.scatter(local_clients, stacks)
 
     def _move(self, targets: Mapping[int, int]) -> None:
         """Move written clients to other ranks. A collective.
@@ -150,13 +175,22 @@ class SharedStore:
                 leaving.setdefault(target, []).append(client)
             elif target == self.ranks.rank:
                 arriving.setdefault(holder, []).append(client)
-        if not self.local.size:  # clients keep nothing: there is nothing to send
+        if not self.local.size:
+            # Clients keep nothing, on any rank: nothing is exchanged.
             return
-        sent = {rank: self.local.rows(group) for rank, group in leaving.items()}
-        received = {rank: torch.empty_like(self.local.rows(group)) for rank, group in arriving.items()}
-        self.ranks.exchange(sent, received)
+
+        outgoing = {}
+        for rank, group in leaving.items():
+            outgoing[rank] = self.local.rows(group)
+        incoming = {}
         for rank, group in arriving.items():
-            self.local.put(group, received[rank])
+            # Buffers with the shape of these clients' rows, which the exchange fills.
+            incoming[rank] = torch.empty_like(self.local.rows(group))
+        self.ranks.exchange(outgoing, incoming)
+
+        for rank, group in arriving.items():
+            self.local.put(group, incoming[rank])
+        # Only after the exchange, which reads the rows.
         for group in leaving.values():
             self.local.drop(group)
 
@@ -165,11 +199,13 @@ def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Join the stores that several processes saved, each with different clients, into one."""
     store: dict[str, Any] = {}
     for part in parts:
-        clients = {}
+        by_client: dict[str, Any] = {}
         for name in ("rows", "files"):
             if name in part:
-                clients[name] = store.get(name, {}) | part[name]
-        store |= part | clients
+                by_client[name] = store.get(name, {}) | part[name]
+        # All other entries are the same in every part.
+        store |= part
+        store |= by_client
     return store
 
 
@@ -178,5 +214,5 @@ def restricted(saved: dict[str, Any], clients: Collection[int]) -> dict[str, Any
     restricted_store = dict(saved)
     for name in ("rows", "files"):
         if name in saved:
-            restricted_store[name] = {client: saved[name][client] for client in saved[name] if client in clients}
+            restricted_store[name] = {client: value for client, value in saved[name].items() if client in clients}
     return restricted_store

@@ -57,13 +57,18 @@ class ClientStore:
 
     def __init__(self, initial: Stacks, host: bool = False) -> None:
         self.host = host
+        # Role and key by the name in the file.
         names: dict[str, tuple[str, str]] = {}
         copies: dict[str, Tensor] = {}
+        self._like: Stacks = {}
         for role, state in initial.items():
+            self._like[role] = {}
             for key, value in state.items():
-                names[f"{role}/{key}"] = (role, key)
+                name = f"{role}/{key}"
+                names[name] = (role, key)
                 # Tensors may share memory, which safetensors refuses.
-                copies[f"{role}/{key}"] = value.detach().clone(memory_format=torch.contiguous_format)
+                copies[name] = value.detach().clone(memory_format=torch.contiguous_format)
+                self._like[role][key] = value.to("meta")
         content = save(copies, {"format": "pt"})
         # A safetensors file begins with the size of its header, in 8 bytes, and the header in JSON.
         begin = 8 + int.from_bytes(content[:8], "little")
@@ -72,13 +77,15 @@ class ClientStore:
         # In the order of the file.
         self._fields: list[_Field] = []
         for name, entry in json.loads(content[8:begin]).items():
-            if name in names:  # not the metadata
+            # The metadata are an entry, too.
+            if name in names:
                 role, key = names[name]
                 start, stop = entry["data_offsets"]
                 self._fields.append(_Field(role, key, start, stop))
-        self._like = {role: {key: value.to("meta") for key, value in state.items()} for role, state in initial.items()}
+        # A copy, since bytes cannot be written to.
+        initial_row = np.frombuffer(content, np.uint8)[begin:].copy()
         device = device_of(copies) if copies else None
-        self._initial = torch.from_numpy(np.frombuffer(content, np.uint8)[begin:].copy()).to(device)
+        self._initial = torch.from_numpy(initial_row).to(device)
         self.written: dict[int, Any] = {}
 
     def gather(self, clients: Sequence[int]) -> Stacks:
@@ -88,13 +95,14 @@ class ClientStore:
         for field in self._fields:
             like = self._like[field.role][field.key]
             # A copy also aligns the bytes to the dtype, as view() needs.
-            column = rows[:, field.start : field.stop].clone(memory_format=torch.contiguous_format)
-            stacks[field.role][field.key] = column.view(like.dtype).view(len(rows), *like.shape)
+            columns = rows[:, field.start : field.stop].clone(memory_format=torch.contiguous_format)
+            stack = columns.view(like.dtype)
+            stacks[field.role][field.key] = stack.view(len(rows), *like.shape)
         return stacks
 
     def scatter(self, clients: Sequence[int], stacks: Stacks) -> None:
         """Store the new states (C, ...) that ``clients`` keep, by role; the tensors are copied."""
-        if not len(clients) or not self.size:
+        if len(clients) == 0 or self.size == 0:
             return
         columns = []
         for field in self._fields:
@@ -137,7 +145,8 @@ class ClientStore:
     def state_dict(self) -> dict[str, Any]:
         """Return the initial row and the rows of the clients written so far, for a checkpoint."""
         if self._initial.device.type == "cuda":
-            torch.cuda.synchronize(self._initial.device)  # until all copies have arrived
+            # Until all copies have arrived.
+            torch.cuda.synchronize(self._initial.device)
         rows = {client: self._read(client) for client in self.written}
         return {"header": self.header, "initial": self._initial, "rows": rows}
 
@@ -197,10 +206,12 @@ class ClientStore:
             raise FileNotFoundError(f"{str(path)!r}, the states of client {client}, is missing; {_REMEDY}")
         begin = len(self.header)
         with path.open("rb") as file:
-            complete = path.stat().st_size == begin + self.size and file.read(begin) == self.header
-        if not complete:
+            is_complete = path.stat().st_size == begin + self.size
+            has_header = file.read(begin) == self.header
+        if not is_complete or not has_header:
             raise _damaged(client, path)
-        return torch.from_file(str(path), shared=False, size=begin + self.size, dtype=torch.uint8)[begin:]
+        content = torch.from_file(str(path), shared=False, size=begin + self.size, dtype=torch.uint8)
+        return content[begin:]
 
 
 def _damaged(client: int, path: Path) -> ValueError:
@@ -232,8 +243,10 @@ class DiskStore(ClientStore):
         # With the session and the count in it, no name is ever used twice.
         self._session = secrets.token_hex(4)
         self._count = 0
-        self._files: set[Path] = set()  # in the folder, and not deleted
-        self._unsynced: list[Path] = []  # written since the last checkpoint
+        # In the folder, and not deleted.
+        self._files: set[Path] = set()
+        # Written since the last checkpoint.
+        self._unsynced: list[Path] = []
         self._of_last_checkpoint: set[Path] = set()
         self._of_checkpoint_before: set[Path] = set()
 
@@ -270,12 +283,15 @@ class DiskStore(ClientStore):
         if self.temporary:
             return super().state_dict()
         self._link_files_of_other_runs()
-        sync([*(path for path in self._unsynced if path.exists()), self.folder])
+        # The files first, so that no checkpoint names one that is not on the disk.
+        existing = [path for path in self._unsynced if path.exists()]
+        sync([*existing, self.folder])
         self._unsynced = []
         self._of_checkpoint_before = self._of_last_checkpoint
         self._of_last_checkpoint = set(self.written.values())
         if self.prune:
-            for path in self._files - (self._of_checkpoint_before | self._of_last_checkpoint):
+            needed = self._of_checkpoint_before | self._of_last_checkpoint
+            for path in self._files - needed:
                 path.unlink(missing_ok=True)
                 self._files.remove(path)
         return {
@@ -295,13 +311,15 @@ class DiskStore(ClientStore):
             if not copy.exists():
                 try:
                     os.link(path, copy)
-                except OSError:  # on another file system
+                except OSError:
+                    # On another file system.
                     with path.open("rb") as content, open_atomic(copy, durable=False) as file:
                         shutil.copyfileobj(content, file)
             self._unsynced.append(copy)
 
     def _adopt(self, files: dict[int, Path]) -> None:
-        self.written |= files  # they are read where they are
+        # They are read where they are.
+        self.written |= files
         self._of_checkpoint_before = set()
         self._of_last_checkpoint = set(self.written.values())
         self._files |= {path for path in files.values() if path.parent == self.folder}

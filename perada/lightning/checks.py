@@ -20,7 +20,7 @@ from perada.engine.frozen_trunk import FrozenTrunk
 from perada.federation.diagnostics import Diagnostic, choose_diagnostics, obstacles
 from perada.federation.settings import Settings, check_distilled_batch_norm, without_factors
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.parts import Parts
+from perada.lightning.run_context import RunContext
 from perada.models.adapted import AdaptedModel
 from perada.models.usage import check_usage
 
@@ -28,27 +28,27 @@ MIN_TRUNK_SHARE = 0.1
 """Share of a forward pass above which caching the features of the frozen trunk pays off."""
 
 
-def check_folding(parts: Parts, images: Tensor) -> None:
+def check_folding(context: RunContext, images: Tensor) -> None:
     """Fall back to the loop over clients if folding would change what a client computes.
 
     Folding runs all clients as one batch, and a network may mix the images of a batch.
 
     Args:
-        parts: The run.
+        context: The run.
         images: Prepared training images of some clients (C, B, ...).
 
     Raises:
         OptionError: If ``engine='folded'`` was requested, and the model cannot be folded.
     """
-    module = parts.module
-    if module.engine.kind == "loop" or parts.passed.folding:
+    module = context.module
+    if module.engine.kind == "loop" or context.passed.folding:
         return
     channels_last = module.engine.memory_format is torch.channels_last
-    problem = check_fold(module.model, parts.on_model_device(images), channels_last)
+    problem = check_fold(module.model, context.on_model_device(images), channels_last)
     if problem is None:
-        parts.passed.folding = True
+        context.passed.folding = True
         return
-    subject = f"backbone {parts.adapted.backbone.name!r}: {problem}"
+    subject = f"backbone {context.adapted.backbone.name!r}: {problem}"
     if module.training_options.engine == "folded":
         raise OptionError(
             f"engine='folded' cannot run {subject}; use engine='loop' or 'auto'", name="engine", value="folded"
@@ -57,32 +57,32 @@ def check_folding(parts: Parts, images: Tensor) -> None:
     module.use_loop_engine()
 
 
-def check_adapter(parts: Parts, images: Tensor) -> None:
+def check_adapter(context: RunContext, images: Tensor) -> None:
     """Check once per run that the network uses the trained parameters.
 
     Args:
-        parts: The run.
+        context: The run.
         images: Prepared training images of some clients (C, B, ...). A private run is checked on noise instead.
 
     Raises:
         ValueError: If it does not use the adapter.
     """
-    module = parts.module
-    adapted = parts.adapted
-    if parts.passed.adapter:
+    module = context.module
+    adapted = context.adapted
+    if context.passed.adapter:
         return
-    if parts.settings.private:
+    if context.settings.private:
         # Whether an image leads to a warning would show something about it.
         noise = torch.randn(images.shape[2:], generator=generator(0, "check adapter"))
         images = torch.stack([noise, noise.flip(-1)]).to(images.dtype)
     else:
         images = images.flatten(0, 1)
     channels_last = module.engine.memory_format is torch.channels_last
-    usage = check_usage(adapted, parts.on_model_device(images), channels_last=channels_last)
+    usage = check_usage(adapted, context.on_model_device(images), channels_last=channels_last)
     name = adapted.backbone.name
     if usage.problem is not None:
         raise ValueError(
-            f"the adapter ({type(adapted.config).__name__}) cannot be used with backbone {name!r}: {usage.problem}"
+            f"the adapter ({type(adapted.config).__name__}) does not fit backbone {name!r}: {usage.problem}"
         )
     if usage.unused:
         rank_zero_warn(
@@ -91,20 +91,20 @@ def check_adapter(parts: Parts, images: Tensor) -> None:
         )
     if usage.merging is not None:
         rank_zero_warn(usage.merging)
-    parts.passed.adapter = True
+    context.passed.adapter = True
 
 
-def check_images(parts: Parts, images: Tensor) -> None:
+def check_images(context: RunContext, images: Tensor) -> None:
     """Run one image of each set through the model.
 
     Args:
-        parts: The run.
+        context: The run.
         images: Prepared training images of some clients (C, B, ...).
 
     Raises:
         ValueError: If an image does not fit the model, or the output is not one logit for each class.
     """
-    data = parts.data
+    data = context.data
     first = torch.tensor([0])
     examples = {"images": images[0, :1]}
     if data.tokens:
@@ -119,15 +119,15 @@ def check_images(parts: Parts, images: Tensor) -> None:
             image, _ = condition.store.take(first, first)
             examples[f"images of the shift {condition.shift!r}"] = data.prepare(image)
     for name, image in examples.items():
-        _check_image(parts, name, parts.on_model_device(image))
-    _warn_if_not_normalized(parts, images)
+        _check_image(context, name, context.on_model_device(image))
+    _warn_if_not_normalized(context, images)
 
 
-def _warn_if_not_normalized(parts: Parts, images: Tensor) -> None:
+def _warn_if_not_normalized(context: RunContext, images: Tensor) -> None:
     """Warn if pretrained weights receive floating-point images with values from 0 to 1."""
-    backbone = parts.adapted.backbone
-    is_users_network = isinstance(parts.module.backbone, nn.Module)
-    is_pretrained = parts.module.pretrained is not False and not is_users_network
+    backbone = context.adapted.backbone
+    is_users_network = isinstance(context.module.backbone, nn.Module)
+    is_pretrained = context.module.pretrained is not False and not is_users_network
     if backbone.image is None or not is_pretrained or not images.is_floating_point():
         return
     if float(images.min()) >= 0 and float(images.max()) <= 1 and any(backbone.image.mean):
@@ -137,17 +137,17 @@ def _warn_if_not_normalized(parts: Parts, images: Tensor) -> None:
         )
 
 
-def _check_image(parts: Parts, name: str, image: Tensor) -> None:
+def _check_image(context: RunContext, name: str, image: Tensor) -> None:
     """Raise a ValueError if an image (1, ...) does not pass through the model, or the output is not (1, K)."""
-    classes = parts.data.num_classes
-    backbone = f"backbone {parts.adapted.backbone.name!r}"
+    classes = context.data.num_classes
+    backbone = f"backbone {context.adapted.backbone.name!r}"
     mismatch = f"{name} of shape {tuple(image.shape[1:])} and type {image.dtype} do not fit {backbone}"
     try:
         with torch.no_grad():
-            logits = parts.module.model.eval()(image)
+            logits = context.module.model.eval()(image)
     except Exception as error:  # every layer has errors of its own
         reason = " ".join(str(error).split())[:200]
-        raise _explained(parts, name, image, mismatch, reason) from error
+        raise _explained(context, name, image, mismatch, reason) from error
     if tuple(logits.shape) != (1, classes):
         raise ValueError(
             f"{mismatch}: the output has shape {tuple(logits.shape)} instead of (1, {classes}); choose a different "
@@ -155,23 +155,23 @@ def _check_image(parts: Parts, name: str, image: Tensor) -> None:
         )
 
 
-def _explained(parts: Parts, name: str, image: Tensor, mismatch: str, reason: str) -> ValueError:
+def _explained(context: RunContext, name: str, image: Tensor, mismatch: str, reason: str) -> ValueError:
     """Return the error for an image that does not pass through the model, with its cause as far as known."""
-    adapted = parts.adapted
+    adapted = context.adapted
     backbone = f"backbone {adapted.backbone.name!r}"
-    if _runs_without_adapter(adapted, parts.module.model, image):
+    if _runs_without_adapter(adapted, context.module.model, image):
         return ValueError(
             f"the adapter ({type(adapted.config).__name__}) fails on {backbone}, which runs without it: {reason}; "
             "choose a different adapter, or set channels_last: false"
         )
-    formats = {value.dtype for value in parts.module.model.parameters() if value.is_floating_point()}
+    formats = {value.dtype for value in context.module.model.parameters() if value.is_floating_point()}
     if image.dtype == torch.float32 and formats == {torch.float64}:
         return ValueError(
             f"{backbone} has float64 weights, but the {name} are {image.dtype} ({reason}); convert the network with "
             "network.float(), or pass float64 images"
         )
     remedy = "pass images of the shape and type that it expects (image_size resizes uint8 images)"
-    if parts.data.tokens:
+    if context.data.tokens:
         remedy = "pass texts of the length that it expects, with tokens from its vocabulary"
     return ValueError(f"{mismatch}: {reason}; {remedy}")
 
@@ -186,11 +186,11 @@ def _runs_without_adapter(adapted: AdaptedModel, model: nn.Module, image: Tensor
     return True
 
 
-def check_batch_norm(parts: Parts) -> None:
+def check_batch_norm(context: RunContext) -> None:
     """Raise a ValueError if trained BatchNorm layers would see batches of one image; statistics need at least two."""
-    if not any(key.endswith("running_var") for key in parts.module.tensor_names.keys):
+    if not any(key.endswith("running_var") for key in context.module.tensor_names.keys):
         return
-    data = parts.data
+    data = context.data
     smallest = min(range(data.num_clients), key=lambda client: data.train_sizes[client])
     cause = None
     if data.batch_size == 1:
@@ -202,7 +202,7 @@ def check_batch_norm(parts: Parts) -> None:
             f"{cause}, but the adapter trains BatchNorm layers, which require at least 2 images per batch; use more "
             "images, an adapter without BatchNorm (head, lora) or a backbone with LayerNorm"
         )
-    check_distilled_batch_norm(parts.settings, parts.module.tensor_names, data.public_size)
+    check_distilled_batch_norm(context.settings, context.module.tensor_names, data.public_size)
 
 
 def with_diagnostics(
@@ -247,7 +247,7 @@ def names_sent(module: FederatedClassifier, algorithm: Algorithm) -> Collection[
     return example_sent(algorithm, module.tensor_names, algorithm.initial(module.initial_state)).keys()
 
 
-def dry_run_foreign_classes(parts: Parts) -> None:
+def dry_run_foreign_classes(context: RunContext) -> None:
     """Dry-run two rounds on made-up gradients if the algorithm or the server rule is not one of perada's.
 
     Perada's are covered by its tests. The rule is run alone where the algorithm trains an ensemble of models.
@@ -255,16 +255,16 @@ def dry_run_foreign_classes(parts: Parts) -> None:
     Raises:
         ValueError: If a method fails, or returns states that do not fit.
     """
-    settings = parts.settings
-    data = parts.data
+    settings = context.settings
+    data = context.data
     algorithm = settings.algorithm
     if not (is_foreign(algorithm) or is_foreign(settings.rule)):
         return
     dry_run_rounds(
         Algorithm() if algorithm.is_ensemble else algorithm,
         settings.rule,
-        parts.module.tensor_names,
-        parts.module.initial_state(0),
+        context.module.tensor_names,
+        context.module.initial_state(0),
         settings.phases,
         num_clients=data.num_clients,
         clients=settings.clients_per_round or data.num_clients,
@@ -273,11 +273,11 @@ def dry_run_foreign_classes(parts: Parts) -> None:
     )
 
 
-def set_up_feature_cache(parts: Parts, image: Tensor) -> FrozenTrunk | None:
+def set_up_feature_cache(context: RunContext, image: Tensor) -> FrozenTrunk | None:
     """Have the data serve features of the frozen trunk in place of images, where that pays off or is requested.
 
     Args:
-        parts: The run.
+        context: The run.
         image: A prepared image (channels, height, width), to find the trunk with.
 
     Returns:
@@ -286,13 +286,13 @@ def set_up_feature_cache(parts: Parts, image: Tensor) -> FrozenTrunk | None:
     Raises:
         OptionError: If ``cache_features=True``, and there is no frozen trunk.
     """
-    data = parts.data
-    module = parts.module
+    data = context.data
+    module = context.module
     requested = module.training_options.cache_features
     if requested is False:
         return None
     min_share = 0.0 if requested else MIN_TRUNK_SHARE
-    trunk = module.engine.find_trunk(parts.on_model_device(image), min_share)
+    trunk = module.engine.find_trunk(context.on_model_device(image), min_share)
     if trunk is None:
         if requested:
             raise OptionError(
@@ -304,7 +304,7 @@ def set_up_feature_cache(parts: Parts, image: Tensor) -> FrozenTrunk | None:
         return None
 
     def encode(images: Tensor) -> Tensor:
-        with parts.precision():
+        with context.precision():
             return module.engine.features(data.prepare(images.to(module.device)))
 
     data.use_features(encode, trunk.size, tuple(trunk.image))

@@ -25,8 +25,8 @@ from perada.lightning import journals, run_folder, run_record, scoring
 from perada.lightning.checkpoint import RoundCheckpoint, remap_clients, set_resume_point
 from perada.lightning.checks import with_diagnostics
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.parts import Parts, PassedChecks
 from perada.lightning.round_warnings import Failures, check_anything_learned, check_failures, warn_of_round
+from perada.lightning.run_context import PassedChecks, RunContext
 from perada.lightning.run_fingerprint import (
     check_ranks_agree,
     check_same_run,
@@ -132,7 +132,7 @@ class FederatedLoop(pl.Callback):
         self.config: dict[str, Any] = {}
         self.command: list[str] = []
         self.client_scores = run_record.ClientScores()
-        self._parts: Parts | None = None
+        self._context: RunContext | None = None
         self._passed_checks = PassedChecks()
         self._fit_began = False
         self._clock = scoring.ScoringClock()
@@ -161,13 +161,13 @@ class FederatedLoop(pl.Callback):
         if self.weighting == "samples" and not self.server_rule.weighted:
             rule = type(self.server_rule).__name__
             raise OptionError(
-                f"weighting='samples' cannot be used with {rule}, which has no weights; choose 'uniform'",
+                f"{rule} does not support weighting='samples': it ignores weights; choose weighting='uniform'",
                 name="weighting",
                 value="samples",
             )
         if self.max_failures is not None and (self.privacy is not None or self.client_privacy is not None):
             raise OptionError(
-                f"max_failures={self.max_failures} cannot be used with privacy or client_privacy: ending the run "
+                f"max_failures={self.max_failures} is not supported with privacy or client_privacy: ending the run "
                 "would reveal that a client's training failed, which depends on its images and which no ledger "
                 "counts; leave max_failures out",
                 name="max_failures",
@@ -175,7 +175,7 @@ class FederatedLoop(pl.Callback):
             )
         if self.drop_outliers and self.client_privacy is not None:
             raise OptionError(
-                "drop_outliers=True cannot be used with client_privacy, whose accounting covers all clients; leave "
+                "client_privacy does not support drop_outliers=True: its accounting covers all clients; leave "
                 "drop_outliers out",
                 name="drop_outliers",
                 value=True,
@@ -187,10 +187,10 @@ class FederatedLoop(pl.Callback):
         return test_mode(self.privacy, self.client_privacy)
 
     @property
-    def parts(self) -> Parts:
+    def context(self) -> RunContext:
         """Data, module and settings of the run, available after set-up."""
-        assert self._parts is not None
-        return self._parts
+        assert self._context is not None
+        return self._context
 
     def settings_of(self, module: FederatedClassifier, **changes: Any) -> Settings:
         """Return the settings of the rounds.
@@ -243,9 +243,9 @@ class FederatedLoop(pl.Callback):
         self.algorithm.check(module.tensor_names, data.num_clients)
         settings = self._complete_settings(trainer, data, module)
         settings = with_diagnostics(settings, self.evaluation.diagnostics, data, module)
-        parts = Parts(data, module, settings, self._passed_checks)
-        self.protection = set_up_rounds(parts, stage, self.protection)
-        self._parts = parts
+        context = RunContext(data, module, settings, self._passed_checks)
+        self.protection = set_up_rounds(context, stage, self.protection)
+        self._context = context
         self.num_clients = data.num_clients
         if stage == "fit":
             self._planned_max_epochs = trainer.max_epochs
@@ -257,10 +257,10 @@ class FederatedLoop(pl.Callback):
                 "this FederatedLoop has already been fitted, and its rounds, noise and ledgers cannot start again; "
                 "create a new FederatedLoop and FederatedClassifier, and resume from a checkpoint (ckpt_path)"
             )
-        if self._parts is None:
+        if self._context is None:
             used_elsewhere = module.federation is not None
         else:
-            used_elsewhere = self._parts.data is not data or self._parts.module is not module
+            used_elsewhere = self._context.data is not data or self._context.module is not module
         if used_elsewhere:
             raise ValueError(
                 "a FederatedLoop belongs to one FederatedClassifier and one FederatedDataModule, but this loop or its "
@@ -285,7 +285,7 @@ class FederatedLoop(pl.Callback):
         Lightning loads a checkpoint after ``setup`` and before the first hook of a stage, so this is where both are
         known.
         """
-        module = self.parts.module
+        module = self.context.module
         begins_fit = trainer.state.fn == "fit" and not self._fit_began
         if begins_fit:
             self._discard_states_of_evaluation(module)
@@ -296,7 +296,7 @@ class FederatedLoop(pl.Callback):
             self._checkpoint = None
         if begins_fit:
             self._fit_began = True
-            journals.keep_journal(self.parts, self._earlier_journals)
+            journals.keep_journal(self.context, self._earlier_journals)
 
     def _discard_states_of_evaluation(self, module: FederatedClassifier) -> None:
         """Start a fit with new states, and raise a ValueError if that would discard the rounds of a checkpoint."""
@@ -311,21 +311,21 @@ class FederatedLoop(pl.Callback):
 
     def _make_federation(self, trainer: pl.Trainer) -> Federation:
         """Create the federation of this process, after comparing its options with those of the other processes."""
-        parts = self.parts
+        context = self.context
         ranks = Ranks(together=trainer.world_size > 1)
         rounds_done = 0
         if self._checkpoint is not None:
             rounds_done = self._checkpoint["federation"]["rounds_done"]
-        fingerprint = cross_rank_fingerprint(parts, rounds_done)
+        fingerprint = cross_rank_fingerprint(context, rounds_done)
         if ranks.size > 1:
             # Only here: it takes a while for large data, and a single process has nothing to compare.
-            fingerprint["data"] = parts.data.fingerprint
+            fingerprint["data"] = context.data.fingerprint
         check_ranks_agree(ranks, fingerprint)
         return Federation(
-            parts.module.engine,
-            parts.module.tensor_names,
-            parts.module.initial_state,
-            parts.settings,
+            context.module.engine,
+            context.module.tensor_names,
+            context.module.initial_state,
+            context.settings,
             self.num_clients,
             ranks,
             self.protection,
@@ -334,8 +334,8 @@ class FederatedLoop(pl.Callback):
     def _restore(self, saved: dict[str, Any]) -> None:
         """Take over the content of a checkpoint."""
         with restoring():
-            self.parts.federation.load_state_dict(saved["federation"])
-            scoring.restore_scores(self.parts, saved)
+            self.context.federation.load_state_dict(saved["federation"])
+            scoring.restore_scores(self.context, saved)
         metrics = saved["metrics"]
         self.history = metrics["rounds"]
         self.client_scores.initial = metrics.get("initial", {})
@@ -353,24 +353,24 @@ class FederatedLoop(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Create the states, score the initial models, and start the run's folder."""
         self._begin(trainer, pl_module)
-        parts = self.parts
-        if not parts.can_afford_round(()):
+        context = self.context
+        if not context.can_afford_round(()):
             self._finish_without_training(trainer, pl_module)
-        self.client_scores.score_initial_models(parts)
+        self.client_scores.score_initial_models(context)
         # The engine sets the mode of every pass; Lightning (2.6.6) warns of modules in eval mode when training starts.
         pl_module.train()
         run_folder.log_history(trainer, self.history)
-        run_folder.write_description(parts, self.config)
+        run_folder.write_description(context, self.config)
 
     def _finish_without_training(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End a resumed run with nothing left to train in the same way as the original run.
 
         Without batches Lightning skips ``on_train_end`` and its checkpoint callbacks.
         """
-        if self.parts.has_rounds_left():
+        if self.context.has_rounds_left():
             rank_zero_warn(
-                f"privacy: after {self.parts.federation.rounds_done} rounds no client can afford another, so training "
-                "has ended; raise the limit (max_epsilon or target_epsilon) to continue"
+                f"privacy: after {self.context.federation.rounds_done} rounds no client can afford another, so "
+                "training has ended; raise the limit (max_epsilon or target_epsilon) to continue"
             )
         trainer.limit_train_batches = 0
         self.on_train_end(trainer, pl_module)
@@ -381,16 +381,16 @@ class FederatedLoop(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the round."""
         raise_if_interrupted()
-        parts = self.parts
-        federation = parts.federation
-        parts.results.shifted = None  # scores of the states that now change
+        context = self.context
+        federation = context.federation
+        context.results.shifted = None  # scores of the states that now change
         if trainer.max_epochs != self._planned_max_epochs:
             raise ValueError(
                 f"max_epochs was {self._planned_max_epochs} at set-up and is {trainer.max_epochs} now: a callback "
                 "changed the number of rounds, for which noise and learning rates were planned; leave that callback "
                 "out"
             )
-        shares = parts.data.shares(trainer.current_epoch)
+        shares = context.data.shares(trainer.current_epoch)
         round = shares.plan.round
         if round != federation.rounds_done:
             raise ValueError(
@@ -399,10 +399,10 @@ class FederatedLoop(pl.Callback):
             )
         images = federation.protection.images
         if images is not None:
-            images.check_data(parts.data.train_sizes, parts.data.batch_size)
+            images.check_data(context.data.train_sizes, context.data.batch_size)
         rate_factor = self.training.rate_factor(round, trainer.max_epochs or 0)
-        with parts.precision():
-            federation.begin_round(shares, rate_factor, parts.every_training_image)
+        with context.precision():
+            federation.begin_round(shares, rate_factor, context.every_training_image)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
@@ -415,24 +415,26 @@ class FederatedLoop(pl.Callback):
         raise_if_interrupted()
         if trainer.is_last_batch:
             self._end_round(trainer)
-            plan = self.parts.data.plan(trainer.current_epoch)
-            if not self.parts.can_afford_round(plan.clients):
+            plan = self.context.data.plan(trainer.current_epoch)
+            if not self.context.can_afford_round(plan.clients):
                 trainer.should_stop = True
             if plan.round + 1 == trainer.max_epochs:
-                scoring.fine_tune_clients(self.parts)
+                scoring.fine_tune_clients(self.context)
 
     def _end_round(self, trainer: pl.Trainer) -> None:
         """Close the round, and log and record its metrics. A collective."""
-        parts = self.parts
-        plan = parts.data.plan(trainer.current_epoch)
-        with parts.precision():
-            report = parts.federation.end_round(
-                parts.data, lambda steps: parts.progress_bar(steps, f"Distil {plan.round + 1}")
+        context = self.context
+        plan = context.data.plan(trainer.current_epoch)
+        with context.precision():
+            report = context.federation.end_round(
+                context.data, lambda steps: context.progress_bar(steps, f"Distil {plan.round + 1}")
             )
-        warn_of_round(plan.round, report, parts.settings)
+        warn_of_round(plan.round, report, context.settings)
         for name, value in {"round": float(plan.round), **report.metrics}.items():
             # All processes log the same values, those of all clients.
-            parts.module.log(name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in PROGRESS_METRICS)
+            context.module.log(
+                name, value, on_step=False, on_epoch=True, batch_size=1, prog_bar=name in PROGRESS_METRICS
+            )
         self.history.append({"round": plan.round, "step": trainer.global_step, **report.metrics})
         self._failures.append(Failures(len(plan.clients), len(report.broken)))
         check_failures(self._failures, self.max_failures)
@@ -447,7 +449,7 @@ class FederatedLoop(pl.Callback):
     ) -> None:
         """Start the clock before the first batch that is scored."""
         raise_if_interrupted()
-        self._clock.start(self.parts, batch_idx)
+        self._clock.start(self.context, batch_idx)
 
     def on_validation_batch_end(
         self,
@@ -460,7 +462,7 @@ class FederatedLoop(pl.Callback):
     ) -> None:
         """Log after the first batch how long all of them will take."""
         batches = trainer.num_test_batches if trainer.state.fn == "test" else trainer.num_val_batches
-        self._clock.stop(self.parts, batch_idx, sum(batches))
+        self._clock.stop(self.context, batch_idx, sum(batches))
 
     on_test_batch_start = on_validation_batch_start
     on_test_batch_end = on_validation_batch_end
@@ -470,38 +472,38 @@ class FederatedLoop(pl.Callback):
 
         Lightning calls this hook before the module's, which then logs these scores with its own.
         """
-        is_due_in_fit = trainer.state.fn == "fit" and self.parts.data.shifts_when == "evaluation"
+        is_due_in_fit = trainer.state.fn == "fit" and self.context.data.shifts_when == "evaluation"
         if trainer.state.fn == "test" or is_due_in_fit:
-            scoring.score_shifts(self.parts)
+            scoring.score_shifts(self.context)
 
     on_test_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Add the scores to the round's record."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self.history:
-            self.history[-1] |= self.parts.results.scores
+            self.history[-1] |= self.context.results.scores
             self._write_record()
 
     def _write_record(self) -> None:
         """Record the clients' scores of the last round, and write ``run.json``."""
-        self.client_scores.record(self.parts, self.history)
-        run_record.write_run_file(self.parts, self.history, self.client_scores, self.command)
+        self.client_scores.record(self.context, self.history)
+        run_record.write_run_file(self.context, self.history, self.client_scores, self.command)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Fine-tune and score if training was stopped before that, and warn of what went wrong in the run."""
         self._warn_of_missing_rounds(trainer)
         # A round that was stopped before its last step counts as not begun.
-        self.parts.federation.cohort = None
-        scoring.finish(self.parts, self.history)
+        self.context.federation.cohort = None
+        scoring.finish(self.context, self.history)
         self._write_record()
         self._warn_of_stale_models(trainer)
         # In a private run the error would show that every client failed, which no ledger counts.
-        if not self.parts.settings.private:
+        if not self.context.settings.private:
             check_anything_learned(self._failures)
 
     def _warn_of_missing_rounds(self, trainer: pl.Trainer) -> None:
         """Warn if Lightning ended training before all rounds were done although nothing requested it."""
-        rounds_done = self.parts.federation.rounds_done
+        rounds_done = self.context.federation.rounds_done
         max_epochs = trainer.max_epochs
         was_stopped = trainer.should_stop or trainer.limit_train_batches == 0
         if max_epochs is not None and rounds_done < max_epochs and not was_stopped:
@@ -512,12 +514,14 @@ class FederatedLoop(pl.Callback):
 
     def _warn_of_stale_models(self, trainer: pl.Trainer) -> None:
         """Warn if clients end the run with models that were not trained in more than half of its rounds."""
-        federation = self.parts.federation
+        federation = self.context.federation
         if not federation.keeps_personal_models:
             return
         if is_dev_run(trainer):
             return
-        warning = federation.participation.warning(self.parts.data.client_names, anonymous=self.parts.settings.private)
+        warning = federation.participation.warning(
+            self.context.data.client_names, anonymous=self.context.settings.private
+        )
         if warning is not None:
             rank_zero_warn(warning)
 
@@ -526,7 +530,7 @@ class FederatedLoop(pl.Callback):
 
         Lightning calls this hook also where a resumed run had nothing left to train.
         """
-        self.parts.federation.collect()
+        self.context.federation.collect()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Add to an exception what the user needs to know.
@@ -549,28 +553,28 @@ class FederatedLoop(pl.Callback):
 
     def outcome(self, module: FederatedClassifier) -> Run:
         """Return the run of a fit with this loop: the models of clients and server, and the measurements."""
-        parts = self.parts
-        metrics = run_record.run_metrics(parts, self.history, self.client_scores)
-        global_states, personal_of = states_of(parts.federation)
-        return Run(parts.adapted, global_states, personal_of, self.num_clients, metrics, run_record.run_info(parts))
+        context = self.context
+        metrics = run_record.run_metrics(context, self.history, self.client_scores)
+        global_states, personal_of = states_of(context.federation)
+        return Run(context.adapted, global_states, personal_of, self.num_clients, metrics, run_record.run_info(context))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Save the states of server and clients, and what identifies their run."""
-        parts = self.parts
-        journals.keep_default_journal(parts)
-        shifted = parts.results.shifted
+        context = self.context
+        journals.keep_default_journal(context)
+        shifted = context.results.shifted
         checkpoint[CHECKPOINT_KEY] = {
             "format": CHECKPOINT_FORMAT,
-            "federation": parts.federation.state_dict(),
-            "metrics": run_record.run_metrics(parts, self.history, self.client_scores),
+            "federation": context.federation.state_dict(),
+            "metrics": run_record.run_metrics(context, self.history, self.client_scores),
             "step": self.history[-1]["step"] if self.history else 0,
-            "scores": parts.results.scores,
+            "scores": context.results.scores,
             "shifted": {} if shifted is None else shifted.state_dict(),
-            "info": run_record.run_info(parts),
-            "data": parts.data.fingerprint,
-            **run_fingerprint(parts).state_dict(),
+            "info": run_record.run_info(context),
+            "data": context.data.fingerprint,
+            **run_fingerprint(context).state_dict(),
         }
 
     def on_load_checkpoint(
@@ -582,9 +586,9 @@ class FederatedLoop(pl.Callback):
         federation = saved["federation"]
         assert self.protection is not None
         self.protection.check_same_privacy(federation.get("privacy"))
-        check_same_run(saved, self.parts, trains, self.resume_allow)
+        check_same_run(saved, self.context, trains, self.resume_allow)
         find_clients(federation, trainer.ckpt_path)
-        self._checkpoint = remap_clients(saved, self.parts.data, self.resume_allow)
+        self._checkpoint = remap_clients(saved, self.context.data, self.resume_allow)
         self._earlier_journals = journals.find_journals(federation, str(trainer.ckpt_path))
         if trains:
             set_resume_point(checkpoint, federation["rounds_done"], saved["step"], trainer.max_epochs or 0)

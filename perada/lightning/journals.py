@@ -9,7 +9,7 @@ from typing import Any
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from perada.lightning.parts import Parts
+from perada.lightning.run_context import RunContext
 from perada.lightning.trainer_attributes import is_dev_run
 from perada.privacy.journal import JOURNAL, Journal
 
@@ -43,17 +43,17 @@ def find_journals(states: dict[str, Any], checkpoint: str | Path) -> list[Path]:
     return list(dict.fromkeys(journals))
 
 
-def keep_journal(parts: Parts, earlier: Sequence[Path]) -> None:
+def keep_journal(context: RunContext, earlier: Sequence[Path]) -> None:
     """Record private rounds in the folders of the trainer's checkpoint callbacks from now on. A collective.
 
     Rounds that only the ``earlier`` journals know of, those of the runs that this one is resumed from, are counted as
     spent.
     """
-    trainer = parts.trainer
-    protection = parts.federation.protection
+    trainer = context.trainer
+    protection = context.federation.protection
     if not protection.private:
         return
-    begun = protection.count_begun(earlier, parts.federation.ranks)
+    begun = protection.count_begun(earlier, context.federation.ranks)
     if begun:
         rounds = ", ".join(str(round + 1) for round in begun)
         rank_zero_warn(
@@ -70,14 +70,14 @@ def keep_journal(parts: Parts, earlier: Sequence[Path]) -> None:
         protection.journal = Journal(paths, earlier)
 
 
-def keep_default_journal(parts: Parts) -> None:
+def keep_default_journal(context: RunContext) -> None:
     """Record private rounds in the trainer's default folder, if no checkpoint callback names a folder.
 
     That is known when the first checkpoint is written: before it, nothing can be resumed from.
     """
-    trainer = parts.trainer
-    federation = parts.federation
+    trainer = context.trainer
+    federation = context.federation
     if is_dev_run(trainer) or not trainer.is_global_zero:
         return
-    if trainer.training and parts.has_rounds_left():
+    if trainer.training and context.has_rounds_left():
         federation.protection.journal_in(Path(trainer.default_root_dir) / JOURNAL, federation.rounds_done)

@@ -15,7 +15,7 @@ from perada.core.seeding import generator
 from perada.core.states import State, expand, get_state
 from perada.data import Phase
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.parts import Parts
+from perada.lightning.run_context import RunContext
 from perada.lightning.trainer_attributes import callbacks_of
 from perada.models.weight_files import SHIPPED_SOURCES
 from perada.privacy import Privacy
@@ -29,25 +29,25 @@ from perada.privacy.protection import Protection
 from perada.results.run_file import DATA_INDEPENDENT_METRICS
 
 
-def check_private(parts: Parts) -> None:
+def check_private(context: RunContext) -> None:
     """Reject options, callbacks, data and weights that would void the privacy of training.
 
     Raises:
         ValueError: With the reason and the remedy.
     """
-    settings = parts.settings
-    data = parts.data
+    settings = context.settings
+    data = context.data
     if settings.client_privacy is not None:
         distills = bool(settings.distillation.steps)
         check_client_level(settings.algorithm, settings.rule, settings.weighting, distills)
         check_delta_covers("client_privacy", settings.client_privacy.delta, data.num_clients, "clients")
     if not settings.private:
         return
-    _check_options(parts)
-    _check_server_has_no_client_images(parts)
-    _check_pretraining(parts)
-    _check_callbacks(parts)
-    for key, value in get_state(parts.module.model).items():
+    _check_options(context)
+    _check_server_has_no_client_images(context)
+    _check_pretraining(context)
+    _check_callbacks(context)
+    for key, value in get_state(context.module.model).items():
         if value.is_floating_point():
             check_precision(key, value)
     if settings.privacy is not None:
@@ -61,10 +61,10 @@ def _privacy_error(reason: str) -> OptionError:
     return OptionError(f"privacy: {reason}", name="privacy")
 
 
-def _check_options(parts: Parts) -> None:
+def _check_options(context: RunContext) -> None:
     """Reject options whose effect depends on clients' images in a way that no ledger accounts for."""
-    settings = parts.settings
-    data = parts.data
+    settings = context.settings
+    data = context.data
     clip_norm = settings.training.clip_norm
     is_sample_level = settings.privacy is not None
     if data.tokens:
@@ -72,7 +72,7 @@ def _check_options(parts: Parts) -> None:
             "texts are not supported: networks are checked at set-up on perturbed images, and tokens cannot be "
             "perturbed; leave privacy and client_privacy out"
         )
-    if getattr(parts.trainer.precision_plugin, "scaler", None) is not None:
+    if getattr(context.trainer.precision_plugin, "scaler", None) is not None:
         raise _privacy_error(
             "precision='16-mixed' is not supported: the loss scale and the skipped steps depend on clients' images, "
             "which no ledger counts; set precision='bf16-mixed'"
@@ -98,9 +98,9 @@ def _check_options(parts: Parts) -> None:
         )
 
 
-def _check_callbacks(parts: Parts) -> None:
+def _check_callbacks(context: RunContext) -> None:
     """Reject callbacks that stop training or choose a checkpoint by metrics that depend on clients' images."""
-    for callback in callbacks_of(parts.trainer):
+    for callback in callbacks_of(context.trainer):
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str) and not monitor.startswith(DATA_INDEPENDENT_METRICS):
             raise _privacy_error(
@@ -109,13 +109,13 @@ def _check_callbacks(parts: Parts) -> None:
             )
 
 
-def _check_server_has_no_client_images(parts: Parts) -> None:
+def _check_server_has_no_client_images(context: RunContext) -> None:
     """Raise an OptionError if the server holds clients' images, whatever it does with them.
 
     Distillation, server rules that look at predictions, and diagnostics all read the server's images, and a user's own
     rule may do so too. So what the server has is checked, and not who reads it.
     """
-    division = parts.data.division
+    division = context.data.division
     for option in ("public_fraction", "validation_fraction"):
         share = 0.0 if division is None else getattr(division, option)
         if share:
@@ -127,18 +127,18 @@ def _check_server_has_no_client_images(parts: Parts) -> None:
                 name=option,
                 value=share,
             )
-    parts.data.checked.check_overlap()
+    context.data.checked.check_overlap()
 
 
-def _check_pretraining(parts: Parts) -> None:
+def _check_pretraining(context: RunContext) -> None:
     """Raise an OptionError if the module's weights were pretrained on the clients' images."""
-    data = parts.data
+    data = context.data
     datasets: Sequence[Dataset[Any]] = []
     if data.division is not None:
         datasets = [data.division.dataset]
     elif data.data is not None:
         datasets = data.data.train
-    check_pretraining(parts.module.pretrained, datasets)
+    check_pretraining(context.module.pretrained, datasets)
 
 
 def check_pretraining(pretrained: bool | str, datasets: Iterable[Dataset[Any]]) -> None:
@@ -225,18 +225,18 @@ def states_near_initial(module: FederatedClassifier, clients: int) -> State:
     return states
 
 
-def plan_privacy(parts: Parts, rounds: int | None) -> Protection:
+def plan_privacy(context: RunContext, rounds: int | None) -> Protection:
     """Plan the privacy of a run: its image-level and client-level accounts, where it has them.
 
     Args:
-        parts: The run.
+        context: The run.
         rounds: Number of rounds; None if it is open.
 
     Raises:
         ValueError: If it cannot be kept, for example if a target needs a number of rounds.
     """
-    settings = parts.settings
-    num_clients = parts.data.num_clients
+    settings = context.settings
+    num_clients = context.data.num_clients
 
     def planned_rounds(start: int) -> list[int]:
         """Return the number of rounds from ``start`` on that each client is drawn for."""
@@ -247,17 +247,17 @@ def plan_privacy(parts: Parts, rounds: int | None) -> Protection:
 
     images = None
     if settings.privacy is not None:
-        initial = settings.algorithm.initial(parts.module.initial_state)
+        initial = settings.algorithm.initial(context.module.initial_state)
         tuning = settings.algorithm.personalization()
 
         def queries_of(algorithm: Algorithm, phases: tuple[Phase, ...]) -> QueryPlan:
             """Return the gradients that a client asks for in the phases of a round, or of the fine-tuning."""
-            return plan_queries(algorithm, parts.module.tensor_names, initial, phases, num_clients, rounds)
+            return plan_queries(algorithm, context.module.tensor_names, initial, phases, num_clients, rounds)
 
         images = Account(
             settings.privacy,
-            parts.data.train_sizes,
-            parts.data.batch_size,
+            context.data.train_sizes,
+            context.data.batch_size,
             queries_of(settings.algorithm, settings.phases),
             None if tuning is None else queries_of(tuning[0], (tuning[1],)),
             None if rounds is None else planned_rounds,

@@ -17,7 +17,7 @@ from perada.data import FederatedDataModule
 from perada.data.fingerprints import difference_in_content, difference_in_names
 from perada.federation.options import Training
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.parts import Parts
+from perada.lightning.run_context import RunContext
 from perada.results.restore import CHECKPOINT_KEY
 from perada.server import ServerRule
 
@@ -83,11 +83,11 @@ def early_fingerprint(loop: Any, module: FederatedClassifier, data: FederatedDat
     )
 
 
-def run_fingerprint(parts: Parts) -> RunFingerprint:
+def run_fingerprint(context: RunContext) -> RunFingerprint:
     """Return the fingerprint of a run that is set up."""
-    settings = parts.settings
-    data = parts.data
-    module = parts.module
+    settings = context.settings
+    data = context.data
+    module = context.module
     partition_json = json.dumps(data.partition_dict(), sort_keys=True)
     partition = hashlib.sha256(partition_json.encode()).hexdigest()[:16]
     seed: int | str = settings.seed
@@ -95,8 +95,8 @@ def run_fingerprint(parts: Parts) -> RunFingerprint:
         seed = disguise_seed(settings.seed, salt=partition)
     model = module.model.state_dict()
     belongs = {
-        "backbone": parts.adapted.backbone.name,
-        "adapter": type(parts.adapted.config).__name__,
+        "backbone": context.adapted.backbone.name,
+        "adapter": type(context.adapted.config).__name__,
         "algorithm": settings.algorithm.kind,
         "server rule": settings.rule.kind,
         "seed": seed,
@@ -151,10 +151,10 @@ def disguise_seed(seed: int, salt: str) -> str:
     return hashlib.scrypt(str(seed).encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=16).hex()
 
 
-def cross_rank_fingerprint(parts: Parts, rounds_done: int) -> dict[str, Any]:
+def cross_rank_fingerprint(context: RunContext, rounds_done: int) -> dict[str, Any]:
     """Return the values that must be equal in all processes of a job, by name and in plain types."""
-    fingerprint = run_fingerprint(parts)
-    trainer = parts.trainer
+    fingerprint = run_fingerprint(context)
+    trainer = context.trainer
     return {
         **fingerprint.belongs,
         **fingerprint.options,
@@ -162,10 +162,10 @@ def cross_rank_fingerprint(parts: Parts, rounds_done: int) -> dict[str, Any]:
         "number of completed rounds": rounds_done,
         "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
         "limit_val_batches": trainer.limit_val_batches,
-        "eval_batch_size": parts.data.eval_batch_size,
-        "global_test_clients": parts.module.evaluation.global_test_clients,
-        "metric": parts.module.evaluation.metric,
-        "privacy": repr((parts.settings.privacy, parts.settings.client_privacy)),
+        "eval_batch_size": context.data.eval_batch_size,
+        "global_test_clients": context.module.evaluation.global_test_clients,
+        "metric": context.module.evaluation.metric,
+        "privacy": repr((context.settings.privacy, context.settings.client_privacy)),
     }
 
 
@@ -237,18 +237,18 @@ def early_difference(path: Path, fingerprint: EarlyFingerprint, allowed: Sequenc
         return None
 
 
-def check_same_run(saved: dict[str, Any], parts: Parts, training: bool, allowed: Sequence[str]) -> None:
+def check_same_run(saved: dict[str, Any], context: RunContext, training: bool, allowed: Sequence[str]) -> None:
     """Raise a ValueError if a checkpoint belongs to a different run.
 
     Args:
         saved: The checkpoint's content.
-        parts: The run, which is set up.
+        context: The run, which is set up.
         training: Whether training resumes, so that options are compared. An evaluation in the test mode of privacy
             need not know the seed.
         allowed: The run's ``resume_allow``: options that may differ, ``clients`` for more clients, and ``images`` for
             other images of the same clients.
     """
-    fingerprint = run_fingerprint(parts)
+    fingerprint = run_fingerprint(context)
     for name in allowed:
         check_choice("resume_allow", name, (*fingerprint.options, ALLOW_CLIENTS, ALLOW_IMAGES))
     num_clients = fingerprint.belongs["number of clients"]
@@ -257,7 +257,7 @@ def check_same_run(saved: dict[str, Any], parts: Parts, training: bool, allowed:
     if has_more_clients:
         # Which images the former clients have is compared where they get their new numbers, in remap_clients.
         ignored = CLIENT_FIELDS
-    elif parts.settings.test_mode and not training:
+    elif context.settings.test_mode and not training:
         ignored = ("seed",)
     belongs = fingerprint.belongs
     if not has_more_clients:
@@ -266,10 +266,10 @@ def check_same_run(saved: dict[str, Any], parts: Parts, training: bool, allowed:
         names = list(belongs)
         position = names.index("clients' numbers of images")
         _check_fields(saved, {name: belongs[name] for name in names[:position]}, ignored, training)
-        _check_names(saved["data"], parts.data.fingerprint, training)
+        _check_names(saved["data"], context.data.fingerprint, training)
     _check_fields(saved, belongs, ignored, training)
     if not has_more_clients:
-        _check_content(saved["data"], parts, training, allowed)
+        _check_content(saved["data"], context, training, allowed)
     if training:
         difference = _difference_in_options(saved["options"], fingerprint.options, allowed)
         if difference is not None:
@@ -296,10 +296,10 @@ def _check_names(former: dict[str, Any], current: dict[str, Any], training: bool
     raise ValueError(_other_run_message(difference, training))
 
 
-def _check_content(former: dict[str, Any], parts: Parts, training: bool, allowed: Sequence[str]) -> None:
+def _check_content(former: dict[str, Any], context: RunContext, training: bool, allowed: Sequence[str]) -> None:
     """Raise a ValueError if images or labels differ from those that the run was trained on, unless that is allowed."""
-    difference = difference_in_content(former, parts.data.fingerprint)
-    resumes_private_run = training and parts.settings.private
+    difference = difference_in_content(former, context.data.fingerprint)
+    resumes_private_run = training and context.settings.private
     if difference is None or (ALLOW_IMAGES in allowed and not resumes_private_run):
         return
     if not training:

@@ -18,7 +18,7 @@ from perada.core.digests import sealed
 from perada.core.files import clear
 from perada.federation.settings import Storage
 from perada.lightning.checkpoint import RoundCheckpoint
-from perada.lightning.parts import Parts, log_folder
+from perada.lightning.run_context import RunContext, log_folder
 
 PARTIAL_FILES = ("*/checkpoints/.*.partial", "*/clients/**/.*.partial", "*/.*.partial")
 """Files in and next to a run's folder that a killed process was writing."""
@@ -54,20 +54,20 @@ def _delete_if_unused(folder: Path) -> None:
             folder.parent.rmdir()
 
 
-def write_description(parts: Parts, config: dict[str, Any]) -> None:
+def write_description(context: RunContext, config: dict[str, Any]) -> None:
     """Write the partition and the configuration into the run's folder, and pass the configuration to loggers.
 
     Args:
-        parts: The run.
+        context: The run.
         config: The configuration; empty if another writes it.
     """
     if config:
-        log_options(parts.trainer, config)
-    folder = parts.folder()
+        log_options(context.trainer, config)
+    folder = context.folder()
     if folder is None:
         return
     clear(path for pattern in PARTIAL_FILES for path in folder.parent.glob(pattern))
-    (folder / "partition.json").write_text(json.dumps(sealed(parts.data.partition_dict())))
+    (folder / "partition.json").write_text(json.dumps(sealed(context.data.partition_dict())))
     if config:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")

@@ -14,7 +14,7 @@ from perada.data.preprocessing import Preprocessing
 from perada.federation.evaluation import EvaluationPass
 from perada.federation.settings import Settings
 from perada.lightning.module import FederatedClassifier
-from perada.lightning.parts import Parts
+from perada.lightning.run_context import RunContext
 from perada.lightning.trainer_attributes import is_dev_run
 from perada.results.report import LAST_ROUND
 from perada.results.run_file import RunFile, write_run
@@ -50,22 +50,22 @@ class ClientScores:
     initial: dict[str, list[float]] = field(default_factory=dict)
     by_round: list[dict[str, Any]] = field(default_factory=list)
 
-    def score_initial_models(self, parts: Parts) -> None:
+    def score_initial_models(self, context: RunContext) -> None:
         """Score the models on their clients' images before the first round, with at most two passes over the images.
 
         Does nothing in a run that is resumed.
         """
-        if parts.federation.rounds_done or self.initial or is_dev_run(parts.trainer):
+        if context.federation.rounds_done or self.initial or is_dev_run(context.trainer):
             return
-        evaluation = EvaluationPass(parts.federation, parts.module.metrics, everywhere=[])
-        has_images = parts.evaluate(parts.data.val_dataloader(), parts.trainer.limit_val_batches, evaluation.step)
+        evaluation = EvaluationPass(context.federation, context.module.metrics, everywhere=[])
+        has_images = context.evaluate(context.data.val_dataloader(), context.trainer.limit_val_batches, evaluation.step)
         if has_images:
             _, per_client = evaluation.result()
             self.initial = {name: _rounded(scores) for name, scores in per_client.items()}
 
-    def record(self, parts: Parts, history: History) -> None:
+    def record(self, context: RunContext, history: History) -> None:
         """Record the clients' scores of the last round, if they were scored."""
-        scores = parts.results.per_client.get(LOCAL_SCORE)
+        scores = context.results.per_client.get(LOCAL_SCORE)
         if scores is not None and history:
             round = history[-1]["round"]
             # A round is scored twice where training ends early or clients are fine-tuned: the later scores count.
@@ -73,26 +73,26 @@ class ClientScores:
             self.by_round = [*earlier, {"round": round, LOCAL_SCORE: _rounded(scores)}]
 
 
-def write_run_file(parts: Parts, history: History, client_scores: ClientScores, command: list[str]) -> None:
+def write_run_file(context: RunContext, history: History, client_scores: ClientScores, command: list[str]) -> None:
     """Write ``run.json`` into the run's folder, whichever loggers write into it; nothing without one.
 
     Args:
-        parts: The run.
+        context: The run.
         history: The metrics of its rounds.
         client_scores: The clients' scores besides the last ones.
         command: The command line of the run; empty without one.
     """
-    folder = parts.folder()
+    folder = context.folder()
     if folder is None:
         return
     content = RunFile(
-        parts.data.num_clients,
-        run_info(parts),
-        run_metrics(parts, history, client_scores),
+        context.data.num_clients,
+        run_info(context),
+        run_metrics(context, history, client_scores),
         in_checkpoints=True,
-        train_sizes=list(parts.data.train_sizes),
+        train_sizes=list(context.data.train_sizes),
         # The command line may contain the seed, which is secret in the test mode of privacy.
-        command=[] if parts.settings.test_mode else command,
+        command=[] if context.settings.test_mode else command,
     )
     write_run(folder, content)
 
@@ -101,52 +101,52 @@ def _rounded(scores: torch.Tensor) -> list[float]:
     return [round(value, SCORE_DIGITS) for value in scores.tolist()]
 
 
-def run_metrics(parts: Parts, history: History, client_scores: ClientScores) -> dict[str, Any]:
+def run_metrics(context: RunContext, history: History, client_scores: ClientScores) -> dict[str, Any]:
     """Return what becomes :attr:`perada.Run.metrics`, without entries that are empty."""
-    results = parts.results
+    results = context.results
     clients: dict[str, list[Any]] = {name: scores.tolist() for name, scores in results.per_client.items()}
-    if parts.federation.rounds_done:
-        clients[LAST_ROUND] = list(parts.federation.last_rounds)
-    clients |= parts.federation.protection.epsilons(parts.data.num_clients)
+    if context.federation.rounds_done:
+        clients[LAST_ROUND] = list(context.federation.last_rounds)
+    clients |= context.federation.protection.epsilons(context.data.num_clients)
     metrics = {
         "rounds": history,
         "clients": clients,
         "shifts": None if results.shifted is None else results.shifted.kinds,
         "initial": client_scores.initial,
         "by_round": client_scores.by_round,
-        "partition": class_counts(parts),
+        "partition": class_counts(context),
         **results.details,
     }
     always = ("rounds", "clients")
     return {name: value for name, value in metrics.items() if value or name in always}
 
 
-def class_counts(parts: Parts) -> dict[str, list[list[int]]]:
+def class_counts(context: RunContext) -> dict[str, list[list[int]]]:
     """Return the number of images (M, K) of each client and class, by ``train`` and ``test``.
 
     Empty for a private run: class counts depend on the images, and no ledger accounts for them.
     """
-    if parts.settings.private:
+    if context.settings.private:
         return {}
-    return parts.data.checked.class_counts()
+    return context.data.checked.class_counts()
 
 
-def run_info(parts: Parts) -> dict[str, Any]:
+def run_info(context: RunContext) -> dict[str, Any]:
     """Return what becomes :attr:`perada.Run.info`."""
-    data = parts.data
+    data = context.data
     facts = RunFacts(
-        rounds=parts.federation.rounds_done,
-        num_clients=parts.federation.num_clients,
-        clients_per_round=parts.settings.clients_per_round,
+        rounds=context.federation.rounds_done,
+        num_clients=context.federation.num_clients,
+        clients_per_round=context.settings.clients_per_round,
         images=list(data.train_sizes),
         preprocessing=data.preprocessing,
         classes=data.classes,
         client_names=data.client_names,
-        privacy=parts.federation.protection.record(data.num_clients),
+        privacy=context.federation.protection.record(data.num_clients),
     )
-    info = describe_run(parts.settings, parts.module, data, facts)
-    if parts.settings.lora_ranks:
-        info["lora_ranks"] = list(parts.settings.lora_ranks)
+    info = describe_run(context.settings, context.module, data, facts)
+    if context.settings.lora_ranks:
+        info["lora_ranks"] = list(context.settings.lora_ranks)
     return info
 
 

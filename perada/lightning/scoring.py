@@ -15,9 +15,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from perada.data.shifts import Condition
 from perada.federation.evaluation import ShiftedEvaluation, sample_clients
-from perada.lightning.parts import Parts
 from perada.lightning.results import ShiftScores
 from perada.lightning.round_warnings import warn_of_failed_clients
+from perada.lightning.run_context import RunContext
 from perada.lightning.run_record import History
 from perada.lightning.trainer_attributes import is_dev_run
 from perada.results.report import LAST_ROUND, SHIFTS_FILE
@@ -75,33 +75,33 @@ class ScoringClock:
         self.announced = False
         self._started_at = 0.0
 
-    def start(self, parts: Parts, batch_idx: int) -> None:
+    def start(self, context: RunContext, batch_idx: int) -> None:
         """Start the clock before the first batch."""
         if batch_idx == 0 and not self.announced:
-            _synchronize(parts)
+            _synchronize(context)
             self._started_at = time.perf_counter()
 
-    def stop(self, parts: Parts, batch_idx: int, batches: float) -> None:
+    def stop(self, context: RunContext, batch_idx: int, batches: float) -> None:
         """Stop the clock after the first batch, and log how long all ``batches`` will take, if that is minutes."""
         if batch_idx != 0 or self.announced or not math.isfinite(batches):
             return
         self.announced = True
-        _synchronize(parts)
+        _synchronize(context)
         seconds = time.perf_counter() - self._started_at
         models = 0
         everywhere = 0
-        if parts.federation.personalized:
-            models = parts.data.num_clients
-            everywhere = len(sample_clients(models, parts.module.evaluation.global_test_clients, parts.module.seed))
+        if context.federation.personalized:
+            models = context.data.num_clients
+            everywhere = len(sample_clients(models, context.module.evaluation.global_test_clients, context.module.seed))
         notice = scoring_notice(seconds, int(batches), models, everywhere)
         if notice is not None:
             rank_zero_info(notice)
 
 
-def _synchronize(parts: Parts) -> None:
+def _synchronize(context: RunContext) -> None:
     """Wait for the accelerator, whose kernels run asynchronously and would be missing from the measured time."""
-    if parts.module.device.type == "cuda":
-        torch.cuda.synchronize(parts.module.device)
+    if context.module.device.type == "cuda":
+        torch.cuda.synchronize(context.module.device)
 
 
 class _ConditionScores(NamedTuple):
@@ -111,7 +111,7 @@ class _ConditionScores(NamedTuple):
     by_metric: dict[str, tuple[torch.Tensor, float]]
 
 
-def score_shifts(parts: Parts) -> bool:
+def score_shifts(context: RunContext) -> bool:
     """Score all models on the shifted test sets, and keep the scores in the run's results. A collective.
 
     The trainer's limit of test batches, or of validation batches in training, holds for each pass over the images.
@@ -119,29 +119,29 @@ def score_shifts(parts: Parts) -> bool:
     Returns:
         Whether there was a shifted set to score.
     """
-    data = parts.data
-    module = parts.module
-    trainer = parts.trainer
+    data = context.data
+    module = context.module
+    trainer = context.trainer
     limit = trainer.limit_test_batches if trainer.state.fn == "test" else trainer.limit_val_batches
     if not data.conditions or not limit:
         return False
     started_at = time.perf_counter()
-    everywhere = sample_clients(parts.federation.num_clients, module.evaluation.global_test_clients, module.seed)
+    everywhere = sample_clients(context.federation.num_clients, module.evaluation.global_test_clients, module.seed)
     results: list[_ConditionScores] = []
-    for condition in parts.progress_bar(data.conditions, "Shifts"):
-        evaluation = ShiftedEvaluation(parts.federation, module.metrics, everywhere, condition.others)
-        parts.evaluate(data.shift_loader(condition), limit, evaluation.step)
+    for condition in context.progress_bar(data.conditions, "Shifts"):
+        evaluation = ShiftedEvaluation(context.federation, module.metrics, everywhere, condition.others)
+        context.evaluate(data.shift_loader(condition), limit, evaluation.step)
         results.append(_ConditionScores(condition, evaluation.result()))
         if len(results) == 1:
             _announce_long_shifts(time.perf_counter() - started_at, len(data.conditions))
     shifted = _summarize(
         results,
-        has_global_model=parts.settings.algorithm.global_model,
-        shifts=_shift_reprs(parts),
+        has_global_model=context.settings.algorithm.global_model,
+        shifts=_shift_reprs(context),
         seconds=time.perf_counter() - started_at,
     )
-    parts.results.shifted = shifted
-    folder = parts.folder()
+    context.results.shifted = shifted
+    folder = context.folder()
     if folder is not None and shifted.kinds:
         (folder / SHIFTS_FILE).write_text(json.dumps(shifted.kinds, indent=1) + "\n")
     return True
@@ -157,13 +157,13 @@ def _announce_long_shifts(seconds_of_first: float, count: int) -> None:
         )
 
 
-def restore_scores(parts: Parts, saved: dict[str, Any]) -> None:
+def restore_scores(context: RunContext, saved: dict[str, Any]) -> None:
     """Restore the scores of a checkpoint, without those on shifted sets if the data now has other shifts."""
-    results = parts.results
+    results = context.results
     metrics = saved["metrics"]
     results.shifted = ShiftScores.from_state_dict(saved["shifted"])
     outdated: set[str] = set()
-    if results.shifted is not None and results.shifted.shifts != _shift_reprs(parts):
+    if results.shifted is not None and results.shifted.shifts != _shift_reprs(context):
         outdated = {*results.shifted.scores, *results.shifted.per_client}
         results.shifted = None
     results.scores = {name: value for name, value in saved["scores"].items() if name not in outdated}
@@ -176,9 +176,9 @@ def restore_scores(parts: Parts, saved: dict[str, Any]) -> None:
     results.details = {name: metrics[name] for name in DETAILS if name in metrics}
 
 
-def _shift_reprs(parts: Parts) -> dict[str, str]:
+def _shift_reprs(context: RunContext) -> dict[str, str]:
     """Return the values that identify the shifts of the data in a checkpoint."""
-    return {name: repr(shift) for name, shift in parts.data.shifts.items()}
+    return {name: repr(shift) for name, shift in context.data.shifts.items()}
 
 
 def _summarize(
@@ -240,87 +240,87 @@ def _mean_and_std(scores: torch.Tensor) -> tuple[float, float]:
     return float(scores.mean()), float(scores.std(correction=0))
 
 
-def fine_tune_clients(parts: Parts) -> bool:
+def fine_tune_clients(context: RunContext) -> bool:
     """Fine-tune the final global state for every client, if the algorithm ends that way. A collective.
 
     Returns:
         Whether the clients were fine-tuned by this call.
     """
-    federation = parts.federation
-    tuning = parts.settings.algorithm.personalization()
+    federation = context.federation
+    tuning = context.settings.algorithm.personalization()
     if tuning is None or federation.tuned is not None or not federation.rounds_done:
         return False
     _, phase = tuning
-    clients = range(parts.data.num_clients)
+    clients = range(context.data.num_clients)
     able = federation.protection.affordable(clients, tuning=True)
     excluded = sorted({*clients} - {*able})
     if excluded:
         rank_zero_warn(f"privacy: client {', '.join(map(str, excluded))} cannot afford the fine-tuning")
     # A group trains for as many steps as its largest client needs, so clients of similar sizes are grouped.
-    ordered = sorted(able, key=lambda client: -parts.data.train_sizes[client])
-    group_size = parts.settings.clients_per_round or len(clients)
+    ordered = sorted(able, key=lambda client: -context.data.train_sizes[client])
+    group_size = context.settings.clients_per_round or len(clients)
     plans = []
     for start in range(0, len(ordered), group_size):
         group = ordered[start : start + group_size]
-        plans.append(parts.data.plan_for(group, federation.rounds_done, [phase]))
+        plans.append(context.data.plan_for(group, federation.rounds_done, [phase]))
     images = federation.protection.images
     sampling = None if images is None else images.sampling(tuning=True)
-    with parts.precision():
+    with context.precision():
         broken, failed = federation.personalize(
-            parts.progress_bar(plans, "Fine-tune"), lambda plan: parts.local_steps(plan, sampling)
+            context.progress_bar(plans, "Fine-tune"), lambda plan: context.local_steps(plan, sampling)
         )
-    parts.results.shifted = None  # of the models before
+    context.results.shifted = None  # of the models before
     # Whose training failed depends on the images: no log of a private run may name it.
-    if not parts.settings.private:
+    if not context.settings.private:
         warn_of_failed_clients("fine-tuning", broken, "it keeps the global adapter", failed)
     return True
 
 
-def finish(parts: Parts, history: History) -> None:
+def finish(context: RunContext, history: History) -> None:
     """Run the final steps that training skipped because it was stopped early. A collective.
 
     Clients are fine-tuned, and models are scored, where that was not done yet. New scores are logged and added to the
     last record of the history, if there is one. The newest checkpoint of each callback is written again with all that
     is new.
     """
-    tuned = fine_tune_clients(parts)
-    scored = _score_last_round(parts, history, tuned)
+    tuned = fine_tune_clients(context)
+    scored = _score_last_round(context, history, tuned)
     if scored:
-        _log_scores(parts, history)
+        _log_scores(context, history)
     if tuned or scored:
-        _rewrite_newest_checkpoints(parts.trainer)
+        _rewrite_newest_checkpoints(context.trainer)
 
 
-def _score_last_round(parts: Parts, history: History, tuned: bool) -> bool:
+def _score_last_round(context: RunContext, history: History, tuned: bool) -> bool:
     """Score models that have changed since they were scored; return whether there are new scores."""
-    module = parts.module
+    module = context.module
     has_new_scores = False
     is_scored = not history or any(name.startswith("personal/") for name in history[-1])
     if tuned or not is_scored:
         module.on_validation_epoch_start()
-        has_new_scores = parts.evaluate(
-            parts.data.val_dataloader(), parts.trainer.limit_val_batches, module.validation_step
+        has_new_scores = context.evaluate(
+            context.data.val_dataloader(), context.trainer.limit_val_batches, module.validation_step
         )
         if has_new_scores:
             module.score()
-    shifted = parts.results.shifted
-    are_outdated = shifted is None or shifted.shifts != _shift_reprs(parts)
-    if parts.data.shifts_when != "test" and history and are_outdated and score_shifts(parts):
-        parts.results.include_shifted()
+    shifted = context.results.shifted
+    are_outdated = shifted is None or shifted.shifts != _shift_reprs(context)
+    if context.data.shifts_when != "test" and history and are_outdated and score_shifts(context):
+        context.results.include_shifted()
         has_new_scores = True
     return has_new_scores
 
 
-def _log_scores(parts: Parts, history: History) -> None:
+def _log_scores(context: RunContext, history: History) -> None:
     """Add the module's scores to the last round, in the history and in the loggers."""
-    scores = parts.results.scores
+    scores = context.results.scores
     round: float = 0
     if history:
         history[-1] |= scores
         round = history[-1]["round"]
     # Loggers count steps from 0: this is the row of the last optimiser step.
-    step = max(0, parts.trainer.global_step - 1)
-    for logger in parts.trainer.loggers:
+    step = max(0, context.trainer.global_step - 1)
+    for logger in context.trainer.loggers:
         logger.log_metrics({"epoch": round, "round": round, **scores}, step=step)
 
 

@@ -20,7 +20,6 @@ from perada.lightning.checks import (
     names_sent,
     set_up_feature_cache,
 )
-from perada.lightning.parts import Parts
 from perada.lightning.privacy_setup import (
     check_private,
     check_private_gradients,
@@ -28,15 +27,16 @@ from perada.lightning.privacy_setup import (
     plan_privacy,
     states_near_initial,
 )
+from perada.lightning.run_context import RunContext
 from perada.privacy.model_checks import check_clients_apart, check_one_image, check_products
 from perada.privacy.protection import Protection
 
 
-def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Protection:
+def set_up_rounds(context: RunContext, stage: str, protection: Protection | None) -> Protection:
     """Check that model, data and algorithm are compatible, and configure the data for rounds.
 
     Args:
-        parts: The run.
+        context: The run.
         stage: Lightning's stage: ``fit``, ``validate``, ``test`` or ``predict``.
         protection: The privacy that an earlier set-up planned, if there was one.
 
@@ -46,119 +46,119 @@ def set_up_rounds(parts: Parts, stage: str, protection: Protection | None) -> Pr
     Raises:
         ValueError: If something does not fit, or the requested privacy cannot be kept.
     """
-    settings = parts.settings
-    data = parts.data
+    settings = context.settings
+    data = context.data
     trains = stage == "fit"
-    _check_algorithm_and_rule(parts)
+    _check_algorithm_and_rule(context)
     if trains:
         # An evaluation before the fit may have planned another number of rounds.
         protection = None
     plans_privacy = protection is None
     if protection is None:
-        check_private(parts)
-        with parts.precision():
-            protection = plan_privacy(parts, _number_of_rounds(parts))
+        check_private(context)
+        with context.precision():
+            protection = plan_privacy(context, _number_of_rounds(context))
     # A former set-up may have cached features. The first batch must have images.
     data.use_features(None)
-    configure_rounds(parts, protection)
-    batch = _first_batch(parts)
+    configure_rounds(context, protection)
+    batch = _first_batch(context)
     if settings.algorithm.needs_class_counts and batch.classes is None and trains:
         raise no_counts(settings.algorithm)
-    check_first_batch(parts, batch, trains)
-    trunk = set_up_feature_cache(parts, batch.x[0, 0])
+    check_first_batch(context, batch, trains)
+    trunk = set_up_feature_cache(context, batch.x[0, 0])
     # Gradients of images were checked with the first batch where the run trains on images.
     needs_gradient_check = trunk is not None or not trains
     if plans_privacy and settings.privacy is not None and needs_gradient_check:
-        with parts.precision():
-            check_private_gradients(settings.privacy, parts.module, batch, features=trunk is not None)
+        with context.precision():
+            check_private_gradients(settings.privacy, context.module, batch, features=trunk is not None)
     if trunk is not None and trains:
-        _announce_cached_features(parts, trunk)
+        _announce_cached_features(context, trunk)
     check_server_images(settings, data.public_size, data.validation_size)
     if trains:
-        _prepare_trainer(parts)
+        _prepare_trainer(context)
     return protection
 
 
-def _check_algorithm_and_rule(parts: Parts) -> None:
+def _check_algorithm_and_rule(context: RunContext) -> None:
     """Check algorithm, server rule and secure sums against the names of the trained tensors."""
-    settings = parts.settings
-    tensor_names = parts.module.tensor_names
-    num_clients = parts.data.num_clients
+    settings = context.settings
+    tensor_names = context.module.tensor_names
+    num_clients = context.data.num_clients
     per_round = settings.clients_per_round or num_clients
     # Each of several global models is aggregated from its share of a round's clients.
     settings.rule.check(max(1, per_round // settings.algorithm.modes))
     if settings.rule.needs_factors:
-        check_factors(settings, tensor_names, names_sent(parts.module, settings.algorithm))
+        check_factors(settings, tensor_names, names_sent(context.module, settings.algorithm))
     check_rule(settings)
-    initial = settings.algorithm.initial(parts.module.initial_state)
+    initial = settings.algorithm.initial(context.module.initial_state)
     check_secure_sums(settings, tensor_names, initial, num_clients)
-    dry_run_foreign_classes(parts)
+    dry_run_foreign_classes(context)
 
 
-def _number_of_rounds(parts: Parts) -> int | None:
+def _number_of_rounds(context: RunContext) -> int | None:
     """Return the trainer's number of rounds; None if it is open."""
-    rounds = parts.trainer.max_epochs
+    rounds = context.trainer.max_epochs
     if rounds is None or rounds < 0:
         return None
     return rounds
 
 
-def configure_rounds(parts: Parts, protection: Protection) -> None:
+def configure_rounds(context: RunContext, protection: Protection) -> None:
     """Configure how the data draws clients and batches, which differs if training is private."""
     images = protection.images
-    parts.data.configure_rounds(
-        seed=parts.settings.seed,
-        clients_per_round=parts.settings.clients_per_round,
-        phases=parts.settings.phases,
-        image=parts.adapted.backbone.image,
+    context.data.configure_rounds(
+        seed=context.settings.seed,
+        clients_per_round=context.settings.clients_per_round,
+        phases=context.settings.phases,
+        image=context.adapted.backbone.image,
         private=None if images is None else images.sampling(),
         eligible=protection.affordable if protection.limited else None,
     )
 
 
-def _first_batch(parts: Parts) -> CohortBatch:
+def _first_batch(context: RunContext) -> CohortBatch:
     """Return the first batch of client 0 or, where training is private, of all clients of a forward pass."""
-    settings = parts.settings
+    settings = context.settings
     if not settings.private:
-        return parts.data.first_batch([0])
+        return context.data.first_batch([0])
     # Whether clients are kept apart is checked with as many as are folded in a round.
-    cohort = sample_cohort(settings.seed, 0, parts.data.num_clients, settings.clients_per_round)
-    return parts.data.first_batch(cohort[: settings.clients_per_chunk or parts.data.num_clients])
+    cohort = sample_cohort(settings.seed, 0, context.data.num_clients, settings.clients_per_round)
+    return context.data.first_batch(cohort[: settings.clients_per_chunk or context.data.num_clients])
 
 
-def check_first_batch(parts: Parts, batch: CohortBatch, trains: bool) -> None:
+def check_first_batch(context: RunContext, batch: CohortBatch, trains: bool) -> None:
     """Run a round's first images through the model and, for private training, check each image's influence.
 
     Args:
-        parts: The run.
+        context: The run.
         batch: The first local step of some clients.
         trains: Whether the run trains, and does not only evaluate.
 
     Raises:
         ValueError: If an image does not pass, or private training would not be private.
     """
-    check_images(parts, batch.x)
-    if not parts.settings.private:
-        check_folding(parts, batch.x)
+    check_images(context, batch.x)
+    if not context.settings.private:
+        check_folding(context, batch.x)
     elif trains:
         # In place of falling back to the loop, a network that mixes images is rejected.
-        with parts.precision():
-            _check_images_apart(parts, batch)
-    check_batch_norm(parts)
-    check_adapter(parts, batch.x)
+        with context.precision():
+            _check_images_apart(context, batch)
+    check_batch_norm(context)
+    check_adapter(context, batch.x)
 
 
-def _check_images_apart(parts: Parts, batch: CohortBatch) -> None:
+def _check_images_apart(context: RunContext, batch: CohortBatch) -> None:
     """Raise a ValueError if one image influences the gradients of others, or one client those of others."""
-    privacy = parts.settings.privacy
-    module = parts.module
+    privacy = context.settings.privacy
+    module = context.module
     if privacy is not None:
         check_trained_norms(module)
         check_private_gradients(privacy, module, batch)
     # On the device that it will train on: at set-up the model may be elsewhere.
-    check_products(parts.trainer.strategy.root_device)
-    x = parts.on_model_device(batch.x)
-    y = parts.on_model_device(batch.y)
+    check_products(context.trainer.strategy.root_device)
+    x = context.on_model_device(batch.x)
+    y = context.on_model_device(batch.y)
     states = states_near_initial(module, len(batch.clients))
     if privacy is not None:
         check_one_image(privacy, module.engine, states, x, y, batch.counts, module.multilabel)
@@ -166,21 +166,21 @@ def _check_images_apart(parts: Parts, batch: CohortBatch) -> None:
         check_clients_apart(module.engine, states, x)
 
 
-def _announce_cached_features(parts: Parts, trunk: FrozenTrunk) -> None:
+def _announce_cached_features(context: RunContext, trunk: FrozenTrunk) -> None:
     """Log that features of the frozen trunk are cached, if they fit into the cache."""
-    if isinstance(parts.data.samples_of(parts.data.checked.train), FeatureStore):
+    if isinstance(context.data.samples_of(context.data.checked.train), FeatureStore):
         rank_zero_info(
             f"caching features: the frozen layers before all trained ones ({trunk.share:.0%} of a forward pass) run "
             "once per image (cache_features)"
         )
 
 
-def _prepare_trainer(parts: Parts) -> None:
+def _prepare_trainer(context: RunContext) -> None:
     """Configure the trainer for rounds, and warn of a precision that is not faster."""
-    trainer = parts.trainer
+    trainer = context.trainer
     if trainer.precision == "bf16-mixed" and trainer.strategy.root_device.type == "cpu":
         announce_slow_bfloat16(product_seconds(torch.float32), product_seconds(torch.bfloat16))
-    if not parts.data.val_dataloader():
+    if not context.data.val_dataloader():
         trainer.limit_val_batches = 0  # or Lightning would warn that there is nothing to validate on
     # Every round has its own clients and number of steps.
     trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]  # Lightning sets it without declaring it

@@ -389,8 +389,8 @@ def _train_backbone(adapted: AdaptedModel, options: Mapping[str, object], method
     """Make the backbone's parameters trainable, only those of the last blocks if the adapter is restricted to these."""
     if isinstance(adapted.config, SelectiveConfig):
         raise OptionError(
-            f"train_backbone=True cannot be used with adapter {method!r}; choose adapter='full' to train all of the "
-            "backbone",
+            f"adapter {method!r} does not support train_backbone=True: it selects which weights of the backbone are "
+            "trained; choose adapter='full' to train all of the backbone",
             name="train_backbone",
             value=True,
         )

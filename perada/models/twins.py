@@ -125,7 +125,7 @@ class StackedScale(StackedLayer):
             shape = [1, -1, 1, 1]
         else:
             shape = [1] * (x_R.dim() - 1) + [-1]
-        out_R = self.affine(x_R, shape, (name, ""))
+        out_R = self.scaled(x_R, shape, name)
         # Under autocast PEFT returns to the dtype of its input, timm does not.
         if isinstance(original, LayerScale):
             return out_R

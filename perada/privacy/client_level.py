@@ -263,13 +263,13 @@ class ClientLevel(Budget):
         if not self.options.secure_rng:
             generators = [generator(self._seed, "client privacy", round, clients[place]) for place in updates.places]
         split = self._noise_split()
-        clipped = clip_updates(updates.own, received, self.norm)
+        clipped = clip_updates(updates.local_rows, received, self.norm)
         norms = torch.zeros(len(clients), dtype=torch.float64)
         norms[updates.places] = clipped.norms.cpu()
         # A collective: every rank has the norms of all clients after it.
         updates.ranks.sum_([norms])
         std = self.norm * split.update_multiplier / math.sqrt(len(clients))
-        result = noisy_updates(updates.own, received, clipped.changes, std, generators)
+        result = noisy_updates(updates.local_rows, received, clipped.changes, std, generators)
         if self.options.clipping == "adaptive":
             source = None
             if not self.options.secure_rng:
@@ -345,14 +345,14 @@ class ClientLevel(Budget):
         assert self.sums is not None
         totals: State = {}
         for row, place in enumerate(updates.places):
-            sent = {key: value[row] for key, value in updates.own.items()}
+            sent = {key: value[row] for key, value in updates.local_rows.items()}
             base = {key: value[row] for key, value in received.items()}
             contribution = self.contribution(sent, base, len(clients), round, clients[place])
             for name, value in contribution.items():
                 totals[name] = totals[name] + value if name in totals else value
         if not updates.places:
             # A rank without clients takes part in the collective with zeros.
-            sent = {key: value.new_zeros(value.shape[1:]) for key, value in updates.own.items()}
+            sent = {key: value.new_zeros(value.shape[1:]) for key, value in updates.local_rows.items()}
             example = example_contribution(sent, self.options.clipping == "adaptive")
             totals = {name: value.long() for name, value in example.items()}
         # Ranks must sum tensors in the same order.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import OptionError, check_choice, check_number
-from perada.core.states import State
+from perada.core.states import State, per_client
 from perada.privacy.sampling import secure_noise
 from perada.server.aggregate import double
 
@@ -50,12 +50,16 @@ def clipping_factors(norms: State, mask: Tensor, max_norm: float, method: str = 
     """
     check_choice("method", method, METHODS)
     check_bound(max_norm)
-    is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all(0)
+    norms_of_parameters = torch.stack(list(norms.values()))
+    is_finite = norms_of_parameters.isfinite().all(0)
     mask = mask & is_finite
     if method == "per_layer":
         layer_bound = max_norm / math.sqrt(len(norms))
-        return {name: _zero_outside(mask, _factors_to_bound(norm, layer_bound)) for name, norm in norms.items()}
-    joint_norm = torch.stack([norm.square() for norm in norms.values()]).sum(dim=0).sqrt()
+        factors_of_layers = {}
+        for name, norm in norms.items():
+            factors_of_layers[name] = _zero_outside(mask, _factors_to_bound(norm, layer_bound))
+        return factors_of_layers
+    joint_norm = norms_of_parameters.square().sum(dim=0).sqrt()
     if method == "flat":
         factors = _factors_to_bound(joint_norm, max_norm)
     else:
@@ -100,9 +104,11 @@ def sum_outer_products(a: Tensor, b: Tensor, factors: Tensor) -> Tensor:
         block_a = double(a[:, block_rows])
         block_b = double(b[:, block_rows])
         block_factors = double(factors[:, block_rows])
-        block_b = block_b * block_factors[..., None, None]
+        weighted_b = block_b * block_factors[..., None, None]
         # Rows and positions of a client are summed by one product of matrices, (O, B·N) times (B·N, I).
-        total.baddbmm_(block_b.flatten(1, 2).transpose(1, 2), block_a.flatten(1, 2))
+        b_matrix = weighted_b.flatten(1, 2).transpose(1, 2)
+        a_matrix = block_a.flatten(1, 2)
+        total.baddbmm_(b_matrix, a_matrix)
     return total
 
 
@@ -112,12 +118,14 @@ def _zero_excluded_rows(rows: Tensor, factors: Tensor) -> Tensor:
     # Elsewhere than on a CPU, the question whether there is any would wait for the device.
     if rows.device.type == "cpu" and not is_excluded.any():
         return rows
-    return rows.masked_fill(is_excluded.view(-1, *[1] * (rows.dim() - 1)), 0)
+    return rows.masked_fill(per_client(is_excluded, rows), 0)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Convert a half-precision tensor to float32; return any other unchanged."""
-    return x.float() if x.dtype.itemsize < 4 else x
+    if x.dtype.itemsize < 4:
+        return x.float()
+    return x
 
 
 def check_bound(max_norm: float) -> None:
@@ -153,8 +161,13 @@ def noisy_mean(
     """
     clients = len(expected_batch)
     stds = list(std) if isinstance(std, Sequence) else [std] * clients
-    sources = [None] * clients if generators is None else list(generators)
-    if {len(stds), len(sources), *map(len, summed.values())} != {clients}:
+    sources: list[torch.Generator | None] = [None] * clients
+    if generators is not None:
+        sources = list(generators)
+    lengths = {len(stds), len(sources)}
+    for value in summed.values():
+        lengths.add(len(value))
+    if lengths != {clients}:
         raise ValueError(
             "the numbers of standard deviations, generators and sums must be that of the clients, "
             f"{clients}; pass one of each per client"

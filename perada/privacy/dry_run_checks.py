@@ -161,7 +161,7 @@ def check_client_level(algorithm: Algorithm, rule: ServerRule, weighting: str, d
 
 def _incompatible(reason: str) -> ValueError:
     """Return the error for a choice that client-level privacy rules out, including the remedy."""
-    return ValueError(f"client_privacy cannot be used with {reason}")
+    return ValueError(f"client_privacy does not support {reason}")
 
 
 def _rule_follows_from_mean(rule: ServerRule) -> bool:

@@ -61,8 +61,13 @@ class Query:
     def of_client(self, client: int) -> "Query":
         """Return the query of one client; it keeps a client axis of size 1."""
         row = slice(client, client + 1)
-        states = {key: value[row] for key, value in self.states.items()}
-        return Query(states, self.x[row], self.y[row], self.counts[row], self.dropout[row])
+        return Query(
+            states={key: value[row] for key, value in self.states.items()},
+            x=self.x[row],
+            y=self.y[row],
+            counts=self.counts[row],
+            dropout=self.dropout[row],
+        )
 
     def blocks(self, size: int | None) -> Iterator["Query"]:
         """Yield queries of at most ``size`` rows of each client; of all rows at once if None, and none without rows."""
@@ -70,11 +75,13 @@ class Query:
         size = size or max(1, longest)
         for index, start in enumerate(range(0, longest, size)):
             stop = min(start + size, longest)
+            # A client's real rows come first, and may end before the block does or begins.
+            counts = [max(0, min(count, stop) - start) for count in self.counts]
             yield replace(
                 self,
                 x=self.x[:, start:stop],
                 y=self.y[:, start:stop],
-                counts=tuple(max(0, min(count, stop) - start) for count in self.counts),
+                counts=tuple(counts),
                 dropout=self.dropout.fork("part", index),
             )
 
@@ -106,7 +113,9 @@ class SampleGradients:
         self.options = options
         self.engine = engine
         self.multilabel = multilabel
-        kind = engine.kind if options.engine == "auto" else options.engine
+        kind: str = options.engine
+        if kind == "auto":
+            kind = engine.kind
         self.one_by_one = kind != "folded"
         if not self.one_by_one and engine.kind != "folded":
             raise OptionError(
@@ -120,15 +129,23 @@ class SampleGradients:
             # Hooks are set on the modules themselves. Folding makes new modules of those that are trained; the single
             # model has to be copied.
             model = _copy_sharing_frozen(engine.model)
-        folded = fold(model, random_only=self.one_by_one, wrap=None if engine.trunk is None else engine.trunk.wrap)
+        wrap = None
+        if engine.trunk is not None:
+            wrap = engine.trunk.wrap
+        folded = fold(model, random_only=self.one_by_one, wrap=wrap)
         self._context = folded.context
         self._row_keys = folded.row_keys
         self._merged = {key for key, value in engine.model.named_parameters() if isinstance(value, Merged)}
         self._hide_from_hooks(folded.model)
-        # Twins of tied layers are one module, so that only the single model has a parameter at several places.
-        tied = _tied_parameters(model) if self.one_by_one else {}
+
+        names_of_keys = {key: [key] for key in trained_keys(engine.model)}
+        if self.one_by_one:
+            # Twins of tied layers are one module, so that only the single model has a parameter at several places.
+            tied = _tied_parameters(model)
+            for key in names_of_keys:
+                names_of_keys[key] = tied.get(key, [key])
         with_clones = clone_outputs(folded.model)
-        self._places = _places(with_clones, {key: tied.get(key, [key]) for key in trained_keys(engine.model)})
+        self._places = _places(with_clones, names_of_keys)
         self._model = with_grad_sample_hooks(with_clones)
 
     def _hide_from_hooks(self, model: nn.Module) -> None:
@@ -150,7 +167,9 @@ class SampleGradients:
         try:
             if not self.one_by_one:
                 return self._clipped_sums(query)
-            sums_of_clients = [self._clipped_sums(query.of_client(client)) for client in range(len(query.counts))]
+            sums_of_clients = []
+            for client in range(len(query.counts)):
+                sums_of_clients.append(self._clipped_sums(query.of_client(client)))
         finally:
             self._release_tensors()
         joined: State = {}
@@ -189,20 +208,27 @@ class SampleGradients:
         ``is_real`` (C, B) is false for padding, whose loss is left out.
         """
         clients, rows = block.x.shape[:2]
-        self._context.begin(clients, None if self.one_by_one else block.counts, block.dropout)
+        counts: tuple[int, ...] | None = block.counts
+        if self.one_by_one:
+            # Only dropout is replaced in the single model, and it treats padding as it does real rows.
+            counts = None
+        self._context.begin(clients, counts, block.dropout)
         parameters = self._put_into_model(block.states, rows)
         train_mode(self._model)
         with torch.enable_grad(), silence_hook_warnings():
-            logits = self._model(self.engine.format(block.x.flatten(0, 1)))
-            logits = at_least_float32(logits).view(clients, rows, *logits.shape[1:])
+            x_R = self.engine.format(block.x.flatten(0, 1))
+            logits = at_least_float32(self._model(x_R))
+            logits = logits.view(clients, rows, *logits.shape[1:])
             losses = row_losses(logits, block.y, self.multilabel)
             losses.where(is_real, 0).sum().backward()
         samples: dict[str, PerSampleGrads | OuterProductGrads] = {}
         for key, parameter in parameters.items():
-            if not block.states[key].requires_grad:
+            state = block.states[key]
+            if not state.requires_grad:
                 continue
             if key in self._row_keys and parameter.grad is not None:
-                samples[key] = PerSampleGrads(parameter.grad.view(clients * rows, *block.states[key].shape[1:]))
+                # Of a parameter that was repeated for every row, the ordinary gradient has those of the rows.
+                samples[key] = PerSampleGrads(parameter.grad.view(clients * rows, *state.shape[1:]))
                 continue
             sample = collect_sample_gradients(parameter)
             if sample is not None:
@@ -238,8 +264,12 @@ class SampleGradients:
 
 def _copy_sharing_frozen(model: nn.Module) -> nn.Module:
     """Return a copy of a model that shares the frozen parameters and the buffers."""
-    frozen = [tensor for tensor in chain(model.parameters(), model.buffers()) if not tensor.requires_grad]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in frozen})
+    # What is in the memo of deepcopy counts as copied already.
+    memo: dict[int, Any] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        if not tensor.requires_grad:
+            memo[id(tensor)] = tensor
+    return copy.deepcopy(model, memo)
 
 
 def _tied_parameters(model: nn.Module) -> dict[str, list[str]]:
@@ -284,9 +314,11 @@ class PerSampleGrads:
         is 0 is left out, even if it is not finite.
         """
         # A gradient is the outer product of itself, laid out flat, and 1.
-        flat = self.rows.reshape(len(self.rows), 1, -1)
-        ones = self.rows.new_ones(1, 1, 1).expand(len(self.rows), 1, 1)
-        return sum_outer_products(flat, ones, factors).view(len(factors), *self.rows.shape[1:])
+        num_rows = len(self.rows)
+        flat = self.rows.reshape(num_rows, 1, -1)
+        ones = self.rows.new_ones(1, 1, 1).expand(num_rows, 1, 1)
+        sums = sum_outer_products(flat, ones, factors)
+        return sums.view(len(factors), *self.rows.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -314,17 +346,21 @@ class OuterProductGrads:
         """
         a = self.inputs.double()
         b = self.output_grads.double()
-        gram_a = torch.bmm(a, a.transpose(1, 2))
-        gram_b = torch.bmm(b, b.transpose(1, 2))
+        _, positions, inputs = a.shape  # N and I
+        outputs = b.shape[2]  # O
+        gram_a = torch.bmm(a, a.transpose(1, 2))  # a_n · a_m, (R, N, N)
+        gram_b = torch.bmm(b, b.transpose(1, 2))  # b_n · b_m
         squares = (gram_a * gram_b).sum((1, 2))
-        lengths = (a.square().sum(2) * b.square().sum(2)).sqrt().sum(1)  # S
-        positions = a.shape[1]
-        slack = 2**-50 * (a.shape[2] + b.shape[2] + positions**2)
+        squared_lengths = a.square().sum(2) * b.square().sum(2)  # ‖a_n‖²‖b_n‖², (R, N)
+        lengths = squared_lengths.sqrt().sum(1)  # S
+        # Eight times 2⁻⁵³.
+        slack = 2**-50 * (inputs + outputs + positions**2)
         return squares.clamp(min=0) + slack * lengths.square()
 
     def weighted_sums(self, factors: Tensor) -> Tensor:
         """Return the sums (C, ...), like :meth:`PerSampleGrads.weighted_sums`."""
-        return sum_outer_products(self.inputs, self.output_grads, factors).view(len(factors), *self.weight_shape)
+        sums = sum_outer_products(self.inputs, self.output_grads, factors)
+        return sums.view(len(factors), *self.weight_shape)
 
 
 def collect_sample_gradients(parameter: nn.Parameter) -> PerSampleGrads | OuterProductGrads | None:
@@ -336,7 +372,9 @@ def collect_sample_gradients(parameter: nn.Parameter) -> PerSampleGrads | OuterP
         output_grads = torch.cat([use.output_grads for use in uses], dim=1)
         return OuterProductGrads(at_least_float32(inputs), at_least_float32(output_grads), parameter.shape[1:])
     rows = parameter.grad_sample  # type: ignore[attr-defined]  # Opacus's
-    return None if rows is None else PerSampleGrads(at_least_float32(rows))
+    if rows is None:
+        return None
+    return PerSampleGrads(at_least_float32(rows))
 
 
 @contextmanager
@@ -366,7 +404,10 @@ def clone_outputs(module: nn.Module) -> nn.Module:
         return module
     children: dict[str, nn.Module | None] = {}
     for name, child in module._modules.items():
-        children[name] = None if child is None else clone_outputs(child)
+        # torch registers a child that is left out as None.
+        children[name] = None
+        if child is not None:
+            children[name] = clone_outputs(child)
     return shell(module, children)
 
 
@@ -428,9 +469,13 @@ def _sample_stacked_layer(
     classes = type(original).__mro__ if layer.like_torch else ()
     for layer_class in classes:
         if layer_class in samplers:
-            names = {parameter: name for name, parameter in original.named_parameters(recurse=False)}
-            samples = samplers[layer_class](original, activations, backprops)
-            return {getattr(layer, names[parameter]): sample for parameter, sample in samples.items()}
+            samples_of_original = samplers[layer_class](original, activations, backprops)
+            # Opacus looks them up by the parameters of the stacked layer, which have the same names.
+            samples_of_layer = {}
+            for name, parameter in original.named_parameters(recurse=False):
+                if parameter in samples_of_original:
+                    samples_of_layer[getattr(layer, name)] = samples_of_original[parameter]
+            return samples_of_layer
     return _sample_by_autograd(layer, activations, backprops)
 
 
@@ -526,7 +571,9 @@ def _layer_use(layer: nn.Module, x: Tensor, backprops: Tensor, always: bool) -> 
         return None
     if isinstance(layer, nn.Linear):
         inputs = x.reshape(len(x), -1, x.shape[-1])
-        return _LayerUse(inputs, backprops.reshape(len(x), -1, backprops.shape[-1]))
+        output_grads = backprops.reshape(len(x), -1, backprops.shape[-1])
+        return _LayerUse(inputs, output_grads)
     assert not isinstance(layer.padding, str)  # see above
     patches = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    # The position is the last axis in both.
     return _LayerUse(patches.transpose(1, 2), backprops.flatten(2).transpose(1, 2))

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from perada.core.checks import OptionError
 from perada.core.seeding import Streams, generator, seeded
-from perada.core.states import State
+from perada.core.states import State, is_finite
 from perada.engine.engine import Engine, row_losses
 from perada.engine.fold import without_dropout
 from perada.privacy.gradients import Query, SampleGradients
@@ -73,7 +73,11 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
         logits = engine.logits(states, x, training=True, streams=dropout.fork("part", 0))
         loss = row_losses(logits, y, multilabel).sum()
         gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    if not all(gradient.isfinite().all() for gradient in gradients if gradient is not None):
+    expected_sums: State = {}
+    for key, gradient in zip(trained, gradients, strict=True):
+        # There is no gradient of a parameter that the images do not pass through.
+        expected_sums[key] = torch.zeros_like(trained[key]) if gradient is None else gradient
+    if not is_finite(expected_sums):
         raise OptionError(
             "privacy: the gradients of a client's first image are not finite, so per-image gradients cannot be "
             "checked; look for far too large values in the images, or normalise them",
@@ -89,9 +93,8 @@ def check_gradients(options: Privacy, engine: Engine, states: State, x: Tensor, 
             f"privacy does not support this model with this adapter: Opacus's hooks fail ({reason}); choose the "
             "adapter lora, bottleneck, residual (norm='group') or head"
         ) from error
-    largest = max((float(gradient.abs().max()) for gradient in gradients if gradient is not None), default=0.0)
-    for key, gradient in zip(trained, gradients, strict=True):
-        expected = torch.zeros_like(trained[key]) if gradient is None else gradient
+    largest = max((float(expected.abs().max()) for expected in expected_sums.values()), default=0.0)
+    for key, expected in expected_sums.items():
         # A small gradient may be the difference of large terms, so the largest of all gives a tolerance too.
         tolerance = 1e-2 * float(expected.abs().max()) + 1e-5 * largest
         if not torch.allclose(sums[key], expected, rtol=1e-2, atol=tolerance):
@@ -126,10 +129,12 @@ def check_products(device: torch.device) -> None:
         ValueError: If it has fewer digits, as with TF32.
     """
     a = torch.rand(2, 256, 256, generator=generator(0, "probe"))
+    on_device = a.to(device)
     with torch.autocast(device.type, enabled=False):
-        product = torch.bmm(a.to(device), a.to(device)).cpu()
+        product = torch.bmm(on_device, on_device).cpu()
         exact = torch.bmm(a.double(), a.double())
-    if float((product / exact - 1).abs().max()) > 1e-5:
+    largest_relative_error = float((product / exact - 1).abs().max())
+    if largest_relative_error > 1e-5:
         raise OptionError(
             "privacy: float32 matrix products are computed with reduced precision here, so an image may contribute "
             "more than its share to a clipped sum; leave torch.set_float32_matmul_precision at 'highest' and TF32 off "
@@ -171,6 +176,7 @@ def check_one_image(
             f"earlier ones, which no noise covers; {REMEDY}",
             name="privacy",
         )
+    # What the removed images contributed to the sums.
     differences = {key: value - sums_of_others[key] for key, value in sums_of_all.items()}
     if not trial.is_close(differences, trial.gradients_of_removed):
         raise OptionError(
@@ -294,15 +300,17 @@ class _OneImageTrial:
         unclipped = replace(options, max_norm=UNCLIPPED, clipping="flat")
         self._gradients = SampleGradients(unclipped, self._engine, multilabel)
         gradients = self._sums_of_rows(removed_rows, one_each)
-        squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients.values()])
-        self._bound = float(squares.sum(0).sqrt().median()) or 1.0
+        squared_norms = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
+        norms = torch.stack(squared_norms).sum(0).sqrt()
+        self._bound = float(norms.median()) or 1.0
         self._gradients = SampleGradients(replace(options, max_norm=self._bound), self._engine, multilabel)
         self.gradients_of_removed = self._sums_of_rows(removed_rows, one_each)
 
     def sums(self, rows: Tensor) -> State:
         """Return the clipped sums (C, ...) of :attr:`all_rows` or :attr:`other_rows`."""
-        removed = self._batch.x.shape[1] - rows.shape[1]
-        return self._sums_of_rows(rows, tuple(count - removed for count in self._batch.counts))
+        num_removed = self._batch.x.shape[1] - rows.shape[1]
+        counts = [count - num_removed for count in self._batch.counts]
+        return self._sums_of_rows(rows, tuple(counts))
 
     def _sums_of_rows(self, rows: Tensor, counts: tuple[int, ...]) -> State:
         """Return the clipped sums (C, ...) of rows (C, B), of which the first ``counts`` are real."""
@@ -311,30 +319,35 @@ class _OneImageTrial:
         rows = rows.to(device)
         streams = Streams.derived(0, "probe", clients=range(len(counts)), device=device)
         query = Query(self._states, self._batch.x[clients, rows], self._batch.y[clients, rows], counts, streams)
-        with seeded(0, "probe"):  # a network that draws from torch's global stream draws the same each time
+        # A network that draws from torch's global stream draws the same each time.
+        with seeded(0, "probe"):
             return self._gradients.sums(query)
 
     def remembers_images(self) -> bool:
         """Return whether passes on different images leave different state in the network's modules."""
-        contents = []
-        for x in (self._batch.x, 1 - self._batch.x.flip(-1)):
-            _logits(self._engine, self._states, x, self._batch.counts)
-            contents.append(_contents_of(self._engine.runs))
-        return contents[0] != contents[1]
+        x = self._batch.x
+        other_x = 1 - x.flip(-1)
+        _logits(self._engine, self._states, x, self._batch.counts)
+        contents = _contents_of(self._engine.runs)
+        _logits(self._engine, self._states, other_x, self._batch.counts)
+        return contents != _contents_of(self._engine.runs)
 
     def is_close(self, sums: State, other_sums: State) -> bool:
         """Return whether two sums are the same up to rounding."""
         largest = max(self._bound, *(float(value.abs().max()) for value in sums.values()))
         for key, value in sums.items():
+            difference = float((value - other_sums[key]).abs().max())
             # A comparison with NaN is false, so that NaN is never close.
-            if not float((value - other_sums[key]).abs().max()) <= self._tolerance * largest:
+            if not difference <= self._tolerance * largest:
                 return False
         return True
 
 
 def _to_dtype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Convert a floating-point tensor; None keeps its dtype."""
-    return value.to(dtype) if value.is_floating_point() else value
+    if not value.is_floating_point():
+        return value
+    return value.to(dtype)
 
 
 def _engine_without_dropout(engine: Engine, dtype: torch.dtype | None) -> Engine:
@@ -365,12 +378,16 @@ def _comparable(value: object, depth: int = 0) -> Any:  # noqa: ANN401  # whatev
     if isinstance(value, Tensor):
         # As text, since NaN is not equal to itself.
         return str(value.detach().double().sum().item()), tuple(value.shape)
-    if hasattr(value, "tobytes"):  # an array of NumPy's, or the like
+    if hasattr(value, "tobytes"):
+        # An array of NumPy's, or the like.
         return value.tobytes()
-    if depth > MAX_DEPTH:  # it may hold itself
+    if depth > MAX_DEPTH:
+        # It may hold itself.
         return None
     if isinstance(value, dict):
         return {str(key): _comparable(item, depth + 1) for key, item in value.items()}
     if isinstance(value, Collection) and not isinstance(value, str | bytes):
         return [_comparable(item, depth + 1) for item in value]
-    return value if isinstance(value, int | float | str) else None
+    if isinstance(value, int | float | str):
+        return value
+    return None

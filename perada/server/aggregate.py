@@ -46,7 +46,7 @@ class Updates:
     :meth:`gathered` alike. :meth:`mean` is one, too, but moves only one state.
 
     Args:
-        own: The stack (c, ...) of this rank's clients. With c = 0 the tensors still have their shapes.
+        local_rows: The stack (c, ...) of this rank's clients. With c = 0 the tensors still have their shapes.
         places: Where this rank's clients stand among all; by default they are all.
         clients: C, by default c.
         ranks: The processes among which the clients are divided; by default one.
@@ -54,17 +54,21 @@ class Updates:
 
     def __init__(
         self,
-        own: Mapping[str, Tensor],
+        local_rows: Mapping[str, Tensor],
         places: Sequence[int] | None = None,
         clients: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        rows = len(next(iter(own.values()))) if own else 0
-        self.own: State = dict(own)
-        self.places = list(range(rows))
-        if places is not None:
-            self.places = list(places)
-        self.clients = rows if clients is None else clients
+        num_rows = 0
+        if local_rows:
+            num_rows = len(next(iter(local_rows.values())))
+        if places is None:
+            places = range(num_rows)
+        if clients is None:
+            clients = num_rows
+        self.local_rows: State = dict(local_rows)
+        self.places = list(places)
+        self.clients = clients
         self.ranks = ranks or Ranks()
         self._gathered: State = {}
 
@@ -73,18 +77,18 @@ class Updates:
         """Create updates from a stack that every rank holds, of which each rank keeps its share."""
         clients = len(next(iter(stack.values())))
         places = list(range(ranks.rank, clients, ranks.size))
-        own_rows = {name: value[ranks.rank :: ranks.size] for name, value in stack.items()}
-        updates = cls(own_rows, places, clients, ranks)
+        local_rows = {name: value[ranks.rank :: ranks.size] for name, value in stack.items()}
+        updates = cls(local_rows, places, clients, ranks)
         updates._gathered = dict(stack)
         return updates
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors that were sent, in order."""
-        return tuple(self.own)
+        return tuple(self.local_rows)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.own
+        return name in self.local_rows
 
     def gathered(self, name: str) -> Tensor:
         """Gather the tensor (C, ...) of all clients on every rank.
@@ -94,7 +98,7 @@ class Updates:
         Raises:
             KeyError: If nothing was sent by this name.
         """
-        value = self.own[name]
+        value = self.local_rows[name]
         if self.ranks.size == 1:
             return value
         if name not in self._gathered:
@@ -107,11 +111,11 @@ class Updates:
 
     def gathered_all(self) -> State:
         """Gather the tensors (C, ...) of all names; a collective, like :meth:`gathered`."""
-        return {name: self.gathered(name) for name in self.own}
+        return {name: self.gathered(name) for name in self.local_rows}
 
-    def replace(self, own: Mapping[str, Tensor]) -> "Updates":
+    def replace(self, local_rows: Mapping[str, Tensor]) -> "Updates":
         """Replace the updates of this rank's clients by another stack (c, ...)."""
-        return Updates(own, self.places, self.clients, self.ranks)
+        return Updates(local_rows, self.places, self.clients, self.ranks)
 
     def repeat(self, state: State) -> "Updates":
         """Replace every client's update by one state, without a client axis."""
@@ -120,27 +124,33 @@ class Updates:
     def part(self, rows: Sequence[int], without: Collection[str] = ()) -> "Updates":
         """Select the updates of the clients in ``rows``, and leave out the names in ``without``."""
         index_of = {place: index for index, place in enumerate(self.places)}
-        places = [place for place, row in enumerate(rows) if row in index_of]
-        indices = [index_of[rows[place]] for place in places]
-        selected = {name: value for name, value in self.own.items() if name not in without}
+        # Of the selected clients, those of this rank: where they stand among the selected, and in the stack.
+        places = []
+        indices = []
+        for place, row in enumerate(rows):
+            if row in index_of:
+                places.append(place)
+                indices.append(index_of[row])
+        selected = {name: value for name, value in self.local_rows.items() if name not in without}
         return Updates(gather(selected, indices), places, len(rows), self.ranks)
 
     def completed(self, state: State) -> "Updates":
         """Add the names that clients did not send, with the values of a ``state`` without a client axis."""
-        missing = {name: value for name, value in state.items() if name not in self.own}
-        return self.replace(expand(missing, len(self.places)) | self.own)
+        missing = {name: value for name, value in state.items() if name not in self.local_rows}
+        missing_rows = expand(missing, len(self.places))
+        return self.replace(missing_rows | self.local_rows)
 
     def mean(self, weights: Tensor) -> State:
         """Compute the weighted mean over all C clients, on every rank; a collective.
 
         Of integer tensors it is the maximum, as of :func:`mean`.
         """
-        own_weights = _beside(self.own, weights[self.places])
+        local_weights = _on_device_of(self.local_rows, weights[self.places])
         sums: State = {}
         largest: State = {}
-        for name, value in self.own.items():
+        for name, value in self.local_rows.items():
             if value.is_floating_point():
-                sums[name] = _weighted_sum(value, own_weights)
+                sums[name] = _weighted_sum(value, local_weights)
             elif len(value):
                 largest[name] = value.amax(0)
             else:
@@ -149,8 +159,11 @@ class Updates:
         self.ranks.sum_(sums.values())
         self.ranks.max_(largest.values())
         means: State = {}
-        for name, value in self.own.items():
-            means[name] = _rounded(sums[name], value.dtype) if name in sums else largest[name]
+        for name, value in self.local_rows.items():
+            if name in sums:
+                means[name] = _rounded(sums[name], value.dtype)
+            else:
+                means[name] = largest[name]
         return means
 
 
@@ -172,9 +185,11 @@ def mean(updates: Updates | Mapping[str, Tensor], weights: Tensor) -> State:
     return updates.mean(weights)
 
 
-def _beside(stack: Mapping[str, Tensor], weights: Tensor) -> Tensor:
+def _on_device_of(stack: Mapping[str, Tensor], weights: Tensor) -> Tensor:
     """Copy the weights to the device of the stack: once, and not for each tensor."""
-    device = next((value.device for value in stack.values()), weights.device)
+    if not stack:
+        return weights
+    device = next(iter(stack.values())).device
     return to_device_async(weights.to(double_dtype(device)), device)
 
 
@@ -188,13 +203,16 @@ def double(value: Tensor) -> Tensor:
 
 def double_dtype(device: torch.device) -> torch.dtype:
     """Return float64, or float32 if the device has no double precision."""
-    return torch.float32 if device.type in WITHOUT_DOUBLE else torch.float64
+    if device.type in WITHOUT_DOUBLE:
+        return torch.float32
+    return torch.float64
 
 
 def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
     # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
     value = double(value)
-    return (value * per_client(weights.to(value), value)).sum(0)
+    weight = per_client(weights.to(value), value)
+    return (value * weight).sum(0)
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -206,8 +224,9 @@ def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     if value.dtype == torch.float64 and dtype != torch.float64:
         # Veltkamp's splitting: the rounding errors of these two operations cut off the lowest 12 bits.
         scaled = value * (2**12 + 1)
-        short = scaled - (scaled - value)
-        value = torch.where(short.isfinite(), short, value)
+        high_bits = scaled - (scaled - value)
+        # The product overflows for the largest numbers, which stay as they are.
+        value = torch.where(high_bits.isfinite(), high_bits, value)
     return value.to(dtype)
 
 

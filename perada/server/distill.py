@@ -517,7 +517,7 @@ class Distiller:
         count = len(clients.places)
         states = expand(student, max(1, count))
         if count:
-            states |= clients.own
+            states |= clients.local_rows
         device = next(iter(student.values())).device
         sums = []
         for logits in batches.logits(self.engine, states, lambda rows: self.data.public_images(rows, device)):

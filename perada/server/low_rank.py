@@ -43,12 +43,14 @@ def client_pairs(up: Tensor, down: Tensor) -> list[FactorPair]:
     Returns:
         A pair for each client. Its leading axis is that of the g groups, each of which is a product of rank r/g.
     """
-    ups = _as_matrices(up)
-    downs = _as_matrices(down)
+    ups = _as_matrices(up)  # (C, out, r/g)
+    downs = _as_matrices(down)  # (C, r, columns)
     groups = downs.shape[1] // ups.shape[2]
     pairs = []
     for client_up, client_down in zip(ups, downs, strict=True):
-        pairs.append(FactorPair(client_up.unflatten(0, (groups, -1)), client_down.unflatten(0, (groups, -1))))
+        grouped_up = client_up.unflatten(0, (groups, -1))
+        grouped_down = client_down.unflatten(0, (groups, -1))
+        pairs.append(FactorPair(grouped_up, grouped_down))
     return pairs
 
 
@@ -185,30 +187,39 @@ def truncate(pair: FactorPair, rank: int, previous_down: Tensor) -> FactorPair:
     Returns:
         The pair of rank ``rank``.
     """
+    # B·A = Q_B·(R_B·R_Aᵀ)·Q_Aᵀ has the singular values of the small matrix R_B·R_Aᵀ.
     up_q, up_r = torch.linalg.qr(pair.up)
     down_q, down_r = torch.linalg.qr(pair.down.mT)
     u, singular_values, vt = torch.linalg.svd(up_r @ down_r.mT, full_matrices=False)
     num_values = min(rank, singular_values.shape[-1])
 
-    # Singular values below the rounding error of the decomposition count as 0.
+    # Singular values below the rounding error of the decomposition count as 0. Their rows of A can be chosen freely.
     epsilon = torch.finfo(singular_values.dtype).eps
     relative_error = max(*up_q.shape, *down_q.shape) * epsilon
     magnitude = torch.linalg.matrix_norm(up_r) * torch.linalg.matrix_norm(down_r)
     is_zero = singular_values <= relative_error * magnitude.unsqueeze(-1)
-    free_rows = is_zero.unsqueeze(-1)[..., :num_values, :]
+    free_rows = is_zero[..., :num_values].unsqueeze(-1)  # (..., q, 1)
+    free_columns = free_rows.mT
 
     scaled_u = (u * singular_values.unsqueeze(-2))[..., :num_values]
-    up = up_q @ scaled_u.where(~free_rows.mT, 0)
+    up = up_q @ scaled_u.where(~free_columns, 0)
     down = vt[..., :num_values, :] @ down_q.mT
+
     # QR orthogonalises the rows in their order: those that are not free come first and are orthogonal already.
     candidates = previous_down[..., :num_values, :].where(free_rows, down)
     orthogonal = torch.linalg.qr(candidates.mT).Q.mT
     down = orthogonal.where(free_rows, down)
 
-    largest_entries = down.gather(-1, down.abs().argmax(-1, keepdim=True))
-    signs = largest_entries.sign()
-    missing = rank - num_values
-    return FactorPair(F.pad(up * signs.mT, (0, missing)), F.pad(down * signs, (0, 0, 0, missing)))
+    # A column of B and the row of A that it is multiplied by change their signs together.
+    largest_places = down.abs().argmax(-1, keepdim=True)
+    signs = down.gather(-1, largest_places).sign()
+    up = up * signs.mT
+    down = down * signs
+
+    num_missing = rank - num_values
+    padded_up = F.pad(up, (0, num_missing))
+    padded_down = F.pad(down, (0, 0, 0, num_missing))
+    return FactorPair(padded_up, padded_down)
 
 
 def correct_up(pairs: Sequence[FactorPair], weights: Sequence[float], strength: float) -> FactorPair:
@@ -217,9 +228,11 @@ def correct_up(pairs: Sequence[FactorPair], weights: Sequence[float], strength: 
     With A for mean(A), B' = mean(B) + (mean(B·A) − mean(B)·A)·Aᵀ·(A·Aᵀ + strength)⁻¹.
     """
     mean = mean_factors(pairs, weights)
+    # mean(B·A) − mean(B)·mean(A), as a pair whose product is never formed.
     error = residual(pairs, weights)
     rank = mean.down.shape[-2]
-    gram = mean.down @ mean.down.mT + strength * torch.eye(rank, dtype=mean.down.dtype)
+    identity = torch.eye(rank, dtype=mean.down.dtype)
+    gram = mean.down @ mean.down.mT + strength * identity
     right_side = error.up @ (error.down @ mean.down.mT)
     # X·gram = right_side, solved as gram·Xᵀ = right_sideᵀ, since the Gram matrix is symmetric.
     correction = torch.linalg.solve(gram, right_side.mT).mT
@@ -237,7 +250,10 @@ class _ProductRule(ComposedRule):
 
     def __call__(self, aggregation: Aggregation) -> State:
         updates = aggregation.updates
-        layers = [layer for layer in aggregation.factors if layer.down in updates and layer.up in updates]
+        layers = []
+        for layer in aggregation.factors:
+            if layer.down in updates and layer.up in updates:
+                layers.append(layer)
         if not layers:
             raise OptionError(
                 f"server_rule={type(self).__name__} averages products of LoRA factors, but clients do not send both "
@@ -252,25 +268,31 @@ class _ProductRule(ComposedRule):
             # The order of these two collectives must be the same on all ranks.
             up = updates.gathered(layer.up)
             down = updates.gathered(layer.down)
+            pairs = client_pairs(up, down)
             previous_up = aggregation.previous[layer.up]
             previous_down = aggregation.previous[layer.down]
+            # The global state as a stack of one client.
             (previous_pair,) = client_pairs(previous_up.unsqueeze(0), previous_down.unsqueeze(0))
-            pairs = client_pairs(up, down)
+
             merged = self._merge(pairs, weights, previous_pair.down)
             result[layer.up] = _in_layout_of(previous_up, merged.up, up)
             result[layer.down] = _in_layout_of(previous_down, merged.down, down)
+
             mean_product = weighted_sum(pairs, weights)
-            error.add(difference=difference(mean_product, merged), reference=mean_product, scale=layer.scale)
+            lost = difference(mean_product, merged)
+            error.add(difference=lost, reference=mean_product, scale=layer.scale)
         aggregation.metrics["updates/lora_error"] = error.value
+        # In the order of the updates.
         return {name: result[name] for name in updates.names}
 
     def _aggregate_others(self, aggregation: Aggregation, layers: Iterable[Factors]) -> State:
         """Aggregate the tensors that are not LoRA factors by the inner rule."""
         factor_names = set()
         for layer in layers:
-            factor_names |= {layer.down, layer.up}
-        clients = range(len(aggregation.weights))
-        others = aggregation.updates.part(clients, without=factor_names)
+            factor_names.add(layer.down)
+            factor_names.add(layer.up)
+        all_clients = range(len(aggregation.weights))
+        others = aggregation.updates.part(all_clients, without=factor_names)
         if not others.names:
             return {}
         return self._aggregate(replace(aggregation, updates=others))
@@ -292,7 +314,8 @@ def _in_layout_of(previous: Tensor, value: Tensor, sent: Tensor) -> Tensor:
     The strides matter: the last bits of a convolution depend on the memory layout of its weight.
     """
     result = torch.empty_like(previous, dtype=sent.dtype, device=sent.device)
-    return result.copy_(value.reshape(result.shape))
+    result.copy_(value.reshape(result.shape))
+    return result
 
 
 class SVD(_ProductRule):
@@ -313,8 +336,9 @@ class SVD(_ProductRule):
         super().__init__(aggregate)
 
     def _merge(self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor) -> FactorPair:
+        mean_product = weighted_sum(pairs, weights)
         rank = previous_down.shape[-2]
-        return truncate(weighted_sum(pairs, weights), rank, previous_down)
+        return truncate(mean_product, rank, previous_down)
 
 
 class LoRAFair(_ProductRule):

@@ -61,13 +61,16 @@ class Krum(ServerRule):
         # No client is its own neighbour.
         distances.fill_diagonal_(torch.inf)
         num_neighbours = max(1, clients - suspects - 2)
-        scores = distances.sort(1).values[:, :num_neighbours].sum(1)
+        closest = distances.sort(1).values[:, :num_neighbours]
+        scores = closest.sum(1)
         num_kept = clients - suspects
         if self.keep is not None:
             num_kept = min(self.keep, clients)
         # A stable sort lets the first of several clients with equal scores win on every device.
         best = scores.argsort(stable=True)[:num_kept]
-        return mean(_rows(aggregation, best.sort().values), client_weights("uniform", [1] * num_kept))
+        # In the order of the clients, so that the last bits of the mean do not depend on their scores.
+        kept = best.sort().values
+        return mean(_rows(aggregation, kept), client_weights("uniform", [1] * num_kept))
 
 
 class GeometricMedian(ServerRule):
@@ -87,31 +90,43 @@ class GeometricMedian(ServerRule):
     def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
         products = inner_products(aggregation)
-        sound = products.diagonal().isfinite()
-        if not sound.any():
+        finite = products.diagonal().isfinite()
+        if not finite.any():
             return mean(aggregation.updates, aggregation.weights)
-        chosen = sound.nonzero().flatten()
-        products = products[chosen][:, chosen]
-        own_weights = aggregation.weights.to(products)[chosen]
+        clients = finite.nonzero().flatten()
+        products = products[clients][:, clients]
+        weights = aggregation.weights.to(products)[clients]
+        shares = self._shares(products, weights)
+        return mean(_rows(aggregation, clients), shares.cpu())
+
+    def _shares(self, products: Tensor, weights: Tensor) -> Tensor:
+        """Compute the shares (C,) of the updates in their geometric median, which is a mean of them.
+
+        Args:
+            products: Inner products (C, C) of the clients' changes x_c.
+            weights: The clients' weights w_c.
+        """
         # The most central update is the start: far updates would make the mean inexact.
         pairwise = squared_distances(products).clamp(min=0).sqrt()
-        start = (pairwise @ own_weights).argmin()
-        shares = torch.eye(len(own_weights), dtype=own_weights.dtype)[start]
+        start = (pairwise @ weights).argmin()
+        shares = torch.eye(len(weights), dtype=weights.dtype)[start]
         for _ in range(_STEPS):
-            # The state is a mean of the updates, so its distances from them follow from their inner products.
+            # ‖x_c − z‖² = ⟨x_c, x_c⟩ − 2⟨x_c, z⟩ + ⟨z, z⟩, where z is the mean of the updates with these shares.
             squares = products.diagonal() - 2 * products @ shares + shares @ products @ shares
             distances = squares.clamp(min=0).sqrt()
+            # Weiszfeld's step: new shares in proportion to w_c / ‖x_c − z‖.
             limit = self.smoothing * distances.median()
             if limit > 0:
-                pull = own_weights / distances.clamp(min=limit)
+                pull = weights / distances.clamp(min=limit)
             else:
                 # Most of the updates are this very state.
-                pull = own_weights * (distances <= 0)
+                pull = weights * (distances <= 0)
             previous_shares = shares
             shares = pull / pull.sum()
-            if (shares - previous_shares).abs().max() <= _TOLERANCE:
+            largest_change = (shares - previous_shares).abs().max()
+            if largest_change <= _TOLERANCE:
                 break
-        return mean(_rows(aggregation, chosen), shares.cpu())
+        return shares
 
 
 class NormClipping(ComposedRule):
@@ -133,18 +148,41 @@ class NormClipping(ComposedRule):
     def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
         updates = aggregation.updates.gathered_all()
-        floating = {
-            name for name, value in updates.items() if value.is_floating_point() and name in aggregation.previous
-        }
-        parameters = floating & aggregation.parameters
-        statistics = floating - aggregation.parameters
-        for names, max_norm in ((parameters, self.max_norm), (statistics, None)):
-            norms = inner_products(aggregation, names).diagonal().clamp(min=0).sqrt()
-            limit = norms.nanmedian() if max_norm is None else max_norm
-            scale = (limit / norms).clamp(max=1).nan_to_num(1.0).where(norms.isfinite(), 0)
-            for name in names:
-                updates[name] = _scale_change(updates[name], aggregation.previous[name], scale)
-        return self._aggregate(replace(aggregation, updates=Updates(updates)))
+        parameters = set()
+        statistics = set()
+        for name, value in updates.items():
+            if not value.is_floating_point() or name not in aggregation.previous:
+                continue
+            if name in aggregation.parameters:
+                parameters.add(name)
+            else:
+                statistics.add(name)
+        clipped = updates | _clipped(aggregation, parameters, self.max_norm) | _clipped(aggregation, statistics)
+        return self._aggregate(replace(aggregation, updates=Updates(clipped)))
+
+
+def _clipped(aggregation: Aggregation, names: Collection[str], max_norm: float | None = None) -> State:
+    """Clip the clients' changes of some tensors, whose norm is that of all together. A collective.
+
+    Args:
+        aggregation: The updates and the state before the round.
+        names: Names of the tensors.
+        max_norm: Largest norm; None for the median of the clients' norms.
+
+    Returns:
+        The tensors (C, ...) of these names.
+    """
+    norms = inner_products(aggregation, names).diagonal().clamp(min=0).sqrt()
+    limit = norms.nanmedian() if max_norm is None else max_norm
+    # 0 / 0 is that of a client that changed nothing, where the limit is 0, too.
+    scale = (limit / norms).clamp(max=1).nan_to_num(1.0)
+    # A client whose change is not finite keeps the state before the round.
+    scale = scale.where(norms.isfinite(), 0)
+    clipped = {}
+    for name in names:
+        update = aggregation.updates.gathered(name)
+        clipped[name] = _scale_change(update, aggregation.previous[name], scale)
+    return clipped
 
 
 class FLTrust(ServerRule):
@@ -174,27 +212,33 @@ class FLTrust(ServerRule):
     def __call__(self, aggregation: Aggregation) -> State:
         """Aggregate."""
         trust = self.trust(aggregation)
-        if trust.sum() <= 0:
-            updates = aggregation.updates.gathered_all()
-            return {name: aggregation.previous.get(name, value[0]).clone() for name, value in updates.items()}
-        return NormClipping()(replace(aggregation, weights=trust / trust.sum()))
+        total_trust = trust.sum()
+        if total_trust <= 0:
+            unchanged = {}
+            for name, value in aggregation.updates.gathered_all().items():
+                # What is not in the state before the round is taken from the first client.
+                unchanged[name] = aggregation.previous.get(name, value[0]).clone()
+            return unchanged
+        return NormClipping()(replace(aggregation, weights=trust / total_trust))
 
     def trust(self, aggregation: Aggregation) -> Tensor:
         """Compute the clients' weights (C,) from 0 to 1, before they are divided by their sum."""
         if aggregation.predict is None:
             raise ValueError("FLTrust requires predictions on images, but Aggregation.predict is None; set it")
+        # The state before the round as a stack of one client.
         previous = expand(aggregation.previous, 1)
-        before, _ = aggregation.predict(previous, self.images, self.labels)
-        after, targets = aggregation.predict(aggregation.updates, self.images, self.labels)
-        moved = (double(after) - double(before)).flatten(1).cpu()
-        sound = moved.isfinite().all(1)
-        if not sound.any():
+        before, _ = aggregation.predict(previous, self.images, self.labels)  # p, (1, N, K)
+        after, targets = aggregation.predict(aggregation.updates, self.images, self.labels)  # p_c and q
+        moved = (double(after) - double(before)).flatten(1).cpu()  # p_c − p, (C, N·K)
+        finite = moved.isfinite().all(1)
+        if not finite.any():
             return torch.zeros(len(moved), dtype=torch.float64)
         if targets is None:
-            direction = moved[sound].quantile(0.5, dim=0)
+            direction = moved[finite].quantile(0.5, dim=0)
         else:
-            direction = (double(targets) - double(before[0])).flatten().cpu()
-        return F.cosine_similarity(moved, direction.unsqueeze(0)).clamp(min=0).where(sound, 0)
+            direction = (double(targets) - double(before[0])).flatten().cpu()  # q − p
+        cosines = F.cosine_similarity(moved, direction.unsqueeze(0))
+        return cosines.clamp(min=0).where(finite, 0)
 
 
 def inner_products(aggregation: Aggregation, names: Collection[str] | None = None) -> Tensor:
@@ -215,7 +259,8 @@ def inner_products(aggregation: Aggregation, names: Collection[str] | None = Non
         if names is not None and name not in names:
             continue
         # Relative to the state before the round: products of rows far from zero would lose their differences.
-        change = (double(value) - double(aggregation.previous[name]).to(value.device)).flatten(1)
+        previous = double(aggregation.previous[name]).to(value.device)
+        change = (double(value) - previous).flatten(1)
         # Autocast would multiply in half precision.
         with torch.autocast(value.device.type, enabled=False):
             products += (change @ change.T).to("cpu", torch.float64)
@@ -228,9 +273,12 @@ def squared_distances(products: Tensor) -> Tensor:
     return squares.unsqueeze(1) + squares - 2 * products
 
 
-def _rows(aggregation: Aggregation, chosen: Tensor) -> State:
+def _rows(aggregation: Aggregation, clients: Tensor) -> State:
     """Select the updates of some clients. A collective."""
-    return {name: value[chosen.to(value.device)] for name, value in aggregation.updates.gathered_all().items()}
+    selected = {}
+    for name, value in aggregation.updates.gathered_all().items():
+        selected[name] = value[clients.to(value.device)]
+    return selected
 
 
 def _scale_change(value: Tensor, previous: Tensor, scale: Tensor) -> Tensor:

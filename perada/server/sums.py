@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from perada.core.checks import check_integer, check_number
-from perada.core.states import State, expand, per_client
+from perada.core.states import State, per_client
 from perada.server.aggregate import Updates, double
 
 
@@ -93,15 +93,25 @@ class SecureSums:
             shares: Weight of each client.
             places: Clients to select from, by their place among all.
         """
+        # The largest magnitude in each client's state.
         magnitudes = torch.zeros(updates.clients, dtype=torch.float64)
-        for value in updates.own.values():
-            if len(value) and value[0].numel():
-                largest = double(value).reshape(len(value), -1).abs().amax(1).to(magnitudes)
-                magnitudes[updates.places] = torch.maximum(magnitudes[updates.places], largest)
+        for value in updates.local_rows.values():
+            num_rows = len(value)
+            if num_rows == 0 or value[0].numel() == 0:
+                continue
+            by_client = double(value).reshape(num_rows, -1)
+            largest = by_client.abs().amax(1).to(magnitudes)
+            magnitudes[updates.places] = torch.maximum(magnitudes[updates.places], largest)
         # Each rank has zeros for the clients of the others.
         updates.ranks.sum_([magnitudes])
+
         limit = self.limit(updates.clients)
-        return [place for place in places if float(magnitudes[place]) * shares[place] < limit]
+        summable = []
+        for place in places:
+            # False for NaN.
+            if float(magnitudes[place]) * shares[place] < limit:
+                summable.append(place)
+        return summable
 
     def mean(self, updates: Updates, shares: Sequence[float]) -> State:
         """Compute the weighted mean of the updates from sums of integers. A collective.
@@ -115,12 +125,12 @@ class SecureSums:
         local_shares = torch.tensor([shares[place] for place in updates.places], dtype=torch.float64)
         total_share = sum(shares)
         sums: State = {}
-        for key, value in updates.own.items():
+        for key, value in updates.local_rows.items():
             weighted = double(value) * per_client(local_shares.to(value.device), value)
             sums[key] = self.to_integers(weighted, updates.clients).sum(0)
         updates.ranks.sum_(sums.values())
         means: State = {}
-        for key, value in updates.own.items():
+        for key, value in updates.local_rows.items():
             mean = self.real(sums[key]) / total_share
             if not value.is_floating_point():
                 mean = mean.round()
@@ -130,4 +140,4 @@ class SecureSums:
     def rows(self, updates: Updates, shares: Sequence[float]) -> Updates:
         """Replace every client's row by the mean, the only thing that the server may see."""
         mean = self.mean(updates, shares)
-        return Updates(expand(mean, len(updates.places)), updates.places, updates.clients, updates.ranks)
+        return updates.repeat(mean)

@@ -117,7 +117,7 @@ def _run(make_cli: MakeCLI, args: Sequence[str], scores_start: bool) -> Result:
         result["start"] = _json_numbers(cli.model.scores)
     seconds = _fit(cli)
     loop = cli.loop
-    federation = loop.parts.federation
+    federation = loop.context.federation
     result["run"] = _json_numbers(cli.model.scores) | {
         "diverged": _has_diverged(cli),
         "local_steps": loop.history[-1]["step"],

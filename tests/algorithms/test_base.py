@@ -114,7 +114,7 @@ def test_modes_of_what_has_no_global_model_are_refused(base):
 
 
 def test_the_best_mode_is_not_kept_beside_a_model_of_the_clients_own():
-    with pytest.raises(ValueError, match="keeps='best' cannot be used with base=Ditto"):
+    with pytest.raises(ValueError, match="base=Ditto does not support keeps='best'"):
         FedEnsemble(base=Ditto(), keeps="best")
 
 

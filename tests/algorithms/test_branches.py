@@ -73,7 +73,9 @@ def test_a_rest_of_the_world_has_whole_branches():
 
 @pytest.mark.parametrize("rule", ["median", "fedavgm", "norm_clipping"])
 def test_what_is_no_mean_has_no_own_part_to_take_out(rule):
-    with pytest.raises(ValueError, match=r"cannot be used with RestOfWorld, which takes .* leave server_rule out"):
+    with pytest.raises(
+        ValueError, match=r"RestOfWorld does not support server_rule=\w+: it subtracts .* leave server_rule out"
+    ):
         row(1, server_rule=rule)
 
 

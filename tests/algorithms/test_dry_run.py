@@ -261,7 +261,7 @@ def no_state(value):
             rule(lambda made, given: made["absent"]),
             "Wrong fails in the dry run at set-up (KeyError: 'absent')",
         ),
-        (rule(remember=no_state(1)), "Wrong (given.state) for role 'n' returned int; return tensors by name"),
+        (rule(remember=no_state(1)), "Wrong (aggregation.state) for role 'n' returned int; return tensors by name"),
         (rule(remember=no_state(torch.zeros(3))), "for role 'n' returned Tensor; return tensors by name"),
         (rule(remember=no_state({"a": [1, 2]})), "for role 'n' returned dict; return tensors by name"),
     ],

@@ -39,7 +39,7 @@ def test_chunks_of_clients_change_nothing():
 @pytest.mark.parametrize(("algorithm", "name"), [(Moon(), "Moon"), (HetLoRA(Moon()), "HetLoRA of Moon")])
 def test_private_training_refuses_it_by_name(algorithm, name):
     privacy = perada.Privacy(noise_multiplier=1, delta=1e-3, secure_rng=False)
-    with pytest.raises(ValueError, match=f"privacy cannot be used with {name}: .* choose a different algorithm"):
+    with pytest.raises(ValueError, match=f"privacy does not support {name}: .* choose a different algorithm"):
         finetune(algorithm, "net-adapter", rounds=1, privacy=privacy)
 
 

@@ -149,11 +149,11 @@ def refusal(data, method, privacy=None):
     if privacy == "sample" and not data.endswith("_vit") and method not in (*ADAPTER_OF, *RULES_OF_LORA):
         return "are trained BatchNorm layers: an image's gradient then depends on the other images of its batch"
     if privacy == "client" and method == "fed_ensemble":
-        return r"cannot be used with FedEnsemble\(modes=5\): the mean of a mode covers only some of the clients"
+        return r"client_privacy does not support FedEnsemble\(modes=5\): the mean of a mode covers only some"
     if privacy == "client" and method == "standalone":
-        return "client_privacy cannot be used with Standalone: its clients send nothing; leave client_privacy out"
+        return "client_privacy does not support Standalone: its clients send nothing; leave client_privacy out"
     if privacy == "client" and method in DISTILLING:
-        return r"client_privacy cannot be used with \w+ with distillation: the teachers are single clients' updates"
+        return r"client_privacy does not support \w+ with distillation: the teachers are single clients' updates"
     return None
 
 

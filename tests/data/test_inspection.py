@@ -69,7 +69,7 @@ def test_every_fault_is_found(damaged):
     assert found.leaks == [(path("test/a/x/9"), path("train/b/x/3"))]
     assert found.shared == [(path("train/b/x/8"), path("train/a/x/1"))]
     assert found.repeated == [(path("train/a/x/7"), path("train/a/x/0"))]
-    assert found.of_one_client == [("y", "a")]
+    assert found.single_client_classes == [("y", "a")]
     assert found.modes == {"L": 9, "I;16": 1}
     assert sorted(found.sizes[:, 0].tolist()) == [4, 4, 5, 5, 6, 7, 7, 8, 9, 20]
     assert "1 of 12 images" in found.notes[0]

@@ -101,7 +101,7 @@ def test_sites_took_part_last_when_their_simulations_clients_did(tiny, tmp_path)
         last[client] = round + 1
     assert len(set(last)) == 3
     assert [member.last_round for member in progress.roster] == last
-    assert loop.parts.federation.last_rounds == last
+    assert loop.context.federation.last_rounds == last
     for found, expected in zip(progress.history, loop.history, strict=True):
         assert found["personal/local_test_recent"] == pytest.approx(expected["personal/local_test_recent"])
     lines = [line.split("|") for line in run_status(progress).partition("| site ")[2].splitlines()[2:]]

@@ -78,7 +78,7 @@ def test_the_servers_step_gets_to_see_the_mean_alone():
 )
 @pytest.mark.filterwarnings("ignore:.*(delta|secure_rng).*:UserWarning")
 def test_what_needs_more_than_sums_is_refused(algorithm, options, message):
-    with pytest.raises(ValueError, match=f"secure_sums cannot be used with {message}"):
+    with pytest.raises(ValueError, match=f"secure_sums does not support {message}"):
         run(algorithm, secure_sums=SecureSums(), **options)
 
 
@@ -93,7 +93,7 @@ def test_who_does_not_fit_is_left_out_and_too_few_are_void(monkeypatch):
 
     def summable(self, updates, shares, places):
         for place in huge:
-            updates.own[next(iter(updates.own))][place] = 1e12
+            updates.local_rows[next(iter(updates.local_rows))][place] = 1e12
         return real(self, updates, shares, places)
 
     monkeypatch.setattr(SecureSums, "summable", summable)

@@ -455,7 +455,7 @@ def accepted(algorithm, rule, distils):
     try:
         check_client_level(algorithm, rule, "uniform", distils)
     except ValueError as error:
-        assert "client_privacy cannot be used with" in str(error)
+        assert "client_privacy does not support" in str(error)
         return False
     return True
 

@@ -215,7 +215,7 @@ class SaysTooMuch(FedAvg):
 class Wipes(SendsPersonal):
     def server_step(self, server):
         made = super().server_step(server)
-        for value in server.updates.own.values():
+        for value in server.updates.local_rows.values():
             value.zero_()
         return made
 

@@ -176,7 +176,7 @@ def test_a_public_set_that_holds_a_private_image(level):
         refused(message, PerAda(), **chosen, data=data, distill_steps=2)
         refused(message, server_rule=FLTrust(), **chosen, data=data)
     else:  # which cannot be had with distillation at all
-        refused("cannot be used with PerAda with distillation", PerAda(), **chosen, data=data, distill_steps=2)
+        refused("does not support PerAda with distillation", PerAda(), **chosen, data=data, distill_steps=2)
     refused(message, **chosen, data=data)  # the server has it, whatever it does with it
     train(WITHOUT_KD, PRIVATE, rounds=1, data=perada.FederatedData(private.train, public=private.public, num_classes=3))
 
@@ -264,7 +264,7 @@ def test_images_whose_gradients_are_not_finite_are_refused_in_one_line():
 @pytest.mark.parametrize("level", ["privacy", "client_privacy"])
 def test_ending_by_the_number_of_clients_that_failed(level):
     chosen = {"privacy": None, "client_privacy": None, level: PRIVATE}
-    refused("max_failures=1 cannot be used with privacy or client_privacy", max_failures=1, **chosen)
+    refused("max_failures=1 is not supported with privacy or client_privacy", max_failures=1, **chosen)
 
 
 def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
@@ -280,7 +280,7 @@ def test_personal_models_in_a_log_beside_the_ledger_of_the_server():
     [
         ({"algorithm": PerAda(), "distill_steps": 2}, "the teachers are single clients' updates"),
         ({"server_rule": "median"}, "not a function of the clients' mean"),
-        ({"weighting": "samples"}, "client_privacy cannot be used with weighting='samples'"),
+        ({"weighting": "samples"}, "client_privacy does not support weighting='samples'"),
         ({"algorithm": "standalone"}, "its clients send nothing"),
         ({"algorithm": FedEnsemble(modes=2, strata=2)}, r"FedEnsemble\(modes=2\)"),
     ],
@@ -337,7 +337,7 @@ class Fewer(Algorithm):
 
 def test_an_algorithm_that_reads_logits():
     for one in (Reads(), Counts(), Labels(), Moon(), FedROD()):
-        refused(rf"privacy cannot be used with {type(one).__name__}: .*step\.logits.* use step\.loss", one)
+        refused(rf"privacy does not support {type(one).__name__}: .*step\.logits.* use step\.loss", one)
 
 
 class Later(Algorithm):
@@ -350,7 +350,7 @@ class Later(Algorithm):
 
 
 def test_outputs_are_refused_in_the_step_too():
-    refused("privacy cannot be used with Later", Later(), **{"local_steps": 2, "local_epochs": None, "steps": 3})
+    refused("privacy does not support Later", Later(), **{"local_steps": 2, "local_epochs": None, "steps": 3})
 
 
 def test_gradients_that_the_ledgers_do_not_count_are_not_given():

@@ -70,10 +70,13 @@ def raise_to_minimum(
     """
     counts = counts.copy()
     totals = counts.sum(1)
-    spare = np.zeros(counts.shape[1], dtype=np.int64) if spare is None else spare.copy()
+    if spare is None:
+        spare = np.zeros(counts.shape[1], dtype=np.int64)
+    spare = spare.copy()
     offers_by_class = _offers(counts, minimum, keep)
     for client in np.flatnonzero(totals < minimum):
-        for k in np.argsort(-preference[client], kind="stable"):
+        preferred_classes = np.argsort(-preference[client], kind="stable")
+        for k in preferred_classes:
             needed = minimum - totals[client]
             received = min(needed, spare[k])
             spare[k] -= received
@@ -178,9 +181,11 @@ def split_by_group(groups: Array, counts: Sequence[int], rng: np.random.Generato
     parts = []
     start = 0
     for i, requested in enumerate(np.cumsum(counts)):
-        end = int(np.abs(running_sizes - requested).argmin())
-        latest = num_groups - min_groups * (len(counts) - i)
-        end = min(max(end, min_groups * (i + 1)), latest)
+        closest_end = int(np.abs(running_sizes - requested).argmin())
+        # Such that this part and those before it, and those behind it with the remainder, have enough groups.
+        earliest_end = min_groups * (i + 1)
+        latest_end = num_groups - min_groups * (len(counts) - i)
+        end = min(max(closest_end, earliest_end), latest_end)
         parts.append(np.flatnonzero((rank_of_row >= start) & (rank_of_row < end)))
         start = end
     parts.append(np.flatnonzero(rank_of_row >= start))
@@ -203,12 +208,16 @@ def stratified_sample(strata: Array, share: float, rng: np.random.Generator) -> 
     """
     _, stratum_index, sizes = np.unique(strata, return_inverse=True, return_counts=True)
     num_rows = len(stratum_index)
+    # The strata one after another, each in a random order.
     order = rng.permutation(num_rows)
     order = order[np.argsort(stratum_index[order], kind="stable")]
-    counts = np.minimum(np.rint(sizes * share).astype(np.int64), sizes - 1)
     starts = np.cumsum(sizes) - sizes
     rank_in_stratum = np.arange(num_rows) - np.repeat(starts, sizes)
-    return np.sort(order[rank_in_stratum < np.repeat(counts, sizes)])
+    # The first rows of each stratum are drawn.
+    rounded_counts = np.rint(sizes * share).astype(np.int64)
+    counts = np.minimum(rounded_counts, sizes - 1)
+    is_drawn = rank_in_stratum < np.repeat(counts, sizes)
+    return np.sort(order[is_drawn])
 
 
 Stratum = tuple[Hashable, ...]
@@ -277,7 +286,8 @@ def hashed_share(
         sizes.update(strata)
     # Strata that must have a chosen key, and have none yet.
     unrepresented = {stratum for stratum, size in sizes.items() if stratum[0] == "client" or share * size >= 2}
-    remaining = sizes.copy()  # keys of each stratum that may still be chosen, plus the one that must stay
+    # Keys of each stratum that may still be chosen, plus the one that must stay.
+    remaining = sizes.copy()
     for stratum, size in sizes.items():
         # A client's part of a class with a single key may be chosen entirely.
         if stratum[0] == "part" and size == 1:

@@ -49,12 +49,15 @@ class Digits(ImageSet):
             numbers = np.loadtxt(table, delimiter=",")
             pixels = numbers[:, :-1]
             labels = numbers[:, -1].astype(int)
-        images = torch.from_numpy(np.rint(pixels * (255 / 16)).astype(np.uint8)).view(-1, 1, 8, 8)
+        # The pixels are from 0 to 16.
+        grey_levels = np.rint(pixels * (255 / 16)).astype(np.uint8)
+        images = torch.from_numpy(grey_levels).view(-1, 1, 8, 8)
+        classes = torch.from_numpy(labels).long()
         order = np.random.default_rng(0).permutation(len(labels))
         num_test = len(labels) // 5
-        split = order[num_test:] if self.train else order[:num_test]
-        rows = torch.from_numpy(np.sort(split))
-        return images[rows], torch.from_numpy(labels).long()[rows]
+        rows_of_split = order[num_test:] if self.train else order[:num_test]
+        rows = torch.from_numpy(np.sort(rows_of_split))
+        return images[rows], classes[rows]
 
 
 class Downloadable(ImageSet):

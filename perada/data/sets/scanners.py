@@ -37,22 +37,29 @@ def _sampled(images: Array, matrix: tuple[int, int, int, int], denominator: int)
     from_centre = 2 * np.arange(size) - (size - 1)
     rows = from_centre[:, None]
     columns = from_centre[None, :]
+    # Positions in the images, counted from their upper left corner, in so many parts of a pixel.
     unit = 2 * denominator
     row_position = matrix[0] * rows + matrix[1] * columns + denominator * (size - 1)
     column_position = matrix[2] * rows + matrix[3] * columns + denominator * (size - 1)
-    upper, row_weight = np.divmod(row_position, unit)
-    left, column_weight = np.divmod(column_position, unit)
+    # Each lies between two rows and two columns; the nearer one weighs more.
+    upper, weight_of_lower = np.divmod(row_position, unit)
+    left, weight_of_right = np.divmod(column_position, unit)
+    weighted_rows = [(upper, unit - weight_of_lower), (upper + 1, weight_of_lower)]
+    weighted_columns = [(left, unit - weight_of_right), (left + 1, weight_of_right)]
+
     # A black frame of two pixels stands for all that lies outside.
-    framed = np.pad(images, ((0, 0), (0, 0), (2, 2), (2, 2)))
+    frame = 2
+    framed = np.pad(images, ((0, 0), (0, 0), (frame, frame), (frame, frame)))
+    last = size + 2 * frame - 1
     total = np.zeros_like(images)
-    for row_offset in (0, 1):
-        for column_offset in (0, 1):
-            row = np.clip(upper + row_offset + 2, 0, size + 3)
-            column = np.clip(left + column_offset + 2, 0, size + 3)
-            weight_of_row = row_weight if row_offset else unit - row_weight
-            weight_of_column = column_weight if column_offset else unit - column_weight
-            total += framed[:, :, row, column] * (weight_of_row * weight_of_column)
-    rounded: Array = (total + unit * unit // 2) // (unit * unit)
+    for row, row_weight in weighted_rows:
+        for column, column_weight in weighted_columns:
+            framed_row = np.clip(row + frame, 0, last)
+            framed_column = np.clip(column + frame, 0, last)
+            total += framed[:, :, framed_row, framed_column] * (row_weight * column_weight)
+    sum_of_weights = unit * unit
+    # Half of the divisor is added before, so that the quotient is rounded and not cut off.
+    rounded: Array = (total + sum_of_weights // 2) // sum_of_weights
     return rounded
 
 
@@ -72,9 +79,11 @@ def _turned(images: Array, seeds: Sequence[int]) -> Array:
 def _noisy(images: Array, seeds: Sequence[int]) -> Array:
     """Add noise with a standard deviation of 59 grey levels: the sum of four uniform numbers, nearly normal."""
     noise = np.empty_like(images)
-    for place, seed in enumerate(seeds):
-        draws = np.random.default_rng(seed).integers(0, WHITE + 1, (4, *images.shape[1:]))
-        noise[place] = draws.sum(0) - 2 * WHITE
+    for index, seed in enumerate(seeds):
+        rng = np.random.default_rng(seed)
+        draws = rng.integers(0, WHITE + 1, (4, *images.shape[1:]))
+        # The mean of four draws from 0 to 255 is twice 255.
+        noise[index] = draws.sum(0) - 2 * WHITE
     noisy: Array = np.clip(images + noise * 2 // 5, 0, WHITE)
     return noisy
 
@@ -85,7 +94,8 @@ def _thick(images: Array, seeds: Sequence[int]) -> Array:
     for axis in (2, 3):
         padding = [(0, 0)] * 4
         padding[axis] = (radius, radius)
-        windows = np.lib.stride_tricks.sliding_window_view(np.pad(images, padding), 2 * radius + 1, axis)
+        padded = np.pad(images, padding)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * radius + 1, axis)
         images = np.asarray(windows.max(-1))
     return images
 
@@ -256,10 +266,11 @@ class Scanners(ImageSet):
     @property
     def identities(self) -> Array | None:  # type: ignore[override]  # those of the set
         """A word (N,) that stands for each image where the set has such words, or None."""
-        sources = self._scans.sources
-        identities = [source.identities for source in sources if source.identities is not None]
-        if len(identities) < len(sources):
-            return None
+        identities = []
+        for source in self._scans.sources:
+            if source.identities is None:
+                return None
+            identities.append(source.identities)
         return self._gathered(identities)
 
     @property
@@ -277,41 +288,58 @@ class Scanners(ImageSet):
         """Assign each image of this split to a scanner."""
         if self.test_share is not None:
             return self._divided_anew(self.test_share)
-        own = self.dataset.with_split(self.train)
+        source = self.dataset.with_split(self.train)
         if self.alpha is None:
-            scanner = self._even(len(own), int(self.train))
+            scanner = self._even(len(source), int(self.train))
         else:
-            other = own if self.train else self.dataset.with_split(True)
-            of_train, of_test = self._dirichlet(other, self.dataset.with_split(False))
-            scanner = of_train if self.train else of_test
-        return _Scans((own,), np.zeros(len(own), dtype=np.int64), np.arange(len(own)), scanner)
+            # Both splits have the same proportions, and are assigned together.
+            train = self.dataset.with_split(True)
+            test = self.dataset.with_split(False)
+            scanner_of_train, scanner_of_test = self._dirichlet(train, test)
+            scanner = scanner_of_train if self.train else scanner_of_test
+        return _Scans(
+            sources=(source,),
+            source=np.zeros(len(source), dtype=np.int64),
+            row=np.arange(len(source)),
+            scanner=scanner,
+        )
 
     def _divided_anew(self, test_share: float) -> _Scans:
         """Assign the images of both splits together, and draw the test images of each scanner."""
-        parts = self.dataset.with_split(True), self.dataset.with_split(False)
-        if parts[0].group_column is not None:
+        train = self.dataset.with_split(True)
+        test = self.dataset.with_split(False)
+        if train.group_column is not None:
             raise ValueError(
-                f"Scanners: test_share={test_share} would divide the images of one {parts[0].group_column} between "
+                f"Scanners: test_share={test_share} would divide the images of one {train.group_column} between "
                 f"training and test; leave it out, and {type(self.dataset).__name__} keeps its own splits"
             )
-        sizes = [len(part) for part in parts]
-        scanner = self._even(sum(sizes), 0) if self.alpha is None else np.concatenate(self._dirichlet(*parts))
+        # All images of the set, those of its training split first.
+        source = np.repeat([0, 1], [len(train), len(test)])
+        row = np.concatenate([np.arange(len(train)), np.arange(len(test))])
+        if self.alpha is None:
+            scanner = self._even(len(row), 0)
+        else:
+            scanner = np.concatenate(self._dirichlet(train, test))
+
         rng = np.random.default_rng(derive_seed(self.seed, "scanners/test"))
         is_test = np.zeros(len(scanner), dtype=bool)
         is_test[stratified_sample(scanner, test_share, rng)] = True
-        chosen = np.flatnonzero(is_test != self.train)
-        source = np.repeat([0, 1], sizes)
-        row = np.concatenate([np.arange(size) for size in sizes])
-        return _Scans(parts, source[chosen], row[chosen], scanner[chosen])
+        in_split = np.flatnonzero(is_test != self.train)
+        return _Scans(
+            sources=(train, test),
+            source=source[in_split],
+            row=row[in_split],
+            scanner=scanner[in_split],
+        )
 
     def _even(self, count: int, part: int) -> Array:
-        """Scanners (N,) of so many images, at random, whose numbers of images differ by at most one."""
+        """Draw the scanners (N,) of so many images; the scanners' numbers of images differ by at most one."""
         rng = np.random.default_rng(derive_seed(self.seed, "scanners", part))
         scanner: Array = rng.permutation(count) % len(self.names)
         return scanner
 
     def _dirichlet(self, train: ImageSet, test: ImageSet) -> tuple[Array, Array]:
-        """Scanners (N,) of both splits in proportions that differ by class."""
+        """Draw the scanners (N,) of the images of both splits, in proportions that differ by class."""
         assert self.alpha is not None
         splits = []
         for part in (train, test):
@@ -326,8 +354,8 @@ class Scanners(ImageSet):
         scanners = []
         for split, rows_of_scanners in zip(splits, assigned, strict=True):
             scanner = np.empty(len(split), dtype=np.int64)
-            for place, rows in enumerate(rows_of_scanners):
-                scanner[rows] = place
+            for number, rows in enumerate(rows_of_scanners):
+                scanner[rows] = number
             scanners.append(scanner)
         return scanners[0], scanners[1]
 
@@ -336,25 +364,36 @@ class Scanners(ImageSet):
         """The set's own columns and ``scanner``."""
         scans = self._scans
         columns: dict[str, Array] = {COLUMN: np.array(self.names)[scans.scanner]}
-        of_sources = [checked_columns(split_of(source), source.columns, len(source)) for source in scans.sources]
-        for name in of_sources[0]:
-            if all(name in own for own in of_sources) and name != COLUMN:
-                columns[name] = self._gathered([own[name] for own in of_sources])
+        columns_of_sources = []
+        for source in scans.sources:
+            columns_of_sources.append(checked_columns(split_of(source), source.columns, len(source)))
+        for name in columns_of_sources[0]:
+            in_all_sources = all(name in source_columns for source_columns in columns_of_sources)
+            if in_all_sources and name != COLUMN:
+                columns[name] = self._gathered([source_columns[name] for source_columns in columns_of_sources])
         return columns
 
     def _gathered(self, values: Sequence[Array]) -> Array:
-        """What each image of this split has in the arrays of its source."""
+        """Return an entry (N, ...) for each image of this split, from one array for each source."""
         scans = self._scans
-        starts = np.cumsum([0, *(len(source) for source in scans.sources)])[:-1]
+        sizes = [len(source) for source in scans.sources]
+        # Where each source begins in the arrays behind one another.
+        starts = np.cumsum(sizes) - sizes
         gathered: Array = np.concatenate(values)[starts[scans.source] + scans.row]
         return gathered
 
     @property
     def paths(self) -> list[str | None]:
         """Where each image is, for messages; None where the set does not name them."""
-        lists = [getattr(source, "paths", None) for source in self._scans.sources]
-        places = zip(self._scans.source.tolist(), self._scans.row.tolist(), strict=True)
-        return [lists[source][row] if isinstance(lists[source], list) else None for source, row in places]
+        paths_of_sources = [getattr(source, "paths", None) for source in self._scans.sources]
+        paths = []
+        for source, row in zip(self._scans.source.tolist(), self._scans.row.tolist(), strict=True):
+            paths_of_source = paths_of_sources[source]
+            if isinstance(paths_of_source, list):
+                paths.append(paths_of_source[row])
+            else:
+                paths.append(None)
+        return paths
 
     def __len__(self) -> int:
         return len(self._scans.row)
@@ -363,12 +402,16 @@ class Scanners(ImageSet):
         if self.images is not None:
             return super().__getitem__(index)
         scans = self._scans
+        # A range turns a negative index into the place that it stands for, and raises beyond the end.
         place = range(len(self))[index]
         source = scans.sources[scans.source[place]]
         item = source[int(scans.row[place])]
         image = item[0] if isinstance(item, tuple) else item
-        scanned = self._scanned(self._resized(image.unsqueeze(0)), np.array([place]))[0]
-        return scanned if self.labels is None else (scanned, self.labels[place])
+        resized = self._resized(image.unsqueeze(0))
+        scanned = self._scanned(resized, np.array([place]))[0]
+        if self.labels is None:
+            return scanned
+        return scanned, self.labels[place]
 
     def _load(self) -> tuple[Tensor | None, Tensor | None]:
         scans = self._scans

@@ -133,12 +133,17 @@ def pass_on(message: "Message", context: "Context") -> "Message":
     from flwr.app import Message
 
     try:
-        reply: bytes | Failure = Failure("malformed")
-        payload = unpack_payload(message.content, sys.maxsize)  # the worker knows how long it may be
+        # Of any length: the worker knows how long a request may be.
+        payload = unpack_payload(message.content, sys.maxsize)
         if isinstance(payload, bytes):
             path = str(context.node_config.get("socket", ""))
-            remaining = message.metadata.created_at + message.metadata.ttl - time.time()
+            # After its time to live nobody waits for the reply any more.
+            expires_at = message.metadata.created_at + message.metadata.ttl
+            remaining = expires_at - time.time()
             reply = ask(path, payload, str(context.run_id), remaining, sys.maxsize)
+        else:
+            # A failure is what a site replies, and no request.
+            reply = Failure("malformed")
     except Exception:
         reply = Failure("crashed")
     return Message(pack_payload(reply), reply_to=message)

@@ -182,7 +182,7 @@ class Coordinator:
                 "give as many, or more"
             )
         if self.terms.late == "skip":
-            raise ValueError("late='skip' cannot be used with secure_sums, whose steps wait for all; give 'wait'")
+            raise ValueError("secure_sums does not support late='skip': its steps wait for all sites; give 'wait'")
         num_sites = self.sample or max(self.terms.min_sites, options.min_sites)
         check_secure_sums(self.settings, self.recipe.module.tensor_names, self.recipe.template.initial, num_sites)
 

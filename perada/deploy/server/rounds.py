@@ -70,7 +70,9 @@ class Roster:
 
     def _lora_ranks(self, members: Sequence[Member]) -> tuple[int, ...]:
         names = [member.name for member in members]
-        sizes = [None if self.settings.private else member.size for member in members]
+        sizes: list[int | None] = [None] * len(members)
+        if not self.settings.private:
+            sizes = [member.size for member in members]
         return lora_ranks(self.settings.algorithm, self._tensor_names, self._initial, names, sizes)
 
     @property
@@ -112,18 +114,22 @@ class Roster:
         try:
             self._lora_ranks([*members, Member(name, size, self.progress.done)])
             client_privacy = self.settings.client_privacy
-            if client_privacy is not None:  # the more sites there are, the smaller delta must be
+            if client_privacy is not None:
+                # The more sites there are, the smaller delta must be.
                 check_delta_covers("client_privacy", client_privacy.delta, len(members) + 1, "sites with this one")
         except ValueError as error:
             return str(error)
         if labels is None or self.progress.labels not in ("", labels):
             return "it has other classes than the recipe, or the sites before it"
         if size is None:
-            is_weighted = self.settings.weighting == "samples" and self.settings.secure_sums is None
-            return "weighting='samples' needs its size, which it does not send" if is_weighted else ""
+            needs_size = self.settings.weighting == "samples" and self.settings.secure_sums is None
+            if needs_size:
+                return "weighting='samples' needs its size, which it does not send"
+            return ""
         num_steps = 0
         if size:
-            num_steps = sum(make_plan(0, [0], [size], self.settings.phases, self.batch_size).lengths)
+            plan = make_plan(0, [0], [size], self.settings.phases, self.batch_size)
+            num_steps = sum(plan.lengths)
         if not 0 < num_steps <= MAX_STEPS:
             return f"it says that it has {size} images, which cannot be"
         return ""
@@ -266,10 +272,13 @@ def close_round(
     if client_level is not None and recipe.noisy:
         # What came under masks has a cost, also if the round is void.
         masked = [roster.numbers[name] for name in record.masked]
-        client_level.spend(client_level.round_costs(roster.plan(masked)) if masked else [])
+        costs = client_level.round_costs(roster.plan(masked)) if masked else []
+        client_level.spend(costs)
     if counted:
         result = _aggregate(recipe, server, roster, images, counted, updates, summed_logits)
-        record.outliers = {progress.roster[client].name: multiple for client, multiple in result.outliers.items()}
+        record.outliers = {}
+        for client, multiple in result.outliers.items():
+            record.outliers[progress.roster[client].name] = multiple
 
     metrics: dict[str, float] = {}
     if client_level is not None and (counted or record.masked):
@@ -308,7 +317,11 @@ def _aggregate(
     everyone = list(range(len(plan.clients)))
     sizes = [member.size or 1 for member in roster.progress.roster]
     states = [_update_of(recipe, updates, client, plan.round) for client in plan.clients]
-    site_updates = Updates(stack(states) if states[0] else {}, everyone, len(everyone))
+    rows: State = {}
+    if states[0]:
+        rows = stack(states)
+    # Of all sites, also where an algorithm has them send nothing.
+    site_updates = Updates(rows, everyone, len(everyone))
     context = RoundContext(
         plan=plan,
         received=site_updates.replace(server.broadcast(plan, len(sizes))),
@@ -327,7 +340,10 @@ def _update_of(recipe: Recipe, updates: UpdatesBySite, client: int, round: int) 
     """Return what a client sent; NaN if its training broke, which client-level privacy counts as no change."""
     example = recipe.sent(round)
     if client not in updates:
-        return {key: value * math.nan if value.is_floating_point() else value for key, value in example.items()}
+        nothing_finite = {}
+        for key, value in example.items():
+            nothing_finite[key] = value * math.nan if value.is_floating_point() else value
+        return nothing_finite
     _, update = updates[client]
     if recipe.noisy:
         # The mean of changes, in double precision; integers are not part of it.
@@ -350,8 +366,9 @@ def round_metrics(
     """
     loop = recipe.loop
     opened = recipe.template.opened
+    sent = recipe.sent(record.round)
     metrics = parameter_counts(
-        loop.algorithm, loop.phases, recipe.module.tensor_names, record.round, opened, recipe.sent(record.round), ranks
+        loop.algorithm, loop.phases, recipe.module.tensor_names, record.round, opened, sent, ranks
     )
     metrics["comm/up_mb"] = record.up
     metrics["comm/down_mb"] = record.down

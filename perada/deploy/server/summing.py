@@ -169,7 +169,8 @@ class SecureSum:
         # Before sites are sent the list, since a restarted server must send the same one.
         self._save(state)
         boxes = self._collect_shares(server, attempt, advert_list)
-        state.senders = server.begin(self._deliver_shares(server, attempt, boxes))
+        holders = self._deliver_shares(server, attempt, boxes)
+        state.senders = server.begin(holders)
         state.commitments = {}
         for dealer, commitments in server.commitments.items():
             state.commitments[dealer] = {holder: list(pair) for holder, pair in commitments.items()}
@@ -186,8 +187,14 @@ class SecureSum:
         adverts = self._read(answers, _read_advert)
         # If as many sites state one digest of a former round as another, those that state the server's digest win,
         # since they come first. Otherwise a site could have another one excluded with which it was alone in a round.
-        truthful_first = sorted(adverts, key=lambda name: bool(conflicting_rounds(self._sent_digests, adverts[name])))
-        return consistent_adverts({name: adverts[name] for name in truthful_first})
+        truthful: dict[str, Advert] = {}
+        contradicting: dict[str, Advert] = {}
+        for name, advert in adverts.items():
+            if conflicting_rounds(self._sent_digests, advert):
+                contradicting[name] = advert
+            else:
+                truthful[name] = advert
+        return consistent_adverts(truthful | contradicting)
 
     def _collect_shares(
         self, server: ServerRound, attempt: int, advert_list: list[dict[str, str]]
@@ -238,8 +245,8 @@ class SecureSum:
         excluded = {}
         for name in server.order:
             objectors = [other for other, rejected in objections.items() if name in rejected]
-            others = [other for other in dealt if other != name]
-            if 2 * len(objectors) > len(others):
+            num_others = sum(other != name for other in dealt)
+            if 2 * len(objectors) > num_others:
                 excluded[name] = f"its keys are not accepted by {', '.join(objectors)}"
         for name, rejected in objections.items():
             accepted_by_most = [other for other in rejected if other not in excluded]
@@ -288,10 +295,10 @@ class SecureSum:
     def _resume(self, state: SumState) -> tuple[ServerRound, SumState]:
         """Restore the round of a server that was stopped after it had told sites to mask."""
         server = ServerRound(self._terms(state.attempt), [Advert(**entry) for entry in state.adverts])
-        server.commitments = {
-            dealer: {holder: (pair[0], pair[1]) for holder, pair in commitments.items()}
-            for dealer, commitments in state.commitments.items()
-        }
+        server.commitments = {}
+        for dealer, commitments in state.commitments.items():
+            # JSON has lists in place of pairs.
+            server.commitments[dealer] = {holder: (first, second) for holder, (first, second) in commitments.items()}
         server.begin(state.senders)
         return server, state
 
@@ -300,8 +307,11 @@ class SecureSum:
         attempt = state.attempt
         senders = state.senders
         masked = self._ask_same("mask", attempt, senders, {"there": senders}, self._vector_size)
-        vectors = {name: tensors[MASKED].numpy() for name, (_, tensors) in masked.items()}
-        del masked  # as large as the vectors of all sites
+        vectors = {}
+        for name, (_, tensors) in masked.items():
+            vectors[name] = tensors[MASKED].numpy()
+        # As large as the vectors of all sites.
+        del masked
         if state.survivors:
             # Before the restart, sites may have signed that these are in the sum; they sign no other list.
             missing = [name for name in state.survivors if name not in vectors]
@@ -320,9 +330,10 @@ class SecureSum:
             state.signatures = server.valid_signatures(self._read(confirmed, _read_signature))
             server.check_enough(state.signatures, "signed who is in the sum")
             self._save(state)
-        dropouts = {*senders} - {*state.survivors}
+        survivors = set(state.survivors)
+        dropouts = set(senders) - survivors
         answers = self._ask_same("reveal", attempt, state.signatures, {"signatures": state.signatures})
-        revealed = self._read(answers, lambda _, content: _read_revealed(content, {*state.survivors}, dropouts))
+        revealed = self._read(answers, lambda _, content: _read_revealed(content, survivors, dropouts))
         return state.survivors, server.total(revealed)
 
     def _read(
@@ -351,17 +362,24 @@ def consistent_adverts(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
     Sites refuse a list with an advert that states something else, such as that of a site that lies, or has other public
     images. Of statements that are equally common the first one wins.
     """
-    statements = {name: {"": advert.terms, **heard_digests(advert)} for name, advert in adverts.items()}
-    topics = {topic for stated in statements.values() for topic in stated}
+    # What each site states of this sum, under "", and of each former round.
+    statements_of_sites = {}
+    counts_by_topic: dict[str, Counter[str]] = {}
+    for name, advert in adverts.items():
+        statements = {"": advert.terms, **heard_digests(advert)}
+        statements_of_sites[name] = statements
+        for topic, statement in statements.items():
+            counts_by_topic.setdefault(topic, Counter())[statement] += 1
     majority = {}
-    for topic in topics:
-        counts = Counter(stated[topic] for stated in statements.values() if topic in stated)
-        majority[topic] = counts.most_common(1)[0][0]
-    deviating = [
-        name
-        for name, stated in statements.items()
-        if any(majority[topic] != statement for topic, statement in stated.items())
-    ]
+    for topic, counts in counts_by_topic.items():
+        # The first one of several that are equally common.
+        ((most_common, _),) = counts.most_common(1)
+        majority[topic] = most_common
+
+    deviating = []
+    for name, statements in statements_of_sites.items():
+        if any(majority[topic] != statement for topic, statement in statements.items()):
+            deviating.append(name)
     if deviating:
         names = ", ".join(sorted(deviating))
         log.warning("secure sum: without %s, who were told other things than most, or say so", names)

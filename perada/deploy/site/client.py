@@ -30,8 +30,8 @@ from perada.engine.engine import compare, ensemble
 from perada.federation.cohort import ClientResults, Cohort, LocalTrainer
 from perada.federation.scores import Scores
 from perada.federation.settings import Settings
-from perada.lightning.parts import Parts
 from perada.lightning.privacy_setup import check_private, plan_privacy
+from perada.lightning.run_context import RunContext
 from perada.lightning.setup import check_first_batch, configure_rounds
 from perada.privacy.account import Account, Cost
 from perada.privacy.accounting import Ledger, Ledgers, check_delta_covers
@@ -94,14 +94,14 @@ class Client:
             rule=Mean(),
             weighting="uniform",
         )
-        parts = Parts(self.data, self.module, self.settings)
+        context = RunContext(self.data, self.module, self.settings)
         with recipe.context():
-            self._protection = plan_privacy(parts, recipe.rounds)
+            self._protection = plan_privacy(context, recipe.rounds)
             account = self._protection.images
             self._noise_multipliers = [] if account is None else list(account.noise_multipliers)
-            configure_rounds(parts, self._protection)
+            configure_rounds(context, self._protection)
             # These checks are those of a simulation of the recipe, with its rule, weighting and client-level privacy.
-            simulated = Parts(self.data, self.module, recipe.settings(clients_per_round=None))
+            simulated = RunContext(self.data, self.module, recipe.settings(clients_per_round=None))
             check_private(simulated)
             self._check_public_images()
             check_first_batch(simulated, self.data.first_batch([0]), trains=True)
@@ -290,10 +290,12 @@ class Client:
             return None
         costs = account.round_costs(self.plan(request), tuning=tuning)
         steps_by_noise = Counter[tuple[float, float]]()
-        for _, sigma, rate, steps, _ in costs:
-            steps_by_noise[sigma, rate] += steps
-        affordable = self.budget.affords(ledger.history(IMAGES_LEDGER), steps_by_noise)
-        return costs if affordable else None
+        for cost in costs:
+            steps_by_noise[cost.noise_multiplier, cost.sample_rate] += cost.steps
+        spent = ledger.history(IMAGES_LEDGER)
+        if not self.budget.affords(spent, steps_by_noise):
+            return None
+        return costs
 
     def train(
         self,

@@ -464,25 +464,25 @@ class SiteWorker:
                 self._check_site_budget(client)
 
         make_vector = client.scores_vector if of_scores else client.update_vector
+        from perada.deploy.sums.party import StepReply
         from perada.deploy.sums.site import Objection
 
-        content: dict[str, Any]
+        claims = self._claims(request, state)
         try:
-            content, masked = party.step(request, terms, self._claims(request, state), partial(make_vector, state))
+            step_reply = party.step(request, terms, claims, partial(make_vector, state))
         except Objection as objection:
             # The server is told which sites are objected to, and not why.
             self.log.warning("run %s: %s", request.run, objection)
-            content = {"objects": objection.names}
-            masked = None
+            step_reply = StepReply({"objects": objection.names})
         tensors: State = {}
-        if masked is not None:
+        if step_reply.masked_vector is not None:
             # Before the vector leaves: after a crash it must not be masked a second time.
             self._commit_masked(client, request, state)
-            tensors = {"masked": torch.from_numpy(masked)}
+            tensors = {"masked": torch.from_numpy(step_reply.masked_vector)}
         if request.kind == "reveal":
             names = ", ".join(party.survivors(terms))
             self.log.info("round %d: in the sum are %s", request.display_round, names)
-        reply = pack(Response("ok", message_digest, sums=content), tensors)
+        reply = pack(Response("ok", message_digest, sums=step_reply.content), tensors)
         party.save_reply(terms, message_digest, reply)
         return reply
 

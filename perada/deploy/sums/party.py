@@ -18,13 +18,27 @@ MakeVector = Callable[[int, Collection[str]], Uint64Vector]
 """Makes a site's vector for a sum over so many sites, with the metrics of these names."""
 
 
+@dataclass(frozen=True)
+class StepReply:
+    """A site's reply in a step of a sum.
+
+    Attributes:
+        content: What the site says.
+        masked_vector: Its vector with the masks, in the step ``mask``; else None.
+    """
+
+    content: dict[str, Any]
+    masked_vector: Uint64Vector | None = None
+
+
 @dataclass
 class _ActiveSum:
     """A site's part in the last sum of a run."""
 
     terms: SumTerms
     round: SiteRound
-    replies: dict[str, bytes] = field(default_factory=dict)  # by the digest of the message
+    # By the digest of the message.
+    replies: dict[str, bytes] = field(default_factory=dict)
 
 
 class Party:
@@ -51,17 +65,22 @@ class Party:
         for other, key in self.peers.items():
             if key.public_bytes_raw() == public_bytes:
                 raise ValueError(f"the list of sites has this site's key, of {name!r}, under the name {other!r}")
-        self._sums: dict[str, _ActiveSum] = {}  # by run; the sum that was begun last comes last
+        # By run; the sum that was begun last comes last.
+        self._sums: dict[str, _ActiveSum] = {}
 
     def survivors(self, terms: SumTerms) -> list[str]:
         """Return the sites in a sum, this one among them; empty before the server has named them."""
         current = self._find(terms)
-        return [] if current is None else current.round.survivors
+        if current is None:
+            return []
+        return current.round.survivors
 
     def saved_reply(self, terms: SumTerms, message_digest: str) -> bytes | None:
         """Return the reply to an earlier message of this sum; None if it was not answered before."""
         current = self._find(terms)
-        return None if current is None else current.replies.get(message_digest)
+        if current is None:
+            return None
+        return current.replies.get(message_digest)
 
     def save_reply(self, terms: SumTerms, message_digest: str, reply: bytes) -> None:
         """Keep the reply to a message of a sum, for a server that asks again."""
@@ -79,14 +98,21 @@ class Party:
             The advert; nothing if a later attempt was begun, or there are no keys and none may be made.
         """
         last = self._sums.get(terms.run)
-        if last is not None and replace(last.terms, attempt=terms.attempt) == terms:
-            return {"advert": vars(last.round.advert)} if last.terms == terms else {}
-        return self._begin(terms, claims) if begin else {}
+        if last is not None and _is_same_sum(last.terms, terms):
+            if last.terms != terms:
+                # It is at another attempt already.
+                return {}
+            return {"advert": vars(last.round.advert)}
+        if not begin:
+            return {}
+        return self._begin(terms, claims)
 
     def _find(self, terms: SumTerms) -> "_ActiveSum | None":
         """Return the sum with these terms; None if its run is at another sum now, or at none."""
         last = self._sums.get(terms.run)
-        return last if last is not None and last.terms == terms else None
+        if last is None or last.terms != terms:
+            return None
+        return last
 
     def _begin(self, terms: SumTerms, claims: SiteClaims) -> dict[str, Any]:
         """Make the keys of a sum, which replaces the last one of its run."""
@@ -98,9 +124,7 @@ class Party:
         self._sums[terms.run] = _ActiveSum(terms, round)
         return {"advert": vars(round.advertise())}
 
-    def step(
-        self, request: Request, terms: SumTerms, claims: SiteClaims, make_vector: MakeVector
-    ) -> tuple[dict[str, Any], Uint64Vector | None]:
+    def step(self, request: Request, terms: SumTerms, claims: SiteClaims, make_vector: MakeVector) -> StepReply:
         """Take the step of a sum that the server requests.
 
         Args:
@@ -109,21 +133,18 @@ class Party:
             claims: What the site states beside its keys.
             make_vector: Makes the vector, once the sum's sites are known.
 
-        Returns:
-            What the site answers, and its masked vector in the step ``mask``.
-
         Raises:
             RefusalError: If the step does not come next, or would tell the server what it must not know.
         """
         if request.kind == "keys":
             last = self._sums.get(terms.run)
-            same_sum = last is not None and replace(last.terms, attempt=terms.attempt) == terms
-            if last is not None and same_sum and terms.attempt <= last.terms.attempt:
+            # Keys are made once for an attempt, whatever the server asks.
+            if last is not None and _is_same_sum(last.terms, terms) and terms.attempt <= last.terms.attempt:
                 raise RefusalError(
                     f"secure sum: keys for attempt {terms.attempt} were requested again, or after a later attempt",
                     "other",
                 )
-            return self._begin(terms, claims), None
+            return StepReply(self._begin(terms, claims))
         current = self._find(terms)
         if current is None:
             raise RefusalError(
@@ -139,29 +160,38 @@ class Party:
             raise RefusalError(f"secure sum: {request.kind}: {type(error).__name__}: {error}") from None
 
     @staticmethod
-    def _later_step(
-        round: SiteRound, request: Request, make_vector: MakeVector
-    ) -> tuple[dict[str, Any], Uint64Vector | None]:
+    def _later_step(round: SiteRound, request: Request, make_vector: MakeVector) -> StepReply:
+        """Take a step after that of the keys. A request of another form raises whatever its contents lead to."""
         content = request.sums
         match request.kind:
             case "shares":
-                dealt = round.share([Advert(**entry) for entry in content["adverts"]])
-                return {"sealed": to_hex(dealt.sealed), "commitments": dealt.commitments}, None
+                adverts = [Advert(**entry) for entry in content["adverts"]]
+                dealt = round.share(adverts)
+                return StepReply({"sealed": to_hex(dealt.sealed), "commitments": dealt.commitments})
             case "hold":
                 round.hold(from_hex(content["sealed"]), content["commitments"])
-                return {}, None
+                return StepReply({})
             case "open":
-                return {"seals": round.open().hex()}, None
+                seals = round.open()
+                return StepReply({"seals": seals.hex()})
             case "mask":
                 # Before the vector is made, which takes passes over the public images.
                 round.check_step("mask")
                 vector = make_vector(round.num_sites, round.shared_metric_names)
-                return {}, round.mask(content["there"], vector)
+                masked_vector = round.mask(content["there"], vector)
+                return StepReply({}, masked_vector)
             case "confirm":
-                return {"signature": round.confirm(content["alive"])}, None
+                signature = round.confirm(content["alive"])
+                return StepReply({"signature": signature})
             case _:
                 revealed = round.reveal(content["signatures"])
-                return {kind: to_hex(shares) for kind, shares in revealed.items()}, None
+                shares_by_kind = {kind: to_hex(shares) for kind, shares in revealed.items()}
+                return StepReply(shares_by_kind)
+
+
+def _is_same_sum(terms: SumTerms, other_terms: SumTerms) -> bool:
+    """Return whether two terms are of one sum, in any attempts at it."""
+    return replace(terms, attempt=other_terms.attempt) == other_terms
 
 
 def to_hex(contents: Mapping[str, bytes]) -> dict[str, str]:

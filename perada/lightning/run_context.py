@@ -40,7 +40,7 @@ class PassedChecks:
 
 
 @dataclass(eq=False)
-class Parts:
+class RunContext:
     """The components of a run, once it is set up.
 
     Attributes:
