@@ -42,7 +42,7 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         if not committed.commits:
             check_not_lost(folder, read_mark(folder).commits)
         former = begin_log(folder, committed)
-        print(f"Started a new log in {folder}; the former one is {'missing' if former is None else former.name}")
+        print(f"Started a new log in {folder}; the previous one is {'missing' if former is None else former.name}")
         return
     log, committed, mark = read_witnesses(folder)
     has_log = log.head is not None or log.entries or log.torn
@@ -66,8 +66,11 @@ def audit(parser: ArgumentParser, words: list[str]) -> None:
         if noted not in digests:
             raise ValueError(f"no line has the noted SHA-256 {noted!r}: the log was rewritten")
     if not options.json:
-        torn = f"; {len(log.torn)} bytes of another, which was never answered" if log.torn else ""
-        print(f"\n{log.tip.lines} lines, each after the one before it{torn}. Note the last one's sha256 elsewhere:")
+        torn = f", and an incomplete line of {len(log.torn)} bytes, which was never answered" if log.torn else ""
+        print(
+            f"\n{log.tip.lines} lines, each chained to the one before{torn}. Note the SHA-256 of the last line "
+            "elsewhere:"
+        )
         print(log.tip.last)
 
 
@@ -112,9 +115,9 @@ def _format_epsilon(epsilon: dict[str, float | None]) -> str:
 def _describe_event(entry: Entry) -> str:
     """Describe an entry that is not about a request."""
     if "torn" in entry:
-        return f"a line of {entry['torn']['bytes']} bytes before this one is torn, and was never answered"
+        return f"a line of {entry['torn']['bytes']} bytes before this one is truncated and was never answered"
     lines, last = entry["begun"]["head"]
-    return f"a new log: the former one had {lines} lines, the last {last[:8]}"
+    return f"a new log: the previous one had {lines} lines, the last {last[:8]}"
 
 
 def _describe_left(reply: dict[str, Any]) -> str:

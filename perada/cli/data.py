@@ -265,7 +265,7 @@ def init(parser: ArgumentParser, words: list[str]) -> None:
     options = parser.parse_args(words)
     output = options.output
     if output.exists() and not options.force:
-        raise FileExistsError(f"{str(output)!r} exists already; choose another --output or add --force")
+        raise FileExistsError(f"{str(output)!r} already exists; choose a different --output or add --force")
     if not options.yes and not sys.stdin.isatty() and any(options[name] is None for name in QUESTIONS):
         raise ValueError(
             "there is no terminal for questions; add --yes, and options for everything that should "

@@ -234,7 +234,7 @@ def cp(parser: ArgumentParser, words: list[str]) -> None:
     if target.is_dir():
         target = target / Path(options.name).with_suffix(".yaml").name
     if target.exists() and not options.force:
-        raise FileExistsError(f"{str(target)!r} exists already; choose another destination or add --force")
+        raise FileExistsError(f"{str(target)!r} already exists; choose a different destination or add --force")
     target.parent.mkdir(parents=True, exist_ok=True)
     with writing(target):
         target.write_text(text, encoding="utf-8")

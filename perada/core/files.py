@@ -336,7 +336,7 @@ class FolderLock:
     def __init__(self, folder: Path, whose: str) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not is_owner_only(folder.stat(), rights=0o2):
-            raise OSError(f"the folder {str(folder)!r} can be written to by other users; chmod 700 it")
+            raise OSError(f"the folder {str(folder)!r} is writable by other users; chmod 700 it")
         path = folder / LOCK
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
         self.close = weakref.finalize(self, os.close, self._file)

@@ -327,8 +327,8 @@ def check_server_images(settings: Settings, public: int, labelled: int) -> None:
         )
     if algorithm.uses_distillation and distillation.steps and not public:
         raise ValueError(
-            f"{type(algorithm).__name__} distils {distillation.steps} steps a round, but the data has no public set; "
-            "provide one (public=...) or set distillation.steps=0"
+            f"{type(algorithm).__name__} distils {distillation.steps} steps per round, but the data has no public "
+            "set; provide one (public=...) or set distillation.steps=0"
         )
     if algorithm.uses_distillation and distillation.guard is not None and settings.training.multilabel:
         raise ValueError(

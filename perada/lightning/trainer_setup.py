@@ -161,7 +161,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         trainer.check_val_every_n_epoch,
         1,
         optional=True,
-        hint="give limit_val_batches=0 for no evaluation",
+        hint="set limit_val_batches=0 for no evaluation",
     )
     for name, unsupported in UNSUPPORTED_TRAINER_OPTIONS.items():
         value = getattr(trainer, name)

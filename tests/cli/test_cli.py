@@ -413,7 +413,7 @@ def test_cp_copies_and_does_not_overwrite(folder, capsys, monkeypatch):
     assert (folder / "new" / "quickstart.yaml").is_file()
     (folder / "new" / "mine.yaml").write_text("edited")
     says = perada_says(monkeypatch, capsys, "cp", "quickstart", "new/mine.yaml")
-    assert says == "perada: error: 'new/mine.yaml' exists already; choose another destination or add --force"
+    assert says == "perada: error: 'new/mine.yaml' already exists; choose a different destination or add --force"
     assert (folder / "new" / "mine.yaml").read_text() == "edited"
     main(["cp", "quickstart", "new/mine.yaml", "--force"])
     assert (folder / "new" / "mine.yaml").read_bytes() == QUICKSTART.read_bytes()

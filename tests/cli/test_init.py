@@ -75,7 +75,9 @@ def test_answers_are_asked_for(monkeypatch):
     written = read("recipe.yaml")
     assert (written["federated"]["algorithm"], written["trainer"]["max_epochs"]) == ("ditto", 7)
     assert "public_fraction" not in written["data"]
-    with pytest.raises(FileExistsError, match=r"'recipe.yaml' exists already; choose another --output or add --force"):
+    with pytest.raises(
+        FileExistsError, match=r"'recipe.yaml' already exists; choose a different --output or add --force"
+    ):
         main(["init", "--yes"])
 
 

@@ -581,7 +581,7 @@ def test_a_ledger_that_was_taken_away_is_missed(site):
 
 def test_a_state_folder_that_others_can_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o702)
-    with pytest.raises(OSError, match="can be written to by other users; chmod 700"):
+    with pytest.raises(OSError, match="is writable by other users; chmod 700"):
         SiteStore(tmp_path)
 
 
