@@ -113,7 +113,7 @@ class Loopback:
         return self.folder / "run" / f"{site}.sock"
 
     def start(self, name: str, command: Sequence[object]) -> None:
-        """Start a process, whose output goes to a log file; an earlier process of this name is killed."""
+        """Start a process that writes to a log file, after killing any earlier process of this name."""
         if name in self.processes:
             self.kill(name)
         with self.log(name).open("ab") as log:

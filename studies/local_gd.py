@@ -111,7 +111,7 @@ def study(
     head: HeadSettings = HEAD,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """What local gradient descent with many local steps converges to: linear models, and a head on a frozen backbone.
+    """Limits of local gradient descent with many local steps: linear models, and a head on a frozen backbone.
 
     Args:
         output: Folder to write local_gd.json, local_gd.png and local_gd_dirichlet.png to.

@@ -28,7 +28,7 @@ from perada.studies.local_gd_curves import Advance, Counts, Curves
 from perada.studies.local_gd_linear import direction_distance
 
 WEIGHTS = {"fashion_mnist": "perada:digits_test_resnet", "digits": "perada:fashion_test_resnet"}
-"""Shipped weights of a backbone that has not seen the images: those of the other set."""
+"""Shipped weights of a backbone that has not seen the images, trained on the other set."""
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,11 @@ class ClientStep(Protocol):
 
     @property
     def received(self) -> State:
-        """What the server sent, (C, ...)."""
+        """The states that the server sent, (C, ...)."""
 
     @property
     def client_state(self) -> Stacks:
-        """What the clients kept before the round, by role, (C, ...)."""
+        """The states that the clients kept before the round, by role, (C, ...)."""
 
     def logits(self, states: str | State, stream: str | None = None) -> Tensor:
         """Compute the training-mode logits (C, B, K) of a role's states, or of any stack, on the step's images.

@@ -101,7 +101,7 @@ def _row(entry: Entry) -> list[str]:
 
 
 def _format_epsilon(epsilon: dict[str, float | None]) -> str:
-    """Format the ε of single images (``spent``), which needs no name, and of the site as a whole."""
+    """Format the ε of single images (``spent``), which needs no name, and of the entire site."""
     parts = []
     for name, value in epsilon.items():
         text = "∞" if value is None else f"{value:.3f}"

@@ -185,7 +185,7 @@ def _run_of_site(site_file: SiteFile, recipe: str | None, run: str | None) -> Ru
 
 
 def _run_of_server(folder: Path, name: str | None) -> Run:
-    """Return the run in the server's state folder, whose recipe has a name."""
+    """Return the run in the server's state folder, with its recipe's name."""
     if name is None:
         raise ValueError(f"{str(folder)!r} does not contain the recipe; pass it with --recipe")
     recipe = server_recipe(name)

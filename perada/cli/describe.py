@@ -21,9 +21,9 @@ from perada.cli.parser import class_names
 from perada.cli.runs import PeradaCLI
 
 LINKED = {f"--federated.{name}.help" for name in OPTION_CLASSES}
-"""Options of the parser that have no effect, since the loop's arguments are sections of their own."""
+"""Options of the parser that have no effect, since the loop's arguments are separate sections."""
 WIDTH = 80
-"""Width of help texts in characters, which is that of a terminal by default."""
+"""Width of help texts in characters, a terminal's default."""
 
 
 def describe() -> Facts:

@@ -49,7 +49,7 @@ GB = 2**30
 MIN_SHARED_MEMORY = 0.5
 MIN_DISK = 1.0
 MIN_MEMORY = 2.0
-"""Gigabytes below which a warning is given."""
+"""Gigabytes below which a warning is printed."""
 
 
 class Check(NamedTuple):
@@ -189,7 +189,7 @@ def _violation(requirement: Requirement) -> str:
 
 
 def _check_versions() -> Iterator[Check]:
-    """Check Python and the libraries against perada's bounds, and the libraries against those of one another."""
+    """Check Python and the libraries against perada's bounds, and the libraries against each other's."""
     python_bound = metadata("perada")["Requires-Python"]
     if not SpecifierSet(python_bound).contains(platform.python_version(), prereleases=True):
         yield Check(

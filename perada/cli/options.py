@@ -24,7 +24,7 @@ SECTIONS_OF_RECIPES = ("trainer", "model", "data", "federated", "training", "eva
 LINKED_SECTIONS = ("training", "distillation", "evaluation", "privacy", "client_privacy", "secure_sums")
 """Sections of the federated loop; the parser links them to its arguments of the same names."""
 RECIPE_COMMANDS = ("fit", "test", "predict")
-"""Commands whose options are those of recipes."""
+"""Commands that take the options of recipes."""
 UNCHECKED = ("data inspect", "clients add", "check", "completion")
 """Commands whose options are not checked here: they depend on the images that are named; ``check`` lists all mistakes
 at once; ``completion`` gets incomplete lines."""

@@ -169,7 +169,7 @@ def descriptions(prefix: str) -> str:
 
 
 def recipe_text(name: str) -> str:
-    """Return a recipe as the text of one file: its own, or that of its files merged under a comment on them."""
+    """Return a recipe as the text of one file; a combination's files are merged under a comment on them."""
     paths = find_recipe(name)
     if len(paths) == 1:
         # An error names the line of a mistake before the text is copied or sent to sites.

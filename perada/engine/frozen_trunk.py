@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a model that no trained tensor precedes, whose outputs for an image stay the same for the whole run.
+"""The part of a model that no trained tensor precedes, whose outputs for an image are constant during a run.
 
 It is the complete backbone if only a head is trained, and the stem and the first frozen layers if adapters are. It is
 found by experiments, so that any model will do. A module is *constant* if its output on examples stays the same when

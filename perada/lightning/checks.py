@@ -177,7 +177,7 @@ def _explained(context: RunContext, name: str, image: Tensor, mismatch: str, rea
 
 
 def _runs_without_adapter(adapted: AdaptedModel, model: nn.Module, image: Tensor) -> bool:
-    """Return whether an image passes through the backbone alone, which puts the fault with the adapter."""
+    """Return whether an image passes through the backbone without the adapter, which then is the cause of the error."""
     try:
         with torch.no_grad(), adapted.peft_model.disable_adapter():
             model(image)

@@ -31,7 +31,7 @@ RECORDED_OPTIONS = (
     "lr_gamma",
     "lr_every",
 )
-"""Options of training that a run records under their own names, beside ``clip_norm``."""
+"""Options of training that a run records under their own names, in addition to ``clip_norm``."""
 LOCAL_SCORE = "personal/local_test"
 """Name of the scores of personal models on their clients' test images."""
 SCORE_DIGITS = 6

@@ -29,7 +29,7 @@ takes minutes.
 History = Mapping[tuple[float, float], int]
 """Numbers of steps by noise multiplier and sample rate."""
 ROUNDING = 1 + 1e-9
-"""What floating-point sums may add to a limit that is met exactly."""
+"""Tolerance for floating-point sums against a limit that is met exactly."""
 
 
 def check_opacus() -> None:

@@ -282,7 +282,7 @@ class ClientLevel(Budget):
         return result
 
     def contribution_noise(self, clients: int) -> ContributionNoise:
-        """Return the noise that each of n ``clients`` adds to a secure sum: that of the whole sum, divided by √t.
+        """Return the noise that each of n ``clients`` adds to a secure sum: that of the full sum, divided by √t.
 
         At least t of the clients are in the sum (:meth:`.SecureSums.least`).
 

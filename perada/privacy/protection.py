@@ -132,7 +132,7 @@ class Protection:
 
     @property
     def budgets(self) -> dict[str, Budget]:
-        """Budgets of images and of whole clients, where they are protected."""
+        """Budgets of images and of entire clients, where they are protected."""
         budgets: dict[str, Budget] = {}
         if self.images is not None:
             budgets["images"] = self.images

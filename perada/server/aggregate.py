@@ -40,7 +40,7 @@ def client_weights(weighting: Weighting, samples: Sequence[int]) -> Tensor:
 
 
 class Updates:
-    """What the C clients of a round sent, by name, each part on the rank that trained it.
+    """The updates of a round's C clients, by name, each part on the rank that trained it.
 
     This is not a dictionary, because reading the tensors of all clients is a collective: all ranks must call
     :meth:`gathered` alike. :meth:`mean` is one, too, but moves only one state.

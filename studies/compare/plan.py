@@ -251,7 +251,7 @@ class Plan:
             self._check_row(row)
 
     def _words_of_options(self) -> list[str]:
-        """Return what was asked for beside recipes and algorithms, which tells rows of one file apart."""
+        """Return the options other than recipes and algorithms, which distinguish rows of one file."""
         options = self.options
         asked = []
         if options.paper:
@@ -285,7 +285,7 @@ class Plan:
             check_installed("--tune with a range", "tune", "optuna")
 
     def _check_values_given_once(self, tuned_options: set[str], varied_options: set[str]) -> None:
-        """Raise if two options give values to the same option of ``perada fit``."""
+        """Raise if two options set the same option of ``perada fit``."""
         for algorithm, settings in self.settings.items():
             other_options = _option_names(self.grids[algorithm]) | varied_options
             for joined_name in settings:
@@ -337,7 +337,7 @@ class Plan:
                 raise ValueError(f"--tune {' '.join(words(point))} with {job.label}: {error}") from error
 
     def _set_signs(self, lower_is_better: Mapping[str, bool]) -> None:
-        """Put a minus before the scores to choose by of which lower values are better.
+        """Prefix the scores to choose by with a minus if lower values are better.
 
         Args:
             lower_is_better: The scores that a row's runs have, by name.

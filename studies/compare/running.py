@@ -217,7 +217,7 @@ def curves(history: Sequence[dict[str, float]]) -> dict[str, list[dict[str, floa
 
 
 def same_budget(cli: Any) -> list[str]:  # noqa: ANN401 - a LightningCLI
-    """Return options that give an algorithm of several phases as many minibatches a round as one of a single phase.
+    """Return options that give algorithms of several phases as many minibatches per round as those of a single phase.
 
     An algorithm that trains one part after the other (FedRep, FedAlt) divides the round's local steps or epochs among
     its phases; steps are rounded down, and each phase has at least one. If a phase was given a length of its own, that

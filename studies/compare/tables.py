@@ -71,7 +71,7 @@ COSTS = (
 )
 
 Columns = dict[str, Callable[[Sequence[Record]], str]]
-"""For each heading the function that returns a cell, given the runs of a row."""
+"""For each heading, the function that returns a cell for the runs of a row."""
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -397,7 +397,7 @@ def _cost_over_seeds(runs: Sequence[Record], cost: CostColumn) -> str:
 
 
 def _chosen_values(runs: Sequence[Record]) -> str:
-    """Return the cell with the values that were chosen from the grid; they are those of all seeds."""
+    """Return the cell with the values chosen from the grid, which apply to all seeds."""
     if not runs:
         return "–"
     return ", ".join(runs[-1].get("point", {}).values()) or "–"

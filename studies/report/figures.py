@@ -161,7 +161,7 @@ def before_and_after(record: RunRecord, name: str) -> RenderedFigure | None:
 
 
 def personal_and_global(record: RunRecord, name: str) -> RenderedFigure | None:
-    """Draw the score of each client's own model against that of the global model, on the client's images."""
+    """Draw the score of each client's personal model against the global model's, on the client's images."""
     points = Curve()
     num_better = 0
     num_worse = 0

@@ -82,7 +82,7 @@ def write_page(output: Path, records: Sequence[RunRecord], scores: bool | None =
 
 
 def _run_parts(records: Sequence[RunRecord]) -> list[RunPart]:
-    """Return the parts of the page with one run each; those of a comparison's file have none."""
+    """Return the parts of the page with one run each, except those of a comparison's file."""
     parts = []
     for number, record in enumerate(records, start=1):
         if record.group:
