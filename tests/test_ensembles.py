@@ -122,7 +122,7 @@ def test_a_robust_rule_that_does_nothing_says_so(monkeypatch):
     options = COMMON | {"clients_per_round": None, "server_rule": TrimmedMean(0.3), "adapter": "full"}
     with pytest.warns(UserWarning) as caught:
         perada.finetune(network(), data, **sections(algorithm="fedavg", rounds=1, **options, **QUIET))
-    said = "round 1: the server rule cannot do what it is for: trim=0.3 drops none of 3 clients"
+    said = "round 1: the server rule cannot be applied: trim=0.3 drops none of 3 clients"
     assert any(str(warning.message).startswith(said) for warning in caught)
 
 

@@ -48,7 +48,9 @@ WIDTHS = {"one": (36, 6), "two": (6, 5)}
 LAYERS = LoraConfig(r=R, lora_alpha=ALPHA, target_modules=[*WIDTHS], init_lora_weights=True)
 HEAD = ("fc.modules_to_save.default.weight", "fc.modules_to_save.default.bias")
 pytestmark = pytest.mark.filterwarnings("ignore:.*none of its clients has a LoRA rank above:UserWarning")
-QUIETLY = pytest.mark.filterwarnings("ignore:.*(delta=|secure_rng|test mode|repeat|times as long).*:UserWarning")
+QUIETLY = pytest.mark.filterwarnings(
+    "ignore:.*(delta=|secure_rng|test mode|repeat|times the round's median).*:UserWarning"
+)
 
 
 def a(layer):

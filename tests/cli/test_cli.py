@@ -585,7 +585,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         ),
         (
             (*FIT, "--trainer.logger.save_dir=logs"),
-            "error: --trainer.logger.save_dir: is an option of a class, and no class is named; name the class of",
+            "error: --trainer.logger.save_dir: is an option of a class, but no class is set; set the class of",
         ),
         (
             (*FIT, "--data.dataset=none.yaml"),

@@ -98,7 +98,7 @@ def test_libraries_that_do_not_fit_one_another_are_warned_of(capsys, monkeypatch
     asked = {"perada": ["torch>=2", "numpy>=1"], "numpy": ["torch==1.0", 'peft<0; extra == "more"']}
     monkeypatch.setattr(doctor, "requires", lambda name: asked.get(name, []))
     _, checks = shown(capsys)
-    assert f"numpy asks for torch==1.0: torch is {version('torch')}, not ==1.0" in checks["warn"]
+    assert f"numpy requires torch==1.0: torch is {version('torch')}, not ==1.0" in checks["warn"]
     assert not any("within their bounds" in line for line in checks["pass"])
 
 
@@ -119,7 +119,7 @@ def test_an_import_that_breaks_fails_without_the_folders_of_whoever_installed_it
 
     monkeypatch.setattr(doctor, "import_module", broken)
     _, checks = shown(capsys, code=1)
-    text = "perada cannot be imported (OSError: libtorch_cpu.so: undefined symbol: x); install it again"
+    text = "perada cannot be imported (OSError: libtorch_cpu.so: undefined symbol: x); reinstall it"
     assert checks["fail"] == [text]
 
 

@@ -208,8 +208,8 @@ def test_nothing_is_proposed_for_what_is_like_nothing(words):
         ("--trainer.max_epochs", "--trainer.max_epochs: a value is missing; write --trainer.max_epochs VALUE"),
         (
             "--federated.server_rule.nope 3",
-            "--federated.server_rule.nope: is an option of a class, and no class is named; name the class of "
-            "--federated.server_rule first, by --federated.server_rule=CLASS",
+            "--federated.server_rule.nope: is an option of a class, but no class is set; set the class of "
+            "--federated.server_rule first, with --federated.server_rule=CLASS",
         ),
     ],
 )

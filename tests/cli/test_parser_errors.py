@@ -57,7 +57,7 @@ LOGGERS = "choose one of CSVLogger, CometLogger, MLFlowLogger, "
         ("--data.partition foo", "data.partition", "there is no class 'foo'; choose one of BalancedDirichlet, "),
         ("--data.partition Partition", "data.partition", "Partition is an abstract base class"),
         ("--data.public foo", "data.public", "there is no class 'foo'; choose one of CIFAR10, "),
-        ("--data.data foo", "data.data", "takes objects of Python only; name images by data.dataset"),
+        ("--data.data foo", "data.data", "accepts only Python objects; choose images with data.dataset"),
         ("--federated.algorithm foo", "federated.algorithm", "there is no class 'foo'; choose one of perada, "),
         (
             "--federated.algorithm=FedEnsemble --federated.algorithm.base foo",

@@ -124,7 +124,7 @@ def test_dark_images_of_12_bits_and_stacks_of_pictures_are_worth_knowing(tmp_pat
             "as 4095" in text
         ) == dark
         assert f"- only the first picture of files with several ({tmp_path}/a/x/stack.tif) is read" in text
-    assert "- all images are of the class x: a run needs two classes at least" in text
+    assert "- all images are of the class x: a run requires at least two classes" in text
 
 
 @pytest.mark.parametrize(

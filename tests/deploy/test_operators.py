@@ -129,7 +129,7 @@ def test_an_export_while_the_next_run_begins_names_the_former_ones(tmp_path, mon
     with pytest.raises(ValueError, match=r"a global state yet; .* or export an earlier run: --run done$"):
         main(["deploy", "export", str(path), "--output", "out"])
     del states[1]
-    with pytest.raises(ValueError, match=r"no global state yet; export when the run is over$"):
+    with pytest.raises(ValueError, match=r"has not received a global state yet; export after the run has ended$"):
         main(["deploy", "export", str(path), "--output", "out"])
 
 

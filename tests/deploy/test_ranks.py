@@ -41,7 +41,7 @@ def test_ranks_go_by_the_names_of_sites_and_only_they_travel(tiny, tmp_path):
     progress = coordinator.run()
     coordinator.close()
     assert [member.name for member in progress.roster] == list(RANKS)
-    assert "has no rank of client 'site1'" in coordinator.roster.outside["site1"]
+    assert "has no rank for client 'site1'" in coordinator.roster.outside["site1"]
     for name, rank in RANKS.items():
         for message in (transport.asked[name], transport.answered[name]):
             found = shapes(message)

@@ -85,9 +85,7 @@ def test_what_fails_in_a_folded_batch_takes_the_loop():
     images = perada.FederatedData([TensorDataset(torch.randn(8, 3, 64, 64), torch.arange(8) % 3) for _ in range(2)], [])
     options = {"adapter": "full", "pretrained": False, "rounds": 1, "local_steps": 1, "batch_size": 4, "logger": False}
     options |= {"algorithm": "fedavg", "enable_progress_bar": False, "accelerator": "cpu"}
-    with pytest.warns(
-        UserWarning, match=r"for backbone 'test_vit': it fails on the images of two clients \(\w+Error: "
-    ):
+    with pytest.warns(UserWarning, match=r"for backbone 'test_vit': it fails on images of two clients \(\w+Error: "):
         run = perada.finetune("test_vit", images, **sections(**options))
     wanted = perada.finetune("test_vit", images, **sections(**options | {"engine": "loop"}))
     for key, value in wanted.state("global").items():

@@ -104,7 +104,7 @@ def test_a_module_built_for_other_data_is_refused():
     module = FederatedClassifier("test_resnet", pretrained=False)
     module.build(10, False, 0)
     module.build(10, False, 0)
-    with pytest.raises(ValueError, match=r"built for \(10, False, 0\) .*, and not for \(3, False, 0\)"):
+    with pytest.raises(ValueError, match=r"built for \(10, False, 0\) .*, not for \(3, False, 0\)"):
         module.build(3, False, 0)
 
 

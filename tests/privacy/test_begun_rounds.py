@@ -227,7 +227,7 @@ def test_a_calibrated_run_is_not_resumed_for_more_rounds(tmp_path, level):
     first = fit(tmp_path, 2, **target)
     last = str(checkpoints(tmp_path) / "last.ckpt")
     with pytest.raises(
-        ValueError, match=rf"{section}: the noise was calibrated to target_epsilon=2\.0 .* would come"
+        ValueError, match=rf"{section}: the noise was calibrated to target_epsilon=2\.0 .* would reach"
     ) as error:
         fit(tmp_path, 20, ckpt_path=last, **target)
     assert "\n" not in str(error.value)

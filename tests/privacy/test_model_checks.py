@@ -254,7 +254,7 @@ def test_dropout_from_the_global_stream_is_refused(engine):
     def drops(self, x):
         return nn.functional.dropout(x, 0.5, self.training)
 
-    with pytest.raises(ValueError, match=r"draws from torch's global stream .* drop_rate .* to 0") as error:
+    with pytest.raises(ValueError, match=r"draws from torch's global random generator .* drop_rate .* to 0") as error:
         train(layer(drops), engine=engine)
     assert "\n" not in str(error.value)
 

@@ -37,7 +37,7 @@ def test_a_site_is_told_what_leaves_it_and_among_whom_it_hides(tiny, tmp_path):
     assert format_sent(client, ()) == f"{left} no scores, all masked, plus nothing else"
     assert format_sums(client, workers["site0"].party) == "yes: hidden among at least 2 of 2 others: site1, site2"
     alone = Party("site0", made.identities[0], {"site1": made.identities[1].public_key()})
-    assert format_sums(client, alone).endswith("2 of 1 others: site1; too few, and no sum will be made")
+    assert format_sums(client, alone).endswith("2 of 1 others: site1; too few, so no sum will be computed")
 
 
 @pytest.mark.slow
