@@ -5,6 +5,7 @@ import ast
 import re
 import sys
 import tomllib
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -45,10 +46,17 @@ def room_of(module: str) -> str:
     return module.split(".")[min(1, module.count("."))]
 
 
-def imported(module: str, source: str, *, is_package: bool = False) -> set[str]:
+@cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a source file, which several tests walk."""
+    return ast.parse(source)
+
+
+@cache
+def imported(module: str, source: str, *, is_package: bool = False) -> frozenset[str]:
     """Absolute names that a source file imports, at any depth and under any condition."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -57,7 +65,7 @@ def imported(module: str, source: str, *, is_package: bool = False) -> set[str]:
             base = ".".join([*package, *filter(None, [node.module])])
             full = [f"{base}.{alias.name}" for alias in node.names]
             names |= {name if base == "perada" or name in MODULES else base for name in full}
-    return names - {"__future__"}
+    return frozenset(names - {"__future__"})
 
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
@@ -96,7 +104,7 @@ def private_names(module: str) -> tuple[set[str], dict[str, int]]:
     """Names with an underscore that a file gives its own objects, and those that it asks of others, with the line."""
     own: set[str] = set()
     asked: dict[str, int] = {}
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(parsed(MODULES[module].read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -115,12 +123,12 @@ def test_no_file_uses_what_is_private_to_another():
     """An underscore on an attribute of another library's is that library's business."""
     found = {module: private_names(module) for module in MODULES}
     libraries = {"_buffers", "_parameters", "_modules", "_replace", "_fields"}  # of torch's and Python's own classes
+    owners = {name: module for module, (own, _) in found.items() for name in own - libraries}
     wrong = [
-        f"{module}:{line}: {name} of {other}"
+        f"{module}:{line}: {name} of {owners[name]}"
         for module, (own, asked) in found.items()
         for name, line in asked.items()
-        for other, (theirs, _) in found.items()
-        if name in theirs - own - libraries
+        if name in owners and name not in own
     ]
     assert wrong == []
 

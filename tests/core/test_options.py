@@ -56,7 +56,7 @@ def of_its_own(): pass
 print(repr(Own("abcdefgh", of_its_own)))
 """
     printed = set()
-    for seed in "123":
+    for seed in "12":
         command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONHASHSEED": seed}
         ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
         printed.add(ended.stdout)
