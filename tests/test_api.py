@@ -81,6 +81,7 @@ def test_the_callers_network_and_data_stay_as_they_were(call, tiny):
     assert all(torch.equal(a.tensors[0], b.tensors[0]) for a, b in zip(data.train, tiny.data().train, strict=True))
 
 
+@pytest.mark.slow
 def test_rates_fall_as_python_says(call, tiny):
     """Times 0 after one round, the rates leave what that round made."""
     options = {"data": tiny.data(public=False), "algorithm": "fedavg", "distill_steps": None, "logger": False}
@@ -126,6 +127,7 @@ def test_secure_sums_stand_in_config_yaml_as_in_a_recipe():
     assert to_yaml_value(SecureSums(**given)) == given
 
 
+@pytest.mark.slow
 def test_default_run_folder_is_below_the_working_directory(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call(rounds=1, default_root_dir=None)
@@ -191,6 +193,7 @@ def test_a_trainer_made_for_another_number_of_rounds_is_refused(tiny, tmp_path):
     assert trainer.max_epochs == 5
 
 
+@pytest.mark.slow
 def test_sanity_validation_before_training_is_no_part_of_the_history(call):
     assert call(rounds=1, num_sanity_val_steps=1, logger=False).metrics == call(rounds=1, logger=False).metrics
 
@@ -455,6 +458,7 @@ def test_batches_of_one_image_are_refused_where_a_batch_norm_is_trained(call, ti
         assert len(call(tiny.net(), data, **common | mode).metrics["rounds"]) == 1
 
 
+@pytest.mark.slow
 def test_steps_on_one_image_are_distilled_where_teachers_see_those_of_all_steps(call, tiny):
     options = {"distillation": {"steps": 2, "batch_size": 1}, "distill_steps": None, "distill_batch_size": None}
     assert len(call(norms(), tiny.data(), rounds=1, logger=False, **options).metrics["rounds"]) == 1

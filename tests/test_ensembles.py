@@ -211,6 +211,7 @@ def test_clients_that_share_an_ensemble_have_no_folders(tmp_path):
         back.state("personal", 0)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
@@ -229,6 +230,7 @@ def test_a_checkpoint_with_other_modes_is_refused(tmp_path, monkeypatch, algorit
         )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

@@ -339,6 +339,7 @@ def test_errors_of_ones_own_code_are_not_taken_for_the_checkpoints(tiny, tmp_pat
         fit(tiny, tmp_path, callbacks=[Broken()], ckpt_path=str(checkpoint(tmp_path)))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("format", [2, True, "1"])
 def test_a_checkpoint_of_another_format_is_refused_by_both_numbers(tiny, tmp_path, format):
     fit(tiny, tmp_path, rounds=1)
@@ -352,6 +353,7 @@ def test_a_checkpoint_of_another_format_is_refused_by_both_numbers(tiny, tmp_pat
         perada.Run.load(checkpoint(tmp_path))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("part", ["loops", "perada"])
 def test_what_takes_its_place_wrongly_is_the_checkpoints_fault(tiny, tmp_path, part):
     fit(tiny, tmp_path, rounds=1)

@@ -124,7 +124,7 @@ def publish(monkeypatch, kind, home, names, key):
     monkeypatch.setattr(real, "meta", {"filename": "classes", "key": key, "md5": sums["classes"]})
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("kind", "folder", "binary", "train", "test", "key", "label_bytes"), CIFARS)
 @pytest.mark.parametrize("layout", ["py2", "py3", "binary", "the folder itself"])
 def test_cifar(tmp_path, monkeypatch, kind, folder, binary, train, test, key, label_bytes, layout):
@@ -156,7 +156,7 @@ class Intruder:
         return print, ("this must not run",)
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("content", [pickle.dumps({"data": Intruder(), "labels": [1]}), b"", b"cut short"])
 @pytest.mark.parametrize("wrong", ["data_batch_3", "test_batch", "classes"])
 @pytest.mark.parametrize("train", [True, False])

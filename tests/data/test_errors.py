@@ -55,7 +55,7 @@ def refused(data, words, error=ValueError, image=None, **options):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("label", "words"), [(-1, "label -1, outside"), (7, "label 7, outside 0..4: .* num_classes .now 5.")]

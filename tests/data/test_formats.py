@@ -100,7 +100,7 @@ def check_all_ways(path, expected, tolerance=1.0):
             assert torch.equal(preprocessing().batch([opened]), preprocessing().batch([path]))
 
 
-@pytest.mark.every(24)
+@pytest.mark.every(23)
 @pytest.mark.parametrize("mode", MODES + DEEP_MODES)
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "ICNS"])  # which has 1024 pixels at least
 def test_every_mode_in_every_format(tmp_path, kind, mode):
@@ -233,7 +233,7 @@ def test_every_orientation_with_damaged_fields(tmp_path, kind, damage):
         check_all_ways(path, TURNED.get(orientation, TURNED[1])(stored))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", ["MPO", "AVIF"])
 @pytest.mark.parametrize("orientation", TURNED)
 def test_orientations_of_other_formats(tmp_path, kind, orientation):

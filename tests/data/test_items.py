@@ -54,7 +54,7 @@ def batches(module):
     return [(b.x, b.y) for b in module.cohort_loader(module.plan(0))], [(b.x, b.y) for b in module.val_dataloader()]
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("keys", [("image", "label"), ("img", "labels"), ("pixel_values", "label")])
 @pytest.mark.parametrize("holdout", [{}, {"client_validation": 0.3}])
 def test_dicts_give_what_pairs_give(keys, holdout):

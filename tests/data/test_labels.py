@@ -37,7 +37,7 @@ KINDS = {
 }
 
 
-@pytest.mark.every(20)
+@pytest.mark.every(19)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32, torch.int16])
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 1, 1)])
@@ -54,7 +54,7 @@ def test_classes_in_columns_are_classes(kind, dtype, shape, classes):
     assert module.first_batch([0]).y.shape == (1, 6)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("labels", [torch.eye(3, dtype=torch.int64).repeat(2, 1), torch.ones(6, 2, dtype=torch.uint8)])
 def test_vectors_of_whole_numbers_say_what_to_give(kind, labels):
@@ -76,7 +76,7 @@ def test_one_hot_vectors_are_warned_of_and_several_labels_are_not(kind):
             assert check(FederatedData([KINDS[kind](labels)])).multilabel
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("label", [0, 1, 7])
 def test_a_single_class_is_refused_where_the_number_is_inferred(kind, label):
@@ -88,7 +88,7 @@ def test_a_single_class_is_refused_where_the_number_is_inferred(kind, label):
     assert check(FederatedData(data, classes=list("abcdefgh"))).num_classes == 8
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("labels", "message"),

@@ -57,7 +57,7 @@ def test_nothing_is_left_over(partition):
     assert (test.sum(0) == 20).all()
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("alpha", [1e-320, 0.01, 1, 100, 1e9])
 @pytest.mark.parametrize(("clients", "wanted", "size"), [(7, None, 142), (7, 50, 50), (1, None, 1000), (1000, None, 1)])
 def test_clients_of_balanced_dirichlet_have_one_size(alpha, clients, wanted, size):

@@ -53,7 +53,7 @@ def birds():
         write_image(f"ä/{number}.png", number)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.usefixtures("birds")
 @pytest.mark.parametrize("ends", ["\n", "\r\n"])
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_who_says_a_size_that_cannot_be_is_not_let_in(size, tiny, tmp_path, capl
     assert f"site site1 does not join: it says that it has {size} images" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_site_that_says_many_images_costs_the_others_no_step(tiny, tmp_path, monkeypatch):
     """They train the same bits in the same steps: only random transforms and dropout know how many others take."""
     honest = Parties(tiny, tmp_path / "honest", rounds=1).deployed()[0]

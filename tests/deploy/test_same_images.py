@@ -53,7 +53,7 @@ PARTITION = {"class_path": "Dirichlet", "init_args": {"num_clients": 4, "alpha":
 @pytest.mark.parametrize("evaluate_on", ["test", "validation"])
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("limits", [{}, {"train_limit": 300, "test_limit": 90}])
-@pytest.mark.every(12)
+@pytest.mark.every(11)
 def test_a_client_of_the_recipes_partition_has_its_images(client, evaluate_on, seed, limits, tmp_path):
     """The recipe's seed and limits draw the partition, though site.yaml says neither."""
     data = {"dataset": "Digits", "partition": PARTITION, "client_validation": 0.3, "evaluate_on": evaluate_on}

@@ -54,6 +54,7 @@ def test_a_client_whose_update_the_algorithm_broke_is_left_out_and_named(tiny):
     assert any(not torch.equal(run.state("global")[key], honest.state("global")[key]) for key in moved)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("factor", [1e3, -1e6])
 def test_the_client_that_sends_a_long_change_is_named(tiny, factor):
     with pytest.warns(

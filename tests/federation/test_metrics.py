@@ -178,6 +178,7 @@ def test_the_badly_off():
     assert all(value != value for value in spread("x", torch.full((2,), math.nan), sizes=torch.zeros(2)).values())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("algorithm", ["ditto", "fedavg"])
 def test_several_metrics_in_one_run(tiny, tmp_path, algorithm):
     """Every score again from the finished models; accuracy as in a run that has it alone."""

@@ -189,6 +189,7 @@ def test_scoring_a_batch_never_waits(algorithm):
     assert (watch.waits, watch.meetings) == ([], [])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_private_gradients_never_wait(adapter, monkeypatch):
     """Their noise is drawn on the CPU, and sent."""

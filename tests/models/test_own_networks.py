@@ -90,6 +90,7 @@ def partly_parallel():
     return network
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("make", [lambda: nn.DataParallel(Network()), partly_parallel])
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_data_parallel_is_taken_off(make, adapter):
@@ -98,6 +99,7 @@ def test_data_parallel_is_taken_off(make, adapter):
     assert all(torch.equal(run[key], value) for key, value in wanted.items())
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_weights_of_a_half_format_become_float32(dtype, adapter):

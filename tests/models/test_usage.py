@@ -302,7 +302,7 @@ def test_merged_tied_layers_compute_what_the_personal_model_does(kind):
     assert torch.allclose(merged, expected, atol=1e-5)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", TIED)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_trained_tied_layers_are_those_of_plain_sgd(kind, engine):
@@ -323,7 +323,7 @@ def test_trained_tied_layers_are_those_of_plain_sgd(kind, engine):
         assert torch.allclose(value, (steps[0][key] + steps[1][key]) / 2, atol=1e-6)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", [*TIED, Network])
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 def test_an_engine_leaves_tied_parameters_in_their_places(kind, engine):

@@ -275,6 +275,7 @@ class OfTwoFormatsMixing(OfTwoFormats):
         return super().forward(x) + 0.02 * x.mean(0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("section", ["privacy", "client_privacy"])
 def test_a_network_of_two_number_formats_is_tried_in_these(section):
     level = {"privacy": None, section: {"noise_multiplier": 1.0, "delta": 1e-3}}

@@ -96,7 +96,7 @@ def test_the_ensemble_is_the_mean_of_logits_in_evaluation_mode(kind):
     assert not torch.allclose(refined["5.weight"], get_state(student)["5.weight"])
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", ["folded", "loop"])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(

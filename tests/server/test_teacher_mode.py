@@ -89,7 +89,7 @@ def distilled_by_a_loop(student, teachers, x, student_mode):
 OPTIONS = {"lr": 0.1, "optimizer": "sgd", "schedule": "constant", "teacher_mode": "train"}
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(3)
 @ENGINES
 @pytest.mark.parametrize("student_mode", ["eval", "train"])
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -227,6 +227,7 @@ def test_secure_sums_have_the_same_region(tmp_path):
     assert not torch.allclose(unlimited, plain, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_each_mode_of_an_ensemble_has_a_region_of_its_own(tmp_path):
     """In one round of two modes, each is moved by half of what its own clients moved it."""
 
