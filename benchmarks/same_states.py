@@ -17,11 +17,12 @@ from torch.utils.data import TensorDataset
 
 import perada
 from benchmarks.arithmetic import FP32, TF32, Arithmetic
+from perada.algorithms.registry import methods
 from perada.core.states import State
 from perada.data import FederatedData
 from perada.results.run import Run
 
-ALGORITHMS = ("perada", "perada_no_kd", "standalone", "fedavg", "fedavg_ft", "fedbn", "ditto", "fedrep", "scaffold")
+METHODS = ("perada", "perada_no_kd", "standalone", "fedavg", "fedavg_ft", "fedbn", "ditto", "fedrep", "scaffold")
 MODELS = {"test_resnet, residual": ("test_resnet", "residual"), "test_vit, LoRA": ("test_vit", "lora")}
 NEEDS_NORMS = ("fedbn",)
 """Algorithms that keep trained norms, of which LoRA has none."""
@@ -36,7 +37,7 @@ def same_states(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
     """All global and personal states after three rounds, by algorithm and model; a RuntimeError if some are too far."""
     too_far = []
     for model, (backbone, adapter) in list(MODELS.items())[: 1 if quick else None]:
-        for algorithm in ALGORITHMS[: 2 if quick else None]:
+        for algorithm in METHODS[: 2 if quick else None]:
             if algorithm in NEEDS_NORMS and adapter == "lora":
                 continue
             network = _network(backbone)
@@ -96,7 +97,7 @@ def _train(
             copy.deepcopy(network),
             data,
             adapter=adapter,
-            algorithm=algorithm,
+            algorithm=methods()[algorithm].make(),
             rounds=rounds,
             local_steps=STEPS,
             batch_size=BATCH,

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from perada.algorithms import Algorithm, make_algorithm, with_server_rule
+from perada.algorithms import Algorithm, make_algorithm
 from perada.core.checks import OptionError, check_integer, check_options
 from perada.core.interruption import watch_signals
 from perada.core.quiet import quiet
@@ -104,8 +104,7 @@ def finetune(  # noqa: PLR0913  # options that users set by name; what belongs t
         image_size: Side of the images in pixels: uint8 images are resized to it, ViTs built for it. A datamodule has
             its own.
         train_backbone: Train the backbone's parameters in addition to the adapter's.
-        algorithm: ``perada``, ``perada_no_kd``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an
-            algorithm. ``flexlora``, ``lora_fair`` and ``modified_local_gd`` include their server rule.
+        algorithm: ``perada``, ``fedavg``, ``ditto``, … (docs/algorithms.md lists them), or an algorithm.
         algorithm_options: Options of the named algorithm, for example ``{"prox_strength": 0.1}`` of ``ditto``.
         rounds: Communication rounds; 0 returns the initial states.
         clients_per_round: Clients sampled in a round; all of them by default.
@@ -160,7 +159,6 @@ def finetune(  # noqa: PLR0913  # options that users set by name; what belongs t
         data = _make_datamodule(data, backbone, batch_size, image_size, num_classes)
     else:
         _check_datamodule(data, batch_size, image_size)
-    algorithm, server_rule = with_server_rule(algorithm, server_rule)
     chosen_algorithm = _algorithm(algorithm, algorithm_options)
     model_options: dict[str, Any] = {
         "backbone": backbone,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import perada
-from perada.algorithms import ALGORITHM_NAMES
+from perada.algorithms.registry import methods
 from perada.cli.describe import describe
 from perada.cli.recipes import combinations, is_comparison, shipped_recipes
 from perada.cli.runs import PeradaCLI
@@ -106,9 +106,10 @@ def arguments_of(algorithm: str) -> dict[str, Any]:
 
 def states() -> Iterator[tuple[str, Callable[[], str]]]:
     """Name every small run, with a function that returns its digest."""
-    for algorithm in ALGORITHM_NAMES:
+    for algorithm, method in methods().items():
+        rule = method.server_rule or "mean"
         for engine in ("folded", "loop"):
-            arguments = arguments_of(algorithm) | {"engine": engine}
+            arguments = arguments_of(algorithm) | {"algorithm": method.make(), "server_rule": rule, "engine": engine}
             yield f"state/{algorithm}/{engine}", lambda arguments=arguments: run_digest(**arguments)
     for rule in SERVER_RULES:
         arguments = {"algorithm": "fedavg", "adapter": "lora" if rule in ("svd", "lora_fair") else "head"}

@@ -7,6 +7,7 @@ from typing import Any
 
 from perada.federation.options import Evaluation, Training
 from perada.server import Distillation
+from tests.methods import NAMED
 
 EVERYDAY = ("lr_personal", "lr_local", "local_epochs", "local_steps")
 """Fields of training that `perada.finetune` also takes as arguments."""
@@ -26,7 +27,8 @@ def fields_among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
 def sections(**options: Any) -> dict[str, Any]:
     """Move flat options into the sections of `perada.finetune`. One that is None is left out.
 
-    A section may be given beside them; what it has itself takes precedence.
+    A section may be given beside them; what it has itself takes precedence. The algorithm may be called as a method,
+    such as ``perada_no_kd``.
 
     >>> sections(rounds=2, momentum=0.9, distill_steps=3, distillation={"lr": 0.1})
     {'rounds': 2, 'distillation': {'steps': 3, 'lr': 0.1}, 'training': {'momentum': 0.9}}
@@ -44,4 +46,10 @@ def sections(**options: Any) -> dict[str, Any]:
         if not isinstance(content, Mapping):
             raise TypeError(f"{name}={value!r} is given beside {section}={content!r}: set it there")
         arguments[section] = {field: value} | content
+    algorithm = arguments.get("algorithm")
+    if isinstance(algorithm, str) and algorithm in NAMED:
+        arguments["algorithm"] = NAMED[algorithm].algorithm
+        algorithm_options = NAMED[algorithm].options | arguments.get("algorithm_options", {})
+        if algorithm_options:
+            arguments["algorithm_options"] = algorithm_options
     return arguments

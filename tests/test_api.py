@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import VARIANTS, with_server_rule
 from perada.api import argument_texts, to_yaml_value
 from perada.cli import main
 from perada.cli.runs import PeradaCLI
@@ -462,32 +461,3 @@ def test_batches_of_one_image_are_refused_where_a_batch_norm_is_trained(call, ti
 def test_steps_on_one_image_are_distilled_where_teachers_see_those_of_all_steps(call, tiny):
     options = {"distillation": {"steps": 2, "batch_size": 1}, "distill_steps": None, "distill_batch_size": None}
     assert len(call(norms(), tiny.data(), rounds=1, logger=False, **options).metrics["rounds"]) == 1
-
-
-@pytest.mark.every(4)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_every_name_of_a_comparison_is_one_here(name):
-    """FlexLoRA and the like bring their server rule, which another one contradicts."""
-    variant = VARIANTS[name]
-    base, rule = with_server_rule(name, "mean")
-    assert rule == (variant.server_rule or "mean")
-    assert base == (variant.base if variant.server_rule else name)
-    if variant.server_rule:
-        with pytest.raises(ValueError, match=rf"{name!r} implies server_rule=.*server_rule='median' is set too"):
-            with_server_rule(name, "median")
-
-
-def test_such_a_name_trains_with_its_rule():
-    sets = [TensorDataset(torch.randn(8, 1, 4, 4), torch.arange(8) % 2) for _ in range(2)]
-    data = perada.FederatedData(train=sets, test=sets)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
-    quiet = {"rounds": 1, "num_classes": 2, "enable_progress_bar": False, "logger": False, "batch_size": 4}
-    options = [
-        {"algorithm": "modified_local_gd"},
-        {"algorithm": "fedavg", "server_rule": "modified_local_gd"},
-        {"algorithm": "fedavg"},
-    ]
-    trained = [perada.finetune(net, data, **sections(adapter="full", **own, **quiet)).global_model() for own in options]
-    named, meant, mean = (torch.cat([value.flatten() for value in model.parameters()]) for model in trained)
-    assert torch.equal(named, meant)
-    assert not torch.allclose(named, mean)

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import FedBE, FedEnsemble, PerAda, make_algorithm
+from perada.algorithms import FedBE, FedEnsemble, PerAda
 from perada.data import FederatedDataModule, Phase
 from perada.server import ServerRule, TrimmedMean
+from tests.methods import make_method
 from tests.options import sections
 
 SIZES, CLASSES, MODES = (9, 4, 14, 6), 3, 3
@@ -101,7 +102,7 @@ def test_modes_have_heads_of_their_own_also_where_the_weights_bring_one_that_fit
 
 @pytest.mark.parametrize("name", ["mtl", "apfl", "feddyn", "fedbe_no_kd", "fedrep", "fedbn", "standalone", "fedavg_ft"])
 def test_what_belongs_to_one_model_cannot_be_repeated(name):
-    base = make_algorithm(name)
+    base = make_method(name)
     with pytest.raises(ValueError, match=f"base={type(base).__name__} cannot be repeated in modes"):
         FedEnsemble(base)
 

@@ -20,7 +20,7 @@ from benchmarks.faults.interruptions import PARALLEL
 from benchmarks.faults.job import PRIVATE, Job
 from benchmarks.faults.outcomes import Campaign, Verdict
 from benchmarks.faults.processes import Hang, JobFailed, References, content, equal, start
-from perada.algorithms import ALGORITHMS
+from perada.algorithms.registry import methods
 from perada.core.states import State
 
 TOLERANCE = 1e-9
@@ -58,7 +58,7 @@ def determinism(campaign: Campaign, folder: Path, seed: int, count: int) -> None
 def _compare(way: str, number: int, seed: int, references: References, root: Path) -> Verdict:
     """Run a job in another way, and compare it with the reference."""
     random_source = random.Random(f"{way}/{seed}/{number}")
-    names = sorted(ALGORITHMS)
+    names = sorted(methods())
     random.Random(seed).shuffle(names)
     is_double = "double" in WAYS[way]
     private = random_source.choice(list(PRIVATE))

@@ -25,7 +25,7 @@ from benchmarks.faults.processes import (
     left_behind,
     start,
 )
-from perada.algorithms import ALGORITHMS
+from perada.algorithms.registry import methods
 
 STORES = ("device", "host", "disk")
 PARALLEL = 2
@@ -103,7 +103,7 @@ class Trial:
 def _interrupt_random_job(kind: str, number: int, seed: int, references: References, folder: Path) -> Verdict:
     """Interrupt a job. Both are drawn, and follow from kind, number and seed only."""
     random_source = random.Random(f"{kind}/{seed}/{number}")
-    names = sorted(ALGORITHMS)
+    names = sorted(methods())
     random.Random(seed).shuffle(names)  # so that different seeds begin with different algorithms
     num_processes = 2 if "two" in kind else 1
     private = random_source.choice(list(PRIVATE))

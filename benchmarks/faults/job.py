@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import perada
 import perada.api  # now, so that processes that are forked have it
+from perada.algorithms.registry import methods
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir")
 """Events of Python's audit hooks at which a run may be killed, if they are on files below its folders."""
@@ -34,9 +35,10 @@ PRIVATE: dict[str, dict[str, Any]] = {
 ADAPTERS = {
     **dict.fromkeys(("fedalt_adapter", "fedsim_adapter"), "residual"),
     **dict.fromkeys(("ffa_lora", "fedsa_lora", "rolora", "het_lora", "fedex_lora", "flora"), "lora"),
+    **dict.fromkeys(("flexlora", "lora_fair"), "lora"),
     **dict.fromkeys(("feddpa", "feddpa_f", "fedalt_row"), "dual_lora"),
 }
-"""What is trained by algorithms that need an adapter of a kind; the others train all."""
+"""What is trained by methods that need an adapter of a kind; the others train all."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Job:
     """A run to be tried.
 
     Attributes:
-        algorithm: Name of the algorithm.
+        algorithm: Name of a method, which is an algorithm with some arguments and a server rule.
         store: Where the clients' states are.
         private: Kind of privacy, a key of :data:`PRIVATE`.
         processes: Number of processes.
@@ -87,6 +89,7 @@ class Job:
             "enable_progress_bar": False,
             "enable_model_summary": False,
         }
+        method = methods()[self.algorithm]
         adapter = ADAPTERS.get(self.algorithm, "full")
         adapter_options: dict[str, Any] = {}
         if adapter == "residual":  # the clients share the rest of the network
@@ -96,7 +99,8 @@ class Job:
         return perada.finetune(
             network_of(self),
             clients(torch.float64 if self.double else torch.float32),
-            algorithm=self.algorithm,
+            algorithm=method.make(),
+            server_rule=method.server_rule or "mean",
             adapter=adapter,
             **options | adapter_options | PRIVATE[self.private] | dict(self.options) | more,
         )

@@ -291,9 +291,9 @@ def write_recipe(images: str, algorithm: str, rounds: str, epsilon: str) -> str:
         ValueError: If an answer is invalid.
         FileNotFoundError: If the images are not there.
     """
-    from perada.algorithms import make_algorithm, with_server_rule
+    from perada.algorithms import make_algorithm
 
-    distils = make_algorithm(with_server_rule(algorithm, None)[0]).uses_distillation
+    distils = make_algorithm(algorithm).uses_distillation
     check_integer("rounds", yaml.safe_load(rounds))
     if epsilon:
         check_target("epsilon", yaml.safe_load(epsilon))

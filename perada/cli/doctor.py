@@ -298,7 +298,7 @@ def _check_machine() -> Iterator[Check]:
             "warn", f"torch has {torch.get_num_threads()} threads on {cores} cores; set OMP_NUM_THREADS={cores}"
         )
     if not torch.cuda.is_available():
-        from perada.core.speed import product_seconds
+        from perada.engine.loss_scaling import product_seconds
 
         speed_up = product_seconds(torch.float32) / product_seconds(torch.bfloat16)
         advice = "bf16-mixed may pay off" if speed_up > 1 else "stay with precision 32-true"

@@ -20,12 +20,14 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader
 from pytorch_lightning.cli import LightningArgumentParser
 
-from perada.algorithms import ALGORITHM_NAMES, ALGORITHMS, VARIANTS, Algorithm, with_server_rule
-from perada.algorithms.specs import algorithm_spec, option_words
+from perada.algorithms import ALGORITHMS, Algorithm
+from perada.algorithms.registry import distinct_methods, methods
+from perada.algorithms.specs import class_path_of, option_words
 from perada.api import OPTION_CLASSES, SECTIONS, argument_texts
 from perada.cli.options import TEXTS
 from perada.cli.parser_errors import missing_module, subclasses
 from perada.cli.recipes import recipe_files
+from perada.core.checks import OptionError
 from perada.data import ImageSet, Partition
 from perada.server import SERVER_RULES, ServerRule
 
@@ -60,12 +62,11 @@ class RecipeParser(LightningArgumentParser):
 def spelt_out(args: Sequence[str]) -> list[str]:
     """Expand a command line: recipes to files, and algorithms and server rules to classes.
 
-    >>> spelt_out(["--trainer.max_epochs", "3", "--federated.algorithm", "perada_no_kd"])[:3]
+    >>> spelt_out(["--trainer.max_epochs", "3", "--federated.algorithm", "perada"])
     ['--trainer.max_epochs', '3', '--federated.algorithm=perada.algorithms.perada.PerAda']
     """
     expanded: list[str] = []
     words = iter(args)
-    chosen_rule = _value_of("federated.server_rule", args)
     for word in words:
         option, equals, value = word.partition("=")
         if word == "-c":
@@ -79,25 +80,11 @@ def spelt_out(args: Sequence[str]) -> list[str]:
         if name == "config" and value:
             expanded += [f"--config={path}" for path in recipe_files(value)]
         elif name in BY_NAME and value:
-            if name == "federated.algorithm":
-                base, rule = with_server_rule(value, chosen_rule)
-                value = str(base)
-                if rule is not None and chosen_rule is None:
-                    expanded.append(f"--federated.server_rule={SERVER_RULES[rule].__name__}")
             resolved = by_name(value, name)
             expanded += option_words(name, resolved) if isinstance(resolved, dict) else [f"--{name}={value}"]
         else:
             expanded.append(f"--{name}{equals}{value}")
     return expanded
-
-
-def _value_of(name: str, args: Sequence[str]) -> str | None:
-    """Return the value of an option on a command line; None if it is not set."""
-    for position, word in enumerate(args):
-        option, equals, value = word.partition("=")
-        if option == f"--{name}":
-            return value if equals else "".join(args[position + 1 : position + 2])
-    return None
 
 
 def typed_names(args: Sequence[str]) -> dict[str, str]:
@@ -123,7 +110,6 @@ def resolve_names(content: dict[str, Any]) -> dict[str, Any]:
     federated = out.get("federated")
     if isinstance(federated, dict):
         _check_linked(federated)
-        _set_rule_of_algorithm(federated)
         for role in ("algorithm", "server_rule"):
             if role in federated:
                 federated[role] = by_name(federated[role], f"federated.{role}")
@@ -137,28 +123,15 @@ def _check_linked(federated: dict[str, Any]) -> None:
             raise ValueError(f"there is no option 'federated.{name}'; did you mean {name}?")
 
 
-def _set_rule_of_algorithm(federated: dict[str, Any]) -> None:
-    """Set the server rule of an algorithm whose name implies one."""
-    algorithm = federated.get("algorithm")
-    rule = federated.get("server_rule")
-    name = algorithm.get("class_path") if isinstance(algorithm, dict) else algorithm
-    rule_name = rule.get("class_path") if isinstance(rule, dict) else rule
-    if not isinstance(name, str):
-        return
-    base, implied_rule = with_server_rule(name, rule_name)
-    if base == name:
-        return
-    federated["algorithm"] = algorithm | {"class_path": base} if isinstance(algorithm, dict) else base
-    if rule is None or rule == "mean":
-        federated["server_rule"] = implied_rule
-
-
 def by_name(value: object, option: str) -> object:
     """Return the class of the algorithm or server rule that a value names; return any other value unchanged.
 
     Args:
         value: Value of the option: a name, or a dictionary with ``class_path`` and ``init_args``.
         option: Full name of the option.
+
+    Raises:
+        ValueError: If the value names the method of a recipe, and not an algorithm.
     """
     entry = {"class_path": value} if isinstance(value, str) else value
     if not isinstance(entry, dict):
@@ -171,13 +144,15 @@ def by_name(value: object, option: str) -> object:
     if option == "federated.server_rule":
         if name in SERVER_RULES:
             return entry | {"class_path": SERVER_RULES[name].__name__}
-    elif name in VARIANTS:
-        variant = VARIANTS[name]
-        defaults = {argument: by_name(default, option) for argument, default in variant.options.items()}
-        return by_name(entry | {"class_path": variant.base, "init_args": defaults | init_args}, option)
     elif name in ALGORITHMS:
-        spec = algorithm_spec(name)
-        return entry | spec | {"init_args": spec["init_args"] | init_args}
+        return entry | {"class_path": class_path_of(ALGORITHMS[name]), "init_args": init_args}
+    elif name in methods():
+        raise OptionError(
+            f"{option}: there is no algorithm {name!r}; the method of that name is a recipe, --config method/{name}: "
+            f"{methods()[name]}",
+            name=option,
+            value=name,
+        )
     if isinstance(value, dict) and init_args:
         return entry | {"init_args": init_args}
     return value
@@ -217,7 +192,7 @@ def with_own_classes(parse: Callable[[], T]) -> T:
 
 
 _CLASSES: dict[type, tuple[list[str], list[str]]] = {
-    Algorithm: ([*ALGORITHM_NAMES], ["federated.algorithm"]),
+    Algorithm: ([*ALGORITHMS], ["federated.algorithm"]),
     ServerRule: ([*SERVER_RULES], ["federated.server_rule"]),
     ImageSet: ([], ["data.dataset", "data.public"]),
     Partition: ([], ["data.partition"]),
@@ -227,7 +202,7 @@ _CLASSES: dict[type, tuple[list[str], list[str]]] = {
 
 def class_names() -> dict[str, list[str]]:
     """Return the names of perada's classes that each option takes."""
-    names_by_option = {"algorithms": ["all", *ALGORITHM_NAMES]}  # of `perada compare`
+    names_by_option = {"algorithms": ["all", *distinct_methods()]}  # of `perada compare`
     for base, (short_names, options) in _CLASSES.items():
         for option in options:
             names_by_option[option] = short_names or _exported_classes(base)

@@ -6,9 +6,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from perada.algorithms.dry_run import no_counts
 from perada.core.rounds import CohortBatch, sample_cohort
-from perada.core.speed import product_seconds
 from perada.data.batches.features import FeatureStore
 from perada.engine.frozen_trunk import FrozenTrunk
+from perada.engine.loss_scaling import product_seconds
 from perada.federation.secure_sums import check_secure_sums
 from perada.federation.settings import check_factors, check_rule, check_server_images
 from perada.lightning.checks import (

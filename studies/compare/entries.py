@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named algorithms as options of ``perada fit``."""
+"""Methods of papers as options of ``perada fit``: the rows of a comparison."""
 
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 from jsonargparse import Namespace
 
-from perada.algorithms import ALGORITHMS, VARIANTS
-from perada.algorithms.specs import algorithm_spec, class_path_of, option_words
+from perada.algorithms import ALGORITHMS
+from perada.algorithms.registry import Method, distinct_methods
+from perada.algorithms.specs import class_path_of, option_words
 from perada.core.checks import check_known
 from perada.server import SERVER_RULES
 
@@ -32,22 +33,25 @@ COMMON_OPTIONS = {"last_blocks"}
 
 @dataclass(frozen=True)
 class Entry:
-    """A named algorithm with its options of ``perada fit``.
+    """A method with its options of ``perada fit``, or a user's algorithm.
 
     Attributes:
-        base: Its name for :func:`perada.algorithms.make_algorithm`, which has its class and its arguments; or the path
-            of a user's class.
+        name: Name of the method, or the path of the user's class.
+        class_path: Path of the algorithm's class.
+        init_args: Arguments of the class that tell the method from others; an algorithm among them by its class's path.
         options: Further words that belong to it.
         paper: Words with which it trains what its paper trains.
         adapter: The adapter that it is about; empty for the recipe's adapter.
         adapter_options: Options of this adapter that belong to it.
     """
 
-    base: str
+    name: str
+    class_path: str
+    init_args: dict[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
-    paper: tuple[str, ...] = FULL_MODEL
+    paper: tuple[str, ...] = ()
     adapter: str = ""
-    adapter_options: dict[str, bool] = field(default_factory=dict)
+    adapter_options: dict[str, Any] = field(default_factory=dict)
 
     def words(self, cli: Any, paper: bool = False) -> list[str]:  # noqa: ANN401 - a LightningCLI
         """Return the options of ``perada fit`` for this algorithm.
@@ -59,11 +63,10 @@ class Entry:
             cli: The recipe's CLI.
             paper: Whether to add the options that train what the paper trains.
         """
-        spec = algorithm_spec(self.base)
         words = []
-        if spec["class_path"] != class_path_of(type(cli.loop.algorithm)):
+        if self.class_path != class_path_of(type(cli.loop.algorithm)):
             words.append(f"--{ALGORITHM}=null")
-        words += option_words(ALGORITHM, spec)
+        words += option_words(ALGORITHM, {"class_path": self.class_path, "init_args": self.init_args})
         words += self.options
         if paper:
             words += self.paper
@@ -98,69 +101,62 @@ class Entry:
         Raises:
             ValueError: If its class, or an argument that belongs to this name, is another.
         """
-        spec = algorithm_spec(self.base)
-        class_path = spec["class_path"]
-        if self.base not in ALGORITHMS:
-            # The parser replaces the path of a user's class by that of the module that defines it.
-            module, _, name = self.base.rpartition(".")
-            class_path = class_path_of(getattr(import_module(module), name))
+        # The parser replaces the path of a user's class by that of the module that defines it.
+        module, _, name = self.class_path.rpartition(".")
         other = ""
-        if algorithm.class_path != class_path:
+        if algorithm.class_path != class_path_of(getattr(import_module(module), name)):
             other = algorithm.class_path
         else:
-            for name, value in spec["init_args"].items():
-                if algorithm.init_args.get(name) != value:
-                    other = f"{name}={algorithm.init_args.get(name)}"
+            for argument, wanted in self.init_args.items():
+                value = algorithm.init_args.get(argument)
+                if isinstance(value, Namespace):  # an algorithm
+                    value = value.class_path
+                if value != wanted:
+                    other = f"{argument}={value}"
                     break
         if other:
             raise ValueError(
-                f"--algorithms {self.base}: an option or a --config for all runs changes it to {other}, so its row "
+                f"--algorithms {self.name}: an option or a --config for all runs changes it to {other}, so its row "
                 "would show a different algorithm; leave that option out, or leave --algorithms out (each recipe then "
                 "keeps its algorithm)"
             )
 
 
-def _make_entries() -> dict[str, Entry]:
-    """Return the entries of all named algorithms, by name."""
-    entries = {name: Entry(name) for name in ALGORITHMS}
-    for name, variant in VARIANTS.items():
-        words = []
-        for argument, algorithm in variant.options.items():
-            words.append(f"--{ALGORITHM}.{argument}={class_path_of(ALGORITHMS[algorithm])}")
-        if variant.server_rule is not None:
-            words.append(f"--{SERVER_RULE}={class_path_of(SERVER_RULES[variant.server_rule])}")
-        entries[name] = Entry(variant.base, tuple(words))
-
-    # PerAda is about adapters: the recipe's.
-    for name in ("perada", "perada_no_kd", "fed_ensemble_perada"):
-        entries[name] = replace(entries[name], paper=())
-    # The adapter stays private, so the backbone is trained beside it and shared.
-    for name in ("fedalt_adapter", "fedsim_adapter"):
-        entries[name] = replace(entries[name], options=(f"--{TRAIN_BACKBONE}=true",), paper=())
-    # About LoRA's factors.
-    for name in (
-        "ffa_lora",
-        "fedsa_lora",
-        "rolora",
-        "het_lora",
-        "fedex_lora",
-        "flora",
-        "flexlora",
-        "lora_fair",
-    ):
-        entries[name] = replace(entries[name], paper=(), adapter="lora")
-    # About the two branches of dual LoRA.
-    for name in ("feddpa", "feddpa_f", "fedalt_row"):
-        entries[name] = replace(entries[name], paper=(), adapter="dual_lora")
-    entries["fedalt_row"] = replace(entries["fedalt_row"], adapter_options={"gate": True})
-    return entries
+def _make_entry(method: Method) -> Entry:
+    """Return a method's options of ``perada fit``."""
+    init_args = {}
+    for argument, value in method.options.items():
+        is_algorithm = isinstance(value, str) and value in ALGORITHMS
+        init_args[argument] = class_path_of(ALGORITHMS[value]) if is_algorithm else value
+    options = []
+    if method.server_rule is not None:
+        options.append(f"--{SERVER_RULE}={class_path_of(SERVER_RULES[method.server_rule])}")
+    if method.model.get("train_backbone"):
+        options.append(f"--{TRAIN_BACKBONE}=true")
+    adapter = method.model.get("adapter")
+    adapter_options = {}
+    if adapter in LORA_ADAPTERS:
+        # Options that all adapters of LoRA have are the recipe's or those for all runs.
+        for option, value in (method.model.get("adapter_options") or {}).items():
+            if option not in LORA_OPTIONS:
+                adapter_options[option] = value
+    return Entry(
+        name=method.name,
+        class_path=class_path_of(ALGORITHMS[method.algorithm]),
+        init_args=init_args,
+        options=tuple(options),
+        paper=FULL_MODEL if adapter == "full" else (),
+        adapter=adapter if adapter in LORA_ADAPTERS else "",
+        adapter_options=adapter_options,
+    )
 
 
-ENTRIES = _make_entries()
+ENTRIES = {name: _make_entry(method) for name, method in distinct_methods().items()}
+"""The methods of papers, by the names of their recipes."""
 
 
 def entry_of(name: str) -> Entry:
-    """Return the entry of a named algorithm, or of a custom class by its path, which trains what the recipe specifies.
+    """Return the entry of a method, or of a custom class by its path, which trains what the recipe specifies.
 
     Raises:
         ValueError: If the name is neither.
@@ -168,6 +164,6 @@ def entry_of(name: str) -> Entry:
     if name in ENTRIES:
         return ENTRIES[name]
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name):
-        return Entry(name, paper=())
+        return Entry(name, class_path=name)
     check_known("--algorithms", name, ENTRIES, ", or the path of a custom class, such as mine.MyAlgorithm")
     raise AssertionError("check_known raises for unknown names")

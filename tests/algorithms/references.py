@@ -281,4 +281,4 @@ def fed_ensemble_of_fedprox(ref):
 
 
 def fed_ensemble_of_perada(ref):
-    return fed_ensemble(ref, base=make_algorithm("perada_no_kd", prox_strength=PROX), personal_prox=PROX)
+    return fed_ensemble(ref, base=make_algorithm("perada", prox_strength=PROX, distill=False), personal_prox=PROX)

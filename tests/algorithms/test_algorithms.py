@@ -30,6 +30,7 @@ from perada.algorithms import (
     make_algorithm,
 )
 from perada.data import Phase
+from tests.methods import make_method
 
 from . import personal_references, references
 from .problems import (
@@ -51,7 +52,7 @@ BACKBONE = ("net-backbone",)
 LORA = ("net-adapter", *BACKBONE)
 DUAL = ("net-branches", "net-gate")
 MODES = {"modes": references.MODES, "strata": references.STRATA}
-PERADA = make_algorithm("perada_no_kd", prox_strength=PROX)
+PERADA = make_algorithm("perada", prox_strength=PROX, distill=False)
 
 ALGORITHMS = [
     ("fedavg", {}, references.fedavg, ALL),
@@ -145,7 +146,7 @@ QUICK_PROBLEMS = {"net-adapter", "net-backbone", "net-branches"}
 def engine_cases():
     algorithms = set()
     for name, options, function, problems in ALGORITHMS:
-        algorithm = type(make_algorithm(name)) if isinstance(name, str) else type(name)
+        algorithm = type(make_method(name))
         is_first = algorithm not in algorithms
         algorithms.add(algorithm)
         first_problem = next((problem for problem in problems if problem in QUICK_PROBLEMS), None)

@@ -32,6 +32,7 @@ from perada.algorithms import (
 )
 from perada.algorithms.base import AlgorithmWrapper
 from perada.core.states import Factors
+from tests.methods import NAMED, make_method
 
 from .problems import LORA, OF_BRANCHES, OF_LORA, finetune
 
@@ -54,12 +55,10 @@ def test_an_algorithm_is_returned_as_it_is():
     [
         ("peradda", {}, "algorithm='peradda' is unknown; did you mean 'perada'"),
         ("xyz", {}, "algorithm='xyz' is unknown; choose one of perada, "),
-        ("FlexLoRA", {}, "algorithm='FlexLoRA' is unknown; did you mean 'flexlora'"),
-        (
-            "flexlora",
-            {},
-            "algorithm='flexlora' is a server rule, not an algorithm; set server_rule='svd' and algorithm='fedavg'",
-        ),
+        ("FlexLoRA", {}, "'FlexLoRA' is unknown; the method 'flexlora' is algorithm='fedavg' with server_rule='svd'$"),
+        ("flexlora", {}, "'flexlora' is unknown; the method 'flexlora' is algorithm='fedavg' with server_rule='svd'$"),
+        ("perada_no_kd", {}, "the method 'perada_no_kd' is algorithm='perada' with distill=False$"),
+        ("fed_ensemble_perada", {}, "is algorithm='fed_ensemble' with base='perada'$"),
         ("lora_fair", {}, "algorithm='lora_fair' is a server rule, not an algorithm.*server_rule='lora_fair'"),
         ("fedrod", {"gama": 1}, "unexpected keyword argument 'gama'; its options are gamma$"),
         ("standalone", {"prox_strength": 1.0}, "algorithm='standalone' does not accept the options .*prox_strength"),
@@ -172,8 +171,8 @@ def test_only_personalised_algorithms_keep_states():
     all_down, all_up = {shared.down, private.down}, {shared.up, private.up}
     state = {key: torch.zeros(1) for key in tensor_names.keys}
     everything, kept = set(state), {}
-    for name in ALGORITHMS:
-        algorithm = make_algorithm(name)
+    for name in NAMED:
+        algorithm = make_method(name)
         if name != "fed_ensemble":  # keeps what its base does
             kept[name] = {
                 key
@@ -223,15 +222,15 @@ def test_only_personalised_algorithms_keep_states():
 
 
 def test_who_distils_and_who_sends():
-    assert {name for name in ALGORITHMS if make_algorithm(name).uses_distillation} == {"perada", "feddf", "fedbe"}
-    assert [name for name in ALGORITHMS if not make_algorithm(name).sends_updates] == ["standalone"]
+    assert {name for name in NAMED if make_method(name).uses_distillation} == {"perada", "feddf", "fedbe"}
+    assert [name for name in NAMED if not make_method(name).sends_updates] == ["standalone"]
     assert PerAda().personalization() is None
     assert FedAvgFT(3).personalization()[1].epochs == 3
 
 
 def test_an_ensemble_is_told_by_its_members():
     """Also one of somebody else's, which is averaged like ours."""
-    ensembles = {name for name in ALGORITHMS if make_algorithm(name).is_ensemble}
+    ensembles = {name for name in NAMED if make_method(name).is_ensemble}
     assert ensembles == {"fedbe", "fedbe_no_kd", "fed_ensemble"}
     own = type("Own", (Algorithm,), {"members": lambda self, global_state, server_state: server_state["three"]})()
     three = {"w": torch.arange(3.0)}

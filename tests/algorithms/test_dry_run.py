@@ -6,10 +6,11 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 
-from perada.algorithms import ALGORITHMS, Algorithm, FedEnsemble, FedROD, make_algorithm
+from perada.algorithms import Algorithm, FedEnsemble, FedROD
 from perada.algorithms.dry_run import is_foreign
 from perada.server import Mean, ServerRule
 from perada.server.rules import FedAvgM
+from tests.methods import NAMED, make_method
 
 from .problems import finetune
 
@@ -87,7 +88,7 @@ def test_options_of_distillation_may_be_given_by_name():
 
 
 def test_only_classes_from_elsewhere_are_tried():
-    assert not any(is_foreign(make_algorithm(name)) for name in ALGORITHMS)
+    assert not any(is_foreign(make_method(name)) for name in NAMED)
     assert not is_foreign(FedAvgM())
     assert is_foreign(Own())
     assert is_foreign(FedEnsemble(base=Own()))

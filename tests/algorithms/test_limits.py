@@ -21,7 +21,7 @@ WAYS = pytest.mark.parametrize(
         pytest.param("loop", "net-adapter", marks=pytest.mark.slow),
     ],
 )
-NO_KD = make_algorithm("perada_no_kd", prox_strength=PROX)
+NO_KD = make_algorithm("perada", prox_strength=PROX, distill=False)
 
 
 def train(algorithm, engine, problem="net-full", **options):

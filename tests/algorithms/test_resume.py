@@ -5,8 +5,9 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from perada.algorithms import ALGORITHMS, APFL, FedBE, FedEnsemble, FedProx, PFedMe, make_algorithm
+from perada.algorithms import APFL, FedBE, FedEnsemble, FedProx, PFedMe, make_algorithm
 from perada.server.rules import FedAdam, ModifiedLocalGD
+from tests.methods import NAMED
 
 from .problems import CLIENTS, MERGING, OF_BRANCHES, OF_LORA, assert_equal, finetune, task
 
@@ -20,7 +21,7 @@ NAMED = [
         if name in OF_BRANCHES
         else {},
     )
-    for name in ALGORITHMS
+    for name in NAMED
     if name not in ("fed_ensemble", *MERGING)  # it has five strata, and there are four clients; see test_merging.py
 ]
 MADE = [

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from perada.algorithms import ALGORITHMS, make_algorithm
+from perada.algorithms import make_algorithm
 from perada.core.rounds import Phase, RoundPlan, Shares
 from perada.core.states import get_state
 from perada.engine import Engine
@@ -21,6 +21,7 @@ from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.server import Distillation
+from tests.methods import NAMED, make_method
 
 from .problems import OF_BRANCHES, OF_LORA
 
@@ -85,7 +86,7 @@ def model(adapter, train_backbone):
 
 
 def test_every_algorithm_is_counted():
-    assert set(TABLE) == set(ALGORITHMS)
+    assert set(TABLE) == set(NAMED)
 
 
 QUICK = ("standalone", "apfl", "fedbn", "lg_fedavg", "fedrep", "fedalt_input", "fedalt_adapter", "perada")
@@ -95,7 +96,7 @@ QUICK = ("standalone", "apfl", "fedbn", "lg_fedavg", "fedrep", "fedalt_input", "
 @pytest.mark.every(24)
 def test_parameters_trained_and_sent(name):
     few = {"fed_ensemble": {"modes": 2}, "fedbe": {"samples": 1}, "fedbe_no_kd": {"samples": 1}}
-    algorithm = make_algorithm(name, **few.get(name, {}))
+    algorithm = make_method(name, **few.get(name, {}))
     own = name.endswith("adapter")
     adapter = "residual" if name.startswith("perada") or own else "lora" if name in OF_LORA else "full"
     adapter = "dual_lora" if name in OF_BRANCHES else adapter

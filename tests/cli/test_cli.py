@@ -211,8 +211,9 @@ def options_of(algorithm):
 
 
 def test_names_may_follow_as_words_of_their_own_and_name_the_base_of_an_ensemble(folder):
-    words = "--config tiny.yaml --federated.algorithm fed_ensemble --federated.algorithm.base perada_no_kd"
-    cli = PeradaCLI([*words.split(), "--federated.server_rule", "median"], run=False)
+    words = "--config tiny.yaml --federated.algorithm fed_ensemble --federated.algorithm.base perada"
+    words += " --federated.algorithm.base.distill false --federated.server_rule median"
+    cli = PeradaCLI(words.split(), run=False)
     algorithm = cli.loop.algorithm
     assert (type(algorithm).__name__, type(algorithm.base).__name__) == ("FedEnsemble", "PerAda")
     assert not algorithm.base.distill

@@ -93,15 +93,29 @@ def test_a_section_that_is_null_has_the_defaults(section):
     assert getattr(config(recipe={section: None}).loop, section) == OPTION_CLASSES[section]()
 
 
-@pytest.mark.parametrize("name", ["perada_no_kd", "fedavg_ft", "fedsim_adapter"])
+@pytest.mark.parametrize("name", ["perada", "fedavg_ft", "fedsim"])
 def test_algorithms_have_their_names_in_recipes(name):
     made, wanted = config(recipe={"federated": {"algorithm": name}}).loop.algorithm, make_algorithm(name)
     assert type(made) is type(wanted)
     assert vars(made) == vars(wanted)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("perada_no_kd", "--config method/perada_no_kd: algorithm='perada' with distill=False"),
+        ("flexlora", "--config method/flexlora: algorithm='fedavg' with server_rule='svd'"),
+    ],
+)
+def test_a_method_is_a_recipe_and_not_an_algorithm(words, says):
+    wanted = f"federated.algorithm: there is no algorithm {words!r}; the method of that name is a recipe, {says}"
+    assert refused(f"--federated.algorithm={words}") == wanted
+    assert wanted in refused(recipe={"federated": {"algorithm": words}})
+
+
 def test_an_ensemble_names_its_base():
-    algorithm = {"class_path": "fed_ensemble", "init_args": {"base": "perada_no_kd", "modes": 2}}
+    base = {"class_path": "perada", "init_args": {"distill": False}}
+    algorithm = {"class_path": "fed_ensemble", "init_args": {"base": base, "modes": 2}}
     recipe = {"federated": {"algorithm": algorithm}}
     made = config(recipe=recipe).loop.algorithm
     assert (made.modes, type(made.base).__name__, made.base.distill) == (2, "PerAda", False)

@@ -9,9 +9,10 @@ import pytest
 
 import perada.algorithms
 import perada.server
-from perada.algorithms import ALGORITHMS, FedEnsemble, PerAda, PFedMe, make_algorithm
+from perada.algorithms import FedEnsemble, PerAda, PFedMe
 from perada.core.checks import Options
 from perada.server import SERVER_RULES, FedAdam, FedAvgM, Median, ModifiedLocalGD, TrimmedMean, make_rule
+from tests.methods import NAMED, make_method
 
 NESTED = [
     FedEnsemble(base=PerAda(2.0, distill=False), modes=2),
@@ -21,7 +22,7 @@ NESTED = [
 ]
 
 
-@pytest.mark.parametrize("made", [*map(make_algorithm, ALGORITHMS), *map(make_rule, SERVER_RULES), *NESTED], ids=repr)
+@pytest.mark.parametrize("made", [*map(make_method, NAMED), *map(make_rule, SERVER_RULES), *NESTED], ids=repr)
 def test_what_is_shown_makes_the_same_again(made):
     again = eval(repr(made), vars(perada.algorithms) | vars(perada.server))
     assert type(again) is type(made)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytorch_lightning as pl
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from perada.algorithms import make_algorithm
 from perada.data import FederatedDataModule
 from perada.deploy.recipe import Recipe, ServerRecipe
 from perada.deploy.server.coordinator import Coordinator
@@ -26,6 +25,7 @@ from perada.lightning import FederatedLoop
 from perada.lightning.module import FederatedClassifier
 from perada.server import Distillation
 from perada.studies.deployment import LINK
+from tests.methods import make_method
 from tests.options import fields_among
 
 SIZES = (9, 5, 14)
@@ -56,7 +56,7 @@ class Parties:
         given["training"] = Training(**fields_among(flat, Training))
         given["evaluation"] = Evaluation(**fields_among(flat, Evaluation))
         algorithm = self.algorithm
-        return FederatedLoop(make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm, **given)
+        return FederatedLoop(make_method(algorithm), **given)
 
     def module(self):
         given = {"adapter": "full"} | self.options.get("module", {})

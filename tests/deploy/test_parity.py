@@ -8,7 +8,7 @@ import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from perada.algorithms import ALGORITHMS, Ditto, FedAvgFT, FedBE, FedEnsemble, FFALoRA, HetLoRA, PerAda
+from perada.algorithms import Ditto, FedAvgFT, FedBE, FedEnsemble, FFALoRA, HetLoRA, PerAda
 from perada.cli.deploy_status import format_rounds, run_status
 from perada.core.rounds import sample_cohort
 from perada.data import FederatedData
@@ -18,6 +18,7 @@ from perada.deploy.transport import LocalTransport
 from perada.federation.cohort import Cohort
 from perada.server import Distillation
 from perada.server.rules import SVD, FedAdam, LoRAFair, Median
+from tests.methods import NAMED
 
 from ..algorithms.problems import ADAPTER_OF, OF_LORA
 from .parties import Parties
@@ -69,7 +70,7 @@ def vit():
     return VisionTransformer(**sizes, num_classes=3)
 
 
-OTHERS = sorted(set(ALGORITHMS) - {"fedavg", "ditto", "perada", "fedalt_adapter", "fedsim_adapter", "fedbn"})
+OTHERS = sorted(set(NAMED) - {"fedavg", "ditto", "perada", "fedalt_adapter", "fedsim_adapter", "fedbn"})
 VARIANTS = {
     "sampled": ("perada", {"loop": {"clients_per_round": 2, "seed": 5}}),
     "weights": ("feddf", {"loop": {"weighting": "samples"}}),
@@ -138,7 +139,7 @@ def normalized():
     return torch.nn.Sequential(convolution, norm, torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(36, 3))
 
 
-@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"fedalt_adapter", "fedsim_adapter", *ADAPTER_OF}))
+@pytest.mark.parametrize("algorithm", sorted(set(NAMED) - {"fedalt_adapter", "fedsim_adapter", *ADAPTER_OF}))
 @pytest.mark.every(40)
 def test_running_statistics_equal_those_of_a_simulation(algorithm, tiny, tmp_path):
     assert_equal(Parties(tiny, tmp_path, algorithm, sizes=(8, 5), net=normalized))

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import make_algorithm
 from perada.api import make_trainer
 from perada.core.states import get_state
 from perada.data import Phase
@@ -22,6 +21,7 @@ from perada.federation.settings import LocalTraining, Settings
 from perada.lightning import FederatedLoop
 from perada.models.adapted import find_tensor_names
 from perada.server import Distillation
+from tests.methods import make_method
 from tests.options import sections
 
 
@@ -121,7 +121,7 @@ def federation(algorithm, data, **options):
     served.configure_rounds(seed=0, clients_per_round=None, phases=[Phase()])
     model = network()
     settings = Settings(
-        make_algorithm(algorithm),
+        make_method(algorithm),
         LocalTraining("sgd", {"personal": 0.1, "local": 0.1}),
         options.pop("distillation", Distillation(2, 4)),
         "uniform",

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 import perada
-from perada.algorithms import ALGORITHMS, FedAvg, make_algorithm
+from perada.algorithms import FedAvg
 from perada.core.seeding import Streams
 from perada.core.states import expand, get_state, parameter_keys
 from perada.engine import Engine
@@ -32,6 +32,7 @@ from perada.models.backbones import build_backbone
 from perada.privacy import Privacy, noisy_mean
 from perada.privacy.gradients import Query, SampleGradients
 from perada.server import Distillation
+from tests.methods import NAMED, make_method
 
 from ..algorithms.problems import ADAPTER_OF, network
 
@@ -106,7 +107,7 @@ def federation(algorithm, backbone="net", adapter="full", **settings):
         num_classes=CLASSES,
     )
     served = perada.FederatedDataModule(data, batch_size=4, flip=True)
-    algorithm = make_algorithm(algorithm)
+    algorithm = make_method(algorithm)
     phases = algorithm.phases(1, None)
     if backbone in ("net", "linear"):
         backbone = network(backbone, dropout=0.2)
@@ -150,7 +151,7 @@ LEFT_OUT = {
     "fedrod": "needs numbers of images by class",
 }
 """Algorithms that are not tried, and why."""
-CASES = [(name, "net", ADAPTER_OF.get(name, "full")) for name in ALGORITHMS if name not in LEFT_OUT]
+CASES = [(name, "net", ADAPTER_OF.get(name, "full")) for name in NAMED if name not in LEFT_OUT]
 CASES += [("perada", "test_resnet", "residual"), ("ditto", "test_vit", "lora")]
 QUICK = ("perada-net", "scaffold-net", "fedrep-net", "apfl-net")
 

@@ -4,9 +4,10 @@
 import pytest
 import torch
 
-from perada.algorithms import ALGORITHMS, FedAvg, FedEnsemble, HetLoRA, PerAda
+from perada.algorithms import FedAvg, FedEnsemble, HetLoRA, PerAda
 from perada.server import SecureSums
 from tests.algorithms.problems import MERGING, OF_BRANCHES, OF_LORA, finetune
+from tests.methods import NAMED
 
 CANNOT = {"fedbe", "fedbe_no_kd", "fed_ensemble", "standalone", "het_lora", *MERGING}
 
@@ -20,7 +21,7 @@ def run(name, **options):
     return finetune(name, **{"rounds": 2, "clients_per_round": 3} | problem | options)
 
 
-@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - CANNOT))
+@pytest.mark.parametrize("name", sorted(set(NAMED) - CANNOT))
 @pytest.mark.every(20)
 def test_with_many_bits_the_results_are_those_without(name):
     one, other = run(name, secure_sums=SecureSums(fraction_bits=40)), run(name)

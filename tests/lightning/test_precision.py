@@ -27,6 +27,7 @@ from perada.lightning import setup
 from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.server import Distillation, Distiller
+from tests.methods import make_method
 from tests.options import sections
 
 LossScaling = partial(torch.amp.GradScaler, "cpu")
@@ -79,7 +80,7 @@ def half():
 
 
 def cohort(model, training, algorithm="fedavg", engine="folded", options=None, clients=CLIENTS, **more):
-    algorithm, tensor_names, initial = make_algorithm(algorithm), find_tensor_names(model, "fc"), get_state(model)
+    algorithm, tensor_names, initial = make_method(algorithm), find_tensor_names(model, "fc"), get_state(model)
     kept = {
         role: expand(state, len(clients))
         for role, state in algorithm.initial_client_state(initial, tensor_names).items()

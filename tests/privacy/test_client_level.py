@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 
 import perada
 from perada.algorithms import (
-    ALGORITHMS,
     FedAvg,
     FedBE,
     FedEnsemble,
@@ -42,6 +41,7 @@ from perada.privacy.client_level import (
 from perada.privacy.dry_run_checks import check_client_level
 from perada.server import Updates, client_weights
 from perada.server.rules import SERVER_RULES, FedAvgM, Mean, Median, ServerRule, make_rule
+from tests.methods import NAMED, make_method
 from tests.options import sections
 
 from ..algorithms.problems import MERGING, QUIET
@@ -460,7 +460,7 @@ def accepted(algorithm, rule, distils):
     return True
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("standalone", *MERGING)])
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in ("standalone", *MERGING)])
 @pytest.mark.parametrize("distils", [False, True])
 def test_algorithms_pass_if_only_the_mean_counts(name, distils):
     """Beside that: what a client keeps follows from its own images and from what it received, which is private.
@@ -475,7 +475,7 @@ def test_algorithms_pass_if_only_the_mean_counts(name, distils):
     - FedSA-LoRA's clients keep their B and head. FFA-LoRA and HetLoRA keep what their base does, RoLoRA nothing.
     - FedDPA's clients keep their own branch and head. RestOfWorld's keep all that they train, and send v̄ as MTL's do.
     """
-    algorithm = make_algorithm(name, modes=1) if name == "fed_ensemble" else make_algorithm(name)
+    algorithm = make_method(name, modes=1) if name == "fed_ensemble" else make_method(name)
     for rule in (Mean(), FedAvgM()):
         assert accepted(algorithm, rule, distils) == only_the_mean_counts(algorithm, rule, distils)
 

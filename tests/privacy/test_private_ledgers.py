@@ -12,7 +12,6 @@ from opacus.accountants.analysis.rdp import compute_rdp
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from perada.algorithms import (
-    ALGORITHMS,
     APFL,
     FedAlt,
     FedAvg,
@@ -22,12 +21,12 @@ from perada.algorithms import (
     FFALoRA,
     PerAda,
     PFedMe,
-    make_algorithm,
 )
 from perada.core.rounds import Phase, make_plan
 from perada.data.batches.samples import RoundBatches
 from perada.privacy import Privacy, history_epsilon
 from perada.privacy.account import Account, QueryPlan
+from tests.methods import NAMED, make_method
 
 from ..algorithms.problems import ADAPTER_OF, BATCH, CLIENTS, LORA, ROUNDS, SIZES, assert_equal, distance
 from .private_loop import PrivateLoop, once, rate, steps_of, train
@@ -79,7 +78,7 @@ def run_with(name, monkeypatch, other=()):
     options |= {"adapter": ADAPTER_OF[own]} if own in ADAPTER_OF else {}
     if name in ("perada", "feddf", "fedbe", "fed_ensemble of perada"):
         options |= {"distill_steps": 2}
-    algorithm = (MADE | MORE).get(name, lambda: make_algorithm(name))()
+    algorithm = (MADE | MORE).get(name, lambda: make_method(name))()
     rounds = Rounds()
     with monkeypatch.context() as patched:
         patched.setattr(RoundBatches, "__getitem__", changed)
@@ -106,7 +105,7 @@ ALIKE = (
 )
 
 
-TAKEN = [name for name in ALGORITHMS if name not in REFUSED] + [*MORE]
+TAKEN = [name for name in NAMED if name not in REFUSED] + [*MORE]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in TAKEN])

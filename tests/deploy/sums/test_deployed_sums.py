@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from perada.algorithms import ALGORITHMS, FedBE, FFALoRA, PerAda
+from perada.algorithms import FedBE, FFALoRA, PerAda
 from perada.deploy.protocol import Response, pack, read_header
 from perada.deploy.state import read_state
 from perada.deploy.transport import Failure, LocalTransport
@@ -15,6 +15,7 @@ from perada.server import Distillation
 from perada.server.rules import FedAdam
 from perada.server.sums import SecureSums
 from tests.algorithms.problems import ADAPTER_OF, MERGING, OF_LORA
+from tests.methods import NAMED
 
 from ..parties import Parties
 from ..test_parity import assert_equal, normalized, vit
@@ -39,7 +40,7 @@ class Liar(LocalTransport):
         return found
 
 
-NONE = {"fedbe", "fedbe_no_kd", "fed_ensemble", "standalone", "het_lora", "flexlora", "lora_fair", *MERGING}
+NONE = {"fedbe", "fedbe_no_kd", "fed_ensemble", "standalone", "het_lora", *MERGING}
 OF_TRANSFORMERS = {"fedalt_adapter", "fedsim_adapter"}
 LORA = {"module": {"adapter": "lora"}}
 GUARDED = {"distillation": Distillation(steps=4, batch_size=5, lr=0.05, teacher_mode="train", guard="predictions")}
@@ -47,7 +48,7 @@ AUGMENTED = {"crop_padding": 1, "flip": True, "augment_public": True}
 TRAINING_TEACHERS = {"distillation": Distillation(steps=4, batch_size=5, lr=0.05, teacher_mode="train")}
 CASES = {
     name: (name, {"module": {"adapter": "lora" if name in OF_LORA else "dual_lora"}} if name in ADAPTER_OF else {})
-    for name in sorted(set(ALGORITHMS) - NONE - OF_TRANSFORMERS - {"fedbn"})
+    for name in sorted(set(NAMED) - NONE - OF_TRANSFORMERS - {"fedbn"})
 } | {
     "fedbn": ("fedbn", {"net": normalized}),
     "weights": ("feddf", {"loop": {"weighting": "samples"}}),

@@ -17,7 +17,9 @@ import torch
 import yaml
 from jsonargparse import Namespace
 
-from perada.algorithms import ALGORITHMS, VARIANTS, make_algorithm
+from perada.algorithms import ALGORITHMS, make_algorithm
+from perada.algorithms.registry import methods
+from perada.algorithms.specs import class_path_of
 from perada.cli import main
 from perada.cli.recipes import comparison_file
 from perada.cli.runs import PeradaCLI
@@ -439,18 +441,19 @@ def test_an_algorithm_that_there_is_not_is_refused(recipe, name, says):
         main(["compare", recipe, "--algorithms", "fedavg", name])
 
 
-@pytest.mark.every(4)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_recipes_and_comparisons_mean_the_same_by_a_name(recipe, name):
-    """The name is looked up in one table: as an option, in a file, and by `perada compare`."""
-    Path("named.yaml").write_text(f"federated: {{algorithm: {name}}}\n")
-    adapter = ["--model.adapter=lora", "--model.adapter_options=null"]
+@pytest.mark.every(6)
+@pytest.mark.parametrize("name", methods())
+def test_a_row_has_the_algorithm_and_the_rule_of_its_recipe(recipe, name):
+    """Arguments in which methods of one algorithm do not differ are those of the recipe that is compared."""
+    compared = ["--model.adapter=lora", "--model.adapter_options=null", "--model.train_backbone=false"]
     cli = PeradaCLI(["--config", recipe], run=False)
-    compared = PeradaCLI(["--config", recipe, *ENTRIES[name].words(cli), *adapter], run=False).loop
-    for words in ([f"--federated.algorithm={name}"], ["--config", "named.yaml"]):
-        loop = PeradaCLI(["--config", recipe, *words, *adapter], run=False).loop
-        assert repr(loop.algorithm) == repr(compared.algorithm)
-        assert repr(loop.server_rule) == repr(compared.server_rule)
+    same_row = "perada" if name == "perada_table5" else name
+    row = PeradaCLI(["--config", recipe, *ENTRIES[same_row].words(cli), *compared], run=False).loop
+    written = PeradaCLI(["--config", recipe, "--config", f"method/{name}", *compared], run=False).loop
+    assert type(row.algorithm) is type(written.algorithm)
+    assert repr(row.server_rule) == repr(written.server_rule)
+    for option in methods()[name].options:
+        assert repr(getattr(row.algorithm, option)) == repr(getattr(written.algorithm, option))
 
 
 @pytest.mark.slow
@@ -461,9 +464,11 @@ def test_entries_are_the_named_algorithms(recipe):
         "--federated.algorithm.distill=false",
     ]
     mine, cli = type(make_algorithm("perada")), PeradaCLI(["--config", recipe], run=False)
-    assert type(cli.loop.algorithm) is mine and set(ALGORITHMS) <= set(ENTRIES)
-    for name in ALGORITHMS:
-        made, expected = algorithm(*given[:2], *ENTRIES[name].words(cli)), make_algorithm(name)
+    assert type(cli.loop.algorithm) is mine
+    assert set(methods()) - set(ENTRIES) == {"perada_table5"}  # PerAda with another learning rate
+    assert {entry.class_path for entry in ENTRIES.values()} == {class_path_of(kind) for kind in ALGORITHMS.values()}
+    for name in ENTRIES:
+        made, expected = algorithm(*given[:2], *ENTRIES[name].words(cli)), methods()[name].make()
         assert type(made) is type(expected)
         if type(made) is mine:  # the recipe's own algorithm keeps what the recipe says
             expected.prox_strength = 7
