@@ -2,7 +2,7 @@
 """Ensemble distillation of the clients' models into the global one on public images (PerAda, Algorithm 1, 19–21)."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -214,12 +214,13 @@ class TeacherBatches:
             num_batches = math.ceil(len(distinct) / PUBLIC_BATCH)
             return cls(distinct.tensor_split(num_batches), rows, True)
         # One batch per step. Statistics do not depend on the order of images, so steps on the same images, such as all
-        # of the public set, share a batch.
+        # of the public set, share a batch, in which the images are sorted.
         sorted_indices, order = indices.sort(dim=1, stable=True)
         batches, batch_of_step = torch.unique(sorted_indices, dim=0, return_inverse=True)
+        batch_size = indices.shape[1]
+        start_of_batch = batch_of_step.unsqueeze(1) * batch_size
         place_in_batch = order.argsort(dim=1)
-        rows = batch_of_step.unsqueeze(1) * indices.shape[1] + place_in_batch
-        return cls(batches.unbind(), rows, True)
+        return cls(batches.unbind(), start_of_batch + place_in_batch, True)
 
     @property
     def size(self) -> int:
@@ -249,10 +250,13 @@ def _distinct_in_order_of_use(indices: Tensor) -> tuple[Tensor, Tensor]:
             [2, 0]]))
     """
     distinct, inverse = torch.unique(indices, return_inverse=True)
-    uses = torch.arange(indices.numel())
-    first_use = torch.full_like(distinct, indices.numel()).scatter_reduce(0, inverse.flatten(), uses, "amin")
+    num_uses = indices.numel()
+    uses = torch.arange(num_uses)
+    first_use = torch.full_like(distinct, num_uses).scatter_reduce(0, inverse.flatten(), uses, "amin")
     order = first_use.argsort()
-    return distinct[order], order.argsort()[inverse]
+    # The inverse of a permutation is where each of its entries stands.
+    place_in_order = order.argsort()
+    return distinct[order], place_in_order[inverse]
 
 
 @dataclass(frozen=True)
@@ -448,7 +452,11 @@ class Distiller:
         """
         if clients.clients != 1:
             return False
-        return all(torch.equal(clients.gathered(key)[0], student[key]) for key in student if key in clients)
+        for key, value in student.items():
+            # All ranks gather the same tensor, and so leave this loop at the same name.
+            if key in clients and not torch.equal(clients.gathered(key)[0], value):
+                return False
+        return True
 
     def _refine(
         self,
@@ -541,7 +549,9 @@ class Distiller:
         If ranks share the steps, these are only this rank's rows.
         """
         device = targets.device
-        local_rows = slice(self.ranks.rank, None, self.ranks.size) if shares_steps else slice(None)
+        local_rows = slice(None)
+        if shares_steps:
+            local_rows = slice(self.ranks.rank, None, self.ranks.size)
         for step, step_indices in enumerate(self.round.progress(indices)):
             images = self.data.public_images(step_indices[local_rows], device)
             target_rows = to_device_async(batches.rows[step, local_rows], device)
@@ -620,18 +630,10 @@ class Distiller:
                 group["lr"] = options.learning_rate(step)
             logits = self._student_logits(state, images, scales, streams.fork("step", step))
             loss = distillation_loss(logits, targets, options.temperature, self.multilabel)
-            optimizer.zero_grad()
             if total_rows is not None:
                 # The gradients of all ranks then add up to that of the mean over all rows.
                 loss = loss * (len(images) / total_rows)
-            loss.backward()
-            gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-            if total_rows is not None:
-                self.ranks.sum_(gradients)
-            if scales is not None and isinstance(optimizer, MaskedOptimizer):
-                optimizer.step_rows(scales.update(gradients, STUDENT))
-            else:
-                optimizer.step()
+            self._descend(optimizer, leaves, loss, scales, ranks_share_step=total_rows is not None)
             average.update(step, trained)
             if options.validate_every and self._is_validated(step):
                 candidate = _within(region, _unstacked(state) | average.mean)
@@ -642,6 +644,26 @@ class Distiller:
         if options.validate_every:
             return best_state
         return _within(region, _unstacked(state) | average.mean)
+
+    def _descend(
+        self,
+        optimizer: torch.optim.Optimizer,
+        leaves: Sequence[Tensor],
+        loss: Tensor,
+        scales: LossScales | None,
+        ranks_share_step: bool,
+    ) -> None:
+        """Take an optimiser step on the leaves. A collective if ranks share the step, whose gradients are added up."""
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        if ranks_share_step:
+            self.ranks.sum_(gradients)
+        if scales is not None and isinstance(optimizer, MaskedOptimizer):
+            # In float16 a student whose gradient overflowed skips the step.
+            optimizer.step_rows(scales.update(gradients, STUDENT))
+        else:
+            optimizer.step()
 
     def _student_logits(self, state: State, images: Tensor, scales: LossScales | None, streams: Streams) -> Tensor:
         """Compute the logits (B, K) of the student (1, ...)."""
@@ -689,7 +711,10 @@ class _RunningMean:
 
 
 def _within(region: TrustRegion | None, state: State) -> State:
-    return state if region is None else region.project(state)
+    """Move a state into the trust region, if there is one."""
+    if region is None:
+        return state
+    return region.project(state)
 
 
 def _unstacked(stack: State) -> State:

@@ -63,15 +63,16 @@ class TrimmedMean(_Coordinatewise):
 
     def check(self, clients: int) -> None:
         """Raise an OptionError if too few clients take part in a round for any to be dropped."""
-        if floor_share(self.trim, clients) == 0:
-            need = clients + 1
-            while floor_share(self.trim, need) == 0:
-                need += 1
-            raise OptionError(
-                f"trim={self.trim!r} drops none of {clients} clients per round; sample at least {need}, or raise trim",
-                name="trim",
-                value=self.trim,
-            )
+        if floor_share(self.trim, clients) > 0:
+            return
+        enough = clients + 1
+        while floor_share(self.trim, enough) == 0:
+            enough += 1
+        raise OptionError(
+            f"trim={self.trim!r} drops none of {clients} clients per round; sample at least {enough}, or raise trim",
+            name="trim",
+            value=self.trim,
+        )
 
     def _reduce(self, ordered: Tensor) -> Tensor:
         cut = floor_share(self.trim, len(ordered))
@@ -120,16 +121,22 @@ class ModifiedLocalGD(ComposedRule):
         alpha = self.share(aggregation.round)
         if alpha == 1:
             return target
-        initial_known = aggregation.state.get("initial", {})
-        initial = initial_known | {key: aggregation.previous[key].clone() for key in target if key not in initial_known}
+        # w⁰, which the first round remembers.
+        initial = dict(aggregation.state.get("initial", {}))
+        for key in target:
+            if key not in initial:
+                # A copy, since the state before the round may be overwritten in place.
+                initial[key] = aggregation.previous[key].clone()
         aggregation.state["initial"] = initial
+
         moved = {}
         for key, end in target.items():
-            exact = torch.promote_types(end.dtype, torch.float32)
-            start = initial[key].to(end.device, exact)
             moved[key] = end
             if end.is_floating_point():
-                moved[key] = ((1 - alpha) * start + alpha * end.to(exact)).to(end.dtype)
+                exact = torch.promote_types(end.dtype, torch.float32)
+                start = initial[key].to(end.device, exact)
+                pulled_back = (1 - alpha) * start + alpha * end.to(exact)
+                moved[key] = pulled_back.to(end.dtype)
         return moved
 
 
@@ -153,22 +160,29 @@ class _Optimizer(ComposedRule):
         return result
 
     def _moved(self, aggregation: Aggregation, key: str, target: Tensor) -> Tensor:
-        exact = torch.promote_types(target.dtype, torch.float32)  # τ² and small changes would vanish in half precision
+        """Return the parameter called ``key`` after a step whose Δ leads to the ``target``."""
+        # τ² and small changes would vanish in half precision.
+        exact = torch.promote_types(target.dtype, torch.float32)
         previous = aggregation.previous[key].to(target.device, exact)
-        step = self._step(aggregation.state, key, target.to(exact) - previous)
-        return (previous + self.lr * step).to(target.dtype)
+        delta = target.to(exact) - previous
+        step = self._step(aggregation.state, key, delta)
+        moved = previous + self.lr * step
+        return moved.to(target.dtype)
 
     @abstractmethod
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
         """Compute the direction of the step for Δ = ``delta``; read and replace ``state[...][key]``."""
 
 
-def _kept(state: dict[str, State], name: str, key: str, delta: Tensor, start: float) -> Tensor:
+def _recall(state: dict[str, State], name: str, key: str, delta: Tensor, start: float) -> Tensor:
     """Return ``state[name][key]`` on Δ's device; before the first round, ``start`` everywhere."""
-    return state.get(name, {}).get(key, torch.full_like(delta, start)).to(delta)
+    remembered = state.get(name, {})
+    if key not in remembered:
+        return torch.full_like(delta, start)
+    return remembered[key].to(delta)
 
 
-def _keep(state: dict[str, State], name: str, key: str, value: Tensor) -> None:
+def _remember(state: dict[str, State], name: str, key: str, value: Tensor) -> None:
     """Set ``state[name][key]`` for the next round, without changing the dictionary that a checkpoint may hold."""
     state[name] = state.get(name, {}) | {key: value}
 
@@ -194,8 +208,9 @@ class FedAvgM(_Optimizer):
         return super().__call__(aggregation)
 
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
-        momentum = self.momentum * _kept(state, "momentum", key, delta, 0.0) + delta
-        _keep(state, "momentum", key, momentum)
+        previous_momentum = _recall(state, "momentum", key, delta, start=0.0)  # u
+        momentum = self.momentum * previous_momentum + delta
+        _remember(state, "momentum", key, momentum)
         return momentum
 
 
@@ -229,13 +244,16 @@ class FedAdam(_Optimizer):
         self.tau = tau
 
     def _step(self, state: dict[str, State], key: str, delta: Tensor) -> Tensor:
-        momentum = self.beta1 * _kept(state, "momentum", key, delta, 0.0) + (1 - self.beta1) * delta
-        _keep(state, "momentum", key, momentum)
-        variance = self._second(_kept(state, "variance", key, delta, self.tau**2), delta.square())
-        _keep(state, "variance", key, variance)
+        previous_momentum = _recall(state, "momentum", key, delta, start=0.0)  # m
+        momentum = self.beta1 * previous_momentum + (1 - self.beta1) * delta
+        _remember(state, "momentum", key, momentum)
+
+        previous_variance = _recall(state, "variance", key, delta, start=self.tau**2)  # v
+        variance = self._next_variance(previous_variance, delta.square())
+        _remember(state, "variance", key, variance)
         return momentum / (variance.sqrt() + self.tau)
 
-    def _second(self, v: Tensor, squared: Tensor) -> Tensor:
+    def _next_variance(self, v: Tensor, squared: Tensor) -> Tensor:
         """Compute the next v, given Δ²."""
         return self.beta2 * v + (1 - self.beta2) * squared
 
@@ -246,7 +264,7 @@ class FedYogi(FedAdam):
     It takes the options of :class:`FedAdam`.
     """
 
-    def _second(self, v: Tensor, squared: Tensor) -> Tensor:
+    def _next_variance(self, v: Tensor, squared: Tensor) -> Tensor:
         return v - (1 - self.beta2) * squared * torch.sign(v - squared)
 
 
@@ -265,7 +283,7 @@ class FedAdagrad(FedAdam):
     ) -> None:
         super().__init__(lr, beta1, tau=tau, aggregate=aggregate)
 
-    def _second(self, v: Tensor, squared: Tensor) -> Tensor:
+    def _next_variance(self, v: Tensor, squared: Tensor) -> Tensor:
         return v + squared
 
 
