@@ -19,7 +19,18 @@ from torch.func import functional_call
 from perada.core.checks import OptionError, check_choice
 from perada.core.rounds import CohortBatch
 from perada.core.seeding import Streams
-from perada.core.states import State, batch_norms, expand, per_client, tied_names, to_device_async, train_mode, unstack
+from perada.core.states import (
+    State,
+    batch_norms,
+    device_of,
+    expand,
+    per_client,
+    stack_size,
+    tied_names,
+    to_device_async,
+    train_mode,
+    unstack,
+)
 from perada.core.text import abbreviated
 from perada.engine.fold import Fold, fold
 from perada.engine.frozen_trunk import FrozenTrunk, find_trunk
@@ -189,18 +200,22 @@ class Engine:
             hook.remove()
         clients, rows = x.shape[:2]
         if self.kind == "folded":
+            # One pass of all clients.
             representations = head_inputs[0].reshape(clients, rows, -1)
         else:
-            representations = torch.stack([_padded(of_client.flatten(1), rows) for of_client in head_inputs])
+            # A pass for each client, without its rows of padding.
+            padded_inputs = [_padded(head_input.flatten(1), rows) for head_input in head_inputs]
+            representations = torch.stack(padded_inputs)
         return logits, representations.to(logits.dtype)
 
     def _with_own_buffers(self, states: State) -> State:
         """Copy the buffers that a norm updates in training mode: running statistics and counter."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        return {
-            key: value if key in parameters else value.clone(memory_format=torch.contiguous_format)
-            for key, value in states.items()
-        }
+        copied = dict(states)
+        for key, value in states.items():
+            if key not in parameters:
+                copied[key] = value.clone(memory_format=torch.contiguous_format)
+        return copied
 
     @property
     def has_batch_norms(self) -> bool:
@@ -232,19 +247,23 @@ class Engine:
             numbers_at_once = NUMBERS_AT_ONCE_GPU if x.is_cuda else NUMBERS_AT_ONCE_CPU
             rows = max(16, numbers_at_once // numbers_per_row)
         states_at_once = max(1, rows // len(x))
-        images_at_once = len(x) if batch_statistics else rows
-        count = len(next(iter(states.values())))
-        parts = []
+        images_at_once = rows
+        if batch_statistics:
+            # The statistics are those of all images.
+            images_at_once = len(x)
+        num_states = stack_size(states)
+        logits_of_states = []
         with torch.no_grad():
-            for start in range(0, count, states_at_once):
-                chunk = {name: value[start : start + states_at_once] for name, value in states.items()}
-                clients = min(states_at_once, count - start)
-                groups = []
-                for group in x.split(images_at_once):
-                    images = group.expand(clients, *group.shape)
-                    groups.append(self.logits(chunk, images, batch_statistics=batch_statistics))
-                parts.append(torch.cat(groups, 1))
-        return torch.cat(parts)
+            for start in range(0, num_states, states_at_once):
+                stop = min(start + states_at_once, num_states)
+                some_states = {name: value[start:stop] for name, value in states.items()}
+                logits_of_images = []
+                for some_images in x.split(images_at_once):
+                    # A view: each state is run on the same images.
+                    images = some_images.expand(stop - start, *some_images.shape)
+                    logits_of_images.append(self.logits(some_states, images, batch_statistics=batch_statistics))
+                logits_of_states.append(torch.cat(logits_of_images, 1))
+        return torch.cat(logits_of_states)
 
     def _folded(
         self,
@@ -285,8 +304,12 @@ class Engine:
         """Run one client after another."""
         outputs = []
         for client, images in enumerate(x):
-            real_images = images if counts is None else images[: counts[client]]
-            client_streams = None if streams is None else streams[client : client + 1]
+            real_images = images
+            if counts is not None:
+                real_images = images[: counts[client]]
+            client_streams: Streams | None = None
+            if streams is not None:
+                client_streams = streams[client : client + 1]
             self._fold.context.begin(1, None, client_streams)
             state = {name: value[client] for name, value in states.items()}
             logits = full_batch(self._fold.model, state, self.format(real_images), self._tied)
@@ -304,7 +327,10 @@ def _call(module: nn.Module, tensors: State, x_R: Tensor, tied: Mapping[str, str
     torch would find these itself, but would then not put the tensors of a module that stands in several places back.
     """
     if tied:
-        tensors = tensors | {name: tensors[first] for name, first in tied.items() if first in tensors}
+        tensors = dict(tensors)
+        for name, first_name in tied.items():
+            if first_name in tensors:
+                tensors[name] = tensors[first_name]
     logits: Tensor = functional_call(module, tensors, (x_R,), tie_weights=False)
     return logits
 
@@ -326,8 +352,10 @@ def row_losses(logits: Tensor, y: Tensor, multilabel: bool) -> Tensor:
         multilabel: Compute the binary cross-entropy instead, mean over labels.
     """
     if multilabel:
-        return F.binary_cross_entropy_with_logits(logits, y.to(logits), reduction="none").mean(-1)
-    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+        losses_of_labels = F.binary_cross_entropy_with_logits(logits, y.to(logits), reduction="none")
+        return losses_of_labels.mean(-1)
+    losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+    return losses.view(y.shape)
 
 
 def client_losses(logits: Tensor, y: Tensor, counts: Sequence[int], multilabel: bool) -> Tensor:
@@ -343,7 +371,8 @@ def client_means(values: Tensor, counts: Sequence[int]) -> Tensor:
     while real.dim() < values.dim():
         real = real.unsqueeze(-1)
     sums = values.where(real, 0).sum(1)
-    return sums / per_client(to_device_async(torch.tensor(counts), values.device), sums)
+    num_rows = to_device_async(torch.tensor(counts), values.device)
+    return sums / per_client(num_rows, sums)
 
 
 def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
@@ -352,7 +381,8 @@ def real_rows(counts: Sequence[int], rows: int, device: torch.device) -> Tensor:
     >>> real_rows((2, 1), 2, torch.device("cpu")).tolist()
     [[True, True], [True, False]]
     """
-    return torch.arange(rows, device=device) < to_device_async(torch.tensor(counts), device).unsqueeze(1)
+    num_real = to_device_async(torch.tensor(counts), device)
+    return torch.arange(rows, device=device) < num_real.unsqueeze(1)
 
 
 def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multilabel: bool) -> Tensor:
@@ -373,9 +403,12 @@ def ensemble(logits: Tensor, average: Literal["logits", "probabilities"], multil
         return logits[0]
     if average == "logits":
         return logits.mean(0)
+    # Sums of probabilities in place of means, since a common factor does not change what logits stand for.
     if not multilabel:
         return logits.log_softmax(-1).logsumexp(0)
-    return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
+    log_sum_present = F.logsigmoid(logits).logsumexp(0)
+    log_sum_absent = F.logsigmoid(-logits).logsumexp(0)
+    return log_sum_present - log_sum_absent
 
 
 def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clients: int, multilabel: bool) -> Tensor:
@@ -389,16 +422,17 @@ def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clie
         clients: C.
         multilabel: Whether images have several labels.
     """
-    states = unstack(members)
-    device = next(iter(members.values())).device
-    losses = torch.zeros(clients, len(states), device=device)
-    rows = torch.zeros(clients, device=device)
+    models = unstack(members)
+    device = device_of(members)
+    loss_sums = torch.zeros(clients, len(models), device=device)
+    num_images = torch.zeros(clients, device=device)
     with torch.no_grad():
         for batch in batches:
             active = len(batch.clients)
             counts = torch.tensor(batch.counts, device=device)
-            for index, state in enumerate(states):
-                logits = engine.logits(expand(state, active), batch.x, counts=batch.counts)
-                losses[:active, index] += counts * client_losses(logits, batch.y, batch.counts, multilabel)
-            rows[:active] += counts
-    return losses / rows.unsqueeze(1)
+            for index, model in enumerate(models):
+                logits = engine.logits(expand(model, active), batch.x, counts=batch.counts)
+                mean_losses = client_losses(logits, batch.y, batch.counts, multilabel)
+                loss_sums[:active, index] += counts * mean_losses
+            num_images[:active] += counts
+    return loss_sums / num_images.unsqueeze(1)

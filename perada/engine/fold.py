@@ -102,40 +102,61 @@ class _Folder:
         return self._seen[id(module)]
 
     def _replacement(self, module: nn.Module, path: str) -> nn.Module:
+        """Return what takes the place of a module, before it is wrapped."""
         kind = type(module)
         if draws(module):
             return RANDOM_TWINS[kind](module, self.context)
         trained = {name for name, value in module.named_parameters(recurse=False) if value.requires_grad}
-        if TWINS.get(kind) is StackedBatchNorm and not trained and module._buffers["running_var"] is not None:
-            return FrozenBatchNorm(module)
-        if type(module) is nn.Conv2d and not trained:
-            return FrozenConv2d(module)
-        if trained and not self._random_only:
-            all_trained = {name for name, value in module.named_parameters() if value.requires_grad}
-            if kind in TWINS and trained == all_trained:
+        if not trained:
+            substitute = _frozen_substitute(module)
+            if substitute is not None:
+                return substitute
+        elif not self._random_only:
+            trained_inside = {name for name, value in module.named_parameters() if value.requires_grad}
+            # A twin stacks a module's own parameters, and not those of modules in it.
+            if kind in TWINS and trained == trained_inside:
                 return TWINS[kind](module, self.context)
             if trained <= ROW_PARAMETERS.get(kind, frozenset()):
-                self.row_keys.update(f"{path}.{name}".lstrip(".") for name in trained)
+                for name in trained:
+                    self.row_keys.add(f"{path}.{name}".lstrip("."))
             else:
                 self.missing[path or "the model itself"] = kind.__name__
         return self._container(module, path)
 
     def _container(self, module: nn.Module, path: str) -> nn.Module:
         """Return a copy of a container with replaced children, or the container itself if none is replaced."""
-        owner = None if self._random_only else OWNER_TWINS.get(type(module))
-        param_dicts = owner.param_dicts(module) if owner else frozenset()
+        owner: Any = None
+        param_dicts: frozenset[str] = frozenset()
+        if not self._random_only:
+            owner = OWNER_TWINS.get(type(module))
+        if owner is not None:
+            param_dicts = owner.param_dicts(module)
+
         children: dict[str, nn.Module | None] = {}
+        any_replaced = False
         for name, child in module._modules.items():
-            if child is None or name in param_dicts:
-                children[name] = child
-            else:
-                children[name] = self.visit(child, f"{path}.{name}".lstrip("."))
-        if owner and param_dicts:
+            children[name] = child
+            if child is not None and name not in param_dicts:
+                replacement = self.visit(child, f"{path}.{name}".lstrip("."))
+                children[name] = replacement
+                any_replaced |= replacement is not child
+
+        if owner is not None and param_dicts:
             twin: nn.Module = owner(module, children, self.context)
             return twin
-        if all(children[name] is child for name, child in module._modules.items()):
+        if not any_replaced:
             return module
         return shell(module, children)
+
+
+def _frozen_substitute(module: nn.Module) -> nn.Module | None:
+    """Return what computes the same as a frozen layer in less time or memory; None if there is nothing."""
+    # timm's norms are subclasses of torch's. Those that are run stacked as torch's are can be run frozen as these.
+    if TWINS.get(type(module)) is StackedBatchNorm and module._buffers["running_var"] is not None:
+        return FrozenBatchNorm(module)
+    if type(module) is nn.Conv2d:
+        return FrozenConv2d(module)
+    return None
 
 
 def draws(module: nn.Module) -> bool:
