@@ -307,15 +307,16 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]]) -> None
             "vectors (1,) of zeros and ones"
         )
     all_labels = torch.cat([torch.cat(labels_of_clients) for labels_of_clients in labels_of_parts.values()])
-    used = all_labels.unique().tolist()
-    num_classes = used[-1] + 1
-    num_unused = num_classes - len(used)
+    labels_in_use = all_labels.unique().tolist()
+    num_classes = labels_in_use[-1] + 1
+    num_unused = num_classes - len(labels_in_use)
     # Negative labels are rejected later, with the client that has them.
-    if used[0] >= 0 and num_unused > len(used):
+    if labels_in_use[0] >= 0 and num_unused > len(labels_in_use):
+        present_labels = abbreviated([str(label) for label in labels_in_use])
         raise ValueError(
-            f"the labels go up to {used[-1]}, which makes {num_classes} classes, and {num_unused} of them have no "
-            f"image (there are {abbreviated([str(label) for label in used])}): number the classes from 0 without "
-            "gaps, take out images whose label means that they have none (often 255), or set "
+            f"the labels go up to {labels_in_use[-1]}, which makes {num_classes} classes, and {num_unused} of them "
+            f"have no image (there are {present_labels}): number the classes from 0 without gaps, take out images "
+            "whose label means that they have none (often 255), or set "
             f"num_classes={num_classes} if this is intended"
         )
 

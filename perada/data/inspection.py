@@ -319,13 +319,16 @@ def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> Fe
         if not problems:
             datasets.append(dataset)
             continue
-        kept = []
+        readable = []
         for index, row in enumerate(rows.tolist()):
             if row in problems:
                 messages.append(f"{name}: {problems[row]}")
             else:
-                kept.append(index)
-        datasets.append(dataset if len(kept) == length(dataset) else Subset(dataset, kept))
+                readable.append(index)
+        # The problems may be in rows that this dataset does not have.
+        if len(readable) < length(dataset):
+            dataset = Subset(dataset, readable)
+        datasets.append(dataset)
     if not messages:
         return data
     noun = "image" if len(messages) == 1 else "images"

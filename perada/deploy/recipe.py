@@ -230,9 +230,9 @@ class Recipe:
         if algorithm.compares_models:
             losses = torch.zeros(1, algorithm.modes, device=next(iter(state.values())).device)
         received = algorithm.broadcast(Broadcast(state, tensor_names, round, (0,), 1, self.loop.seed, losses))
-        kept = first_kept(algorithm.initial_client_state(state, tensor_names))
-        opened = algorithm.begin_round(kept, received, tensor_names)
-        sent = algorithm.end_round(opened, kept, received, tensor_names)[1]
+        client_state = initial_stacks(algorithm.initial_client_state(state, tensor_names))
+        opened = algorithm.begin_round(client_state, received, tensor_names)
+        _, sent = algorithm.end_round(opened, client_state, received, tensor_names)
         return _first_row(received), opened, _first_row(sent)
 
 
@@ -318,16 +318,16 @@ class Template:
     sent: State
 
 
-def first_kept(kept: Stacks) -> Stacks:
+def initial_stacks(client_state: Stacks) -> Stacks:
     """Return what one client keeps before its first round, (1, ...) by role.
 
     Tensors are contiguous like those of a store, since rounding depends on strides.
     """
     stacks: Stacks = {}
-    for role, state in kept.items():
-        stacks[role] = {
-            key: value.unsqueeze(0).clone(memory_format=torch.contiguous_format) for key, value in state.items()
-        }
+    for role, state in client_state.items():
+        stacks[role] = {}
+        for key, value in state.items():
+            stacks[role][key] = value.unsqueeze(0).clone(memory_format=torch.contiguous_format)
     return stacks
 
 

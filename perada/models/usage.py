@@ -321,9 +321,9 @@ class _Trial:
         set_state(self.model, self.states[0])
         with torch.enable_grad():
             logits = self._logits(self.model, x, training=False)
-        used = _graph_leaves(logits)
+        leaves = _graph_leaves(logits)
         parameters = dict(self.model.named_parameters())
-        unused = [key for key in self.keys if id(parameters[key]) not in used]
+        unused = [key for key in self.keys if id(parameters[key]) not in leaves]
         return EvaluationPass(logits.detach(), unused)
 
     def _more_images(self) -> Tensor:

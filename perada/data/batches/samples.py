@@ -463,12 +463,13 @@ class RoundBatches(Dataset[AnyBatch]):
         x, y, errors = self.store.read(owners, rows, key)
         assert y is not None
         failed = _messages_of_clients(errors, owners)
-        kept = [row for row in range(sum(counts)) if self.private is None or row not in errors]
-        if len(kept) < len(x):
-            x = x[kept]
-            y = y[kept]
-            kept_owners = owners[kept].tolist()
-            counts = tuple(kept_owners.count(client) for client in clients)
+        # Private training goes on without samples that cannot be read; otherwise their client fails.
+        complete_rows = [row for row in range(sum(counts)) if self.private is None or row not in errors]
+        if len(complete_rows) < len(x):
+            x = x[complete_rows]
+            y = y[complete_rows]
+            remaining_owners = owners[complete_rows].tolist()
+            counts = tuple(remaining_owners.count(client) for client in clients)
         # Private training must not know how many images of a class a client has.
         class_counts = self.store.class_counts if self.private is None else None
         return CohortBatch(

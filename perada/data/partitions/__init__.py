@@ -566,9 +566,9 @@ class Shards(LabelPartition):
         for client in range(self.num_clients):
             # The random numbers below 1 break ties.
             most_open_first = np.argsort(-(open_slots + rng.random(num_classes)))
-            chosen = most_open_first[: self.classes_per_client]
-            has_class[client, chosen] = True
-            open_slots[chosen] -= 1
+            client_classes = most_open_first[: self.classes_per_client]
+            has_class[client, client_classes] = True
+            open_slots[client_classes] -= 1
         clients_of_class = has_class.sum(0)
         scarce = np.flatnonzero(sizes < clients_of_class)
         if len(scarce):
@@ -629,9 +629,10 @@ class DominantClass(LabelPartition):
             # samples remaining; the random numbers below 1 break ties.
             order = np.argsort(-(remaining + rng.random(num_classes)))
             candidates = order[(order != k) & (remaining[order] > 0)]
-            chosen = candidates[: size - counts[client].sum()]
-            counts[client, chosen] += 1
-            remaining[chosen] -= 1
+            num_missing = size - counts[client].sum()
+            filled_up = candidates[:num_missing]
+            counts[client, filled_up] += 1
+            remaining[filled_up] -= 1
         return counts
 
 

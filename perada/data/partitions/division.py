@@ -72,12 +72,13 @@ class Division:
             raise ValueError(f"{self.dataset!r} has no labels: use it as the public set only, and another as dataset")
 
         # The server's shares are drawn from the limited training set, before the clients get the others.
-        used = self._sample("train", len(train_set), self.train_limit)
-        server_counts = [round(len(used) * share) for share in (self.public_fraction, self.validation_fraction)]
+        limited_index = self._sample("train", len(train_set), self.train_limit)
+        server_shares = (self.public_fraction, self.validation_fraction)
+        server_counts = [round(len(limited_index) * share) for share in server_shares]
         rng = np.random.default_rng(derive_seed(self.seed, "hold_out"))
-        groups = groups_of(Subset(train_set, used.tolist()))
+        groups = groups_of(Subset(train_set, limited_index.tolist()))
         public_rows, validation_rows, client_rows = split_by_group(groups, server_counts, rng)
-        train_index = used[client_rows]
+        train_index = limited_index[client_rows]
         test_index = self._sample("test", len(test_set), self.test_limit)
 
         train_split = _as_split(train_set, train_index)
@@ -85,11 +86,11 @@ class Division:
         train_rows, test_rows = divide(self.partition, train_split, test_split, self.seed)
         server_validation = None
         if len(validation_rows):
-            server_validation = Subset(train_set, used[validation_rows].tolist())
+            server_validation = Subset(train_set, limited_index[validation_rows].tolist())
         return FederatedData(
             train=[Subset(train_set, np.sort(train_index[rows]).tolist()) for rows in train_rows],
             test=[Subset(test_set, np.sort(test_index[rows]).tolist()) for rows in test_rows],
-            public=self.public_images(train_set, used[public_rows].tolist()),
+            public=self.public_images(train_set, limited_index[public_rows].tolist()),
             server_validation=server_validation,
             num_classes=train_set.num_classes,
             classes=class_names(split_of(train_set), train_set.classes, train_set.num_classes),
@@ -134,10 +135,10 @@ class Division:
         """Return the public set: ``public`` up to its limit, else the held-out training images, or None."""
         if self.public is None:
             return Subset(train, held_out) if held_out else None
-        chosen = self._sample("public", len(self.public), self.public_limit)
-        if len(chosen) == len(self.public):
+        limited_index = self._sample("public", len(self.public), self.public_limit)
+        if len(limited_index) == len(self.public):
             return self.public
-        return Subset(self.public, chosen.tolist())
+        return Subset(self.public, limited_index.tolist())
 
 
 def _as_split(images: ImageSet, index: Array) -> Split:
@@ -222,8 +223,8 @@ def identities_of(dataset: Dataset[Any]) -> Array | None:
     identities = base.identities
     if identities is None:
         return None
-    chosen: Array = identities[rows]
-    return chosen
+    identities_of_rows: Array = identities[rows]
+    return identities_of_rows
 
 
 def groups_of(dataset: Dataset[Any]) -> Array:

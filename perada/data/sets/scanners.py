@@ -448,16 +448,20 @@ class Scanners(ImageSet):
         scans = self._scans
         scanned = torch.empty_like(images)
         for number, name in enumerate(self.names):
-            chosen = np.flatnonzero(scans.scanner[places] == number)
+            scanner_rows = np.flatnonzero(scans.scanner[places] == number)
+            num_parts = max(1, len(scanner_rows) // _AT_ONCE)
             # In parts: the arithmetic takes 64 bits a pixel, and some scanners several times that.
-            for part in np.array_split(chosen, max(1, len(chosen) // _AT_ONCE)):
-                keys = zip(scans.source[places[part]].tolist(), scans.row[places[part]].tolist(), strict=True)
-                seeds = [derive_seed(self.seed, "scanner", self._split_of(source), row) for source, row in keys]
+            for part in np.array_split(scanner_rows, num_parts):
+                sources = scans.source[places[part]].tolist()
+                rows = scans.row[places[part]].tolist()
+                seeds = []
+                for source, row in zip(sources, rows, strict=True):
+                    seeds.append(derive_seed(self.seed, "scanner", self._split_of(source), row))
                 scanned[part] = scan(images[part], name, seeds)
         return scanned
 
     def _split_of(self, source: int) -> int:
-        """Which split of the set one of the sources is: 1 for training."""
+        """Return which split of the set one of the sources is: 1 for training, else 0."""
         return int(self._scans.sources[source].train)
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -341,12 +342,12 @@ class HuggingFace(ListedImages):
         for value in values:
             labels = value if has_lists else [value]
             words_of_images.append([str(names.get(label, label)) for label in labels])
-        used = {word for words in words_of_images for word in words}
-        if names and not used <= {*names.values()}:
+        words_in_use = set(chain.from_iterable(words_of_images))
+        if names and not words_in_use <= {*names.values()}:
             raise OptionError(
                 f"label: {self.name} has classes in {column} that have no name; take their rows out", name="label"
             )
-        classes = tuple(name for name in names.values() if name in used) or None
+        classes = tuple(name for name in names.values() if name in words_in_use) or None
         if has_lists:
             return number_labels(words_of_images, classes)
         return number_labels([words[0] for words in words_of_images], classes)

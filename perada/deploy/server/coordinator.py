@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,19 @@ MAX_SPOILED_ROUNDS = 2
 """After so many spoiled rounds in a row the model from before the last sum is restored."""
 
 log = logging.getLogger("perada.deploy")
+
+
+@dataclass(frozen=True)
+class _Replies:
+    """What sites answered.
+
+    Attributes:
+        asked: The sites that were asked, spare ones among them.
+        answered: Responses and tensors by the name of the site, in the order in which they came.
+    """
+
+    asked: list[str]
+    answered: dict[str, tuple[Response, State]]
 
 
 class Coordinator:
@@ -245,30 +258,28 @@ class Coordinator:
 
     def _ask(
         self,
-        asked: list[str],
+        names: Sequence[str],
         message_for: Callable[[str], bytes],
         expected_for: Callable[[str], State],
         end: float,
         record: RoundRecord,
         enough: int | None = None,
         spare: Sequence[str] = (),
-    ) -> dict[str, tuple[Response, State]]:
+    ) -> "_Replies":
         """Ask sites until all or enough have answered, or the time is over.
 
         A site whose failure is transient is asked again; one that fails for good is replaced by a spare one.
 
         Args:
-            asked: Sites to ask; spare ones are added.
+            names: Sites to ask.
             message_for: Returns the message for a site.
             expected_for: Returns an example of the tensors that a site must send.
             end: When the time is over, as of ``time.monotonic``.
             record: Record that gets the codes of sites that failed.
             enough: Number of responses after which not to wait for others; None for all.
             spare: Sites that may be asked in place of others, in this order.
-
-        Returns:
-            Responses and tensors in the order in which they came.
         """
+        asked = list(names)
         responses: dict[str, tuple[Response, State]] = {}
         num_places = len(asked)
         spare = list(spare)
@@ -277,12 +288,14 @@ class Coordinator:
             replaceable = [name for name, code in record.failed.items() if code not in (*TRANSIENT, "broken")]
             while spare and sum(name not in replaceable for name in asked) < num_places:
                 asked.append(spare.pop(0))
-            pending = [
-                name for name in asked if name not in responses and record.failed.get(name) in (None, *TRANSIENT)
-            ]
+            pending = []
+            for name in asked:
+                may_answer = record.failed.get(name) in (None, *TRANSIENT)
+                if name not in responses and may_answer:
+                    pending.append(name)
             num_wanted = len(pending) if enough is None else enough - len(responses)
             if not pending or num_wanted <= 0:
-                return responses
+                return _Replies(asked, responses)
             messages = {name: message_for(name) for name in pending}
             specs = {name: spec_of(expected_for(name)) for name in pending}
             seconds = end - time.monotonic()
@@ -295,7 +308,7 @@ class Coordinator:
             still_failed = {name: code for name, code in record.failed.items() if name not in answered}
             record.failed = still_failed | failed
             if time.monotonic() >= end:
-                return responses
+                return _Replies(asked, responses)
             if not answered and failed:
                 time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
 
@@ -324,16 +337,16 @@ class Coordinator:
         numbers = self.roster.numbers
         record = RoundRecord(self.progress.done)
         connected = self.transport.names()
-        asked = [name for name in numbers if name in connected]
+        names = [name for name in numbers if name in connected]
         end = time.monotonic() + self.terms.deadline
 
         def message_for(name: str) -> bytes:
             return pack(self._request(kind, numbers[name], **fields), tensors)
 
-        answered = self._ask(asked, message_for, lambda _: {}, end, record)
+        replies = self._ask(names, message_for, lambda _: {}, end, record)
         for name, code in record.failed.items():
             log.warning("%s: site %s: %s", kind, name, code, extra={"site": name})
-        return {name: response for name, (response, _) in answered.items()}, record.failed
+        return {name: response for name, (response, _) in replies.answered.items()}, record.failed
 
     def _gather_sites(self, end: float) -> list[int]:
         """Wait until enough sites are connected.
@@ -460,7 +473,6 @@ class Coordinator:
         progress = self.progress
         terms = self.terms
         numbers = self.roster.numbers
-        asked = list(progress.asked)
         spare = [name for name in names if name not in progress.asked]
         full_update = self.recipe.sent(record.round)
 
@@ -474,24 +486,26 @@ class Coordinator:
 
         # Sites whose training broke do not count here: they answer quickly, and must take nobody's place.
         enough = terms.min_sites if terms.late == "skip" else None
-        answered = self._ask(asked, message_for, expected_for, end, record, enough, spare)
+        replies = self._ask(progress.asked, message_for, expected_for, end, record, enough, spare)
+        answered = replies.answered
         if terms.late == "skip":
             for name in list(answered)[terms.min_sites :]:  # the first ones count
                 del answered[name]
                 record.failed[name] = "late"
         num_answered = len(answered) + sum(code == "broken" for code in record.failed.values())
         if num_answered < terms.min_sites:
-            missing = {name: record.failed.get(name, "late") for name in asked if name not in answered}
+            missing = {name: record.failed.get(name, "late") for name in replies.asked if name not in answered}
             raise TimeoutError(self._too_few_message(f"round {progress.done + 1}", num_answered, missing, begin))
-        record.asked = asked
+        record.asked = replies.asked
         record.answered = list(answered)
         record.outside = dict(self.roster.outside)
         connected = set(self.transport.names())
-        record.away = [
-            member.name
-            for member in progress.roster
-            if not member.left and member.name not in connected and member.name not in asked
-        ]
+        away = []
+        for member in progress.roster:
+            is_absent = member.name not in connected and member.name not in replies.asked
+            if is_absent and not member.left:
+                away.append(member.name)
+        record.away = away
         return answered
 
     def _close_round(self, record: RoundRecord, answered: Mapping[str, tuple[Response, State]]) -> None:
@@ -659,13 +673,13 @@ class Coordinator:
             expected = {MASKED: torch.zeros(vector_size, dtype=torch.uint64)} if vector_size else {}
             step_record = RoundRecord(record.round)
             end = time.monotonic() + self.terms.deadline / len(SUM_KINDS)
-            step_answers = self._ask(list(step_contents), message_for, lambda _: expected, end, step_record)
+            replies = self._ask(list(step_contents), message_for, lambda _: expected, end, step_record)
             if kind == "mask":
-                record.masked = sorted(step_answers)
+                record.masked = sorted(replies.answered)
             record.failed |= step_record.failed
             record.up += step_record.up
             record.down += step_record.down
-            return step_answers
+            return replies.answered
 
         def terms(attempt: int) -> SumTerms:
             return SumTerms(progress.run, progress.done, progress.recipe, contents.options, attempt, of=of)

@@ -20,7 +20,7 @@ from perada.data.batches.samples import EvalBatches, MapStore, RoundBatches, Sam
 from perada.data.federated import FederatedData
 from perada.data.fingerprints import Fingerprint, fingerprint_of
 from perada.deploy.protocol import RefusalError, Request
-from perada.deploy.recipe import Recipe, first_kept, labels_digest
+from perada.deploy.recipe import Recipe, initial_stacks, labels_digest
 from perada.deploy.site.budget import SiteBudget
 from perada.deploy.site.file import Limits
 from perada.deploy.site.level import SitePrivacy
@@ -320,7 +320,7 @@ class Client:
             if tuning:
                 algorithm, _ = self._tuning()
                 shared = to_device(received, self.recipe.device)
-                client_state = first_kept(algorithm.initial_client_state(shared, self.module.tensor_names))
+                client_state = initial_stacks(algorithm.initial_client_state(shared, self.module.tensor_names))
                 start = self._sent(algorithm, request, shared)
             else:
                 client_state = self._client_state(state)
@@ -351,8 +351,8 @@ class Client:
         if not self.images.public_size:
             raise RefusalError("the recipe distils, and has no public images here", "other")
         if round not in self._public_digests:
-            used = self.images.used(recipe.loop.distillation, round)
-            self._public_digests = {round: self.images.digest(used)}
+            indices = self.images.used(recipe.loop.distillation, round)
+            self._public_digests = {round: self.images.digest(indices)}
         return self._public_digests[round]
 
     def update_vector(self, state: RunState, num_sites: int, shared_metric_names: Collection[str]) -> Uint64Vector:
@@ -454,7 +454,7 @@ class Client:
         """Return what the client has kept, (1, ...) by role."""
         if state.training.client_state is not None:
             return _to(state.training.client_state, self.recipe.device)
-        return first_kept(
+        return initial_stacks(
             self.settings.algorithm.initial_client_state(self.recipe.template.initial, self.module.tensor_names)
         )
 
