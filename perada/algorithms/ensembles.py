@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithms of several global models: FedBE and Fed-ensemble."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -122,8 +122,11 @@ class FedBE(Algorithm):
         spread = {}
         for name, value in mean_model.items():
             if SQUARE + name in mean_squares:
-                variance = mean_squares[SQUARE + name] / SCALE - (value - server.previous[name]).square()
-                spread[name] = variance.clamp(min=0).sqrt()  # rounding may leave less than 0
+                mean_of_squares = mean_squares[SQUARE + name] / SCALE
+                mean_change = value - server.previous[name]
+                variance = mean_of_squares - mean_change.square()
+                # Rounding may leave less than 0.
+                spread[name] = variance.clamp(min=0).sqrt()
         return draw_gaussian(mean_model, spread, self.samples, random)
 
     def members(self, global_state: State, server_state: dict[str, State]) -> State:
@@ -194,14 +197,18 @@ def sample_models(
         spread = {}
         for key, value in floating.items():
             if not key.endswith(UNDRAWN):
-                variance = mean({key: (value - center[key]).square()}, weights)[key]
+                squared_deviations = (value - center[key]).square()
+                variance = mean({key: squared_deviations}, weights)[key]
                 spread[key] = variance.sqrt()
         return draw_gaussian(center, spread, samples, random)
     mixed = {}
     for key, value in floating.items():
-        shares_of_clients = shares.to(value).view(samples, len(weights), *[1] * (value.dim() - 1))
+        axes_of_one_model = [1] * (value.dim() - 1)
+        shares_of_clients = shares.to(value).view(samples, len(weights), *axes_of_one_model)
         mixed[key] = (shares_of_clients * value).sum(1)
-    return draw_gaussian(center, {}, samples, random) | mixed
+    # Without a spread these are copies of the center, of which the counters stay.
+    copies_of_center = draw_gaussian(center, {}, samples, random)
+    return copies_of_center | mixed
 
 
 MODE = "mode"
@@ -330,20 +337,25 @@ class FedEnsemble(AlgorithmWrapper):
             strata = self.strata or min(self.modes, sending.num_clients)
             schedule = mode_schedule(sending.seed, sending.round, sending.num_clients, self.modes, strata)
             modes = schedule[list(sending.clients)]
-        # What clients would receive of each mode, of which they get one row each.
-        of_modes = [self.base.broadcast(replace(sending, global_state=mode)) for mode in unstack(sending.global_state)]
-        received = of_modes[0]
-        if self.modes > 1:
-            mode_numbers = modes.tolist()
-            received = {}
-            for key in of_modes[0]:
-                rows = [of_modes[mode][key][client] for client, mode in enumerate(mode_numbers)]
-                received[key] = torch.stack(rows)
         device = device_of(sending.global_state)
         numbers = {MODE: modes.to(device)}
         if self.keeps == "best":
             numbers[BEST] = best.to(device)
-        return received | numbers
+        return self._broadcast_modes(sending, modes) | numbers
+
+    def _broadcast_modes(self, sending: Broadcast, modes: Tensor) -> State:
+        """Return what the base sends each client of its mode in ``modes`` (C,)."""
+        # What all clients would receive of each mode.
+        stacks = []
+        for mode in unstack(sending.global_state):
+            stacks.append(self.base.broadcast(replace(sending, global_state=mode)))
+        if self.modes == 1:
+            return stacks[0]
+        received = {}
+        for key in stacks[0]:
+            rows = [stacks[mode][key][client] for client, mode in enumerate(modes.tolist())]
+            received[key] = torch.stack(rows)
+        return received
 
     def begin_round(self, client_state: Stacks, received: State, tensor_names: TensorNames) -> Stacks:
         """Train the stacks of the base."""
@@ -366,25 +378,9 @@ class FedEnsemble(AlgorithmWrapper):
         modes = unstack(clone(server.previous))
         for mode in sorted(set(mode_of_client)):
             rows = [row for row, trained_mode in enumerate(mode_of_client) if trained_mode == mode]
-            weights = server.weights
-            clients = server.clients
-            if len(rows) < len(clients):
-                weights = weights[rows] / weights[rows].sum()
-                clients = tuple(clients[row] for row in rows)
-            # A mode has the server's tensors under names of its own.
+            # Each mode has tensors of the server, which are told apart by a prefix.
             prefix = f"mode_{mode}/"
-            mode_state: dict[str, State] = {}
-            for name, state in server.state.items():
-                if name.startswith(prefix):
-                    mode_state[name.removeprefix(prefix)] = state
-            step_of_mode = replace(
-                server,
-                clients=clients,
-                previous=modes[mode],
-                updates=server.updates.part(rows, without=(MODE,)),
-                weights=weights,
-                state=mode_state,
-            )
+            step_of_mode = _part_of_step(server, rows, modes[mode], prefix)
             modes[mode] = modes[mode] | self.base.server_step(step_of_mode)
             for name, state in step_of_mode.state.items():
                 server.state[prefix + name] = state
@@ -399,6 +395,34 @@ class FedEnsemble(AlgorithmWrapper):
         if self.keeps == "best":
             return gather(global_state, client_state[BEST][BEST].tolist())
         return self.base.personal(client_state, global_state)
+
+
+def _part_of_step(server: ServerStep, rows: Sequence[int], mode: State, prefix: str) -> ServerStep:
+    """Return the server's step for one mode.
+
+    Args:
+        server: The step for all modes.
+        rows: The clients that trained the mode, by their place.
+        mode: The mode before the round.
+        prefix: Prefix of the names of the server's tensors of this mode.
+    """
+    clients = server.clients
+    weights = server.weights
+    if len(rows) < len(clients):
+        clients = tuple(clients[row] for row in rows)
+        weights = weights[rows] / weights[rows].sum()
+    mode_state: dict[str, State] = {}
+    for name, state in server.state.items():
+        if name.startswith(prefix):
+            mode_state[name.removeprefix(prefix)] = state
+    return replace(
+        server,
+        clients=clients,
+        previous=mode,
+        updates=server.updates.part(rows, without=(MODE,)),
+        weights=weights,
+        state=mode_state,
+    )
 
 
 def _stacked(states: list[State]) -> State:
