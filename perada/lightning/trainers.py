@@ -53,35 +53,43 @@ def default_components(
         callbacks: The trainer's callbacks.
 
     Returns:
-        Options that replace the trainer's, and further callbacks.
+        Options that take the place of the trainer's, and further callbacks.
     """
-    replaced: dict[str, Any] = {}
-    added: list[pl.Callback] = []
+    default_options: dict[str, Any] = {}
+    default_callbacks: list[pl.Callback] = []
     has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    if options.get("enable_progress_bar") is not False and not has_bar:
-        added.append(round_progress())
+    wants_bar = options.get("enable_progress_bar") is not False
+    if wants_bar and not has_bar:
+        default_callbacks.append(round_progress())
 
     has_logger = options.get("logger") is not False
     writers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-    saves = options.get("enable_checkpointing")
-    if saves is None and not has_logger:
+    checkpointing = options.get("enable_checkpointing")
+    if checkpointing is None and not has_logger:
         # Lightning would add a ModelCheckpoint of its own, which writes below default_root_dir.
-        saves = bool(writers)
-        replaced["enable_checkpointing"] = saves
-    # A callback such as OnExceptionCheckpoint does not replace the checkpoints of the rounds. Without a logger there is
-    # no folder for these, and any callback that writes checkpoints is enough.
-    writes_rounds = any(isinstance(writer, ModelCheckpoint) for writer in writers)
-    if saves is not False and not writes_rounds and (has_logger or not writers):
-        added.append(RoundCheckpoint())
+        checkpointing = bool(writers)
+        default_options["enable_checkpointing"] = checkpointing
+    if has_logger:
+        # A callback such as OnExceptionCheckpoint does not replace the checkpoints of the rounds.
+        has_writer = any(isinstance(writer, ModelCheckpoint) for writer in writers)
+    else:
+        # There is no folder for these, and any callback that writes checkpoints is enough.
+        has_writer = bool(writers)
+    if checkpointing is not False and not has_writer:
+        default_callbacks.append(RoundCheckpoint())
 
     if options.get("logger") in (None, True):
-        replaced["logger"] = CSVLogger(options.get("default_root_dir") or ".")
-    replaced["strategy"] = choose_strategy(options.get("strategy"), options["devices"], options.get("num_nodes", 1))
-    return replaced, added
+        folder = options.get("default_root_dir") or "."
+        default_options["logger"] = CSVLogger(folder)
+    num_nodes = options.get("num_nodes", 1)
+    default_options["strategy"] = choose_strategy(options.get("strategy"), options["devices"], num_nodes)
+    return default_options, default_callbacks
 
 
 def as_callback_list(callbacks: pl.Callback | list[pl.Callback] | None) -> list[pl.Callback]:
     """Return the callbacks of a trainer, which Lightning takes as none, one or a list, as a list."""
+    if callbacks is None:
+        return []
     if isinstance(callbacks, list):
         return callbacks
-    return [callbacks] if callbacks else []
+    return [callbacks]
