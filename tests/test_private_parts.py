@@ -345,6 +345,7 @@ class Layer:
             "--layer=argparse.Action",
             'Parser key "layer":\n  Import path argparse.Action does not correspond to a subclass of Layer',
         ),
+        ("--print_config=foo", 'Invalid option "foo" for --print_config'),
         ("--layer=Layr", 'Parser key "layer":\n  Expected a dot import path string: Layr'),
         (
             f'--layer={{"class_path": "{__name__}.Layer", "init_args": {{"sizes": 3}}}}',
@@ -356,6 +357,7 @@ class Layer:
 def test_jsonargparse_words_its_errors_as_the_program_reads_them(word, message):
     """``perada/cli/parser_errors.py`` finds options and values in these texts, since the errors have no attributes."""
     parser = ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config")
     parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--mode", type=Literal["a", "b"], default="a")
     parser.add_argument("--layer", type=Layer)

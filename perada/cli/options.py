@@ -169,7 +169,13 @@ def nearest(wrong_name: str, options: Collection[str]) -> list[str]:
     ['trainer.max_epochs']
     >>> nearest("model.adaptr", ["model.adapter", "data.dataset"])
     ['model.adapter']
+    >>> nearest("federated.privacy.max_norm", ["privacy", "client_privacy"])
+    ['privacy.max_norm']
     """
+    # The loop takes these sections, so they are looked for in its own.
+    without_loop = wrong_name.removeprefix("federated.")
+    if without_loop.partition(".")[0] in LINKED_SECTIONS and _exists(without_loop, options):
+        return [without_loop]
     section, _, last = wrong_name.rpartition(".")
     # What each word may stand for: the last part of an option's name, or a name used elsewhere.
     meanings: dict[str, list[str]] = {}

@@ -41,6 +41,7 @@ def option_error(message: str, typed: Mapping[str, str], options: list[str]) -> 
         or unknown_option(message, options)
         or wrong_type(message, typed)
         or wrong_class(message, typed)
+        or wrong_flag(message)
     )
 
 
@@ -56,6 +57,22 @@ def missing_value(message: str, typed: Mapping[str, str]) -> OptionError | None:
     name = typed.get(match[1], f"--{match[1]}")
     remedy = f"write {name} VALUE"
     return OptionError(f"{name}: a value is missing; {remedy}", name=match[1], remedy=remedy)
+
+
+def wrong_flag(message: str) -> OptionError | None:
+    """Return the error of a value of ``--print_config``; None if a message is about something else.
+
+    >>> wrong_flag('Invalid option "foo" for --print_config').value
+    'foo'
+    """
+    match = re.fullmatch(r'Invalid option "(?P<value>.*)" for (?P<option>--\w+)', message)
+    if match is None:
+        return None
+    option = match["option"]
+    value = match["value"]
+    remedy = "must be skip_default, skip_unset or both with a comma between"
+    message = f"{option}: {remedy}, got {value!r}; {option} prints all"
+    return OptionError(message, name=option.removeprefix("--"), value=value, remedy=remedy)
 
 
 def rejected_option(error: BaseException) -> OptionError | None:

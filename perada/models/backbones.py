@@ -137,6 +137,7 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
             if candidate.out_features == num_classes:
                 head = path
                 layer = candidate
+    _check_names(model, name)
     if "default" in head.split("."):
         raise ValueError(f"the head {head!r} of backbone {name!r} contains PEFT's adapter name 'default'; rename it")
     if num_classes is not None and layer.out_features != num_classes:
@@ -148,6 +149,17 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
         )
     return_logits(model, layer.out_features)
     return Backbone(model, name, head, getattr(model, IMAGE, None))
+
+
+def _check_names(model: nn.Module, name: str) -> None:
+    """Raise an OptionError for a module with a name of PEFT's wrappers, which perada removes from names of tensors."""
+    for path, _ in model.named_modules():
+        for part in path.split("."):
+            if part in ("base_layer", "original_module", "modules_to_save"):
+                problem = (
+                    f"has a module {path!r}, which is a name of PEFT's own modules; rename it, or merge PEFT's adapter"
+                )
+                raise _backbone_error(name, problem)
 
 
 def _check_copyable(network: nn.Module, name: str) -> None:

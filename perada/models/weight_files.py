@@ -98,6 +98,16 @@ def weights_file(source: str) -> str:
     return str(path)
 
 
+def check_weights(backbone: str | nn.Module, pretrained: bool | str) -> None:
+    """Raise a FileNotFoundError if ``pretrained`` names a file or folder of a timm model that does not exist.
+
+    Weights of the Hub are not looked for.
+    """
+    is_of_timm = isinstance(backbone, str) and not backbone.startswith("hf:")
+    if is_of_timm and isinstance(pretrained, str) and pretrained != LITE0:
+        weights_file(pretrained)
+
+
 def load_weights(model: nn.Module, source: str, head: str) -> None:
     """Load a local file (or folder, or ``LITE0``) into a timm model or a CharLSTM, in full or not at all.
 

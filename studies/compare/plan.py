@@ -16,6 +16,7 @@ from jsonargparse import Namespace
 from perada.core.checks import check_installed
 from perada.core.text import near_names
 from perada.federation.metrics import score_names
+from perada.models.weight_files import check_weights
 from perada.studies.compare.entries import ENTRIES, entry_of
 from perada.studies.compare.file import leaves
 from perada.studies.compare.grid import (
@@ -310,7 +311,7 @@ class Plan:
 
     def _check_row(self, row: Row) -> None:
         """Raise if a run of a row cannot be built, or cannot be chosen for."""
-        cli = self.make_cli(self.job(row, self.seeds[0], "run", {}).args)
+        cli = self._make_checked_cli(self.job(row, self.seeds[0], "run", {}))
         grid = self.grids[row.algorithm]
         global_scores = [name for name in self.options.choose_by if name.startswith("global/")]
         if grid and global_scores and not cli.loop.algorithm.global_model:
@@ -332,9 +333,15 @@ class Plan:
         for point in corners(grid):
             job = self.job(row, self.seeds[0], "tune", point)
             try:
-                self.make_cli(job.args)
+                self._make_checked_cli(job)
             except Exception as error:  # a parser's, or any class's
                 raise ValueError(f"--tune {' '.join(words(point))} with {job.label}: {error}") from error
+
+    def _make_checked_cli(self, job: Job) -> Any:  # noqa: ANN401  # a LightningCLI, which this package does not import
+        """Build a run without its model, and raise a FileNotFoundError if the model's weights are missing."""
+        cli = self.make_cli(job.args)
+        check_weights(cli.model.backbone, cli.model.pretrained)
+        return cli
 
     def _set_signs(self, lower_is_better: Mapping[str, bool]) -> None:
         """Prefix the scores to choose by with a minus if lower values are better.

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What jsonargparse's errors say: facts for those who handle them, and one plain sentence for those who read them."""
 
+from argparse import ArgumentError
+
 import pytest
 import yaml
 
+from perada.cli import main
 from perada.cli.messages import one_line
 from perada.cli.parser_errors import missing_module, option_error
 from perada.cli.runs import PeradaCLI, _option_of
@@ -95,6 +98,28 @@ def test_the_option_is_a_fact_of_the_error(tmp_path, words, option):
     error = refused(tmp_path, *words)
     assert error.option == option
     assert [fragment for fragment in FRAGMENTS[1:] if fragment in one_line(error)] == []
+
+
+@pytest.mark.parametrize(
+    ("word", "proposal"),
+    [
+        ("--federated.distillation.steps=3", "--distillation.steps"),
+        ("--federated.training.lr_local=3", "--training.lr_local"),
+        ("--federated.privacy.max_norm=3", "--privacy.max_norm"),
+    ],
+)
+def test_an_option_of_a_section_that_the_loop_takes_is_found_in_its_section(tmp_path, word, proposal):
+    assert one_line(refused(tmp_path, word)) == f"unrecognized arguments: {word}; did you mean {proposal}?"
+    with pytest.raises(ArgumentError, match=rf"unrecognized arguments: .*; did you mean {proposal}\?"):
+        main(["fit", word])
+
+
+def test_a_flag_that_print_config_does_not_have_is_refused(tmp_path):
+    error = refused(tmp_path, "--print_config=foo")
+    assert (error.option, error.value) == ("print_config", "foo")
+    assert one_line(error).startswith(
+        "--print_config: must be skip_default, skip_unset or both with a comma between, got 'foo'"
+    )
 
 
 def test_a_message_about_something_else_is_left_alone():

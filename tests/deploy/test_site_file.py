@@ -98,6 +98,12 @@ def test_reading_it_needs_no_torch(tmp_path):
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("command", ["site", "check"])
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path, command):
+    with pytest.raises(IsADirectoryError, match=r"' is a folder; give the site's file in it, such as .*/site\.yaml"):
+        main(["deploy", command, str(tmp_path)])
+
+
 @pytest.mark.slow
 def test_a_federation_on_this_machine_by_its_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

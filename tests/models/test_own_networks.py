@@ -159,6 +159,18 @@ class Lazy(Network):
         self.out = nn.LazyLinear(3)
 
 
+class NamedLikeALayerOfPEFT(Network):
+    def __init__(self):
+        super().__init__()
+        self.base_layer = nn.Linear(4, 3)
+
+
+class WithAModuleNamedLikeALayerOfPEFT(Network):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.ModuleDict({"original_module": nn.Linear(4, 4)})
+
+
 def traced():
     return torch.jit.trace(Network().eval(), IMAGES)
 
@@ -172,6 +184,8 @@ def traced():
             r"holds 'mix.weight', a tensor computed .* torch.nn.utils.parametrizations.weight_norm",
         ),
         (Lazy, r"has no shape for 'out.weight' yet; call the network once"),
+        (NamedLikeALayerOfPEFT, r"has a module 'base_layer', which is a name of PEFT's own modules; rename it"),
+        (WithAModuleNamedLikeALayerOfPEFT, r"has a module 'block.original_module', which is a name of PEFT's own"),
         (traced, r"is compiled by TorchScript, .* pass the original network"),
     ],
 )

@@ -106,8 +106,11 @@ def read_site(path: Path) -> SiteFile:
 
     Raises:
         FileNotFoundError: If the file, or a recipe, is missing.
+        IsADirectoryError: If the path is that of a folder.
         ValueError: If an entry is invalid; the message names it.
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder; give the site's file in it, such as {path / 'site.yaml'}")
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} is not there; give the site's file, such as site.yaml")
     content = read_yaml(path, "name: st-marys")

@@ -1081,6 +1081,14 @@ def test_what_contradicts_itself_is_refused_before_anything_runs(recipe, words, 
         main(["compare", recipe, *words])
 
 
+@pytest.mark.parametrize("option", ["--model.pretrained", "--vary=model.pretrained", "--tune=model.pretrained"])
+def test_weights_that_are_missing_are_noticed_before_anything_runs(recipe, tmp_path, option):
+    """Those of the recipe are there."""
+    with pytest.raises((FileNotFoundError, ValueError), match=r"nowhere\.safetensors.*there is no such file or folder"):
+        main(["compare", recipe, f"{option}=nowhere.safetensors", "--output", str(tmp_path / "results.json")])
+    assert not (tmp_path / "results.json").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
