@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A site's audit log: a line for each request, with what was answered and what left, in a chain of hashes.
+"""A site's audit log: a hash chain with a line for each request, its reply and what left the site.
 
 ``audit.jsonl`` only grows. A line is JSON with sorted keys and no spaces. It holds its number, the digest of the line
 before it, and its own digest. ``audit.head`` holds the number and the digest of the last line, so that lines that are
@@ -43,10 +43,10 @@ LOG = "audit.jsonl"
 HEAD = "audit.head"
 STATE = "state.safetensors"
 """Name of the file with a site's state."""
-REMEDY = "put the newest copy of the whole folder in its place, or begin another log by `perada deploy audit --begin`"
+REMEDY = "restore the newest copy of the entire folder, or start a new log with `perada deploy audit --begin`"
 OLD_STATE_REMEDY = (
-    "put the newest copy of the whole folder in its place. If there is none, have the runs stopped that the site takes "
-    "part in, and accept this copy by `perada deploy audit --begin`; the site's limits then lack what was spent since"
+    "restore the newest copy of the entire folder. If there is none, have the site's runs stopped, and accept this "
+    "copy with `perada deploy audit --begin`; the site's limits then miss what was spent since"
 )
 _LOCK_BYTES = 160
 """Size of the lock file."""
@@ -54,7 +54,7 @@ Entry = dict[str, Any]
 
 
 class Tip(NamedTuple):
-    """How far a log goes.
+    """Position of the last line of a log.
 
     Attributes:
         lines: Number of lines.
@@ -71,7 +71,7 @@ NOTHING = Tip()
 
 @dataclass(frozen=True)
 class Committed:
-    """What a site's state says of itself; the defaults are those of a site without one.
+    """Counters in a site's saved state; the defaults are those of a site without one.
 
     Attributes:
         commits: How often the state was written, in all runs together.
@@ -88,7 +88,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class HighWaterMark:
-    """The furthest point that a site is known to have reached, which the folder's lock file holds.
+    """The furthest point that a site is known to have reached, stored in the folder's lock file.
 
     Attributes:
         tip: How far the log was.
@@ -122,9 +122,9 @@ class LogContent(NamedTuple):
     """Content of a log.
 
     Attributes:
-        entries: Entries that follow one another, from the first.
-        torn: Bytes behind them.
-        problem: What is wrong with the first line that is not an entry; "" if all lines are.
+        entries: Valid entries without a gap, from the first.
+        torn: Bytes after them.
+        problem: What is wrong with the first invalid line; "" if all lines are valid.
         head: Content of the file beside the log; None if there is none.
     """
 
@@ -135,12 +135,12 @@ class LogContent(NamedTuple):
 
     @property
     def tip(self) -> Tip:
-        """Where the entries end."""
+        """Position of the last entry."""
         return Tip(len(self.entries), self.entries[-1][KEY]) if self.entries else Tip()
 
 
 def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object]) -> Entry:
-    """Describe a message and its reply. Of the site's content it holds names of tensors and facts, and no values.
+    """Describe a message and its reply. The entry holds names of the site's tensors and facts, but no values.
 
     Args:
         message: Message as it came.
@@ -184,7 +184,7 @@ def make_entry(message: bytes, reply: bytes, spent: Callable[[Request], object])
 
 
 def _fact_names(facts: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the names of facts, with those of nested ones, such as ``counts.personal``."""
+    """Return the names of facts, including nested ones such as ``counts.personal``."""
     names = []
     for key, value in sorted(facts.items()):
         if isinstance(value, Mapping) and value:
@@ -195,7 +195,7 @@ def _fact_names(facts: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 class AuditLog:
-    """The log in a state folder, which has one writer.
+    """The audit log in a state folder; it has a single writer.
 
     Args:
         folder: State folder of the site, which is locked.
@@ -204,7 +204,7 @@ class AuditLog:
         tip: How far the log goes.
 
     Raises:
-        ValueError: If the log is not what was written; see :func:`check_chain`.
+        ValueError: If the log was changed or is incomplete; see :func:`check_chain`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -215,7 +215,7 @@ class AuditLog:
         self._open()
 
     def close(self) -> None:
-        """Close the file, which the next line opens again."""
+        """Close the file; :meth:`append` reopens it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -223,11 +223,11 @@ class AuditLog:
     def append(
         self, message: bytes, reply: bytes, *, trained: int, commits: int, spent: Callable[[Request], object]
     ) -> None:
-        """Write the line of a reply, which may leave when this returns.
+        """Write the line of a reply, which may be sent once this returns.
 
         Args:
             message: Message as it came.
-            reply: Reply as it is to leave.
+            reply: Reply as it will be sent.
             trained: Number of rounds that the site has trained so far, all runs together.
             commits: How often the site's state was written so far.
             spent: See :func:`make_entry`.
@@ -245,7 +245,7 @@ class AuditLog:
         log = read_log(self._folder)
         check_chain(log)
         if not _holds(log.entries, self.tip):  # this process wrote more before it closed the file
-            raise ValueError(f"{LOG}: line {self.tip.lines}, which this worker wrote, is not in it any more; {REMEDY}")
+            raise ValueError(f"{LOG}: line {self.tip.lines}, written by this worker, is missing; {REMEDY}")
         if log.head is None:
             # Before the log itself: one that has lines and no head has lost it.
             _write_head(self._folder, Tip())
@@ -282,18 +282,20 @@ class AuditLog:
         self.tip = tip
 
     def _check_in_place(self) -> None:
-        """Refuse to write to a file that was deleted, replaced or changed since this process opened it."""
+        """Raise if the file was deleted, replaced or changed since this process opened it."""
         opened = os.fstat(self._descriptor)
         try:
             at_path = os.stat(self._folder / LOG, follow_symlinks=False)
         except FileNotFoundError:
             at_path = None
         if at_path is None or not os.path.samestat(at_path, opened) or opened.st_size != self._size:
-            raise OSError(f"{LOG} was deleted, replaced or changed by another process while this worker ran; {REMEDY}")
+            raise OSError(
+                f"{LOG} was deleted, replaced or changed by another process while this worker was running; {REMEDY}"
+            )
 
 
 def read_log(folder: Path) -> LogContent:
-    """Read the log in a state folder without checking it. A worker may write to it meanwhile."""
+    """Read the log in a state folder without checking it; a worker may be writing to it."""
     path = folder / LOG
     while True:
         head = _read_head(folder)
@@ -320,30 +322,30 @@ def _parse(content: bytes, head: Tip | None) -> LogContent:
         else:
             torn_lines.append(line)
             if not problem:
-                problem = f"line {number} {problem_of_line or 'does not go with what stands before it'}"
+                problem = f"line {number} {problem_of_line or 'does not match the lines before it'}"
     complete_lines = b"".join(line + b"\n" for line in torn_lines)
     return LogContent(entries, complete_lines + last_line, problem, head)
 
 
 def _read_entry(line: bytes, before: Tip) -> tuple[Entry | None, str]:
-    """Return the entry of a line that follows ``before``; None, and what is wrong with it, if it is none."""
+    """Return the entry in the line after ``before``, or None and the reason why the line is invalid."""
     try:
         entry = json.loads(line)
         content = {name: value for name, value in entry.items() if name != KEY}
         is_unchanged = canonical(entry) == line and sealed(content)[KEY] == entry[KEY]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, "is not one that a worker wrote"
+        return None, "was not written by a worker"
     if not is_unchanged:
-        return None, "was changed: its sha256 is not that of its content"
+        return None, "was changed: its sha256 does not match its content"
     if type(entry.get("trained")) is not int or type(entry.get("commits")) is not int:
-        return None, "does not say how much was trained and how often the state was written"
+        return None, "does not record how much was trained and how often the state was written"
     if (entry.get("number"), entry.get("previous")) != (before.lines + 1, before.last):
-        return None, "does not follow the one before it: a line was removed, moved or put in"
+        return None, "does not follow the previous line: a line was removed, moved or inserted"
     return entry, ""
 
 
 def check_chain(log: LogContent) -> None:
-    """Check that no line of a log was changed, removed, moved or cut off.
+    """Raise if a line of a log was changed, removed, moved or cut off.
 
     Accepted is what a killed process leaves: a line behind the head, or an incomplete one. Neither was answered.
 
@@ -355,19 +357,19 @@ def check_chain(log: LogContent) -> None:
     problem = ""
     if head is None:
         if log.entries or log.torn:
-            problem = f"{HEAD} is gone, which says how many lines there are"
+            problem = f"{HEAD}, which records the number of lines, is missing"
     elif tip.lines < head.lines:
-        problem = log.problem or f"it ends after line {tip.lines}, and had {head.lines}: lines were cut off"
+        problem = log.problem or f"it ends after line {tip.lines} but had {head.lines}: lines were cut off"
     elif head.lines and log.entries[head.lines - 1][KEY] != head.last:
-        problem = f"line {head.lines} is not the one that {HEAD} tells of: lines were written anew"
+        problem = f"line {head.lines} is not the one recorded in {HEAD}: lines were rewritten"
     elif tip.lines - head.lines > 1:
-        problem = f"it has {tip.lines - head.lines} lines more than {HEAD} tells of: one of the two is a copy"
+        problem = f"it has {tip.lines - head.lines} lines more than {HEAD} records: one of the two is a copy"
     if problem:
         raise ValueError(f"{LOG}: {problem}; {REMEDY}")
 
 
 def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> None:
-    """Check that neither the log nor the state is an older copy, by comparing them and the lock file.
+    """Raise if the log or the state is an older copy, by comparing them and the lock file.
 
     Args:
         log: An undamaged log.
@@ -382,28 +384,28 @@ def check_state(log: LogContent, committed: Committed, mark: HighWaterMark) -> N
     logged = counts[-1] if counts else 0
     if max(logged, mark.commits) > committed.commits:
         witness = f"line {len(entries)} of {LOG}" if logged >= mark.commits else f"the file {LOCK}"
-        written = f"an older copy: it was written {_times(committed.commits)}" if committed.commits else "gone"
+        written = f"an older copy (written {_times(committed.commits)})" if committed.commits else "gone"
         raise ValueError(
-            f"{STATE} is {written}, and {witness} tells of {_times(max(logged, mark.commits))}, so what was spent and "
-            f"sent since is forgotten; {OLD_STATE_REMEDY}"
+            f"{STATE} is {written}, but according to {witness} it was written {_times(max(logged, mark.commits))}, so "
+            f"everything spent and sent since is forgotten; {OLD_STATE_REMEDY}"
         )
     decreases = [index for index in range(1, len(counts)) if counts[index] < counts[index - 1]]
     begun = entries[0].get("begun", {}) if entries else {}
     problem = ""
     if decreases:
-        problem = f"line {decreases[0] + 1} was written with an older copy of {STATE} than the line before it"
+        problem = f"line {decreases[0] + 1} was written with an older copy of {STATE} than the previous line"
     elif log.head is None and committed.commits:
-        problem = f"it is gone, and {HEAD} with it"
+        problem = f"it is missing, and so is {HEAD}"
     elif not _holds(entries, committed.tip) and begun.get("committed") != list(committed.tip):
-        problem = f"the state was written after a line {committed.tip.lines} that is not in it"
+        problem = f"the state was written after a line {committed.tip.lines} that the log does not contain"
     elif not _holds(entries, mark.tip):
-        problem = f"it is an older copy: {LOCK} tells of a line {mark.tip.lines} that is not in it"
+        problem = f"it is an older copy: {LOCK} records a line {mark.tip.lines} that it does not contain"
     if problem:
         raise ValueError(f"{LOG}: {problem}; {REMEDY}")
 
 
 def _holds(entries: list[Entry], tip: Tip) -> bool:
-    """Return whether a log goes as far as ``tip``, or further."""
+    """Return whether a log contains the line at ``tip``."""
     if not tip.lines:
         return True
     return tip.lines <= len(entries) and bool(entries[tip.lines - 1][KEY] == tip.last)
@@ -414,7 +416,7 @@ def _times(count: int) -> str:
 
 
 def begin_log(folder: Path, committed: Committed) -> Path | None:
-    """Begin another log where the present one cannot be continued; its first line records that.
+    """Start a new log when the current one cannot be continued; its first line records this.
 
     The former log is renamed and the new one put in its place in one step. A process that is killed before the head and
     the lock file are written leaves a log that is refused, so that it has to be begun once more.
@@ -455,7 +457,7 @@ def begin_log(folder: Path, committed: Committed) -> Path | None:
 
 
 def _free_name(folder: Path) -> Path:
-    """Return where a log is put aside: ``audit-1.jsonl``, or the first name after it that is not taken."""
+    """Return the path to move a log to: ``audit-1.jsonl``, or the first such name that is free."""
     number = 1
     while (folder / f"audit-{number}.jsonl").exists():
         number += 1
@@ -473,15 +475,15 @@ def _write_head(folder: Path, tip: Tip) -> None:
 
 
 def _read_head(folder: Path) -> Tip | None:
-    """Read the file beside a log; None if there is none, a ValueError if it is damaged."""
+    """Read the head file of a log; None if it does not exist, a ValueError if it is damaged."""
     try:
         return Tip(**json.loads((folder / HEAD).read_bytes()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):
-        raise ValueError(f"{HEAD} is damaged, which says how many lines {LOG} has; {REMEDY}") from None
+        raise ValueError(f"{HEAD}, which records the number of lines in {LOG}, is damaged; {REMEDY}") from None
 
 
 def _describe_torn(torn: bytes) -> dict[str, Any]:
-    """Return what the next line records of bytes that were cut off."""
+    """Describe bytes that were cut off, for the next line of the log."""
     return {"bytes": len(torn), KEY: digest(torn)}

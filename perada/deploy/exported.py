@@ -20,7 +20,7 @@ from perada.results.run import Run
 
 
 def export_site_run(client: Client, state: RunState, name: str) -> Run:
-    """Return a site's run of one client: its personal model, and the last global one that it was sent.
+    """Return a site's run, of one client: its personal model, and the last global model it received.
 
     Args:
         client: Recipe of the run, with the site's data.
@@ -28,13 +28,13 @@ def export_site_run(client: Client, state: RunState, name: str) -> Run:
         name: Name of the site.
 
     Raises:
-        ValueError: If the site was sent no global state yet.
+        ValueError: If the site has not received a global state yet.
     """
     recipe = client.recipe
     data = client.data
     training = state.training
     if not state.scoring.global_state:
-        raise ValueError(f"site {name} was told no global state yet; export when the run is over")
+        raise ValueError(f"site {name} has not received a global state yet; export when the run is over")
     assert recipe.module.adapted is not None
     shared = to_device(state.scoring.global_state, recipe.device)
     stacked_personal = client.personal(shared, state)
@@ -126,7 +126,7 @@ def _full_scale(client: Client) -> float | None:
 
 
 def _preprocessing_of_server(recipe: ServerRecipe) -> Preprocessing:
-    """Return what sites do to images, as far as the recipe says."""
+    """Return how sites preprocess images, as far as the recipe specifies it."""
     division = recipe.data.division
     assert division is not None and recipe.module.adapted is not None
     preparation = replace(recipe.data.prepare, image=recipe.module.adapted.backbone.image)
@@ -154,7 +154,7 @@ def _client_level_of_site(client: Client, num_rounds: int) -> dict[str, Any]:
 
 
 def _privacy_of_server(recipe: ServerRecipe, progress: RunProgress) -> dict[str, Any] | None:
-    """Return what the server knows of the run's privacy. The ε of a site that does not tell it counts as infinite."""
+    """Return what the server knows about the run's privacy. An ε that a site does not report counts as infinite."""
     settings = recipe.settings()
     members = progress.roster
     privacy: dict[str, Any] = {}

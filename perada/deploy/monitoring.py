@@ -97,7 +97,7 @@ class Stamp(logging.Filter):
 
 
 def stamp(logger: logging.Logger, read_context: Callable[[], Mapping[str, object]]) -> None:
-    """Add context to the records of a logger, in place of the context that was added before."""
+    """Add context to the records of a logger, replacing any context added before."""
     former = [each for each in logger.filters if isinstance(each, Stamp)]
     for each in former:
         logger.removeFilter(each)
@@ -152,18 +152,18 @@ def _log_error_of_thread(error: threading.ExceptHookArgs) -> None:
         return
     thread = "a thread" if error.thread is None else f"the thread {error.thread.name!r}"
     exc_info = (error.exc_type, error.exc_value, error.exc_traceback)
-    logging.getLogger("perada.deploy").error("%s ended by an error: %r", thread, error.exc_value, exc_info=exc_info)
+    logging.getLogger("perada.deploy").error("%s failed: %r", thread, error.exc_value, exc_info=exc_info)
 
 
 class TextLines:
     """Passes on the lines of another program unchanged."""
 
     def feed(self, text: str) -> list[str]:
-        """Take a line, and return those that can be printed now."""
+        """Add a line, and return the lines that can be printed now."""
         return [text.rstrip()]
 
     def flush(self) -> list[str]:
-        """Return what was held back, when no other line comes for now."""
+        """Return the lines held back, once no more are expected for now."""
         return []
 
 
@@ -180,7 +180,7 @@ class FlowerLines(TextLines):
         self._traceback: list[str] = []
 
     def feed(self, text: str) -> list[str]:
-        """Take a line, and return the lines of JSON that are complete now."""
+        """Add a line, and return the lines of JSON that are complete now."""
         line = _COLOUR.sub("", text.rstrip())
         if _is_json(line):
             return [*self.flush(), line]
@@ -211,7 +211,7 @@ class FlowerLines(TextLines):
         return [*complete, *self.flush()]
 
     def flush(self) -> list[str]:
-        """Return the record that was held back, if there is one."""
+        """Return the record held back, if there is one."""
         if not self._message and not self._traceback:
             return []
         traceback = "\n".join(self._traceback).rstrip()

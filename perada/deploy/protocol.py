@@ -68,11 +68,11 @@ Spec = dict[str, tuple[str, tuple[int, ...]]]
 class RefusalError(ValueError):
     """Raised if a message is malformed or not allowed.
 
-    The other side is told the code only. The text is for the log of the side that refuses, and is one line.
+    Only the code is sent to the other side. The text, a single line, is for the log of the side that refuses.
 
     Args:
-        text: Reason, which is cut to 300 characters.
-        code: What the other side is told.
+        text: Reason, truncated to 300 characters.
+        code: Code sent to the other side.
     """
 
     def __init__(self, text: str, code: ResponseCode = "malformed") -> None:
@@ -111,8 +111,8 @@ class Header:
         protocol = header.get("protocol")
         if type(protocol) is not int or protocol != PROTOCOL:
             raise RefusalError(
-                f"the message is of protocol {protocol}, and this side speaks protocol {PROTOCOL}; install the same "
-                "release of perada at the server and at its sites",
+                f"the message uses protocol {protocol}, but this side uses protocol {PROTOCOL}; install the same "
+                "release of perada on the server and at its sites",
                 "protocol",
             )
         try:
@@ -172,7 +172,7 @@ class Request(Header):
         _check_dictionary("strides", self.strides)
         for key, strides in self.strides.items():
             if not isinstance(strides, list) or len(strides) > MAX_DIMENSIONS:
-                raise ValueError(f"strides of {key!r} are not a list of up to {MAX_DIMENSIONS} numbers")
+                raise ValueError(f"strides of {key!r} must be a list of at most {MAX_DIMENSIONS} numbers")
             for stride in strides:
                 check_integer(f"a stride of {key!r}", stride, 0, le=MAX_COUNT)
         check_choice("of", self.of, ("update", "scores"))
@@ -251,7 +251,7 @@ def _check_numbers(values: Mapping[str, object], optional: bool, least: float = 
     check_integer("the number of entries", len(values), 0, le=MAX_ENTRIES)
     for key, value in values.items():
         if not re.fullmatch(r"[\w.-]{1,64}", key):
-            raise ValueError(f"an entry {key!r}")
+            raise ValueError(f"invalid entry name {key!r}")
         check_number(key, value, ge=least, le=1e12, optional=optional)
 
 
@@ -321,7 +321,7 @@ def tensor_sizes(message: bytes) -> dict[str, int]:
 
 
 def spec_of(state: "State") -> Spec:
-    """Return what :func:`unpack` expects of tensors like these."""
+    """Return the ``expected`` argument of :func:`unpack` for tensors like these."""
     # safetensors has no public table of its names of dtypes (0.6).
     from safetensors.torch import _TYPES
 
@@ -350,7 +350,7 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
         raise RefusalError(f"a tensor is not described ({error!r})") from None
     if received != expected:
         name = min(name for name in {*received, *expected} if received.get(name) != expected.get(name))
-        raise RefusalError(f"the tensor {name[:80]!r} is {received.get(name)}, not {expected.get(name)}")
+        raise RefusalError(f"the tensor {name[:80]!r} is {received.get(name)}, expected {expected.get(name)}")
     if not expected:
         return header, {}
     from safetensors import SafetensorError
@@ -366,7 +366,7 @@ def unpack(message: bytes, expected: Spec) -> tuple[dict[str, Any], "State"]:
 
 
 def _check_range(name: str, value: "Tensor", dtype: str) -> None:
-    """Refuse a tensor with values that are not finite or too large."""
+    """Raise if a tensor has values that are not finite or too large."""
     if dtype == "U64" or not value.numel():  # masked numbers, which are uniform
         return
     lower = -MAX_MAGNITUDE if value.is_floating_point() else 0
@@ -382,7 +382,7 @@ def _read_table(message: bytes, max_table_bytes: int = MAX_TABLE_BYTES) -> tuple
     """Return the header of a message, and the table of its tensors."""
     size = int.from_bytes(message[:8], "little")
     if len(message) < 8 or size > min(max_table_bytes, len(message) - 8):
-        raise RefusalError(f"the table is said to have {size} bytes of {len(message)}")
+        raise RefusalError(f"the table claims {size} bytes in a message of {len(message)}")
     try:
         table = json.loads(message[8 : 8 + size])
         text = table.pop("__metadata__")[_SECTION]
@@ -396,4 +396,4 @@ def _read_table(message: bytes, max_table_bytes: int = MAX_TABLE_BYTES) -> tuple
 
 def _reject_constant(name: str) -> None:
     """Reject ``NaN`` and ``Infinity``, which Python's JSON reads although they are not JSON."""
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not valid JSON")

@@ -33,9 +33,9 @@ from perada.server import Distillation
 from perada.server.distill import PUBLIC_BATCH, TeacherBatches
 
 UNSUPPORTED = {
-    "precision='16-mixed'": "loss scales belong to all clients; give 'bf16-mixed'",
-    "max_failures": "--min-sites says how many must answer; leave it out",
-    "diagnostics": "they need what all clients have; leave them out",
+    "precision='16-mixed'": "the loss scale is shared by all clients; use 'bf16-mixed'",
+    "max_failures": "--min-sites sets how many sites must answer; leave it out",
+    "diagnostics": "they need data from all clients in one place; leave them out",
     "shifts": "they are drawn from the test images of all clients; leave them out",
 }
 """Options that cannot be used in a deployment, and why."""
@@ -54,7 +54,7 @@ class Recipe:
     Args:
         text: Content of its file.
         module: The network, which :meth:`build` builds.
-        loop: How rounds go.
+        loop: Algorithm, and how rounds are run.
         trainer: Number of rounds, device, precision, and how often models are scored.
         data: A site's data, of its one client; the server uses the options and the public set only.
         public: Public images, for algorithms that distil. A site has them with secure sums, to add up logits, and in
@@ -122,7 +122,7 @@ class Recipe:
         return self.trainer.precision_plugin.forward_context()
 
     def settings(self, **changes: Any) -> Settings:
-        """Return how rounds go, with changes.
+        """Return the settings of the rounds, with ``changes`` applied.
 
         Noise always comes from a cryptographic generator: the run's seed is known to the server.
         """
@@ -159,7 +159,7 @@ class Recipe:
             sites: Smallest number of sites in a round.
 
         Raises:
-            ValueError: If the privacy cannot be kept.
+            ValueError: If the privacy guarantee cannot be met.
         """
         loop = self.loop
         options = self.settings().client_privacy
@@ -168,14 +168,14 @@ class Recipe:
         if self.noisy:
             if options.clipping == "adaptive" and options.count_noise is None:
                 raise ValueError(
-                    "client_privacy: clipping='adaptive' with secure_sums needs count_noise in a deployment: sites do "
-                    "not know beforehand how many there are; give it, or clipping='fixed'"
+                    "client_privacy: clipping='adaptive' with secure_sums requires count_noise in a deployment, "
+                    "because sites do not know in advance how many there are; set it, or use clipping='fixed'"
                 )
             exact_change(self.template.sent, self.template.sending)
         return ClientLevel(options, loop.seed, sites, self.rounds, sums=loop.secure_sums)
 
     def contents(self, round: int, images: "PublicImages") -> "Contents":
-        """Return the layout of what a site adds to the secure sum of a round."""
+        """Return the layout of a site's contribution to the secure sum of a round."""
         loop = self.loop
         assert loop.secure_sums is not None
         example = self.sent(round)
@@ -193,7 +193,7 @@ class Recipe:
         )
 
     def contents_of_scores(self) -> Contents:
-        """Return the layout of what a site adds to a secure sum of scores.
+        """Return the layout of a site's contribution to a secure sum of scores.
 
         For each metric it is the site's own score and its square; for its own model and the global one the numbers of
         correct and of all predictions.
@@ -212,13 +212,13 @@ class Recipe:
         return has_ensemble and loop.client_privacy is None and loop.distillation.active(round)
 
     def teacher_batches(self, round: int, images: "PublicImages") -> TeacherBatches:
-        """Return the batches of public images whose logits sites compute, to add them up."""
+        """Return the batches of public images on which sites compute the logits to be summed."""
         options = self.loop.distillation
         indices = images.public_indices(round, options.steps, options.batch_size)
         return TeacherBatches.of_steps(indices, options, self.module.engine)
 
     def sent(self, round: int) -> State:
-        """Return an example of what a client sends in a round. Odd rounds may have other names than even ones."""
+        """Return an example of what a client sends in a round. Names may differ between odd and even rounds."""
         _, _, sent = self._round(self.template.initial, round)
         return sent
 
@@ -244,7 +244,7 @@ class ServerRecipe(Recipe):
         num_classes: Number of classes.
         multilabel: Whether images have several labels.
         classes: Names of the classes; None takes those of the first site that joins.
-        loggers: Loggers of the metrics of each round, beside ``metrics.csv`` in the run's folder.
+        loggers: Loggers of the metrics of each round, in addition to ``metrics.csv`` in the run's folder.
     """
 
     num_classes: int = 0
@@ -303,7 +303,7 @@ class PublicImages:
 
 @dataclass(frozen=True)
 class Template:
-    """Examples of states, without a client axis but for ``opened``.
+    """Examples of states; only ``opened`` has a client axis.
 
     Attributes:
         initial: First global state.
@@ -319,7 +319,7 @@ class Template:
 
 
 def initial_stacks(client_state: Stacks) -> Stacks:
-    """Return what one client keeps before its first round, (1, ...) by role.
+    """Return the state that one client keeps before its first round, (1, ...) by role.
 
     Tensors are contiguous like those of a store, since rounding depends on strides.
     """

@@ -43,7 +43,7 @@ def mean_scores(
 
 
 def _test_sizes(counts_of_sites: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """Return the number of test images of each site; None if one does not say it."""
+    """Return the number of test images of each site; None if any site does not report it."""
     sizes = []
     for counts in counts_of_sites:
         _, total = counts.get("personal", counts.get("global", [0, 0]))
@@ -64,7 +64,7 @@ def local_score(facts: Facts, metric: Metric) -> float:
 
 
 def score_summands(metrics: Sequence[Metric], facts: Facts) -> dict[str, float]:
-    """Return what a site adds to a secure sum of scores, of those that may leave it.
+    """Return a site's contribution to a secure sum of scores, limited to those that may leave it.
 
     The names are those of :meth:`.Recipe.contents_of_scores`.
     """
@@ -85,7 +85,7 @@ def score_summands(metrics: Sequence[Metric], facts: Facts) -> dict[str, float]:
 
 
 def scores_of_sums(metrics: Sequence[Metric], means: Mapping[str, float]) -> dict[str, float]:
-    """Return those scores of :func:`mean_scores` that follow from means over the sites, so not the worst ones.
+    """Return the scores of :func:`mean_scores` that follow from means over the sites, so not the worst ones.
 
     Args:
         metrics: Metrics of the run.

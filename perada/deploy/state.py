@@ -103,8 +103,8 @@ def read_nested(path: Path, version: int, build: Callable[..., ContentT]) -> Con
         raise
     except Exception as error:  # a damaged file may raise anything
         raise ValueError(
-            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy: nothing else says "
-            "what was trained and spent"
+            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a backup: nothing else "
+            "records what was trained and spent"
         ) from error
 
 
@@ -220,7 +220,7 @@ class SiteTotals:
 
 
 class StoredSite(NamedTuple):
-    """Content of a site's file: a run, what all runs have spent, and what shows an older copy."""
+    """Content of a site's file: a run, what all runs have spent, and the counters that reveal an older copy."""
 
     state: RunState
     totals: SiteTotals
@@ -278,7 +278,7 @@ class SiteStore:
         self._lock.close()
 
     def current(self) -> RunState | None:
-        """Read the run that was trained last, and take over the totals.
+        """Read the run that was trained last, and adopt its totals.
 
         Returns:
             Its state; None if there is none.
@@ -294,9 +294,9 @@ class SiteStore:
         commits = stored.committed.commits
         if self._attempted is not None and not self.commits <= commits <= self._attempted:
             raise ValueError(
-                f"{str(path)!r} was replaced while this worker ran: it is the state that was written as number "
-                f"{commits}, and the worker's own is number {self.commits}; put that one back, or stop the worker and "
-                "put the newest copy of the whole folder in its place"
+                f"{str(path)!r} was replaced while this worker was running: it is number {commits} of the states "
+                f"written, but the worker's is number {self.commits}; restore the worker's, or stop the worker and "
+                "restore the newest copy of the entire folder"
             )
         if self._attempted is not None and commits > self.commits:
             # A commit failed after its rename. From now on the new file counts, so that it must not be lost again.
@@ -324,11 +324,11 @@ class SiteStore:
             return RunState(run)
         if not path.exists():
             raise RefusalError(
-                f"{str(path)!r} is gone, so run {run} cannot be continued; restore it from a copy", "other"
+                f"{str(path)!r} is missing, so run {run} cannot be continued; restore it from a backup", "other"
             )
         stored = read_state(path)
         if stored.state.run != run:
-            raise ValueError(f"{str(path)!r} holds the run {stored.state.run}; restore it from a copy")
+            raise ValueError(f"{str(path)!r} contains run {stored.state.run} instead; restore it from a backup")
         if stored.committed.commits != self._former[run]:
             raise RefusalError(_older_copy_message(path, stored.committed.commits, self._former[run]), "other")
         return stored.state
@@ -378,7 +378,7 @@ class SiteStore:
 
 
 def check_not_lost(folder: Path, commits: int) -> None:
-    """Check that a folder without a state never had one.
+    """Raise if a folder without a state used to have one.
 
     Args:
         folder: State folder.
@@ -389,8 +389,8 @@ def check_not_lost(folder: Path, commits: int) -> None:
     """
     if commits or (folder / FORMER_RUNS).exists():
         raise ValueError(
-            f"{str(folder)!r} has lost its {SITE_STATE}, which says what was spent on these images; "
-            "restore it from a copy"
+            f"{str(folder)!r} has lost its {SITE_STATE}, which records what was spent on these images; restore it from "
+            "a backup"
         )
 
 
@@ -400,7 +400,7 @@ def former_file(folder: Path, run: str) -> Path:
 
 
 def check_former(folder: Path, committed: Committed) -> None:
-    """Check that neither the state nor the file of a former run is an older copy.
+    """Raise if the state or the file of a former run is an older copy.
 
     A missing file of a former run is accepted: that run cannot be continued, and the totals include what it spent.
 
@@ -415,8 +415,9 @@ def check_former(folder: Path, committed: Committed) -> None:
         commits = _read_commits(path)
         if commits > committed.commits:
             raise ValueError(
-                f"{SITE_STATE} is an older copy: it is the state that was written as number {committed.commits}, and "
-                f"{str(path)!r} as number {commits}, so what was spent and sent since is forgotten; {OLD_STATE_REMEDY}"
+                f"{SITE_STATE} is an older copy: it is number {committed.commits} of the states written, but "
+                f"{str(path)!r} is number {commits}, so everything spent and sent since is forgotten; "
+                f"{OLD_STATE_REMEDY}"
             )
         if path.stem in committed.former and commits != committed.former[path.stem]:
             raise ValueError(_older_copy_message(path, commits, committed.former[path.stem]))
@@ -424,13 +425,13 @@ def check_former(folder: Path, committed: Committed) -> None:
 
 def _older_copy_message(path: Path, commits: int, expected: int) -> str:
     return (
-        f"{str(path)!r} is an older copy: it is the state that was written as number {commits}, and that of number "
-        f"{expected} was put aside; put this one back, or remove the file if the run is over"
+        f"{str(path)!r} is an older copy: it is number {commits} of the states written, but number {expected} was set "
+        "aside; restore that one, or remove the file if the run is over"
     )
 
 
 def _read_commits(path: Path) -> int:
-    """Return how often the state had been written when a file was, without reading the file's tensors."""
+    """Return the number of state writes recorded in a file, without reading its tensors."""
     try:
         with path.open("rb") as file:
             size = file.read(8)
@@ -442,7 +443,7 @@ def _read_commits(path: Path) -> int:
         raise
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(
-            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a copy"
+            f"{str(path)!r} is damaged ({type(error).__name__}: {error}); restore it from a backup"
         ) from error
 
 
@@ -465,7 +466,7 @@ def _build_stored(
     audit: list[Any],
     former: dict[str, int],
 ) -> StoredSite:
-    """Make the content of a site's file of the values in it."""
+    """Build the content of a site's file from the values in it."""
     parts = {
         "training": TrainingState(**state["training"]),
         "scoring": ScoringState(**state["scoring"]),
@@ -481,7 +482,7 @@ def _build_stored(
 
 
 def read_committed(folder: Path) -> Committed:
-    """Return what the state in a folder says of itself; the defaults if there is none.
+    """Return the counters of the state in a folder; the defaults if there is none.
 
     Raises:
         ValueError: If the state is damaged.
@@ -497,7 +498,7 @@ def read_mark(folder: Path) -> HighWaterMark:
 
 
 def read_witnesses(folder: Path) -> tuple[LogContent, Committed, HighWaterMark]:
-    """Read the log, and what the state and the lock file say, without comparing them.
+    """Read the log and the counters of the state and the lock file, without comparing them.
 
     A worker may write to them meanwhile.
     """

@@ -19,7 +19,7 @@ MAX_MESSAGE_BYTES = 2**30
 
 @dataclass(unsafe_hash=True)
 class Failure(Exception):
-    """What came in place of a reply: one of `FAILURE_CODES`, never a text of the site's."""
+    """Failure in place of a reply: one of `FAILURE_CODES`, never text from the site."""
 
     code: str
 
@@ -31,7 +31,7 @@ class Terms:
     Args:
         min_sites: Smallest number of sites whose updates make a round.
         sample: Number of sites that are asked in a round; 0 for those that the recipe draws, or all.
-        deadline: Seconds that a round may take.
+        deadline: Longest duration of a round in seconds.
         late: ``wait`` closes a round when all sites that were asked have answered, or at the deadline. ``skip`` closes
             it after the first ``min_sites`` answers, and leaves the other sites out of the next round.
         resume: Whether to continue from the state folder.
@@ -101,7 +101,7 @@ class LocalTransport:
         return list(self.workers)
 
     def exchange(self, messages: Mapping[str, bytes], enough: int, deadline: float) -> dict[str, bytes | Failure]:
-        """Have sites answer one after another, until ``enough`` did or ``deadline`` seconds have passed."""
+        """Have sites answer one after another, until ``enough`` have answered or ``deadline`` seconds have passed."""
         replies: dict[str, bytes | Failure] = {}
         end = monotonic() + deadline
         num_answered = 0

@@ -147,13 +147,19 @@ def other(line, wrong=b'"failed"'):
 
 
 TOUCHED = {
-    "removed": (lambda found: found[:3] + found[4:], "line 4 does not follow .*: a line was removed, moved or put in"),
-    "first removed": (lambda found: found[1:], "line 1 does not follow the one before it"),
-    "changed": (lambda found: [*found[:3], other(found[3]), *found[4:]], "line 4 was changed: its sha256 is not that"),
+    "removed": (
+        lambda found: found[:3] + found[4:],
+        "line 4 does not follow .*: a line was removed, moved or inserted",
+    ),
+    "first removed": (lambda found: found[1:], "line 1 does not follow the previous line"),
+    "changed": (
+        lambda found: [*found[:3], other(found[3]), *found[4:]],
+        "line 4 was changed: its sha256 does not match",
+    ),
     "spaced": (lambda found: [*found[:3], other(found[3], b' "ok"'), *found[4:]], "line 4 was changed"),
     "last changed": (lambda found: [*found[:-1], other(found[-1])], "line 7 was changed"),
-    "reordered": (swapped, "line 4 does not follow the one before it"),
-    "twice": (lambda found: found[:4] + found[3:], "line 5 does not follow the one before it"),
+    "reordered": (swapped, "line 4 does not follow the previous line"),
+    "twice": (lambda found: found[:4] + found[3:], "line 5 does not follow the previous line"),
     "cut off": (lambda found: found[:-1], "it ends after line 6, and had 7: lines were cut off"),
     "cut off in the middle": (
         lambda found: [*found[:-1], found[-1][:50]],
@@ -182,14 +188,14 @@ def test_lines_that_were_written_anew_are_found_by_the_head_and_by_a_hash_that_w
     noted = verified(folder)[1]["sha256"]
     main(["deploy", "audit", str(folder), "--noted", noted])
     shutil.copy(other / LOG, folder / LOG)
-    with pytest.raises(ValueError, match=rf"line 4 is not the one that {HEAD} tells of"):
+    with pytest.raises(ValueError, match=rf"line 4 is not the one recorded in {HEAD}"):
         main(["deploy", "audit", str(folder)])
     shutil.copy(other / HEAD, folder / HEAD)  # whoever may write the disk
     main(["deploy", "audit", str(folder)])
     with pytest.raises(ValueError, match="no line has the noted SHA-256 '" + noted):
         main(["deploy", "audit", str(folder), "--noted", noted])
     (folder / HEAD).unlink()
-    with pytest.raises(ValueError, match=f"{HEAD} is gone"):
+    with pytest.raises(ValueError, match=f"{HEAD}, which records the number of lines, is missing"):
         main(["deploy", "audit", str(folder)])
     (folder / HEAD).write_text("{")
     with pytest.raises(ValueError, match=f"{HEAD} is damaged"):
@@ -328,7 +334,9 @@ def test_a_state_that_was_put_back_alone_is_found(tiny, tmp_path):
     folder = trained_and_copied(tiny, tmp_path)
     shutil.copy(tmp_path / "copy" / "state.safetensors", folder)
     for find in (lambda: SiteStore(folder), lambda: main(["deploy", "audit", str(folder)])):
-        said = "state.safetensors is an older copy: it was written once, and line 3 of audit.jsonl tells of 3 times"
+        said = (
+            r"state\.safetensors is an older copy \(written once\), but according to line 3 of audit\.jsonl .* 3 times"
+        )
         with pytest.raises(ValueError, match=said):
             find()
     main(["deploy", "audit", str(folder), "--begin"])
@@ -345,11 +353,11 @@ def test_a_log_that_was_put_back_or_taken_away_is_found(tiny, tmp_path):
     folder = trained_and_copied(tiny, tmp_path)
     for name in (LOG, HEAD):
         shutil.copy(tmp_path / "copy" / name, folder)
-    with pytest.raises(ValueError, match="the state was written after a line 2 that is not in it"):
+    with pytest.raises(ValueError, match="the state was written after a line 2 that the log does not contain"):
         SiteStore(folder)
     for name in (LOG, HEAD):
         (folder / name).unlink()
-    with pytest.raises(ValueError, match=f"{LOG}: it is gone, and {HEAD} with it"):
+    with pytest.raises(ValueError, match=f"{LOG}: it is missing, and so is {HEAD}"):
         main(["deploy", "audit", str(folder)])
 
 

@@ -59,7 +59,7 @@ def code(worker, round):
 @pytest.mark.parametrize(
     ("change", "part", "says"),
     [
-        (other_images, "train", "the site's training images are not those"),
+        (other_images, "train", "the site's training images differ from those"),
         (other_labels, "train", "the site's labels of the training images are not those"),
         (one_more, "train", "the site's labels of the training images are not those"),
         (other_images, "test", "the site's test images are not those"),
@@ -84,7 +84,7 @@ def test_the_site_can_accept_the_change(tiny, tmp_path, caplog):
     made = trained(tiny, tmp_path)
     worker = restarted(made, other_images, allow=["images"])
     assert code(worker, 1) == "ok"
-    assert "the run goes on with them, as resume_allow says" in caplog.text
+    assert "the run continues with the new ones, as resume_allow permits" in caplog.text
     state = read_state(tmp_path / "site0" / "state.safetensors")[0]
     assert state.training.fingerprint == only_client(worker).fingerprint
     worker.store.close()
@@ -100,7 +100,7 @@ def test_a_private_run_never_goes_on_with_others(tiny, tmp_path, caplog, loop, a
     assert code(worker, 0) == "ok"
     worker.store.close()
     assert code(restarted(made, other_images, allow=allow), 1) == "other"
-    assert "its noise and its ledgers are of those" in caplog.text
+    assert "its noise and ledgers are tied to those" in caplog.text
 
 
 def test_the_sites_file_says_what_is_accepted(tmp_path):

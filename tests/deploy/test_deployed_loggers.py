@@ -67,7 +67,7 @@ def test_a_logger_that_fails_costs_no_round(tiny, tmp_path, caplog):
     coordinator = parties.coordinator(LocalTransport(parties.workers()), loggers=[failing, other])
     assert coordinator.run().done == 2
     assert (set(failing.rows), set(other.rows)) == ({0}, {0, 1})
-    assert caplog.text.count("Recorder is left out: the disk is full (OSError)") == 1
+    assert caplog.text.count("Recorder failed and is not used any more: the disk is full (OSError)") == 1
 
 
 def test_a_recipes_loggers_write_into_the_runs_folder(tmp_path):

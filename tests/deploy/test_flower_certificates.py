@@ -83,7 +83,7 @@ def test_an_expired_certificate_is_refused_although_its_authority_is_valid(tmp_p
     with presenting(tmp_path) as address:
         write_connection(tmp_path, "federation", address, tmp_path / "ca.crt")
         for link in (Link(address, tmp_path / "ca.crt"), Link("federation")):
-            said = rf"the certificate that {address} presents expired on {day}; at the server move server\.pem"
+            said = rf"the certificate presented by {address} expired on {day}; on the server, move server\.pem"
             with pytest.raises(ValueError, match=said):
                 run_app(tmp_path / "federation" / "app", link, Terms())
 
@@ -93,7 +93,7 @@ def test_one_that_expires_soon_is_warned_of(tmp_path, monkeypatch, recwarn):
     with presenting(tmp_path) as address:
         check_presented(address, tmp_path / "ca.crt")
     (warning,) = recwarn
-    assert f"presents expires on {certificate.not_valid_after_utc.date()}; at the server" in str(warning.message)
+    assert f" expires on {certificate.not_valid_after_utc.date()}; on the server" in str(warning.message)
 
 
 @pytest.mark.filterwarnings("error")
@@ -110,12 +110,12 @@ def test_one_of_the_future_of_another_authority_or_of_another_host_is_refused(tm
     written(tmp_path / "now", 730, monkeypatch)
     with (
         presenting(tmp_path / "now") as address,
-        pytest.raises(ValueError, match=r"presents cannot be trusted .*ca\.crt"),
+        pytest.raises(ValueError, match=r"cannot be trusted .*ca\.crt"),
     ):
         check_presented(address, tmp_path / "future" / "ca.crt")
     write_server_keys(tmp_path / "elsewhere", ["link.example.org"])
     with presenting(tmp_path / "elsewhere") as address:
-        with pytest.raises(ValueError, match=r"cannot be trusted .* an address that was named by --host then"):
+        with pytest.raises(ValueError, match=r"cannot be trusted .* an address that was passed to --host at that time"):
             check_presented(address, tmp_path / "elsewhere" / "ca.crt")
         check_presented(address.replace("localhost", "127.0.0.1"), tmp_path / "elsewhere" / "ca.crt")
 
@@ -152,7 +152,7 @@ def test_the_metric_goes_on_while_nobody_answers_and_tries_the_machine_itself(mo
     now[0] += 61
     assert expiry() == 10.0 * DAY
     assert [record.getMessage() for record in caplog.records] == [
-        f"the certificate that 127.0.0.1:8000 presents expires on 1970-01-11; {certificates.RENEW}"
+        f"the certificate presented by 127.0.0.1:8000 expires on 1970-01-11; {certificates.RENEW}"
     ]
 
 

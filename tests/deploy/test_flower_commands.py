@@ -138,7 +138,7 @@ def test_an_identity_that_others_may_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_other_members", lambda group: {10002})
     for mode in (0o440, 0o404, 0o620):
         file.chmod(mode)
-        with pytest.raises(ValueError, match=rf"\.id' may be read by other users \(mode {mode:04o}\); chmod 0400"):
+        with pytest.raises(ValueError, match=rf"\.id' is readable by other users \(mode {mode:04o}\); chmod 0400"):
             read_identity(file)
 
 
@@ -185,14 +185,14 @@ def test_init_names_the_digest_of_recipe_and_weights(tmp_path, capsys):
 
 def test_nothing_is_written_over(app):
     before = {file: file.read_bytes() for file in app.rglob("*") if file.is_file()}
-    with pytest.raises(FileExistsError, match="is there already; give another folder"):
+    with pytest.raises(FileExistsError, match="already exists; choose a different folder"):
         write_app(app, "other", "", "", "localhost")
     assert {file: file.read_bytes() for file in app.rglob("*") if file.is_file()} == before
 
 
 @pytest.mark.parametrize("name", ["", "Chest", "9", "a/b", "a_b", "a" * 42])
 def test_names_that_no_app_can_have(tmp_path, name):
-    with pytest.raises(ValueError, match="is not a name of an app; give"):
+    with pytest.raises(ValueError, match="is not a valid app name; use"):
         write_app(tmp_path / "app", name, "", "", "localhost")
 
 
@@ -233,22 +233,22 @@ def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
     Link("there")
     Link("link.example.org:8000", authority)
     for where, given, message in [
-        ("here", None, "which has there; give"),
-        ("there", authority, "is a name, whose certificate"),
-        ("link.example.org:8000", None, "is an address; give its certificate"),
-        ("link.example.org:0", authority, "has no port from 1 to 65535"),
-        ("https://link.example.org:8000", authority, "neither a host's name nor an address"),
+        ("here", None, "which has there; use"),
+        ("there", authority, "is a name, and Flower's configuration sets its certificate"),
+        ("link.example.org:8000", None, "is an address; pass its certificate"),
+        ("link.example.org:0", authority, "needs a port from 1 to 65535"),
+        ("https://link.example.org:8000", authority, "neither a host name nor an address"),
     ]:
         with pytest.raises(ValueError, match=message):
             Link(where, given)
-    with pytest.raises(ValueError, match=r"none\.crt' is not an authority's certificate; give the"):
+    with pytest.raises(ValueError, match=r"none\.crt' is not an authority's certificate; pass the"):
         Link("link.example.org:8000", tmp_path / "none.crt")
 
 
 def test_the_command_refuses_what_is_no_app(tmp_path, app):
     authority = certificate(tmp_path)
     words = ["--link", "localhost:8000", "--root-certificates", str(authority)]
-    with pytest.raises(FileNotFoundError, match="is not an app; give the folder `app`"):
+    with pytest.raises(FileNotFoundError, match="is not an app; pass the folder `app`"):
         main(["deploy", "run", str(app), *words])
     with pytest.raises(ValueError, match=r"min_sites must be .*, got 0"):
         main(["deploy", "run", str(app / "app"), *words, "--min-sites", "0"])
@@ -340,7 +340,7 @@ def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_refused(tmp
     with pytest.raises(ValueError, match=r"ca\.crt' expired on 2126-10-31"):
         Link("localhost:8000", file)
     file.write_text("no certificate")
-    with pytest.raises(ValueError, match=r"is not an authority's certificate; give the ca\.crt"):
+    with pytest.raises(ValueError, match=r"is not an authority's certificate; pass the ca\.crt"):
         Link("localhost:8000", file)
 
 
@@ -349,7 +349,7 @@ def test_certificates_that_are_written_are_read(tmp_path, monkeypatch):
     pytest.importorskip("cryptography")
     write_server_keys(tmp_path, ["localhost"])
     Link("localhost:8000", tmp_path / "ca.crt")
-    with pytest.raises(ValueError, match=r"is not an authority's certificate; give the ca\.crt"):
+    with pytest.raises(ValueError, match=r"is not an authority's certificate; pass the ca\.crt"):
         Link("localhost:8000", tmp_path / "server.pem")
     monkeypatch.setattr(keys, "AUTHORITY_DAYS", 30)
     last = write_server_keys(tmp_path / "soon", ["localhost"], days=30)

@@ -70,7 +70,7 @@ def test_the_servers_own_processes_accept_it(tmp_path):
 def test_a_certificate_is_renewed_and_sites_keep_what_they_have(tmp_path):
     write_server_keys(tmp_path, ["link.example.org"])
     authority, before = (tmp_path / "ca.crt").read_bytes(), (tmp_path / "server.pem").read_bytes()
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="already exists; choose"):
         write_server_keys(tmp_path, ["new.example.org"])
     (tmp_path / "server.pem").unlink()
     (tmp_path / "server.key").unlink()
@@ -90,7 +90,7 @@ def test_openssh_reads_a_sites_keys(tmp_path):
     assert derived.startswith("ecdsa-sha2-nistp384 ")
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
     before = private.read_bytes()
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="already exists; choose"):
         write_site_keys(tmp_path, "st-marys")
     assert private.read_bytes() == before
 
@@ -119,15 +119,15 @@ def test_without_cryptography_the_extra_is_named(words, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "St-Marys", "../up", "a b", "-a", "a.", "x" * 65, "a\n"])
 def test_names_that_cannot_be_a_sites(name):
-    with pytest.raises(ValueError, match="is not a name of a site; give"):
+    with pytest.raises(ValueError, match="is not a valid site name; use"):
         check_site_name(name)
 
 
 @pytest.mark.parametrize("host", ["link.example.org:8000", "https://link.example.org", "a b", "-a.org", "*", ""])
 def test_what_is_no_host(host):
-    with pytest.raises(ValueError, match="neither a host's name nor an address; give"):
+    with pytest.raises(ValueError, match="neither a host name nor an address; use"):
         check_hosts([host])
-    with pytest.raises(ValueError, match="no host is named; give"):
+    with pytest.raises(ValueError, match="--host is missing; pass"):
         check_hosts([])
 
 

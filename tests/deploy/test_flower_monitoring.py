@@ -87,4 +87,4 @@ def test_a_superlink_that_is_killed_is_said_in_lines_of_json(capfd):
     lines = [json.loads(line) for line in output.out.splitlines()]
     assert end.value.code == 1 and "Traceback" not in output.err
     assert any("is unknown: the SuperLink does not answer" in line["message"] for line in lines)
-    assert "start it again with the same --database" in lines[-1]["message"]
+    assert "restart it with the same --database" in lines[-1]["message"]

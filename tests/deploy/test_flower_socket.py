@@ -271,7 +271,7 @@ def test_places_where_no_socket_can_be(path):
     assert path.read_text() == "notes"
     path.unlink()
     path.parent.chmod(0o702)
-    with pytest.raises(ValueError, match="written to by other users; chmod 700"):
+    with pytest.raises(ValueError, match="writable by other users; chmod 700"):
         Listener(path)
     path.parent.chmod(0o700)
     target = path.with_name("elsewhere")
@@ -283,7 +283,7 @@ def test_places_where_no_socket_can_be(path):
 
 def test_a_second_worker_is_refused_and_the_first_goes_on(path):
     with worker(path, echo):
-        with pytest.raises(ValueError, match="another worker listens"):
+        with pytest.raises(ValueError, match="another worker is listening"):
             Listener(path)
         assert ask(path, b"abc", "r", 5) == b"r:cba"
 

@@ -188,9 +188,9 @@ def test_names_are_those_of_registered_keys_and_each_is_one_sites(caplog):
     carrier = carried(grid)
     assert carrier.names() == carrier.names() == ["a", "b"]
     unnamed, keyless, twice = [record.getMessage() for record in caplog.records]  # each said once
-    assert unnamed.startswith("SuperNode 3 is left out, since it has no name; register its key again")
-    assert keyless.startswith("SuperNode 4 is left out, since it has no key; start it with --auth")
-    assert twice.startswith("'twice' is registered for 2 keys and is left out")
+    assert unnamed.startswith("SuperNode 3 is ignored because it has no name; register its key again")
+    assert keyless.startswith("SuperNode 4 is ignored because it has no key; start it with --auth")
+    assert twice.startswith("'twice' is registered for 2 keys and is ignored")
     assert carrier.exchange({"twice": b"m", "gone": b"m"}, 2, 5) == dict.fromkeys(
         ["twice", "gone"], Failure("unreachable")
     )

@@ -87,7 +87,7 @@ def test_who_says_a_size_that_cannot_be_is_not_let_in(size, tiny, tmp_path, capl
     parties = Parties(tiny, tmp_path, rounds=1)
     coordinator = parties.coordinator(Lying(parties.workers(), says("site1", "join", size=size)), min_sites=2)
     assert coordinator.run().records[0].answered == ["site0", "site2"]
-    assert f"site site1 does not join: it says that it has {size} images" in caplog.text
+    assert f"site site1 cannot join: it reports an impossible number of images, {size}" in caplog.text
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_a_round_in_which_all_break_is_void(tiny, tmp_path):
 
 def test_more_sites_than_the_recipe_asks_are_refused_at_once(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, loop={"clients_per_round": 2})
-    with pytest.raises(ValueError, match="min_sites=3 cannot be had: the recipe's clients_per_round asks 2 sites"):
+    with pytest.raises(ValueError, match="min_sites=3 cannot be met: the recipe's clients_per_round asks only 2 sites"):
         parties.coordinator(Troubled({}), min_sites=3)
     assert parties.coordinator(Troubled({}), min_sites=3, sample=3).terms.sample == 3
 

@@ -214,7 +214,7 @@ def test_a_local_run_serves_metrics_and_logs_json(tmp_path, capsys, monkeypatch)
     with pytest.raises(SystemExit) as end:
         main([*words, "--log-format", "json"])
     (line,) = [line for line in lines_of(capsys.readouterr().out) if line["level"] == "ERROR"]
-    assert end.value.code == 1 and "holds a run; resume it" in line["message"]
+    assert end.value.code == 1 and "already contains a run; resume it" in line["message"]
 
 
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
@@ -269,5 +269,5 @@ def test_options_reach_the_app_and_an_app_of_another_version_is_named(tmp_path, 
     )
     assert run_app(folder / "app", link, Terms()) == 1
     assert "metrics_port" not in given[1][-1] and "min_sites" in given[1][-1]
-    with pytest.raises(ValueError, match="does not know metrics_port; write it anew by `perada deploy init`"):
+    with pytest.raises(ValueError, match="has no option metrics_port; rewrite it with `perada deploy init`"):
         run_app(folder / "app", link, Terms(), watch)

@@ -75,9 +75,9 @@ def test_waiting_for_sites_is_said_and_its_end_is_one_line(tiny, tmp_path, caplo
     coordinator = Parties(tiny, tmp_path, rounds=1).coordinator(LocalTransport({}), min_sites=2, deadline=1.5)
     with pytest.raises(TimeoutError) as raised:
         coordinator.run()
-    assert "round 1 waits for sites" in caplog.text and "0 of at least 2 are there" in caplog.text
+    assert "round 1 waits for sites" in caplog.text and "0 of at least 2 are ready" in caplog.text
     said = str(raised.value)
-    assert "\n" not in said and "in 2 s (the deadline is 1.5 s); missing: no other site was ever connected" in said
+    assert "\n" not in said and "in 2 s (the deadline is 1.5 s); missing: no other site has ever connected" in said
 
 
 def test_of_sites_that_will_not_come_back_this_is_said(tiny, tmp_path):
@@ -89,7 +89,7 @@ def test_of_sites_that_will_not_come_back_this_is_said(tiny, tmp_path):
     with pytest.raises(TimeoutError) as raised:
         coordinator.run()
     assert "answered in 0 s (the deadline is 60 s)" in str(raised.value)
-    assert "will not come back: end the run here" in str(raised.value)
+    assert "will not return: end the run here" in str(raised.value)
 
 
 @pytest.mark.slow

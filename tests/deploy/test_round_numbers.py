@@ -48,8 +48,8 @@ def test_logs_status_and_audit_count_the_rounds_of_a_run_from_one(tiny, tmp_path
     ("order", "says"),
     [
         (("train", 7), "the recipe has 2 rounds, and round 8 was asked for"),
-        (("train", 0), "round 1 was trained for another message"),
-        (("tune", 0), "the recipe has no fine-tuning then"),
+        (("train", 0), "round 1 was already trained for a different message"),
+        (("tune", 0), "the recipe has no fine-tuning at this point"),
     ],
 )
 def test_a_refusal_names_the_round_that_the_server_shows(tiny, tmp_path, caplog, order, says):

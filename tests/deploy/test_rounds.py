@@ -134,7 +134,7 @@ def test_a_site_of_another_protocol_is_named_with_both_versions(tiny, tmp_path, 
 
     record = parties.coordinator(Troubled(parties.workers(), later), min_sites=2).run().records[0]
     assert record.failed == {"site2": "protocol"}
-    said = "site site2: protocol: the message is of protocol 2, and this side speaks protocol 1; install the same"
+    said = "site site2: protocol: the message uses protocol 2, but this side uses protocol 1; install the same"
     assert [line for line in caplog.messages if line.startswith(said)]
 
 
@@ -283,13 +283,13 @@ def test_a_reply_may_have_the_bytes_of_the_recipes_arrays_and_no_more(tiny, tmp_
 def test_a_folder_is_not_overwritten_and_not_shared(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1)
     coordinator, workers = parties.deployed()
-    with pytest.raises(ValueError, match="holds a run; resume it"):
+    with pytest.raises(ValueError, match="already contains a run; resume it"):
         parties.coordinator(LocalTransport(workers))
     with pytest.raises(OSError, match="in use by another server"):
         parties.coordinator(LocalTransport(workers), resume=True)
     coordinator.close()
     parties.rounds = 2
-    with pytest.raises(ValueError, match="of another recipe or other weights"):
+    with pytest.raises(ValueError, match="of a different recipe or different weights"):
         parties.coordinator(LocalTransport(workers), resume=True)
 
 

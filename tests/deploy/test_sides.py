@@ -107,12 +107,14 @@ def test_no_image_changes_sides_when_others_come_or_go_and_the_site_is_told(tmp_
         assert test <= now[0] and train <= now[1]
         test, train = now
         (message,) = told(caplog)
-        assert f"1 new, 0 gone since the last start; {len(train)} are trained on and {len(test)} tested on" in message
+        assert (
+            f"1 new, 0 missing since the last start; {len(train)} for training and {len(test)} for testing" in message
+        )
         caplog.clear()
     gone = sorted(train)[0]
     next(root.rglob(gone)).unlink()
     main(["deploy", "check", str(path)])
-    assert "the images have changed: 0 new, 1 gone since the last start" in capsys.readouterr().out
+    assert "the images have changed: 0 new, 1 missing since the last start" in capsys.readouterr().out
     assert served(path) == [test, train - {gone}]
 
 
@@ -140,5 +142,5 @@ def test_a_split_that_cannot_be_read_is_refused(tmp_path):
     file = tmp_path / "site" / "state" / "split.json"
     assert file.stat().st_mode & 0o077 == 0
     file.write_text('{"test_share=0.2, seed=0": 3}')
-    with pytest.raises(ValueError, match=r"split.json' is damaged; restore it from a copy, or remove it"):
+    with pytest.raises(ValueError, match=r"split.json' is damaged; restore it from a backup, or remove it"):
         served(path)

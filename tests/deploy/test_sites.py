@@ -139,7 +139,7 @@ def test_another_protocol_is_refused_before_anything_else_is_read(site, caplog, 
     message = pack({key: value for key, value in order.items() if key != "protocol" or value is not None})
     assert code(site.answer(message, ""), message) == "protocol"
     (said,) = (record.getMessage() for record in caplog.records if record.name.startswith("perada"))
-    assert f"is of protocol {named}, and this side speaks protocol 1; install the same release" in said
+    assert f"is of protocol {named}, but this side uses protocol 1; install the same release" in said
     assert state_bytes(site) is None
     assert read_header(site.answer(train(site), ""))["protocol"] == 1
 
@@ -255,7 +255,7 @@ def test_the_server_of_a_private_run_does_not_learn_that_an_image_cannot_be_read
         state = one.store.load(RUN)
         for kept in state.training.client_state["personal"], unpack(reply, spec_of(start))[1]:
             assert not any(torch.equal(value.flatten(), start[key].flatten()) for key, value in kept.items())
-    assert "patient 4711" in caplog.text and "it is in no batch" in caplog.text
+    assert "patient 4711" in caplog.text and "it was left out of all batches" in caplog.text
 
 
 def test_nothing_leaves_beside_updates_unless_the_site_says_so(tiny, tmp_path):
@@ -368,7 +368,7 @@ def test_a_server_that_begins_anew_under_another_name_gets_no_second_budget(tiny
 
 
 def test_a_delta_that_shows_an_image_is_refused(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"limits: delta=0.2 is not below 1 / 9, the site's training images"):
+    with pytest.raises(ValueError, match=r"limits: delta=0.2 must be less than 1 / 9, the number of training images"):
         private(tiny, tmp_path).worker(0, delta=0.2)
 
 
@@ -562,7 +562,9 @@ def test_the_account_of_another_run_is_not_taken_for_that_of_a_run(site):
     site.answer(other_run(site), "")
     former = site.store.folder / "runs" / f"{first}.safetensors"
     former.write_bytes((site.store.folder / "state.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=rf"{first}\.safetensors' holds the run {'cd' * 16}; restore it from a copy"):
+    with pytest.raises(
+        ValueError, match=rf"{first}\.safetensors' contains run {'cd' * 16} instead; restore it from a backup"
+    ):
         site.store.load(first)
 
 
@@ -598,7 +600,7 @@ def test_what_a_crash_left_of_a_file_is_not_written_into(site, tmp_path):
 
 
 def test_a_limit_refuses_recipes_without_privacy(tiny, tmp_path):
-    with pytest.raises(ValueError, match="max_epsilon=1 of the site cannot be kept by a recipe without privacy"):
+    with pytest.raises(ValueError, match="max_epsilon=1 of the site cannot be met by a recipe without privacy"):
         Parties(tiny, tmp_path).worker(0, max_epsilon=1)
 
 

@@ -65,5 +65,5 @@ def test_a_ledger_that_was_removed_is_missed(tiny, tmp_path):
     assert read_header(worker.answer(train(worker), ""))["code"] == "ok"
     worker.store.close()
     (folder / "state.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"has lost its state.safetensors, .* restore it from a copy"):
+    with pytest.raises(ValueError, match=r"has lost its state.safetensors, .* restore it from a backup"):
         SiteStore(folder)

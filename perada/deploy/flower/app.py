@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Flower app of a recipe: its folder, which `perada deploy init` writes, and its two sides at server and site.
+"""The Flower app of a recipe: its folder, written by `perada deploy init`, and its two sides at server and site.
 
 At a site Flower starts a process for each message. It imports no torch, and needs the path of the worker's socket in
 the SuperNode's configuration: ``--node-config 'socket="/run/perada/site.sock"'``. Any failure leaves as a code.
@@ -59,7 +59,7 @@ log = logging.getLogger("perada.deploy")
 
 
 def write_app(folder: Path, name: str, recipe: str, digest: str, host: str) -> None:
-    """Write the app of a recipe, with unit files for systemd, a ``site.yaml`` and a README beside it.
+    """Write the app of a recipe, together with systemd unit files, a ``site.yaml`` and a README.
 
     Args:
         folder: Folder to write, which must not exist.
@@ -96,13 +96,15 @@ def check_target(folder: Path, name: str) -> None:
         FileExistsError: If the folder is not empty.
     """
     if not re.fullmatch(_APP_NAME, name):
-        raise ValueError(f"{name!r} is not a name of an app; give small letters, digits and dashes, a letter first")
+        raise ValueError(
+            f"{name!r} is not a valid app name; use lowercase letters, digits and dashes, starting with a letter"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{str(folder)!r} is there already; give another folder")
+        raise FileExistsError(f"{str(folder)!r} already exists; choose a different folder")
 
 
 def server_app(serve: Serve, recipe: Path) -> "ServerApp":
-    """Return the app's side at the server, which reads the terms of the run and serves it over Flower's grid."""
+    """Return the app's server side, which reads the terms of the run and serves it over Flower's grid."""
     from flwr.serverapp import ServerApp
 
     def main(grid: "Grid", context: "Context") -> None:
@@ -120,7 +122,7 @@ def server_app(serve: Serve, recipe: Path) -> "ServerApp":
 
 
 def client_app() -> "ClientApp":
-    """Return the app's side at a site, which passes a message on to the worker, and its reply back."""
+    """Return the app's side at a site, which passes messages to the worker and its replies back."""
     from flwr.clientapp import ClientApp
 
     app = ClientApp()
@@ -129,7 +131,7 @@ def client_app() -> "ClientApp":
 
 
 def pass_on(message: "Message", context: "Context") -> "Message":
-    """Have the worker answer a message. No exception leaves: Flower would send its text to the server."""
+    """Have the worker answer a message. Never raises: Flower would send the text of the error to the server."""
     from flwr.app import Message
 
     try:
@@ -175,7 +177,7 @@ def unpack_payload(content: "RecordDict", max_bytes: int) -> bytes | Failure:
 
 @dataclass
 class _PendingMessage:
-    """A message that was sent, and its reply once it has come."""
+    """A message that was sent, and its reply once it has arrived."""
 
     site: str
     node: Node
@@ -185,7 +187,7 @@ class _PendingMessage:
 
 
 class FlowerTransport:
-    """Carries messages over a grid, by the names under which the SuperLink's owner registered the sites' keys.
+    """Carries messages over Flower's grid, by the names under which sites' keys are registered at the SuperLink.
 
     A site has one message at a time. A site that still works on an earlier message gets the next one when it is done
     with it, or when it has expired. If the earlier message is the same one, its reply is awaited instead.
@@ -195,7 +197,7 @@ class FlowerTransport:
 
     Args:
         grid: Flower's grid.
-        poll_interval: Seconds between two looks for a reply.
+        poll_interval: Seconds between polls for a reply.
         max_bytes: Largest size of a reply.
     """
 
@@ -211,7 +213,7 @@ class FlowerTransport:
         return sorted(self._nodes())
 
     def exchange(self, messages: Mapping[str, bytes], enough: int, deadline: float) -> dict[str, bytes | Failure]:
-        """Send each site its message, as :class:`.Transport` says.
+        """Send each site its message; see :meth:`.Transport.exchange`.
 
         Messages expire with the deadline, so that no site works on one later.
         """
@@ -241,7 +243,7 @@ class FlowerTransport:
         return {site: results.get(site, Failure("late")) for site in messages}
 
     def _collect(self, digests: Mapping[str, str], results: dict[str, bytes | Failure]) -> None:
-        """Move replies that have come to the results; those to other messages are dropped."""
+        """Move replies that have arrived to the results, and drop those to other messages."""
         for pending in list(self._pending):
             if pending.reply is None:
                 continue
@@ -250,27 +252,27 @@ class FlowerTransport:
                 results[pending.site] = pending.reply
 
     def _nodes(self) -> dict[str, Node]:
-        """Return the connected SuperNodes by registered name. A name that two keys have is left out."""
+        """Return the connected SuperNodes by registered name, without names that are registered for several keys."""
         nodes: dict[str, list[Node]] = defaultdict(list)
         for node in self._grid.get_nodes():
             if not node.public_key:
                 _warn_once(
-                    f"SuperNode {node.node_id} is left out, since it has no key; start it with "
+                    f"SuperNode {node.node_id} is ignored because it has no key; start it with "
                     "--auth-supernode-private-key, and the SuperLink with --enable-supernode-auth"
                 )
             elif not node.name:
                 _warn_once(
-                    f"SuperNode {node.node_id} is left out, since it has no name; register its key again, with --name"
+                    f"SuperNode {node.node_id} is ignored because it has no name; register its key again, with --name"
                 )
             else:
                 nodes[node.name].append((node.node_id, node.last_activated_at))
         for name, same_name in nodes.items():
             if len(same_name) > 1:
-                _warn_once(f"{name!r} is registered for {len(same_name)} keys and is left out; unregister all but one")
+                _warn_once(f"{name!r} is registered for {len(same_name)} keys and is ignored; unregister all but one")
         return {name: same_name[0] for name, same_name in nodes.items() if len(same_name) == 1}
 
     def _push(self, site: str, node: Node, message: bytes, ttl: float) -> bool:
-        """Hand a message to the SuperLink, and return whether it took it."""
+        """Push a message to the SuperLink, and return whether it was accepted."""
         from flwr.app import Message, MessageType
 
         node_id, _ = node
@@ -286,7 +288,7 @@ class FlowerTransport:
         return True
 
     def _watch(self, message_id: str, pending: _PendingMessage) -> None:
-        """Look for the reply to a message until it has come or the message has expired.
+        """Poll for the reply to a message until it arrives or the message expires.
 
         It has its own thread: if a site's process ends while it hands its reply on, Flower waits for the rest of it for
         up to two hours.
@@ -296,7 +298,7 @@ class FlowerTransport:
                 for reply in self._grid.pull_messages([message_id]):
                     pending.reply = self._read(reply, pending.node)
             except Exception:
-                log.exception("the SuperLink did not hand on a reply")
+                log.exception("the SuperLink did not forward a reply")
                 pending.reply = Failure("unreachable")
             if pending.reply is None:
                 time.sleep(self._poll_interval)
@@ -318,8 +320,8 @@ def _warn_once(text: str) -> None:
 
 
 def _may_be_answered(pending: _PendingMessage, nodes: Mapping[str, Node]) -> bool:
-    """Return whether a reply may still come: not if its SuperNode was activated again after the message was sent."""
+    """Return whether a reply may still arrive: not if its SuperNode was activated again after the message was sent."""
     if pending.node != nodes.get(pending.site, pending.node):
-        log.info("%s: its SuperNode is there anew; its message is sent again", pending.site)
+        log.info("%s: its SuperNode was activated again; resending its message", pending.site)
         return False
     return pending.expires > time.monotonic()

@@ -17,7 +17,7 @@ WARNING_DAYS = 60
 TIMEOUT = 5.0
 """Seconds to wait for a SuperLink's certificate."""
 RENEW = (
-    "at the server move server.pem and server.key away, run `perada deploy keys server` in the same folder, and "
+    "on the server, move server.pem and server.key away, run `perada deploy keys server` in the same folder, and "
     "restart the SuperLink"
 )
 _DATE_ERRORS = {9, 10}
@@ -28,14 +28,14 @@ log = logging.getLogger("perada.deploy")
 
 
 class Validity(NamedTuple):
-    """When a certificate is valid, in seconds since 1970."""
+    """Validity period of a certificate, in seconds since 1970."""
 
     begin: float
     end: float
 
 
 def read_validity(address: str, timeout: float = TIMEOUT) -> Validity | None:
-    """Read when the certificate that is presented at an address is valid.
+    """Read the validity period of the certificate presented at an address.
 
     It is not verified, since its dates are wanted also if it has expired. Nothing is sent to whoever presents it.
 
@@ -62,7 +62,7 @@ def read_validity(address: str, timeout: float = TIMEOUT) -> Validity | None:
 
 
 def check_presented(address: str, authority: Path | None) -> None:
-    """Check the certificate of a SuperLink as Flower's programs do, and warn if it expires soon.
+    """Check a SuperLink's certificate as Flower's programs do, and warn if it expires soon.
 
     If nobody answers nothing happens: Flower reports that itself.
 
@@ -78,11 +78,11 @@ def check_presented(address: str, authority: Path | None) -> None:
         return
     now = time.time()
     if now > validity.end:
-        raise ValueError(f"the certificate that {address} presents expired on {_format_day(validity.end)}; {RENEW}")
+        raise ValueError(f"the certificate presented by {address} expired on {_format_day(validity.end)}; {RENEW}")
     if now < validity.begin:
         raise ValueError(
-            f"the certificate that {address} presents is valid from {_format_day(validity.begin)} on only; set "
-            "this machine's clock, or the server's when it writes the keys"
+            f"the certificate presented by {address} is not valid before {_format_day(validity.begin)}; correct this "
+            "machine's clock, or the server's before it writes the keys"
         )
     warning = expiry_warning(address, validity)
     if warning:
@@ -94,23 +94,23 @@ def check_presented(address: str, authority: Path | None) -> None:
         # Dates were checked above, with plainer messages.
         if error.verify_code not in _DATE_ERRORS:
             raise ValueError(
-                f"the certificate that {address} presents cannot be trusted ({error.verify_message}); give the ca.crt "
-                "that its keys were written with, and an address that was named by --host then"
+                f"the certificate presented by {address} cannot be trusted ({error.verify_message}); use the ca.crt "
+                "that was written with its keys, and an address that was passed to --host at that time"
             ) from None
     except OSError:
         pass
 
 
 def expiry_warning(address: str, validity: Validity) -> str:
-    """Return a warning about a certificate that expires within `WARNING_DAYS`, or has expired; "" for any other."""
+    """Return a warning if a certificate has expired or expires within `WARNING_DAYS`; "" otherwise."""
     if validity.end > time.time() + WARNING_DAYS * _DAY:
         return ""
     expires = "expires" if validity.end > time.time() else "expired"
-    return f"the certificate that {address} presents {expires} on {_format_day(validity.end)}; {RENEW}"
+    return f"the certificate presented by {address} {expires} on {_format_day(validity.end)}; {RENEW}"
 
 
 class ExpiryOf:
-    """Looks up when the certificate of a SuperLink expires, at most once in a while.
+    """Looks up when a SuperLink's certificate expires, and keeps the result for a while.
 
     Args:
         address: Where the SuperLink listens. If nobody answers there, as behind a firewall that does not let the server
@@ -150,7 +150,7 @@ class ExpiryOf:
 
 
 def _fetch_certificate(address: str, context: ssl.SSLContext, timeout: float) -> bytes | None:
-    """Return the certificate that is presented at an address, in DER format.
+    """Return the certificate presented at an address, in DER format.
 
     Raises:
         OSError: If there is none, or the context does not trust it.

@@ -29,31 +29,31 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9_.-]{0,62}[a-z0-9])?")
 
 
 def check_site_name(name: str) -> None:
-    """Check that the name of a site can also be that of a file; a ValueError if it cannot.
+    """Raise a ValueError unless the name of a site can also be a file name.
 
     >>> check_site_name("st-marys")
     >>> check_site_name("../etc")
     Traceback (most recent call last):
-    ValueError: '../etc' is not a name of a site; give up to 64 of a-z, 0-9 and, between them, '-', '_' and '.'
+    ValueError: '../etc' is not a valid site name; use up to 64 of a-z, 0-9 and, between them, '-', '_' and '.'
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} is not a name of a site; give up to 64 of a-z, 0-9 and, between them, '-', '_' and '.'"
+            f"{name!r} is not a valid site name; use up to 64 of a-z, 0-9 and, between them, '-', '_' and '.'"
         )
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """Check that hosts are given by names or addresses.
+    """Check that all hosts are names or addresses.
 
     Raises:
         ValueError: If there is none, or one is neither.
     """
     if not hosts:
-        raise ValueError("no host is named; give the name or address by which sites reach the server, with --host")
+        raise ValueError("--host is missing; pass the name or address by which sites reach the server")
     for host in hosts:
         if isinstance(_parse_host(host), str) and not _HOST.fullmatch(host):
             raise ValueError(
-                f"{host!r} is neither a host's name nor an address; give one such as link.example.org, without a port"
+                f"{host!r} is neither a host name nor an address; use one such as link.example.org, without a port"
             )
 
 
@@ -148,7 +148,7 @@ def _begin(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         file = folder / name
         if file.exists():
-            raise FileExistsError(f"{str(file)!r} is there already; give another folder, or move it away")
+            raise FileExistsError(f"{str(file)!r} already exists; choose a different folder, or move it away")
 
 
 def _sign_certificate(
@@ -202,7 +202,7 @@ def _write_private(file: Path, key: "ec.EllipticCurvePrivateKey", format_name: s
 
 
 def _write(file: Path, content: bytes, mode: int) -> None:
-    """Write a new file that has its mode from the start."""
+    """Create a file with its final mode from the start."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(content)

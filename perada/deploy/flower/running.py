@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts an app on a SuperLink, and follows it to its end."""
+"""Start an app on a SuperLink, and follow it until it ends."""
 
 import json
 import os
@@ -32,14 +32,14 @@ QUIET = {
 }
 """Environment in which Flower sends no telemetry, checks for no update and installs nothing."""
 RUN_SILENT = (
-    "The SuperLink did not hear from the run for a minute: it was suspended or overloaded, or the process of the run "
-    "was killed"
+    "The SuperLink did not hear from the run for a minute: it was suspended or overloaded, or the run's process was "
+    "killed"
 )
 LINK_SILENT = (
-    "The SuperLink was stopped, or cannot be reached from here: start it again with the same --database, if nothing "
+    "The SuperLink was stopped or cannot be reached from here: restart it with the same --database, unless something "
     "else does"
 )
-NO_SUCH_RUN = "The SuperLink was started without the --database in which the run is"
+NO_SUCH_RUN = "The SuperLink was started without the --database that contains the run"
 _PAUSE = 0.5
 """Seconds without another line after which a record of Flower's log counts as complete."""
 _LIST_TIMEOUT = 60
@@ -66,28 +66,29 @@ class Link:
         host, colon, port = self.where.rpartition(":")
         is_address = bool(colon)
         if is_address and self.authority is None:
-            raise ValueError(f"link={self.where!r} is an address; give its certificate with --root-certificates ca.crt")
+            raise ValueError(f"link={self.where!r} is an address; pass its certificate with --root-certificates ca.crt")
         if not is_address and self.authority is not None:
             raise ValueError(
-                f"link={self.where!r} is a name, whose certificate Flower knows; drop --root-certificates ca.crt"
+                f"link={self.where!r} is a name, and Flower's configuration sets its certificate; drop "
+                "--root-certificates ca.crt"
             )
         if is_address:
             check_hosts([host])
             if not port.isdecimal() or not 0 < int(port) < 65536:
-                raise ValueError(f"link={self.where!r} has no port from 1 to 65535; give one, such as 8000")
+                raise ValueError(f"link={self.where!r} needs a port from 1 to 65535, such as 8000")
         else:
             names = sorted(_read_connections())
             if self.where not in names:
                 raise ValueError(
-                    f"link={self.where!r} is unknown to {_config_file()}, which has {', '.join(names) or 'none'}; "
-                    "give one of them, or an address such as link.example.org:8000"
+                    f"link={self.where!r} is not defined in {_config_file()}, which has {', '.join(names) or 'none'}; "
+                    "use one of them, or an address such as link.example.org:8000"
                 )
         if self.certificates is not None:
             _check_expiry(self.certificates)
 
     @property
     def address(self) -> str:
-        """Address at which the SuperLink presents a certificate; "" if it does not, or that is not configured."""
+        """Address at which the SuperLink presents a certificate; "" if it presents none or the address is unknown."""
         if self.authority is not None:
             return self.where
         connection = _read_connections()[self.where]
@@ -98,7 +99,7 @@ class Link:
 
     @property
     def certificates(self) -> Path | None:
-        """The authority's certificate; None for those that the system trusts, and without TLS."""
+        """The authority's certificate; None to use those that the system trusts, or without TLS."""
         if self.authority is not None:
             return self.authority
         file = _read_connections()[self.where].get("root-certificates")
@@ -119,12 +120,12 @@ class Link:
 
 
 def _config_file() -> Path:
-    """Return the file with the SuperLinks that Flower's commands know by name."""
+    """Return Flower's configuration file, which defines SuperLinks by name."""
     return Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
 
 
 def _read_connections() -> dict[str, dict[str, object]]:
-    """Return the options of all SuperLinks that Flower's commands know, by name."""
+    """Return the options of all SuperLinks in Flower's configuration, by name."""
     file = _config_file()
     if not file.is_file():
         return {}
@@ -134,7 +135,7 @@ def _read_connections() -> dict[str, dict[str, object]]:
 
 
 def write_connection(home: Path, name: str, address: str, authority: Path) -> None:
-    """Write a configuration of Flower's commands with one SuperLink."""
+    """Write a configuration for Flower's commands with a single SuperLink."""
     lines = [
         "[superlink]",
         f'default = "{name}"',
@@ -159,30 +160,30 @@ def _check_expiry(file: Path) -> None:
         expires = min(ssl.cert_time_to_seconds(str(each["notAfter"])) for each in context.get_ca_certs())
     except (OSError, ValueError):
         raise ValueError(
-            f"{str(file)!r} is not an authority's certificate; give the ca.crt of the server's keys"
+            f"{str(file)!r} is not an authority's certificate; pass the ca.crt of the server's keys"
         ) from None
     day = time.strftime("%Y-%m-%d", time.gmtime(expires))
     if expires < time.time():
-        raise ValueError(f"{str(file)!r} expired on {day}; write another by `perada deploy keys server`")
+        raise ValueError(f"{str(file)!r} expired on {day}; write a new one with `perada deploy keys server`")
     if expires < time.time() + WARNING_DAYS * 86400:
-        warnings.warn(f"{str(file)!r} expires on {day}; write another by `perada deploy keys server`", stacklevel=2)
+        warnings.warn(f"{str(file)!r} expires on {day}; write a new one with `perada deploy keys server`", stacklevel=2)
 
 
 def check_flower() -> None:
-    """Check that Flower is installed; an ImportError if it is not."""
+    """Raise an ImportError unless Flower is installed."""
     if not program("flower-superlink").is_file():
         raise ImportError("Flower is not installed; pip install 'perada[flower]'")
 
 
 def program(name: str) -> Path:
-    """Return the path of one of Flower's programs, of the environment that runs this one if it has it."""
+    """Return the path of one of Flower's programs, preferably from this Python environment."""
     environment = Path(sys.executable).parent
     search_path = f"{environment}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return Path(shutil.which(name, path=search_path) or environment / name)
 
 
 def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAULT_MONITORING) -> int:
-    """Start an app, print what it prints, and wait for its end.
+    """Start an app, print its output, and wait until it ends.
 
     Args:
         app: Folder of the app.
@@ -194,7 +195,7 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
         0 if the run was completed; 130 after Ctrl-C, which leaves the run going; else 1.
     """
     if not (app / "pyproject.toml").is_file() or not (app / "perada_app" / "recipe.yaml").is_file():
-        raise FileNotFoundError(f"{str(app)!r} is not an app; give the folder `app` that `perada deploy init` wrote")
+        raise FileNotFoundError(f"{str(app)!r} is not an app; pass the folder `app` written by `perada deploy init`")
     check_flower()
     if link.address:
         check_presented(link.address, link.certificates)
@@ -211,9 +212,9 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
         run, interrupted = follow(["run", str(app), name, "--stream", "--run-config", config], environment, lines)
         if interrupted:
             if run is None:
-                message = "Stopped before the run had a number; flwr list says if it began"
+                message = "Stopped before the run had a number; check with flwr list whether it started"
             else:
-                message = f"The run continues at the SuperLink {link.where}; stop it with: flwr stop {run}"
+                message = f"The run continues on the SuperLink {link.where}; stop it with: flwr stop {run}"
             print_lines(message, sys.stderr)
             return 130
         if run is None:
@@ -222,12 +223,12 @@ def run_app(app: Path, link: Link, terms: Terms, monitoring: Monitoring = DEFAUL
     print_lines(f"Flower's run {run} is {status}")
     if status == "finished:completed":
         return 0
-    print_lines(f"{reason}. The same command with --resume continues after the last round that was closed")
+    print_lines(f"{reason}. Run the same command with --resume to continue after the last closed round")
     return 1
 
 
 def _status(name: str, run: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the status of a run, such as ``finished:failed``, and why it ended.
+    """Return the status of a run, such as ``finished:failed``, and the reason why it ended.
 
     If the SuperLink does not answer, ``flwr list --format json`` exits with 0, and prints an object with
     ``"success": false`` and without runs (flwr 1.41).
@@ -265,14 +266,14 @@ def _run_config(app: Path, options: Mapping[str, object]) -> str:
         if key in app_options:
             config.append(f"{key}={json.dumps(value)}")
         elif defaults.get(key) != value:
-            raise ValueError(f"{str(app)!r} does not know {key}; write it anew by `perada deploy init`")
+            raise ValueError(f"{str(app)!r} has no option {key}; rewrite it with `perada deploy init`")
     return " ".join(config)
 
 
 def follow(
     arguments: Sequence[str], environment: Mapping[str, str], lines: TextLines | None = None
 ) -> tuple[str | None, bool]:
-    """Run a command of ``flwr``, and print its lines until it ends.
+    """Run a ``flwr`` command, and print its output until it ends.
 
     Args:
         arguments: The command's arguments.
@@ -309,7 +310,7 @@ def follow(
 
 
 class _LineReader:
-    """Yields the lines of a pipe as they come, and None whenever none has come for a moment."""
+    """Yields the lines of a pipe as they arrive, and None whenever none has arrived for a moment."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = pipe
@@ -332,5 +333,5 @@ class _LineReader:
             yield self._incomplete.decode(errors="replace")
 
     def read_rest(self) -> str:
-        """Read until the pipe is closed, and return that with the beginning of its first line."""
+        """Return everything until the pipe is closed, including an incomplete line that was read before."""
         return (self._incomplete + self._pipe.read()).decode(errors="replace")

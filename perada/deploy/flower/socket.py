@@ -44,7 +44,7 @@ def frame(payload: bytes | Failure, run: str = "") -> bytes:
 
 
 def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tuple[bytes | Failure, str]:
-    """Read a frame. No memory is allocated for bytes that have not come.
+    """Read a frame. No memory is allocated for bytes that have not arrived.
 
     Args:
         connection: Connection to read from.
@@ -74,7 +74,7 @@ def read_frame(connection: socket.socket, max_bytes: int, seconds: float) -> tup
 
 
 def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
-    """Read so many bytes until the time ``end``."""
+    """Read ``length`` bytes, waiting at most until the time ``end``."""
     content = bytearray()
     while len(content) < length:
         connection.settimeout(max(0.001, end - time.monotonic()))
@@ -88,7 +88,7 @@ def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
 def ask(
     path: Path | str, message: bytes, run: str, deadline: float, max_bytes: int = MAX_MESSAGE_BYTES
 ) -> bytes | Failure:
-    """Have the worker behind a socket answer a message. It never raises.
+    """Have the worker behind a socket answer a message. Never raises.
 
     Args:
         path: Path of the socket.
@@ -130,9 +130,9 @@ def ask(
 
 
 class Listener(AbstractContextManager["Listener"]):
-    """The worker's end of the socket. It answers one request at a time, the newest of those that wait.
+    """The worker's end of the socket. It answers one request at a time, the newest of those waiting.
 
-    A request that is overtaken by a newer one is told ``late``: its server has given it up, and nothing stale is
+    A request that is overtaken by a newer one is answered ``late``: its server has given it up, and nothing stale is
     trained. Unless systemd has opened a socket for this process, one is created with mode 0600. The socket of a worker
     that was killed is replaced.
 
@@ -212,13 +212,13 @@ class Listener(AbstractContextManager["Listener"]):
                     raise Failure("malformed")
             except Exception as error:  # whatever one request causes, such as a lack of memory, the next one is read
                 failure = error if isinstance(error, Failure) else Failure("malformed")
-                log.warning("a request was turned away: %s (%s)", failure.code, type(error).__name__)
+                log.warning("a request was rejected: %s (%s)", failure.code, type(error).__name__)
                 _reply(connection, failure)
                 continue
             self._wait((connection, message, run), "late")
 
     def _wait(self, request: tuple[socket.socket, bytes, str] | None, code: str) -> None:
-        """Let a request wait, in place of another one, which is told the code."""
+        """Queue a request in place of the one waiting, which is answered with the code."""
         with self._changed:
             overtaken = self._waiting
             self._waiting = request
@@ -241,17 +241,17 @@ def _bind(path: Path) -> socket.socket:
     folder = path.parent.stat()
     is_sticky = folder.st_mode & stat.S_ISVTX
     if not is_sticky and not is_owner_only(folder, rights=0o2):
-        raise ValueError(f"{str(path.parent)!r}, the socket's folder, can be written to by other users; chmod 700 it")
+        raise ValueError(f"{str(path.parent)!r}, the socket's folder, is writable by other users; chmod 700 it")
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ValueError(f"{str(path)!r} is there and is not a socket; remove it, or give another path")
+            raise ValueError(f"{str(path)!r} exists and is not a socket; remove it, or choose a different path")
         with socket.socket(socket.AF_UNIX) as other:
             try:
                 other.connect(os.fspath(path))
             except ConnectionRefusedError:
                 path.unlink()  # the socket of a worker that was killed
             else:
-                raise ValueError(f"another worker listens at {str(path)!r}; stop it, or give another path")
+                raise ValueError(f"another worker is listening at {str(path)!r}; stop it, or choose a different path")
     listening = socket.socket(socket.AF_UNIX)
     # The mode of the file is set when it is created; a later chmod would leave a gap.
     former_umask = os.umask(0o177)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of a deployed run: it asks sites over a transport, and closes rounds with those that answered."""
+"""The server of a deployed run: it sends requests to sites, and closes rounds with those that answered."""
 
 import logging
 import secrets
@@ -87,7 +87,7 @@ class _Replies:
 
 
 class Coordinator:
-    """Runs the rounds of a recipe over a transport. Its state is on disk after each round.
+    """Runs the rounds of a recipe over a transport, and saves its state after each round.
 
     Args:
         recipe: Recipe of the run.
@@ -119,7 +119,9 @@ class Coordinator:
         self._check_recipe()
         self.server = Server(LocalTrainer(module.engine, module.tensor_names, self.settings), module.initial_state)
         if not terms.resume and (folder / SERVER_STATE).exists():
-            raise ValueError(f"{str(folder)!r} holds a run; resume it (resume), or give another folder")
+            raise ValueError(
+                f"{str(folder)!r} already contains a run; resume it (resume), or choose a different folder"
+            )
         self._lock = FolderLock(folder, "server")
         self._former: dict[str, Any] = {}  # states from before the last secure sum; empty if there are none
         self.progress = self._resume() if terms.resume else self._begin()
@@ -141,7 +143,9 @@ class Coordinator:
         """Restore the states of an interrupted run, and return its progress."""
         progress, states = read_progress(self.folder)
         if (progress.recipe, progress.rounds) != (self.recipe.digest, self.recipe.rounds):
-            raise ValueError(f"{str(self.folder)!r} holds a run of another recipe or other weights; give its own")
+            raise ValueError(
+                f"{str(self.folder)!r} contains a run of a different recipe or different weights; use the original ones"
+            )
         self.server.load_state_dict(states)
         self._former = states.get("former", {})
         for member in progress.roster:
@@ -150,7 +154,7 @@ class Coordinator:
         return progress
 
     def _max_reply_size(self) -> int:
-        """Return the largest size of a reply. Odd rounds may send other tensors than even ones."""
+        """Return the largest size of a reply. Tensors may differ between odd and even rounds."""
         recipe = self.recipe
         if self.settings.secure_sums is None:
             return max(max_message_size(recipe.sent(round)) for round in range(2))
@@ -158,7 +162,7 @@ class Coordinator:
         return max_message_size({}) + 8 * vector_size
 
     def _check_recipe(self) -> None:
-        """Check that the recipe can be deployed on these terms.
+        """Raise if the recipe cannot be deployed on these terms.
 
         Raises:
             ValueError: If it cannot.
@@ -172,15 +176,15 @@ class Coordinator:
         check_rule(settings)
         if self.sample is not None and self.sample < terms.min_sites:
             raise ValueError(
-                f"min_sites={terms.min_sites} cannot be had: the recipe's clients_per_round asks {self.sample} sites "
-                "a round; give sample, the sites to ask, or ask for fewer"
+                f"min_sites={terms.min_sites} cannot be met: the recipe's clients_per_round asks only {self.sample} "
+                "sites per round; set sample, the number of sites to ask, or lower min_sites"
             )
         try:
             settings.rule.check(max(1, terms.min_sites // algorithm.modes))
         except ValueError as error:
             raise ValueError(f"min_sites={terms.min_sites}: {error}") from None
         if settings.privacy is not None and settings.weighting == "samples":
-            raise ValueError("privacy: weighting='samples' shows the sites' numbers of images; choose 'uniform'")
+            raise ValueError("privacy: weighting='samples' reveals how many images each site has; use 'uniform'")
         if settings.secure_sums is not None:
             self._check_secure_sums(settings.secure_sums)
         if settings.client_privacy is not None:
@@ -191,11 +195,11 @@ class Coordinator:
         check_cryptography()
         if self.terms.min_sites < options.min_sites:
             raise ValueError(
-                f"min_sites={self.terms.min_sites} is less than the {options.min_sites} of the recipe's secure_sums; "
-                "give as many, or more"
+                f"min_sites={self.terms.min_sites} must be at least {options.min_sites}, the min_sites of the recipe's "
+                "secure_sums; raise it"
             )
         if self.terms.late == "skip":
-            raise ValueError("secure_sums does not support late='skip': its steps wait for all sites; give 'wait'")
+            raise ValueError("secure_sums does not support late='skip': its steps wait for all sites; use 'wait'")
         num_sites = self.sample or max(self.terms.min_sites, options.min_sites)
         check_secure_sums(self.settings, self.recipe.module.tensor_names, self.recipe.template.initial, num_sites)
 
@@ -242,7 +246,7 @@ class Coordinator:
     # Asking
 
     def _request(self, kind: RequestKind, client: int = 0, **fields: Any) -> Request:
-        """Return a request to a site; ``fields`` are those that not all requests have."""
+        """Return a request to a site; ``fields`` are those specific to its kind."""
         progress = self.progress
         ranks = self.roster.lora_ranks
         return Request(
@@ -266,7 +270,7 @@ class Coordinator:
         enough: int | None = None,
         spare: Sequence[str] = (),
     ) -> "_Replies":
-        """Ask sites until all or enough have answered, or the time is over.
+        """Ask sites until all or enough have answered, or time runs out.
 
         A site whose failure is transient is asked again; one that fails for good is replaced by a spare one.
 
@@ -375,7 +379,8 @@ class Coordinator:
                 next_log = time.monotonic() + LOG_INTERVAL
                 outside = ", ".join(f"{name} ({reason})" for name, reason in self.roster.outside.items())
                 log.info(
-                    "round %d waits for sites, %.0f s more: %d of at least %d are there; connected, not joined: %s",
+                    "round %d waits for sites, for at most %.0f s more: %d of at least %d are ready; connected but not "
+                    "joined: %s",
                     progress.done + 1,
                     end - time.monotonic(),
                     len(eligible),
@@ -407,21 +412,21 @@ class Coordinator:
         self.roster.admit({name: response for name, (response, _) in answered.items()}, failed)
 
     def _too_few_message(self, task: str, num_answered: int, missing: Mapping[str, str], begin: float) -> str:
-        """Return the message about a task, begun at some time, that too few sites answered."""
+        """Return the message of the error that too few sites answered a task, which started at ``begin``."""
         missing = {**missing, **self.roster.outside}
         names = ", ".join(f"{name} ({code})" for name, code in missing.items())
         num_returning = sum(code not in ("exhausted", "unapproved") for code in missing.values())
         if missing and num_answered + num_returning < self.terms.min_sites:
             remedy = (
-                "Those that are exhausted or do not approve the recipe will not come back: end the run here, or ask "
-                "for fewer (min_sites)"
+                "Sites that are exhausted or have not approved the recipe will not return: end the run here, or lower "
+                "min_sites"
             )
         else:
-            remedy = "Resume when they are back, or ask for fewer (min_sites)"
+            remedy = "Resume when they are back, or lower min_sites"
         return (
             f"{task}: {num_answered} of at least {self.terms.min_sites} sites answered in "
             f"{time.monotonic() - begin:.0f} s (the deadline is {self.terms.deadline:g} s); missing: "
-            f"{names or 'no other site was ever connected'}. {remedy}"
+            f"{names or 'no other site has ever connected'}. {remedy}"
         )
 
     # A round
@@ -583,8 +588,8 @@ class Coordinator:
             limit = max(limit, OUTLIER_FACTOR * rate_factor * max(progress.moves))
         if move > limit:
             raise RefusalError(
-                f"{SPOILED} has moved the model by {move:.3g}, and {limit:.3g} would be {multiple:g} times its norm, "
-                "or what it was moved by before",
+                f"{SPOILED} it moves the model by {move:.3g}, more than {limit:.3g}, which is {multiple:g} times its "
+                "norm or earlier moves",
                 "other",
             )
         if rate_factor > 0:
@@ -609,11 +614,11 @@ class Coordinator:
             self.server.load_state_dict(self._former)
             self._former = {}
             progress.spoiled = 0
-            record.void += "; the model from before the last sum was put back"
-            log.warning("round %d: the model from before the last secure sum was put back", record.round + 1)
+            record.void += "; the model from before the last sum was restored"
+            log.warning("round %d: the model from before the last secure sum was restored", record.round + 1)
 
     def _check_honest_sites(self) -> None:
-        """Check that enough sites are left that did not lie, before sites train for a sum that cannot be made.
+        """Raise if too few honest sites are left for a secure sum, before any site trains for it.
 
         Raises:
             TimeoutError: If there are too few.
@@ -624,13 +629,12 @@ class Coordinator:
             return
         reasons = "; ".join(f"site {name}: {lie}" for name, lie in lies.items())
         raise TimeoutError(
-            f"round {self.progress.done + 1}: a secure sum needs {options.min_sites} sites, and too few are left "
-            f"without those that lied in one ({reasons}). Find out why they did, and resume the run: they are asked "
-            "again then"
+            f"round {self.progress.done + 1}: a secure sum needs {options.min_sites} sites, but too few are left "
+            f"without those that lied ({reasons}). Find out why they lied, then resume the run: they are asked again"
         )
 
     def _note_sent(self, name: str) -> None:
-        """Keep the digest of what sites are sent in this round, as they state it in later ones."""
+        """Record the digest of what sites are sent in this round, which they state in later rounds."""
         message = self._training_message(self.roster.numbers[name])
         request = replace(Request.read(read_header(message)), client=0)
         sent_digests = self.progress.sent_digests
@@ -705,7 +709,7 @@ class Coordinator:
         return survivors, contents.decode(total, len(survivors))
 
     def _training_message(self, client: int) -> bytes:
-        """Return what a site is sent in a round. It only depends on the states, and on which sites are asked."""
+        """Return the message to a site in a round. It depends only on the states and on which sites are asked."""
         progress = self.progress
         shared = self.server.global_state
         level = self.roster.client_level
@@ -726,7 +730,7 @@ class Coordinator:
         return pack(request, narrowed_state)
 
     def _narrow(self, state: State, client: int) -> State:
-        """Cut a state to the rank of a site's LoRA for the way to it or from it."""
+        """Cut a state that is sent to or by a site to the rank of the site's LoRA."""
         ranks = self.server.lora_ranks
         return narrowed(state, self.recipe.module.tensor_names.factors, ranks[client]) if ranks else state
 

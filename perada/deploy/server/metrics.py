@@ -32,7 +32,7 @@ class CountingTransport:
     Attributes:
         replies: Number of replies by site and code.
         bytes: Number of bytes by site and direction.
-        connected: Sites that were connected when the server looked last.
+        connected: Sites that were connected when the server last checked.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -56,7 +56,7 @@ class CountingTransport:
         return self.connected
 
     def exchange(self, messages: Mapping[str, bytes], enough: int, deadline: float) -> dict[str, bytes | Failure]:
-        """Send each site its message, as :class:`.Transport` says."""
+        """Send each site its message; see :meth:`.Transport.exchange`."""
         for name, message in messages.items():
             self.bytes[name, "down"] += len(message)
         replies = self._transport.exchange(messages, enough, deadline)
@@ -97,28 +97,32 @@ class RunMetrics(Collector):
         # Another thread may be in a round: lists and dictionaries are copied before they are iterated over.
         records = list(progress.records)
         yield InfoMetricFamily("perada_run", "The run", {"run": progress.run, "recipe": progress.recipe})
-        yield GaugeMetricFamily("perada_rounds_planned", "Rounds of the recipe", progress.rounds)
-        yield GaugeMetricFamily("perada_rounds_done", "Rounds that are over", progress.done)
+        yield GaugeMetricFamily("perada_rounds_planned", "Number of rounds in the recipe", progress.rounds)
+        yield GaugeMetricFamily("perada_rounds_done", "Number of finished rounds", progress.done)
         num_void = sum(bool(record.void) for record in records)
-        yield GaugeMetricFamily("perada_rounds_void", "Rounds that left the model as it was", num_void)
+        yield GaugeMetricFamily("perada_rounds_void", "Number of rounds that left the model unchanged", num_void)
         seconds = math.fsum(record.seconds for record in records)
-        yield SummaryMetricFamily("perada_round_seconds", "Seconds of rounds", len(records), seconds)
+        yield SummaryMetricFamily("perada_round_seconds", "Duration of rounds in seconds", len(records), seconds)
         last_seconds = records[-1].seconds if records else math.nan
-        yield GaugeMetricFamily("perada_last_round_seconds", "Seconds of the last round", last_seconds)
+        yield GaugeMetricFamily("perada_last_round_seconds", "Duration of the last round in seconds", last_seconds)
         expiry = self._expiry()
         if expiry is not None:
-            description = "When the certificate expires that the SuperLink presents, in seconds since 1970"
+            description = "Expiry time of the certificate that the SuperLink presents, in seconds since 1970"
             yield GaugeMetricFamily("perada_superlink_certificate_expiry_timestamp_seconds", description, expiry)
         yield from self._of_transport()
         yield from self._of_sites(records)
         yield from self._of_history()
 
     def _of_transport(self) -> Iterator[Metric]:
-        replies = CounterMetricFamily("perada_replies", "Replies, or what came instead", labels=["site", "code"])
+        replies = CounterMetricFamily(
+            "perada_replies", "Number of replies, or of failures in their place", labels=["site", "code"]
+        )
         for site_and_code, count in self._transport.replies.copy().items():
             replies.add_metric(site_and_code, count)
         yield replies
-        bytes_ = CounterMetricFamily("perada_bytes", "Bytes from sites (up) and to them", labels=["site", "direction"])
+        bytes_ = CounterMetricFamily(
+            "perada_bytes", "Bytes received from sites (up) and sent to them (down)", labels=["site", "direction"]
+        )
         for site_and_direction, count in self._transport.bytes.copy().items():
             bytes_.add_metric(site_and_direction, count)
         yield bytes_
@@ -129,12 +133,16 @@ class RunMetrics(Collector):
         in_last_round: set[str] = set()
         if records:
             in_last_round = set(records[-1].summed or records[-1].answered)
-        is_connected = GaugeMetricFamily("perada_site_connected", "1 if it is connected", labels=["site"])
+        is_connected = GaugeMetricFamily("perada_site_connected", "1 if the site is connected", labels=["site"])
         for name in sorted({member.name for member in members} | connected):
             is_connected.add_metric([name], name in connected)
-        is_in_last_round = GaugeMetricFamily("perada_site_in_last_round", "1 if its answer is in it", labels=["site"])
-        rounds = GaugeMetricFamily("perada_site_rounds", "Rounds with its answer", labels=["site"])
-        epsilon = GaugeMetricFamily("perada_epsilon", "ε that a site says it spent", labels=["site", "ledger"])
+        is_in_last_round = GaugeMetricFamily(
+            "perada_site_in_last_round", "1 if the last round includes the site's answer", labels=["site"]
+        )
+        rounds = GaugeMetricFamily(
+            "perada_site_rounds", "Number of rounds that include the site's answer", labels=["site"]
+        )
+        epsilon = GaugeMetricFamily("perada_epsilon", "ε spent, as reported by the site", labels=["site", "ledger"])
         for member in members:
             is_in_last_round.add_metric([member.name], member.name in in_last_round)
             rounds.add_metric([member.name], member.rounds)
@@ -149,8 +157,8 @@ class RunMetrics(Collector):
             for name, value in row.copy().items():
                 if not math.isnan(value):
                     latest[name] = value
-        scores = GaugeMetricFamily("perada_score", "Scores, as the table of rounds names them", labels=["name"])
-        epsilon = GaugeMetricFamily("perada_run_epsilon", "ε of the run, as metrics.csv names it", labels=["name"])
+        scores = GaugeMetricFamily("perada_score", "Latest scores, named as in the table of rounds", labels=["name"])
+        epsilon = GaugeMetricFamily("perada_run_epsilon", "ε of the run, named as in metrics.csv", labels=["name"])
         for name, value in latest.items():
             if name.startswith(SCORE_PREFIXES):
                 scores.add_metric([name], value)
@@ -184,7 +192,9 @@ def serving(
     try:
         server, thread = start_http_server(port, address, registry)
     except OSError as error:
-        raise OSError(f"metrics_port={port} at {address!r} cannot be had ({error}); give another") from None
+        raise OSError(
+            f"metrics_port={port} at {address!r} is not available ({error}); choose a different one"
+        ) from None
     try:
         yield
     finally:

@@ -27,14 +27,14 @@ class Member:
 
     Attributes:
         name: Name by which the transport knows it.
-        size: Number of training images; None if the site does not say.
+        size: Number of training images; None if the site does not report it.
         joined: First round that it could take part in.
-        left: Why it takes part no more; empty if it does.
+        left: Why it no longer takes part; empty if it does.
         late: Last round in which it did not answer in time.
         lie: What it did in a secure sum that no honest site does; empty if nothing is proven.
         rounds: Number of rounds that it took part in.
         last_round: Last round that it took part in, counted from 1; 0 if it never did.
-        epsilon: ε by ledger, as the site last said; None is infinite.
+        epsilon: ε by ledger, as last reported by the site; None is infinite.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Member:
     epsilon: dict[str, float | None] = field(default_factory=dict)
 
     def spent(self, ledger: str) -> float:
-        """Return the ε that the site last said; infinite if it does not say, and 0 if it took part in no round."""
+        """Return the ε last reported by the site; infinite if it reports none, 0 if it took part in no round."""
         if not self.rounds and not self.epsilon:
             return 0.0
         value = self.epsilon.get(ledger)
@@ -64,7 +64,7 @@ class RoundRecord:
         asked: Sites that were asked.
         answered: Sites whose answer counted.
         summed: Sites in the secure sum.
-        masked: Sites whose masked vector came.
+        masked: Sites whose masked vector arrived.
         failed: Code of each other site.
         outliers: Sites with an unusually large change, with its multiple of the median.
         away: Sites of the run that were not connected.
@@ -92,7 +92,7 @@ class RoundRecord:
 
 @dataclass
 class RunProgress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         run: Id of the run.
@@ -132,7 +132,7 @@ class RunProgress:
 
 
 def participation_of(progress: RunProgress, sites_per_round: int | None) -> Participation:
-    """Return when the sites of a run took part last.
+    """Return when each site of a run last took part.
 
     Args:
         progress: Progress of the run.
@@ -142,7 +142,7 @@ def participation_of(progress: RunProgress, sites_per_round: int | None) -> Part
 
 
 def write_progress(folder: Path, progress: RunProgress, states: dict[str, Any]) -> None:
-    """Write the server's states and the progress in one step, and the metrics beside them."""
+    """Write the server's states and the progress in one step, and the metrics next to them."""
     if progress.history:
         # Before the state: a run that is killed in between writes the metrics again.
         write_atomic(folder / METRICS, _format_csv(progress.history).encode(), private=True)
@@ -160,7 +160,7 @@ def read_progress(folder: Path) -> tuple[RunProgress, dict[str, Any]]:
     path = folder / SERVER_STATE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{str(folder)!r} holds no deployed run: it has no {SERVER_STATE}; give the folder of one"
+            f"{str(folder)!r} does not contain a deployed run: it has no {SERVER_STATE}; pass the folder of one"
         )
 
     def build(progress: dict[str, Any], states: dict[str, Any]) -> tuple[RunProgress, dict[str, Any]]:
@@ -173,12 +173,12 @@ def read_progress(folder: Path) -> tuple[RunProgress, dict[str, Any]]:
 
 
 def write_sum(folder: Path, run: str, state: SumState) -> None:
-    """Write the state of a secure sum, to a small file beside the server's own."""
+    """Write the state of a secure sum to a small file next to the server's."""
     write_nested(folder / SUM_STATE, {"run": run, "state": state}, SUM_FORMAT)
 
 
 def read_sum(folder: Path, run: str, round: int, of: str) -> SumState | None:
-    """Return the state of a secure sum when the server was stopped; None if it was not begun.
+    """Return the state that a secure sum had when the server was stopped; None if it had not begun.
 
     Raises:
         ValueError: If the file is damaged.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round of a deployed run: who takes part, what sites answer, how the round is closed and logged."""
+"""A round of a deployed run: its sites, their answers, and how it is closed and logged."""
 
 import logging
 import math
@@ -99,7 +99,7 @@ class Roster:
             reason = failed.get(name) or self._objection(name, responses[name])
             if reason:
                 self.outside[name] = reason
-                log.warning("site %s does not join: %s", name, reason, extra={"site": name})
+                log.warning("site %s cannot join: %s", name, reason, extra={"site": name})
                 continue
             self.outside.pop(name, None)
             facts = responses[name].facts
@@ -120,7 +120,7 @@ class Roster:
         except ValueError as error:
             return str(error)
         if labels is None or self.progress.labels not in ("", labels):
-            return "it has other classes than the recipe, or the sites before it"
+            return "its classes differ from those of the recipe or of earlier sites"
         if size is None:
             needs_size = self.settings.weighting == "samples" and self.settings.secure_sums is None
             if needs_size:
@@ -131,7 +131,7 @@ class Roster:
             plan = make_plan(0, [0], [size], self.settings.phases, self.batch_size)
             num_steps = sum(plan.lengths)
         if not 0 < num_steps <= MAX_STEPS:
-            return f"it says that it has {size} images, which cannot be"
+            return f"it reports an impossible number of images, {size}"
         return ""
 
     def eligible(self, names: Sequence[str]) -> list[int]:
@@ -148,12 +148,12 @@ class Roster:
         return eligible
 
     def plan(self, clients: Sequence[int]) -> RoundPlan:
-        """Plan a round of sites. One that does not say its size counts as having one image."""
+        """Plan a round of sites. A site that does not report its size counts as having one image."""
         sizes = [member.size or 1 for member in self.progress.roster]
         return make_plan(self.progress.done, clients, sizes, self.settings.phases, self.batch_size)
 
     def note_tuned(self, responses: Mapping[str, Response], failed: Mapping[str, str]) -> None:
-        """Record what the fine-tuning has cost the sites, which only their release ledgers count.
+        """Record the privacy cost of the fine-tuning, which only the sites' release ledgers count.
 
         Args:
             responses: Responses of the sites that did it, by name.
@@ -221,7 +221,7 @@ def ask(
             response = Response.read(read_header(reply))
             _, state = unpack(reply, expected[name] if response.code == "ok" else {})
             if response.answers != digest(messages[name]):
-                raise RefusalError("it answers another message")
+                raise RefusalError("it answers a different message")
         except RefusalError as error:
             log.warning("site %s: %s: %s", name, error.code, error)
             failed[name] = error.code
@@ -250,7 +250,7 @@ def close_round(
     updates: UpdatesBySite,
     summed_logits: Tensor | None = None,
 ) -> None:
-    """Make the next global state of what sites sent, and add the round to the progress.
+    """Compute the next global state from what sites sent, and add the round to the progress.
 
     Args:
         recipe: Recipe of the run.
@@ -337,7 +337,7 @@ def _aggregate(
 
 
 def _update_of(recipe: Recipe, updates: UpdatesBySite, client: int, round: int) -> State:
-    """Return what a client sent; NaN if its training broke, which client-level privacy counts as no change."""
+    """Return what a client sent; NaN if its training failed, which client-level privacy counts as no change."""
     example = recipe.sent(round)
     if client not in updates:
         nothing_finite = {}
@@ -397,17 +397,19 @@ def epsilon_metrics(roster: Sequence[Member]) -> dict[str, float]:
 
 
 def log_each(loggers: list[Logger], method: str, *args: object, **kwargs: object) -> None:
-    """Call a method of each logger. One that fails is removed with a warning, so that no rounds are lost for it."""
+    """Call a method of each logger. One that fails is removed with a warning, so that it costs no rounds."""
     for logger in list(loggers):
         try:
             getattr(logger, method)(*args, **kwargs)
         except Exception as error:  # a full disk, or a service that cannot be reached
-            log.warning("%s is left out: %s (%s)", type(logger).__name__, error, type(error).__name__)
+            log.warning(
+                "%s failed and is not used any more: %s (%s)", type(logger).__name__, error, type(error).__name__
+            )
             loggers.remove(logger)
 
 
 def log_round(loggers: list[Logger], row: Mapping[str, float]) -> None:
-    """Log the metrics of the round ``row["round"]``, which is the step too, by the names of a simulation; no NaN."""
+    """Log the metrics of a round, except NaN, under the names of a simulation; ``row["round"]`` is the step."""
     metrics = {name: value for name, value in row.items() if not math.isnan(value)}
     metrics["epoch"] = row["round"]
     log_each(loggers, "log_metrics", metrics, step=int(row["round"]))

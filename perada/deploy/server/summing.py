@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's steps of a secure sum over a transport: who answers them, and what the sum is."""
+"""The server's steps of a secure sum over a transport: which sites answer them, and the resulting sum."""
 
 import logging
 import re
@@ -71,8 +71,8 @@ class SecureSum:
         terms: Returns the terms of an attempt.
         trained: Responses of the sites that may take part, with their keys for the first attempt.
         vector_size: Length of a vector.
-        state: How far the sum had come before the server was stopped; None if it was not begun.
-        save: Saves how far the sum has come.
+        state: State of the sum when the server was stopped; None if it had not begun.
+        save: Saves the state of the sum.
         sent_digests: Digests of what the server sent in former rounds, by round.
 
     Attributes:
@@ -103,7 +103,7 @@ class SecureSum:
         self.lies: dict[str, str] = {}
 
     def run(self) -> tuple[list[str], Uint64Vector]:
-        """Make the sum.
+        """Compute the sum.
 
         Returns:
             The sites in the sum, and the sum of their vectors.
@@ -121,7 +121,7 @@ class SecureSum:
             self._blame(server.lies)
 
     def _blame(self, lies: Mapping[str, str]) -> None:
-        """Note proven lies, and log those that are new."""
+        """Record proven lies, and log those that are new."""
         for name, lie in lies.items():
             if name not in self.lies:
                 log.warning("secure sum: site %s lied: %s", name, lie, extra={"site": name})
@@ -129,7 +129,7 @@ class SecureSum:
             self.failed[name] = LIED
 
     def _exchange_shares(self) -> tuple[ServerRound, SumState]:
-        """Have keys and shares exchanged, in a new attempt whenever sites that prevent it were identified."""
+        """Exchange keys and shares, in a new attempt whenever the sites that prevented it were identified."""
         attempt = 0 if self._state is None else self._state.attempt + 1
         failures = 0
         while True:
@@ -147,12 +147,12 @@ class SecureSum:
             attempt += 1
 
     def _check_candidates(self, candidates: Mapping[str, object]) -> None:
-        """Refuse to begin with too few sites."""
+        """Raise if there are too few sites to begin with."""
         min_sites = self._terms(0).options.min_sites
         if len(candidates) < min_sites:
             without = f"; without {', '.join(sorted(self._excluded))}" if self._excluded else ""
             raise RefusalError(
-                f"secure sum: {len(candidates)} sites may take part, and {min_sites} must{without}", "other"
+                f"secure sum: {len(candidates)} sites may take part, but {min_sites} are required{without}", "other"
             )
 
     def _attempt(self, attempt: int, candidates: Mapping[str, tuple[Response, State]]) -> tuple[ServerRound, SumState]:
@@ -247,21 +247,21 @@ class SecureSum:
             objectors = [other for other, rejected in objections.items() if name in rejected]
             num_others = sum(other != name for other in dealt)
             if 2 * len(objectors) > num_others:
-                excluded[name] = f"its keys are not accepted by {', '.join(objectors)}"
+                excluded[name] = f"its keys were rejected by {', '.join(objectors)}"
         for name, rejected in objections.items():
             accepted_by_most = [other for other in rejected if other not in excluded]
             if accepted_by_most and name not in excluded:
-                excluded[name] = f"it does not accept the keys of {', '.join(accepted_by_most)}, which most sites do"
+                excluded[name] = f"it rejected the keys of {', '.join(accepted_by_most)}, which most sites accept"
         for name, reason in excluded.items():
-            log.warning("secure sum: without site %s: %s", name, reason, extra={"site": name})
+            log.warning("secure sum: site %s is excluded: %s", name, reason, extra={"site": name})
             self.failed[name] = DISPUTED
         self._excluded |= excluded.keys()
         raise RefusalError(
-            f"secure sum: sites do not accept one another: without {', '.join(sorted(excluded))}", "other"
+            f"secure sum: sites reject one another's keys: excluding {', '.join(sorted(excluded))}", "other"
         )
 
     def _settle_disputes(self, server: ServerRound, attempt: int, objections: Mapping[str, Collection[str]]) -> None:
-        """Find out who lies where a site says that the shares sealed for it do not open.
+        """Determine who lied when a site claims that the shares sealed for it do not open.
 
         The word of one site does not suffice to exclude another. The accused disclose the keys of what they dealt, and
         the server sees who is right.
@@ -279,21 +279,21 @@ class SecureSum:
                 if dealer not in seeds:
                     continue
                 if server.dealt_honestly(dealer, seeds[dealer], holder):
-                    lies.setdefault(holder, f"the shares of {dealer!r} open, of which it says that they do not")
+                    lies.setdefault(holder, f"it claims that the shares of {dealer!r} do not open, but they do")
                 else:
                     lies.setdefault(dealer, f"the shares that it sealed for {holder!r} do not open")
         self._blame(lies)
         silent = [name for name in accused if name not in seeds]
         for name in silent:
-            log.warning("secure sum: site %s did not open the shares that it is said to have spoiled", name)
+            log.warning("secure sum: site %s did not open the shares that it is accused of spoiling", name)
             self.failed.setdefault(name, DISPUTED)
         self._excluded |= {*lies, *silent}
         raise RefusalError(
-            f"secure sum: sealed shares do not open: without {', '.join(sorted(self._excluded))}", "other"
+            f"secure sum: sealed shares do not open: excluding {', '.join(sorted(self._excluded))}", "other"
         )
 
     def _resume(self, state: SumState) -> tuple[ServerRound, SumState]:
-        """Restore the round of a server that was stopped after it had told sites to mask."""
+        """Restore the round of a server that was stopped after it told sites to mask."""
         server = ServerRound(self._terms(state.attempt), [Advert(**entry) for entry in state.adverts])
         server.commitments = {}
         for dealer, commitments in state.commitments.items():
@@ -319,7 +319,7 @@ class SecureSum:
                 num_came = len(state.survivors) - len(missing)
                 raise RefusalError(
                     f"secure sum: {num_came} of {len(state.survivors)} sites sent their part again after the restart; "
-                    f"without {', '.join(missing)}",
+                    f"missing: {', '.join(missing)}",
                     "other",
                 )
             vectors = {name: vectors[name] for name in state.survivors}
@@ -328,7 +328,7 @@ class SecureSum:
         if not state.signatures:
             confirmed = self._ask_same("confirm", attempt, state.survivors, {"alive": state.survivors})
             state.signatures = server.valid_signatures(self._read(confirmed, _read_signature))
-            server.check_enough(state.signatures, "signed who is in the sum")
+            server.check_enough(state.signatures, "signed the list of sites in the sum")
             self._save(state)
         survivors = set(state.survivors)
         dropouts = set(senders) - survivors
@@ -351,13 +351,13 @@ class SecureSum:
             try:
                 contents[name] = read(name, response.sums)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                log.warning("site %s: malformed in a secure sum: %s (%s)", name, error, type(error).__name__)
+                log.warning("site %s: malformed content in a secure sum: %s (%s)", name, error, type(error).__name__)
                 self.failed[name] = "malformed"
         return contents
 
 
 def consistent_adverts(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
-    """Return the adverts that state of this sum, and of each former round, what most adverts state.
+    """Return the adverts that agree with most others about this sum and about each former round.
 
     Sites refuse a list with an advert that states something else, such as that of a site that lies, or has other public
     images. Of statements that are equally common the first one wins.
@@ -382,7 +382,7 @@ def consistent_adverts(adverts: Mapping[str, Advert]) -> dict[str, Advert]:
             deviating.append(name)
     if deviating:
         names = ", ".join(sorted(deviating))
-        log.warning("secure sum: without %s, who were told other things than most, or say so", names)
+        log.warning("secure sum: excluding %s: sent something different from most sites, or claiming so", names)
     return {name: advert for name, advert in adverts.items() if name not in deviating}
 
 
@@ -390,7 +390,7 @@ def _read_advert(name: str, content: dict[str, Any]) -> Advert:
     """Read a site's keys; a ValueError if they are unusable, another site's or not signed."""
     advert = Advert(**content["advert"])
     if advert.name != name:
-        raise ValueError(f"it calls itself {advert.name[:80]!r}; its name must be that of its key at the SuperLink")
+        raise ValueError(f"it calls itself {advert.name[:80]!r}; its name must match that of its key at the SuperLink")
     check_usable(advert)
     if not is_signed_by_itself(advert, advert.signature, "advert", advert.statement()):
         raise ValueError("its keys are not signed by the identity that they name")
@@ -401,7 +401,7 @@ def _read_objections(content: dict[str, Any], others: Collection[str]) -> list[s
     """Read the names of the sites whose keys or shares a site does not accept."""
     objections = content.get("objects", [])
     if not isinstance(objections, list) or not {*objections} <= {*others}:
-        raise ValueError("it objects to what is not another site")
+        raise ValueError("it objects to something that is not another site")
     return objections
 
 
@@ -410,14 +410,14 @@ def _read_dealt(name: str, content: dict[str, Any], order: Sequence[str]) -> Dea
     sealed = from_hex(content["sealed"])
     others = {*order} - {name}
     if {*sealed} != others or any(len(text) != SEALED_SIZE for text in sealed.values()):
-        raise ValueError("it has not sealed its shares for all others; the masks of some would not cancel")
+        raise ValueError("it did not seal its shares for all others, so some masks would not cancel")
     commitments = content["commitments"]
     if {*commitments} != {*order}:
-        raise ValueError("it has not committed itself to the shares of all sites")
+        raise ValueError("it did not commit to the shares of all sites")
     pairs = {}
     for holder, (first, second) in commitments.items():
         if not re.fullmatch(_DIGEST, first) or not re.fullmatch(_DIGEST, second):
-            raise ValueError("a commitment has the wrong form")
+            raise ValueError("a commitment is malformed")
         pairs[holder] = (first, second)
     return DealtShares(sealed, pairs)
 
@@ -434,7 +434,7 @@ def _read_signature(_: str, content: dict[str, Any]) -> str:
     """Read a site's signature of the sum's statement."""
     signature = content["signature"]
     if not re.fullmatch("[0-9a-f]{128}", signature):
-        raise ValueError("a signature has the wrong form")
+        raise ValueError("a signature is malformed")
     return str(signature)
 
 
@@ -443,7 +443,7 @@ def _read_revealed(content: dict[str, Any], survivors: Collection[str], dropouts
     self_mask_shares = from_hex(content["own"])
     pair_mask_shares = from_hex(content["gone"])
     if {*self_mask_shares} != {*survivors} or {*pair_mask_shares} != {*dropouts}:
-        raise ValueError("it has not revealed its shares of all sites")
+        raise ValueError("it did not reveal its shares of all sites")
     if any(len(share) != SECRET_SIZE for share in [*self_mask_shares.values(), *pair_mask_shares.values()]):
         raise ValueError("a share has the wrong length")
     return {"own": self_mask_shares, "gone": pair_mask_shares}

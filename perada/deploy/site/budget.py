@@ -10,7 +10,7 @@ from perada.privacy.accounting import ROUNDING, History, Ledger, history_epsilon
 
 
 def add_step_without_noise(ledger: Ledger, owner: int) -> None:
-    """Count that something left the site without noise, which makes ε infinite.
+    """Record that something left the site without noise, which makes ε infinite.
 
     Args:
         ledger: What all runs have spent.
@@ -40,13 +40,13 @@ def explain_site_epsilon(ledger: Ledger) -> str:
         return ""
     times = "once" if count == 1 else f"{count} times"
     return (
-        f"the site has trained or scored {times} by recipes without client_privacy and secure_sums, so what left it "
-        "had no noise of its own, and the ε of the site as a whole is infinite"
+        f"the site has trained or scored {times} with recipes without client_privacy and secure_sums, so it sent data "
+        "without adding noise, and the ε of the site as a whole is infinite"
     )
 
 
 class SiteBudget:
-    """The largest ε that a site allows, computed as its own limits say, whatever a recipe says.
+    """The largest ε that a site allows, computed with the site's δ and accountant, not the recipe's.
 
     If a site sets no ε, the limit is that of one whole run, and counts all that was ever spent with privacy: otherwise
     a server could start anew under another run's name. If a site sets one, every step counts: after a step without

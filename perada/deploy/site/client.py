@@ -46,7 +46,7 @@ EMPTY: Dataset[Any] = TensorDataset(torch.empty(0))
 
 
 class TrainingResult(NamedTuple):
-    """What came of a site's training.
+    """Result of a site's training.
 
     Attributes:
         trained: Results of the client (the client axis has length 1).
@@ -121,25 +121,28 @@ class Client:
         recipe = self.recipe
         limits = self.limits
         if self.data.num_clients != 1:
-            raise ValueError(f"a site has the data of one client, and these are of {self.data.num_clients}; name one")
+            raise ValueError(
+                f"a site has the data of one client, but these are of {self.data.num_clients}; set client to one of "
+                "them"
+            )
         if limits.max_epsilon is not None and recipe.loop.privacy is None:
             raise ValueError(
-                f"max_epsilon={limits.max_epsilon} of the site cannot be kept by a recipe without privacy, which shows "
-                "its images without noise; approve a recipe with privacy, or leave the limit out"
+                f"max_epsilon={limits.max_epsilon} of the site cannot be met by a recipe without privacy, which "
+                "reveals its images without noise; approve a recipe with privacy, or remove the limit"
             )
         if recipe.loop.privacy is not None and limits.delta >= 1 / self.size:
             raise ValueError(
-                f"limits: delta={limits.delta} is not below 1 / {self.size}, the site's training images, so an image "
-                "could be revealed in full; choose a smaller delta"
+                f"limits: delta={limits.delta} must be less than 1 / {self.size}, the number of training images, or an "
+                "image could be revealed in full; choose a smaller delta"
             )
         if limits.max_site_epsilon is not None and not recipe.noisy:
             raise ValueError(
-                f"max_site_epsilon={limits.max_site_epsilon} of the site cannot be kept by a recipe without "
-                "client_privacy and secure_sums; approve one that has both, or leave the limit out"
+                f"max_site_epsilon={limits.max_site_epsilon} of the site cannot be met by a recipe without "
+                "client_privacy and secure_sums; approve one that has both, or remove the limit"
             )
 
     def _check_site_deltas(self) -> None:
-        """Check that no δ allows one of the sites of a sum to be revealed in full.
+        """Raise if a δ allows one of the sites of a sum to be revealed in full.
 
         A site does not know how many sites there are. With secure sums it knows that there may be as few as
         ``min_sites``, and does not leave this to the server, against which the noise is meant to protect.
@@ -155,7 +158,7 @@ class Client:
             check_delta_covers(section, delta, secure_sums.min_sites, "sites of a secure sum (min_sites)")
 
     def _check_public_images(self) -> None:
-        """Check that the public set of a private recipe holds no images of the site, which nobody else can compare.
+        """Raise if the public set of a private recipe contains images of the site, which only the site can check.
 
         Raises:
             ValueError: If it does.
@@ -206,11 +209,11 @@ class Client:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Hashes of the site's images and labels, which stay at the site: a run only continues with the same ones."""
+        """Hashes of the site's images and labels, which never leave it: a run continues only with the same ones."""
         return fingerprint_of(self.data.checked, None, self.data.evaluate_on)
 
     def protection(self, account: dict[str, Any] | None, rounds_done: int) -> Protection:
-        """Return the noise and ledgers of a run. There is one object, so only one run can be at work at a time.
+        """Return the noise and ledgers of a run. There is a single object, so only one run can use it at a time.
 
         Noise is planned for all rounds of the recipe: with fewer, the site spends less than its target.
 
@@ -349,7 +352,7 @@ class Client:
         if not recipe.distils(round):
             return ""
         if not self.images.public_size:
-            raise RefusalError("the recipe distils, and has no public images here", "other")
+            raise RefusalError("the recipe distils, but has no public images here", "other")
         if round not in self._public_digests:
             indices = self.images.used(recipe.loop.distillation, round)
             self._public_digests = {round: self.images.digest(indices)}
@@ -506,7 +509,7 @@ def single_client_data(data: FederatedData, index: int) -> FederatedData:
 
 
 def with_client_index(store: SamplesT, index: int) -> SamplesT:
-    """Return a store of one client in which it has the index that it has in the federation.
+    """Return a store of one client, in which the client has its index in the federation.
 
     Random draws for a client depend on its index. The clients before it have no samples.
     """

@@ -17,12 +17,12 @@ PATH_OPTIONS = ("root", "table")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a site allows of all that is ever trained on its images, all runs and recipes together.
+    """Limits of a site on all training on its images, over all runs and recipes.
 
     Args:
         max_epsilon: Largest ε of a single image; None for that of one whole run of the recipe.
-        delta: δ of that ε, whatever a recipe says.
-        accountant: How ε is computed, whatever a recipe says: ``rdp`` or ``prv``, which report upper bounds.
+        delta: δ of that ε, whatever a recipe sets.
+        accountant: How ε is computed, whatever a recipe sets: ``rdp`` or ``prv``, which report upper bounds.
         max_rounds: Largest number of rounds; None for no limit.
         max_runs: Largest number of runs, each of which leaves a personal adapter on the site's disk.
         max_site_epsilon: Largest ε of the site as a whole; None for that of one whole run of the recipe.
@@ -51,7 +51,7 @@ class SecureSumsSection:
     Args:
         identity: The site's private key, which no other process must be able to read.
         sites: List of the sites' public keys.
-        authority: Public key that must have signed the list; None for a list of the site's own.
+        authority: Public key that must have signed the list; None for a list that the site compiled itself.
     """
 
     identity: Path
@@ -81,8 +81,8 @@ class SiteFile:
         data: Options of :class:`perada.data.Images` or :class:`perada.data.ImageTable`; or the section ``data`` of a
             recipe with ``dataset`` and ``partition``, and the number ``client`` of the site among its clients.
         state: Folder of its personal state and its ledgers.
-        socket: Where the worker listens; None if the file does not say.
-        may_send: What may leave beside updates.
+        socket: Where the worker listens; None if the file does not set it.
+        may_send: What may leave in addition to updates.
         limits: Limits of all runs.
         accelerator: Accelerator of the trainer.
         secure_sums: The sites that it hides among; None if there are none.
@@ -112,7 +112,7 @@ def read_site(path: Path) -> SiteFile:
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder; give the site's file in it, such as {path / 'site.yaml'}")
     if not path.is_file():
-        raise FileNotFoundError(f"{str(path)!r} is not there; give the site's file, such as site.yaml")
+        raise FileNotFoundError(f"{str(path)!r} does not exist; pass the site's file, such as site.yaml")
     content = read_yaml(path, "name: st-marys")
     try:
         return _parse_site(path.absolute().parent, content)
@@ -121,14 +121,14 @@ def read_site(path: Path) -> SiteFile:
 
 
 def _parse_site(folder: Path, content: dict[str, Any]) -> SiteFile:
-    """Make a site of the content of its file, in which paths are relative to a folder."""
+    """Parse the content of a site's file, in which paths are relative to a folder."""
     check_options("entries", content, "{name: st-marys, recipes: [...], data: {...}}")
     for key in content:
         check_choice("entry", key, [each.name for each in fields(SiteFile)])
     name = content.get("name")
     _check_text("name", name, r"[\w.-]{1,64}", "a text of 1 to 64 letters, digits, dots and dashes")
     if name == "CHANGE-ME":
-        raise ValueError("name is still CHANGE-ME; give the name that the server registered for the site's key")
+        raise ValueError("name is still CHANGE-ME; set it to the name that the server registered for the site's key")
 
     data = content.get("data")
     check_options("data", data, "{root: images, layout: '{class}/*'}")
@@ -149,7 +149,7 @@ def _parse_site(folder: Path, content: dict[str, Any]) -> SiteFile:
         check_choice("may_send", kind, MAY_SEND)
     resume_allow = content.get("resume_allow") or []
     if not isinstance(resume_allow, list):
-        raise ValueError(f"resume_allow must be [images], or be left out, got {resume_allow!r}")
+        raise ValueError(f"resume_allow must be [images] or left out, got {resume_allow!r}")
     for change in resume_allow:
         check_choice("resume_allow", change, ("images",))
 
@@ -180,7 +180,7 @@ def _parse_secure_sums(folder: Path, section: object) -> SecureSumsSection | Non
         check_choice("secure_sums", key, [each.name for each in fields(SecureSumsSection)])
     for key in ("identity", "sites"):
         if not isinstance(section.get(key), str):
-            raise ValueError(f"secure_sums: {key} is missing; give a path, such as {{{key}: …}}")
+            raise ValueError(f"secure_sums: {key} is missing; set it to a path, such as {{{key}: …}}")
     authority = section.get("authority")
     return SecureSumsSection(
         identity=folder / section["identity"],
@@ -199,12 +199,12 @@ def _parse_recipe(folder: Path, entry: object) -> tuple[Path, Approved]:
         _check_text(name, value, "([0-9a-f]{64})?", requirement)
     if approved.digest and not approved.sha256:
         raise ValueError(
-            f"{str(entry['recipe'])!r} has a digest and no sha256, by which the file is compared before it is read; "
-            "leave the digest out, and `perada deploy check` prints both"
+            f"{str(entry['recipe'])!r} has a digest but no sha256, against which the file is checked before it is "
+            "read; leave the digest out, and `perada deploy check` prints both"
         )
     file = folder / str(entry["recipe"])
     if not file.is_file():
-        raise FileNotFoundError(f"the recipe {str(file)!r} is not there; put it there, or correct the path")
+        raise FileNotFoundError(f"the recipe {str(file)!r} does not exist; put it there, or correct the path")
     return file, approved
 
 

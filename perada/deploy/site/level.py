@@ -25,7 +25,7 @@ class SitePrivacy:
     Attributes:
         client_level: Clipping and noise.
         cost: Noise multiplier and sample rate of one sum, as ledgers count them.
-        budget: What the site allows to be spent of itself as a whole.
+        budget: What the site allows to be spent for the site as a whole.
 
     Raises:
         ValueError: If the recipe would reveal more than noisy sums, or its privacy cannot be kept.

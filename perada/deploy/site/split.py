@@ -75,10 +75,10 @@ def describe_changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> str
     num_test_before = sum(before.values())
     num_train_before = len(before) - num_test_before
     num_moved = sum(before.get(key, is_test) != is_test for key, is_test in now.items())
-    moved = f"; {num_moved} changed sides, so that neither is empty" if num_moved else ""
+    moved = f"; {num_moved} moved to the other side, so that neither is empty" if num_moved else ""
     return (
-        f"{len(now.keys() - before.keys())} new, {len(before.keys() - now.keys())} gone since the last start; "
-        f"{num_train} are trained on and {num_test} tested on (before {num_train_before} and {num_test_before}){moved}"
+        f"{len(now.keys() - before.keys())} new, {len(before.keys() - now.keys())} missing since the last start; "
+        f"{num_train} for training and {num_test} for testing (before: {num_train_before} and {num_test_before}){moved}"
     )
 
 
@@ -88,7 +88,7 @@ def split_key(images: OwnImages) -> str:
 
 
 def load_splits(folder: Path) -> dict[str, dict[str, bool]]:
-    """Return the splits that were saved, by their keys; none if there are none, or this user may not read them.
+    """Return the saved splits by their keys; none if none were saved, or this user may not read them.
 
     Raises:
         ValueError: If the file is not what :func:`save_split` wrote.
@@ -104,5 +104,5 @@ def load_splits(folder: Path) -> dict[str, dict[str, bool]]:
         return {}
     except (ValueError, AttributeError, KeyError, TypeError):
         raise ValueError(
-            f"{str(path)!r} is damaged; restore it from a copy, or remove it to have the images divided anew"
+            f"{str(path)!r} is damaged; restore it from a backup, or remove it to have the images split again"
         ) from None

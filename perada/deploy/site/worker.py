@@ -52,7 +52,7 @@ class SiteWorker:
     Args:
         store: State folder of the site.
         clients: The recipes that the site approves, with its data, by their digest.
-        may_send: What of :data:`perada.deploy.protocol.MAY_SEND` may leave the site beside updates.
+        may_send: What of :data:`perada.deploy.protocol.MAY_SEND` may leave the site in addition to updates.
         log: Log for reasons, which never leave the site.
         party: The site among those that it hides among, for recipes with secure sums.
         resume_allow: ``images`` allows a run without privacy to continue with other images than it has trained on.
@@ -76,8 +76,8 @@ class SiteWorker:
         for client in clients.values():
             if client.settings.secure_sums is not None and party is None:
                 raise ValueError(
-                    "the recipe has secure_sums, and the site's file does not name the sites to hide among; add a "
-                    "section secure_sums with identity and sites to it (docs/secure_sums.md)"
+                    "the recipe uses secure_sums, but the site's file does not list the sites to hide among; add a "
+                    "section secure_sums with identity and sites (docs/secure_sums.md)"
                 )
         self.store = store
         self.clients = dict(clients)
@@ -133,7 +133,7 @@ class SiteWorker:
         return reply
 
     def _warn_of_infinite_epsilon(self, client: Client) -> None:
-        """Warn at the start of a recipe's guarantees that the site has lost before; requests may be refused."""
+        """Warn about guarantees of a recipe that the site has already lost; requests may be refused."""
         ledger = self.store.totals.ledger
         reasons = []
         if client.planned:
@@ -166,9 +166,7 @@ class SiteWorker:
         self.log_context = {"run": request.run, "round": request.round}
         client = self.clients.get(request.recipe)
         if client is None:
-            raise RefusalError(
-                f"the recipe with the digest {request.recipe} is not among the approved ones", "unapproved"
-            )
+            raise RefusalError(f"the recipe with the digest {request.recipe} is not approved", "unapproved")
         self.log.info("run %s (perada's %s): %s", transport_run, request.run, request)
         if request.kind == "join":
             unpack(message, {})
@@ -193,7 +191,7 @@ class SiteWorker:
         if request.round != state.training.round:
             state = self._train(client, message, request, message_digest, state)
         elif message_digest != state.training.request_digest:
-            raise RefusalError(f"round {request.display_round} was trained for another message", "other")
+            raise RefusalError(f"round {request.display_round} was already trained for a different message", "other")
         # A round that is requested again gets the reply that was committed: training twice would spend ε twice.
         sum_request = replace(request, of="update", attempt=0)
         return self._offer_keys(client, sum_request, state, state.training.reply)
@@ -243,9 +241,9 @@ class SiteWorker:
             else:
                 training = replace(training, client_state=client_state)
             if failure:
-                problem = f"{failure}; it is in no batch"
+                problem = f"{failure}; it was left out of all batches"
         else:
-            problem = f"{failure or 'the training became NaN or infinite'}; the personal state stays"
+            problem = f"{failure or 'the training became NaN or infinite'}; the personal state is unchanged"
 
         is_usable = bool(trained.accepted[0]) or tuning
         if is_usable and losses:
@@ -276,7 +274,7 @@ class SiteWorker:
         try:
             unpack(reply, spec_of(sent))  # as the server will
         except RefusalError as error:
-            problem = f"what came of the training cannot be sent: {error}"
+            problem = f"the result of the training cannot be sent: {error}"
             is_usable = False
         if problem:
             self.log.warning("round %d: %s", request.display_round, problem)
@@ -300,16 +298,16 @@ class SiteWorker:
         if changed is None:
             return
         loop = client.recipe.loop
-        difference = f"the site's {changed} are not those that run {state.run} has trained on here"
+        difference = f"the site's {changed} differ from those that run {state.run} has trained on here"
         if loop.privacy is not None or loop.client_privacy is not None:
             raise RefusalError(
-                f"{difference}, and its noise and its ledgers are of those; put them back, or take part in a new run",
+                f"{difference}, and its noise and ledgers are tied to those; restore them, or take part in a new run",
                 "other",
             )
         if "images" not in self.resume_allow:
-            remedy = "put them back, or accept the change by resume_allow: [images] in the site's file"
+            remedy = "restore them, or accept the change with resume_allow: [images] in the site's file"
             raise RefusalError(f"{difference}; {remedy}", "other")
-        self.log.warning("%s; the run goes on with them, as resume_allow says", difference)
+        self.log.warning("%s; the run continues with the new ones, as resume_allow permits", difference)
 
     def _check_limits(self, limits: Limits, state: RunState, protection: Protection) -> str | None:
         """Check the site's limits of rounds and runs, and that private batches are drawn as before.
@@ -324,17 +322,21 @@ class SiteWorker:
         num_runs = len(self.store.runs)
         if limits.max_rounds is not None and totals.rounds >= limits.max_rounds:
             raise RefusalError(
-                f"{totals.rounds} rounds of max_rounds={limits.max_rounds} are trained, all runs together", "exhausted"
+                f"{totals.rounds} of max_rounds={limits.max_rounds} rounds have been trained, over all runs",
+                "exhausted",
             )
         if not state.training.num_rounds and num_runs >= limits.max_runs:
-            raise RefusalError(f"{num_runs} runs of max_runs={limits.max_runs} are there; this is another", "exhausted")
+            raise RefusalError(
+                f"{num_runs} of max_runs={limits.max_runs} runs already exist, and this is a new one", "exhausted"
+            )
         if protection.images is None:
             return totals.sampling
         sampling = protection.images.options.sampling
         if totals.sampling not in (None, sampling):
             # One ledger cannot account for two ways of drawing batches.
             raise RefusalError(
-                f"batches were drawn with sampling={totals.sampling!r} before, now with {sampling!r}", "exhausted"
+                f"batches were drawn with sampling={totals.sampling!r} before, but this recipe uses {sampling!r}",
+                "exhausted",
             )
         return sampling
 
@@ -347,12 +349,14 @@ class SiteWorker:
         last_round = state.scoring.round
         if request.round < last_round:
             raise RefusalError(
-                f"scores after round {request.display_round}, and those after {last_round} were sent", "past"
+                f"scores after round {request.display_round} were requested, but those after round {last_round} were "
+                "already sent",
+                "past",
             )
         if request.round == last_round:
             # Otherwise the server could try models of its own making on the site's images.
             if message_digest != state.scoring.request_digest:
-                raise RefusalError(f"other models were scored after round {request.display_round}", "other")
+                raise RefusalError(f"different models were already scored after round {request.display_round}", "other")
             return state
         self._check_images(client, state)
         shared, members, models_digest = _unpack_models(client, message, request)
@@ -408,7 +412,7 @@ class SiteWorker:
         return pack(replace(response, sums=response.sums | keys))
 
     def _claims(self, request: Request, state: RunState) -> "SiteClaims":
-        """Return what the site states beside its keys."""
+        """Return what the site states in addition to its keys."""
         from perada.deploy.sums.keys import SiteClaims
 
         metrics = state.scoring.metrics if request.of == "scores" else state.summing.losses
@@ -446,7 +450,7 @@ class SiteWorker:
         last_round = state.scoring.round if of_scores else state.training.round
         if request.round != last_round or not _has_summand(request, state):
             raise RefusalError(
-                f"secure sum: nothing of round {request.display_round} may be added up; the last one was "
+                f"secure sum: round {request.display_round} cannot be summed; the last round was "
                 f"{display_round('keys', last_round, request.of)}",
                 "other",
             )
@@ -458,7 +462,7 @@ class SiteWorker:
             # A vector leaves once: the difference of two sums over other sites would be that of a single site.
             if _masked_round(request, state) >= request.round:
                 raise RefusalError(
-                    f"secure sum: what round {request.display_round} made has left under masks before", "other"
+                    f"secure sum: the vector of round {request.display_round} was already sent under masks", "other"
                 )
             if not of_scores:
                 self._check_site_budget(client)
@@ -481,7 +485,7 @@ class SiteWorker:
             tensors = {"masked": torch.from_numpy(step_reply.masked_vector)}
         if request.kind == "reveal":
             names = ", ".join(party.survivors(terms))
-            self.log.info("round %d: in the sum are %s", request.display_round, names)
+            self.log.info("round %d: sites in the sum: %s", request.display_round, names)
         reply = pack(Response("ok", message_digest, sums=step_reply.content), tensors)
         party.save_reply(terms, message_digest, reply)
         return reply
@@ -510,16 +514,16 @@ class SiteWorker:
             return
         reason = explain_site_epsilon(ledger)
         if reason and privacy.budget.max_epsilon is not None:
-            raise RefusalError(f"max_site_epsilon={privacy.budget.max_epsilon:g} cannot be kept: {reason}", "exhausted")
+            raise RefusalError(f"max_site_epsilon={privacy.budget.max_epsilon:g} cannot be met: {reason}", "exhausted")
         raise RefusalError(
-            "another noisy sum would pass the largest ε of the site as a whole, in all runs together "
-            "(max_site_epsilon; by default a whole run's)",
+            "another noisy sum would exceed the largest ε of the entire site, over all runs (max_site_epsilon; by "
+            "default that of one complete run)",
             "exhausted",
         )
 
 
 def _check_request(request: Request, client: Client, state: RunState) -> None:
-    """Check that a request is possible where the site is in the run.
+    """Raise if a request does not fit the site's progress in the run.
 
     Raises:
         RefusalError: If it is not.
@@ -529,15 +533,15 @@ def _check_request(request: Request, client: Client, state: RunState) -> None:
     if state.client not in (None, request.client) or state.recipe not in ("", request.recipe):
         raise RefusalError(f"in run {request.run} the site is client {state.client} of recipe {state.recipe}", "other")
     if request.round > rounds or (request.kind == "train" and request.round == rounds):
-        raise RefusalError(f"the recipe has {rounds} rounds, and round {request.display_round} was asked for", "future")
+        raise RefusalError(f"the recipe has {rounds} rounds, but round {request.display_round} was requested", "future")
     has_tuning = client.settings.algorithm.personalization()
     if request.kind == "tune" and (request.round < rounds or not has_tuning):
-        raise RefusalError("the recipe has no fine-tuning then", "other")
+        raise RefusalError("the recipe has no fine-tuning at this point", "other")
     if request.round < trained_round:
-        raise RefusalError(f"round {request.display_round} after round {trained_round + 1}", "past")
+        raise RefusalError(f"round {request.display_round} was requested after round {trained_round + 1}", "past")
     if request.kind == "evaluate" and not state.training.num_rounds:
         # Otherwise a server could invent runs to have any model scored.
-        raise RefusalError(f"nothing was trained in run {request.run}, and models are to be scored", "other")
+        raise RefusalError(f"models are to be scored, but nothing was trained in run {request.run}", "other")
 
 
 def _lora_factors(client: Client, request: Request) -> tuple[Any, ...]:
@@ -587,12 +591,12 @@ def _has_summand(request: Request, state: RunState) -> bool:
 
 
 def _masked_round(request: Request, state: RunState) -> int:
-    """Return the last round of which the site's vector left under masks."""
+    """Return the last round whose vector the site sent under masks."""
     return state.summing.scores_round if request.of == "scores" else state.summing.update_round
 
 
 def _count(account: Account | None, costs: Sequence[Cost], ledger: Ledger) -> dict[str, Any]:
-    """Count what a round has cost of the site's images, in the run and in the ledger of all runs.
+    """Charge the cost of a round to the site's images, in the run and in the ledger of all runs.
 
     Returns:
         The run's ε as a fact of the response; nothing without privacy.
@@ -607,13 +611,13 @@ def _count(account: Account | None, costs: Sequence[Cost], ledger: Ledger) -> di
 
 
 def _exhausted_images(client: Client, ledger: Ledger) -> RefusalError:
-    """Return the refusal of a round for which the ε of the site's images leaves no room."""
+    """Return the error for a round that the ε of the site's images cannot afford."""
     reason = explain_image_epsilon(ledger)
     if reason and client.budget.max_epsilon is not None:
-        return RefusalError(f"max_epsilon={client.budget.max_epsilon:g} cannot be kept: {reason}", "exhausted")
+        return RefusalError(f"max_epsilon={client.budget.max_epsilon:g} cannot be met: {reason}", "exhausted")
     return RefusalError(
-        "another round would pass the largest ε that the recipe allows in this run, or the site in all runs together "
-        "(max_epsilon; by default a whole run's)",
+        "another round would exceed the largest ε that the recipe allows in this run, or the site over all runs "
+        "(max_epsilon; by default that of one complete run)",
         "exhausted",
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identities of sites among one another: their keys, and the lists of sites to hide among.
+"""Identities of sites in secure sums: their keys, and the lists of sites to hide among.
 
 A public key is a line in OpenSSH format, ``ssh-ed25519 AAAA… NAME``; a list of sites is a file of such lines.
 """
@@ -40,7 +40,7 @@ def write_identity(folder: Path, name: str) -> None:
     public_file = folder / f"{name}.id.pub"
     for path in (private_file, public_file):
         if path.exists():
-            raise FileExistsError(f"{str(path)!r} is there already; give another folder, or move it away")
+            raise FileExistsError(f"{str(path)!r} already exists; choose a different folder, or move it away")
     key = Ed25519PrivateKey.generate()
     # The mode is given when the file is created: it is never readable by others, not even for a moment.
     descriptor = os.open(private_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -64,16 +64,19 @@ def read_identity(file: Path) -> Ed25519PrivateKey:
     if not is_owner_only(file.stat()):
         mode = stat.S_IMODE(file.stat().st_mode)
         raise ValueError(
-            f"{str(file)!r} may be read by other users (mode {mode:04o}); chmod 0400, so that only its owner can"
+            f"{str(file)!r} is readable by other users (mode {mode:04o}); chmod 0400, so that only its owner can read "
+            "it"
         )
     try:
         key = load_ssh_private_key(file.read_bytes(), None)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ValueError(
-            f"{str(file)!r} holds no identity ({error}); give NAME.id of `perada deploy keys site`"
+            f"{str(file)!r} contains no identity ({error}); use the NAME.id from `perada deploy keys site`"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise ValueError(f"{str(file)!r} holds another kind of key; give NAME.id of `perada deploy keys site`")
+        raise ValueError(
+            f"{str(file)!r} contains a different kind of key; use the NAME.id from `perada deploy keys site`"
+        )
     return key
 
 
@@ -88,7 +91,7 @@ def parse_public_key(text: str) -> Ed25519PublicKey:
     except (ValueError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PublicKey):
-        raise ValueError(f"{text[:80]!r} is not an Ed25519 key; give a line of NAME.id.pub")
+        raise ValueError(f"{text[:80]!r} is not an Ed25519 key; use a line of NAME.id.pub")
     return key
 
 
@@ -108,7 +111,9 @@ def read_sites(file: Path, authority: str | None = None) -> dict[str, Ed25519Pub
     if authority is not None:
         signature = _signature_file(file).read_text(encoding="ascii").strip()
         if not is_signed(parse_public_key(authority), signature, _LIST, content.hex()):
-            raise ValueError(f"{str(file)!r} is not signed by the authority that the site names; ask for its list")
+            raise ValueError(
+                f"{str(file)!r} is not signed by the authority in the site's file; ask the authority for its list"
+            )
     keys: dict[str, Ed25519PublicKey] = {}
     # Only a newline ends a line: str.splitlines() would also split at characters that an editor does not show.
     for line in content.decode().split("\n"):
@@ -120,7 +125,7 @@ def read_sites(file: Path, authority: str | None = None) -> dict[str, Ed25519Pub
         algorithm, encoded_key, name = words
         keys[name] = parse_public_key(f"{algorithm} {encoded_key}")
     if len({format_public_key(key) for key in keys.values()}) < len(keys):
-        raise ValueError(f"{str(file)!r} has one key under two names; one site would count as two")
+        raise ValueError(f"{str(file)!r} lists the same key under two names, so one site would count as two")
     return keys
 
 

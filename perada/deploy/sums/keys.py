@@ -82,7 +82,7 @@ def exchange_key(seed: bytes) -> X25519PrivateKey:
 
 
 def shared_key(private: X25519PrivateKey, public: str, purpose: str, context: Any) -> bytes:  # noqa: ANN401  # any JSON
-    """Return the key that two sites have in common, for one purpose.
+    """Return the key that two sites share for one purpose.
 
     Raises:
         ValueError: If ``public`` (hexadecimal digits) is not a usable X25519 key.
@@ -123,7 +123,7 @@ def unseal(key: bytes, sealed: bytes, context: Any) -> bytes:  # noqa: ANN401  #
     try:
         return bytes(ChaCha20Poly1305(key).decrypt(bytes(12), sealed, canonical(context)))
     except InvalidTag:
-        raise ValueError("a sealed message was changed, or is for another round or site") from None
+        raise ValueError("a sealed message was changed, or is for a different round or site") from None
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Advert:
         for name, value in vars(self).items():
             pattern = patterns.get(name, digits)
             if not isinstance(value, str) or not re.fullmatch(pattern, value):
-                raise ValueError(f"{name}={str(value)[:80]!r} of a site's keys has the wrong form")
+                raise ValueError(f"{name}={str(value)[:80]!r} of a site's keys is malformed")
 
     def statement(self) -> dict[str, str]:
         """Return the fields that are signed."""
@@ -222,7 +222,7 @@ def check_usable(advert: Advert) -> None:
 
 
 class SiteClaims(NamedTuple):
-    """What a site states in its advert beside its keys.
+    """What a site states in its advert in addition to its keys.
 
     Two sites that were sent different things in a round are in no later sum together either: a site keeps statistics
     of its images, for example, and might send back in a later round what the server had it keep.
@@ -244,7 +244,7 @@ class SiteClaims(NamedTuple):
 
 
 def heard_digests(advert: Advert) -> dict[str, str]:
-    """Return the digests of what a site says that it was sent, by round."""
+    """Return the digests of what a site claims to have been sent, by round."""
     return parse_heard(advert.heard)
 
 
@@ -258,7 +258,7 @@ def parse_heard(text: str) -> dict[str, str]:
 
 
 def conflicting_rounds(heard: Mapping[str, str], other: Advert) -> list[str]:
-    """Return the rounds in which another site was sent something else than what was ``heard`` here."""
+    """Return the rounds in which another site was sent something different from what was ``heard`` here."""
     heard_by_other = heard_digests(other)
     return [round for round, heard_here in heard.items() if heard_by_other.get(round, heard_here) != heard_here]
 

@@ -58,13 +58,13 @@ class Party:
     def __init__(self, name: str, identity: Ed25519PrivateKey, peers: Mapping[str, Ed25519PublicKey]) -> None:
         public_bytes = identity.public_key().public_bytes_raw()
         if name in peers and peers[name].public_bytes_raw() != public_bytes:
-            raise ValueError(f"the list of sites has another key under the name {name!r}, which is this site's name")
+            raise ValueError(f"the list of sites has a different key under this site's name, {name!r}")
         self.name = name
         self._identity = identity
         self.peers = {other: key for other, key in peers.items() if other != name}
         for other, key in self.peers.items():
             if key.public_bytes_raw() == public_bytes:
-                raise ValueError(f"the list of sites has this site's key, of {name!r}, under the name {other!r}")
+                raise ValueError(f"the list of sites has the key of this site, {name!r}, under the name {other!r}")
         # By run; the sum that was begun last comes last.
         self._sums: dict[str, _ActiveSum] = {}
 
@@ -83,11 +83,11 @@ class Party:
         return current.replies.get(message_digest)
 
     def save_reply(self, terms: SumTerms, message_digest: str, reply: bytes) -> None:
-        """Keep the reply to a message of a sum, for a server that asks again."""
+        """Save the reply to a message of a sum, in case the server asks again."""
         self._sums[terms.run].replies[message_digest] = reply
 
     def offer_keys(self, terms: SumTerms, claims: SiteClaims, begin: bool) -> dict[str, Any]:
-        """Return the keys for the first attempt at a sum, the same ones whenever asked.
+        """Return the keys for the first attempt at a sum, the same ones on every call.
 
         Args:
             terms: Terms of the sum.
@@ -108,7 +108,7 @@ class Party:
         return self._begin(terms, claims)
 
     def _find(self, terms: SumTerms) -> "_ActiveSum | None":
-        """Return the sum with these terms; None if its run is at another sum now, or at none."""
+        """Return the sum with these terms; None if its run is at a different sum now, or at none."""
         last = self._sums.get(terms.run)
         if last is None or last.terms != terms:
             return None
@@ -148,8 +148,8 @@ class Party:
         current = self._find(terms)
         if current is None:
             raise RefusalError(
-                f"secure sum: this site has no keys for it: it was restarted since, or has begun sums of {MAX_RUNS} "
-                "other runs",
+                "secure sum: this site no longer has its keys: it was restarted, or has since begun sums of "
+                f"{MAX_RUNS} other runs",
                 "other",
             )
         try:

@@ -61,10 +61,11 @@ class ServerRound:
         self.check_enough(self.order, "sent their keys")
 
     def check_enough(self, names: Collection[str], action: str) -> None:
-        """Refuse to go on unless enough sites took an action, such as ``sent shares``."""
+        """Raise unless enough sites took an action, such as ``sent shares``."""
         if len(names) < self._min_sites:
             raise RefusalError(
-                f"secure sum: {len(names)} of {len(self.order)} sites {action}, and {self._min_sites} must", "other"
+                f"secure sum: {len(names)} of {len(self.order)} sites {action}, but {self._min_sites} are required",
+                "other",
             )
 
     def deliver(self, dealt: Mapping[str, DealtShares]) -> dict[str, dict[str, bytes]]:
@@ -143,7 +144,7 @@ class ServerRound:
             if is_signed_by_itself(self.adverts[name], signature, "alive", statement):
                 valid[name] = signature
             else:
-                self.lies[name] = "its signature of who is in the sum is not its own"
+                self.lies[name] = "its signature of the list of sites in the sum is invalid"
         return valid
 
     def total(self, revealed: Mapping[str, RevealedShares]) -> Uint64Vector:
@@ -186,18 +187,18 @@ class ServerRound:
             if self._matches_commitment(dealer, holder, purpose, share):
                 shares[self.order.index(holder)] = share
             else:
-                self.lies.setdefault(holder, f"it revealed another share of {dealer!r} than it was dealt")
+                self.lies.setdefault(holder, f"it revealed a different share of {dealer!r} than it was dealt")
         if len(shares) < self._min_sites:
             liars = f"; {', '.join(self.lies)} lied" if self.lies else ""
             raise RefusalError(
-                f"secure sum: {len(shares)} right shares of a secret of {dealer!r} were revealed, and "
-                f"{self._min_sites} are needed{liars}",
+                f"secure sum: {len(shares)} correct shares of a secret of {dealer!r} were revealed, but "
+                f"{self._min_sites} are required{liars}",
                 "other",
             )
         secret = recover(shares, self._min_sites, is_secret)
         if secret is None:
-            self.lies[dealer] = "the shares that it dealt are not of its secret"
-            raise RefusalError(f"secure sum: the shares that {dealer!r} dealt are not of its secret", "other")
+            self.lies[dealer] = "the shares that it dealt do not match its secret"
+            raise RefusalError(f"secure sum: the shares that {dealer!r} dealt do not match its secret", "other")
         return secret
 
 

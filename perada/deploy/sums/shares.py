@@ -42,7 +42,7 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
 
 
 def recover(shares: Mapping[int, bytes], threshold: int, is_secret: Callable[[bytes], bool]) -> bytes | None:
-    """Recover a secret from shares of which at least ``threshold`` are right.
+    """Recover a secret from shares of which at least ``threshold`` are correct.
 
     Args:
         shares: Shares by the index of their site. Some may be wrong, since their dealer may have lied.

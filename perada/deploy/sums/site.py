@@ -55,7 +55,7 @@ class DealtShares(NamedTuple):
 
 
 class Objection(RefusalError):
-    """Raised if a site does not accept other sites' keys or shares; the server decides whose fault that is.
+    """Raised if a site rejects other sites' keys or shares; the server decides whose fault that is.
 
     Attributes:
         names: The sites that are objected to.
@@ -115,11 +115,11 @@ class SiteRound:
         self._statement: dict[str, object] = {}
 
     def check_step(self, step: str) -> None:
-        """Refuse a step that does not come next."""
-        _require(self._remaining_steps[:1] == [step], f"{step} is not what comes next")
+        """Raise if a step does not come next."""
+        _require(self._remaining_steps[:1] == [step], f"{step} is not the next step")
 
     def _begin_step(self, step: str) -> None:
-        """Begin a step. Whatever comes of it, it cannot be repeated."""
+        """Begin a step. Whatever its outcome, it cannot be repeated."""
         self.check_step(step)
         self._remaining_steps.pop(0)
 
@@ -179,15 +179,15 @@ class SiteRound:
         self._begin_step("share")
         own_advert = self.advert
         order = share_order(adverts)
-        _require(len({*order}) == len(order), "a site stands in the list twice")
+        _require(len({*order}) == len(order), "the list names a site twice")
         _require(len(order) >= self.terms.options.min_sites, f"{len(order)} sites are too few to hide among")
-        _require(own_advert in adverts, "the list has other keys of this site, or none")
+        _require(own_advert in adverts, "the list has different keys for this site, or none")
         self._check_identities(adverts)
         heard = heard_digests(own_advert)
         for advert in adverts:
-            _require(advert.terms == own_advert.terms, f"the keys of {advert.name!r} are for another sum")
+            _require(advert.terms == own_advert.terms, f"the keys of {advert.name!r} are for a different sum")
             rounds = ", ".join(str(int(round) + 1) for round in conflicting_rounds(heard, advert))
-            _require(not rounds, f"{advert.name!r} was told other things in round {rounds}")
+            _require(not rounds, f"{advert.name!r} was sent something different in round {rounds}")
         self._adverts = {advert.name: advert for advert in adverts}
         self._order = order
         self._keys_digest = digest([self._adverts[name].statement() for name in order])
@@ -245,7 +245,10 @@ class SiteRound:
         self._begin_step("hold")
         _require({*sealed} <= {*self._order} - {self.name}, "shares of an unknown site")
         num_dealers = len(sealed) + 1  # with this site
-        _require(num_dealers >= self._min_survivors, f"{num_dealers} of {self.num_sites} sites sent shares, too few")
+        _require(
+            num_dealers >= self._min_survivors,
+            f"only {num_dealers} of {self.num_sites} sites sent shares, which is too few",
+        )
         objections = {}
         for dealer, text in sealed.items():
             key = sealing_key(self._keys["shares"], self._adverts[dealer].seals, self._keys_digest, dealer, self.name)
@@ -256,7 +259,7 @@ class SiteRound:
                 continue
             expected = self._commitments(dealer, self.name, self_mask_share, pair_mask_share)
             if tuple(commitments[dealer]) != expected:
-                objections[dealer] = f"the shares of {dealer!r} are not those that it committed to"
+                objections[dealer] = f"the shares of {dealer!r} do not match its commitments"
                 continue
             self._received[dealer] = (self_mask_share, pair_mask_share)
         if objections:
@@ -270,7 +273,7 @@ class SiteRound:
         Shares that others dealt to this site are sealed with other keys. So a server that invents a dispute learns no
         more than it does of a site that drops out before the masks.
         """
-        _require(self._remaining_steps[:1] in (["hold"], ["mask"]), "nothing is to be opened now")
+        _require(self._remaining_steps[:1] in (["hold"], ["mask"]), "there is nothing to open now")
         self._remaining_steps.clear()
         return self._seeds["seals"]
 
@@ -284,9 +287,12 @@ class SiteRound:
         self._begin_step("mask")
         listed = sorted({*senders})
         _require(len(listed) == len(senders), "the list of senders names a site twice")
-        _require({*listed} <= {*self._received}, "the list of senders has a site that dealt no shares")
+        _require({*listed} <= {*self._received}, "the list of senders names a site that dealt no shares")
         _require(self.name in listed, "this site is missing from the list of senders")
-        _require(len(listed) >= self._min_survivors, f"{len(listed)} of {self.num_sites} sites hold shares, too few")
+        _require(
+            len(listed) >= self._min_survivors,
+            f"only {len(listed)} of {self.num_sites} sites hold shares, which is too few",
+        )
         self._senders = listed
         added = [self_mask_key(self._seeds["own"])]
         subtracted: list[bytes] = []
@@ -305,7 +311,7 @@ class SiteRound:
         return masked
 
     def confirm(self, survivors: Sequence[str]) -> str:
-        """Sign which sites are in the sum, as the server says. A site signs one list only.
+        """Sign the server's list of the sites in the sum. A site signs only one list.
 
         Args:
             survivors: The sites whose vectors the server has received, this one among them.
@@ -313,7 +319,7 @@ class SiteRound:
         self._begin_step("confirm")
         listed = sorted({*survivors})
         _require(len(listed) == len(survivors), "the list of survivors names a site twice")
-        _require({*listed} <= {*self._senders}, "the list of survivors has a site that was no sender")
+        _require({*listed} <= {*self._senders}, "the list of survivors names a site that was not a sender")
         _require(self.name in listed, "this site is missing from the list of survivors")
         _require(len(listed) >= self._min_survivors, f"{len(listed)} of {self.num_sites} sites are too few for a sum")
         self.survivors = listed
@@ -333,7 +339,7 @@ class SiteRound:
         signers = [name for name in signatures if name in self.survivors and self._has_signed(name, signatures[name])]
         _require(
             len(signers) >= self._min_survivors,
-            f"{len(signers)} sites signed the same list, and {self._min_survivors} must",
+            f"{len(signers)} sites signed the same list, but {self._min_survivors} are required",
         )
         dropouts = sorted({*self._senders} - {*self.survivors})
         self_mask_shares = {}
@@ -356,5 +362,5 @@ def open_shares(key: bytes, sealed: bytes, context: str) -> tuple[bytes, bytes]:
     """
     shares = unseal(key, sealed, context)
     if len(shares) != 2 * SECRET_SIZE:
-        raise ValueError(f"its shares have {len(shares)} bytes, not {2 * SECRET_SIZE}")
+        raise ValueError(f"its shares have {len(shares)} bytes, expected {2 * SECRET_SIZE}")
     return shares[:SECRET_SIZE], shares[SECRET_SIZE:]

@@ -21,7 +21,7 @@ Uint64Vector = NDArray[np.uint64]
 """A vector of numbers modulo 2⁶⁴."""
 _CHUNK = 2**14
 """Numbers that are rounded at a time, so that intermediate results stay in the processor's cache."""
-SPOILED = "secure sum: a site spoiled it, or more:"
+SPOILED = "secure sum: spoiled by at least one site:"
 """How the reason begins for which a sum that was read is refused."""
 
 
@@ -35,7 +35,7 @@ def check_cryptography() -> None:
 
 
 class SumResult(NamedTuple):
-    """What the total over sites says, none of it about a single site.
+    """Values read from the total over sites, none of which are about a single site.
 
     Attributes:
         mean: Weighted mean of the states that they sent.
@@ -59,8 +59,8 @@ class Contents:
         example: Example of what a site sends (no client axis).
         logits: Number of public images and of classes; (0, 0) in a round that is not distilled.
         metric_names: Names of other numbers, such as training losses, which a site may have or not.
-        equal: Whether each site's weight is one, and not its number of images.
-        noisy: Whether the example is of noisy changes, which sites give as integers, and not of states.
+        equal: Whether each site's weight is one rather than its number of images.
+        noisy: Whether the example holds noisy changes, which sites send as integers, rather than states.
     """
 
     options: SecureSums
@@ -103,7 +103,7 @@ class Contents:
 
         size = sum(part.numel() for part, _ in parts)
         if size != self.size:
-            raise ValueError(f"a site's vector has {size} numbers, and {self.size} are to be added up")
+            raise ValueError(f"a site's vector has {size} numbers, expected {self.size}")
         integers = torch.empty(size, dtype=torch.int64)
         begin = 0
         for part, factor in parts:
@@ -117,7 +117,7 @@ class Contents:
         return integers.numpy().view(np.uint64)
 
     def decode(self, total: Uint64Vector, num_sites: int) -> SumResult:
-        """Read the total over so many sites. Integer tensors are means that were rounded.
+        """Decode the total over ``num_sites`` sites. Integer tensors are rounded means.
 
         Raises:
             RefusalError: If a site added other numbers than it should, or masks that did not cancel.
@@ -134,7 +134,7 @@ class Contents:
         # The total weight is a sum of ones, or of numbers of images of which no site has none.
         is_sum_of_weights = weight == num_sites if self.equal else weight >= num_sites and weight.is_integer()
         if not is_sum_of_weights:
-            raise RefusalError(f"{SPOILED} is {weight:g}", "other")
+            raise RefusalError(f"{SPOILED} the total weight is {weight:g}", "other")
         mean = {}
         for (key, example), part in zip(self.example.items(), states, strict=True):
             mean[key] = self._mean(key, part, weight).view(example.shape)
@@ -160,5 +160,5 @@ class Contents:
         lower = -MAX_MAGNITUDE if is_floating_point else 0
         upper = MAX_MAGNITUDE if is_floating_point else MAX_COUNT
         if not lower <= smallest <= largest <= upper:
-            raise RefusalError(f"{SPOILED} has {key!r} from {smallest:g} to {largest:g}", "other")
+            raise RefusalError(f"{SPOILED} {key!r} has values from {smallest:g} to {largest:g}", "other")
         return mean

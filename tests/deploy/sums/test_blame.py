@@ -101,7 +101,7 @@ def test_who_accuses_without_reason_is_left_out_itself(accused, tiny, tmp_path, 
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     (record,), transport, coordinator = run(made, {("site0", "hold"): accuses(*accused)})
     assert record.summed == made.names[1:] and not record.void and record.failed == {"site0": "lied"}
-    assert "site site0 lied: the shares of 'site1' open, of which it says that they do not" in caplog.text
+    assert "site site0 lied: it claims that the shares of 'site1' do not open, but they do" in caplog.text
     assert_mean_of(coordinator, transport.workers, made.names[1:])
 
 
@@ -159,7 +159,7 @@ def test_random_shares_at_the_end_spoil_nothing_and_are_named(tiny, tmp_path, ca
     (first, second), transport, coordinator = run(made, {("site0", "reveal"): random_shares})
     assert first.summed == made.names and first.failed == {"site0": "lied"} and not first.void
     assert second.summed == made.names[1:] and second.failed == {"site0": "lied"} and not second.void
-    assert "site site0 lied: it revealed another share of 'site0' than it was dealt" in caplog.text
+    assert "site site0 lied: it revealed a different share of 'site0' than it was dealt" in caplog.text
     assert_mean_of(coordinator, transport.workers, made.names[1:])
 
 
@@ -205,7 +205,7 @@ def test_shares_of_another_secret_are_proven_by_what_their_dealer_signed(wrong, 
     if wrong == 1:
         assert record.summed == made.names and not record.void
     else:
-        assert "the shares that 'site0' dealt are not of its secret" in record.void
+        assert "the shares that 'site0' dealt do not match its secret" in record.void
         assert record.failed == {"site0": "lied"}
 
 
@@ -227,7 +227,7 @@ def test_a_site_with_an_identity_that_others_do_not_know_puts_out_no_other(tiny,
     workers["site0"].party = Party("site0", Ed25519PrivateKey.generate(), peers)
     for record in made.coordinator(LocalTransport(workers)).run().records:
         assert record.summed == made.names[1:] and record.failed == {"site0": "disputed"}
-    assert "without site site0: its keys are not accepted by site1, site2, site3" in caplog.text
+    assert "site site0 is excluded: its keys were rejected by site1, site2, site3" in caplog.text
     assert "the keys of 'site0' are not signed by it" in caplog.text
 
 

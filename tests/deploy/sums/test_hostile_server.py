@@ -75,7 +75,7 @@ def test_sites_that_are_told_different_things_mask_nothing(change, told, tiny, t
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lie = lambda name, message: changed(message, **change) if name in told and asks(message, "train") else message  # noqa: E731
     progress, transport = run(made, lie)
-    assert_void(progress, caplog, "are for another sum")
+    assert_void(progress, caplog, "are for a different sum")
     assert not any(kind == "mask" for _, kind, _ in transport.seen)
 
 
@@ -105,7 +105,7 @@ def test_sites_that_were_told_different_things_once_are_in_no_later_sum(tiny, tm
     workers = made.workers(may_send=())
     transport = Liar(workers, lie)
     coordinator = made.coordinator(transport)
-    assert_void(coordinator.run(), caplog, "'site3' was told other things in round 1")
+    assert_void(coordinator.run(), caplog, "'site3' was sent something different in round 1")
     sent = updates(workers)
     start = coordinator.server.global_state
     moved = [float((one["0.weight"] - start["0.weight"]).abs().max()) for one in sent.values()]
@@ -122,7 +122,7 @@ def test_public_images_of_the_servers_choice_are_noticed(tiny, tmp_path, caplog)
     images = client.images._public.images
     client.images._public.images = images + 0.01
     progress = made.coordinator(LocalTransport(workers)).run()
-    assert_void(progress, caplog, "are for another sum")
+    assert_void(progress, caplog, "are for a different sum")
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_round_is_summed_once(tiny, tmp_path, caplog):
         for kind in ("keys", "mask"):
             order = Request(kind, progress.run, progress.recipe, 0, 0, 4, attempt=attempt, factor=1.0 + attempt)
             assert read_header(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
-    assert "has left under masks before" in caplog.text
+    assert "was already sent under masks" in caplog.text
 
 
 @pytest.mark.every(2)
@@ -167,7 +167,7 @@ def test_not_after_a_restart_either(revealed, tiny, tmp_path, caplog):
     assert read_header(worker.answer(trained[0], "liar"))["sums"] == {}  # no keys for another
     order = Request("keys", coordinator.progress.run, coordinator.progress.recipe, 0, 0, 4, attempt=1)
     assert read_header(worker.answer(pack(order), "liar"))["code"] == "other"
-    assert "has left under masks before" in caplog.text
+    assert "was already sent under masks" in caplog.text
 
 
 @pytest.mark.every(2)
@@ -191,7 +191,7 @@ def test_scores_leave_under_masks_once(restarts, tiny, tmp_path, caplog):
         for kind in ("keys", "mask"):
             order = replace(Request.read(read_header(mask)), kind=kind, attempt=attempt, sums={})
             assert read_header(workers["site0"].answer(pack(order), "liar"))["code"] == "other"
-    assert f"what round {order.display_round} made has left under masks before" in caplog.text
+    assert f"the vector of round {order.display_round} was already sent under masks" in caplog.text
 
 
 def test_keys_are_made_once_for_an_attempt(tiny, tmp_path, caplog):
@@ -234,7 +234,7 @@ def test_a_step_out_of_its_turn_is_refused_before_anything_is_computed(tiny, tmp
         return message
 
     progress = made.coordinator(Liar(workers, early)).run()
-    assert codes == ["other"] and "mask is not what comes next" in caplog.text
+    assert codes == ["other"] and "mask is not the next step" in caplog.text
     assert progress.records[0].summed == made.names
 
 
@@ -317,7 +317,7 @@ def without(*gone):
     [
         (invented, "'invented' is not among the sites of site.yaml"),
         (lambda made: without("site2", "site3"), "2 sites are too few to hide among"),
-        (lambda made: without("site0"), "the list has other keys of this site, or none"),
+        (lambda made: without("site0"), "the list has different keys for this site, or none"),
     ],
     ids=["invented", "two", "without"],
 )

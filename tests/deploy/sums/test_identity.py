@@ -49,7 +49,7 @@ def test_names_are_those_that_a_site_may_have(name, listed):
 def test_no_name_or_key_stands_there_twice(listed):
     with pytest.raises(ValueError, match="is not a line with a key and a unique name"):
         read_sites(listed(f"{KEYS[0]} one\n{KEYS[1]} one\n"))
-    with pytest.raises(ValueError, match="one key under two names"):
+    with pytest.raises(ValueError, match="same key under two names"):
         read_sites(listed(f"{KEYS[0]} one\n{KEYS[0]} two\n"))
 
 

@@ -360,7 +360,7 @@ def test_what_a_fixed_norm_is_the_server_does_not_say(tiny, tmp_path, monkeypatc
     [
         ("perada", {}, "PerAda with distillation: the teachers are single clients' updates"),
         ("fedavg", {"loop": {"weighting": "samples"}}, "weighting='samples'"),
-        ("fedavg", {"privacy": {"clipping": "adaptive"}}, "needs count_noise in a deployment"),
+        ("fedavg", {"privacy": {"clipping": "adaptive"}}, "requires count_noise in a deployment"),
         ("fedavg", {"privacy": {"max_norm": 1e-7}}, r"rounding requires at least 4; set secure_sums\.fraction_bits=27"),
     ],
 )
@@ -371,7 +371,7 @@ def test_what_cannot_be_private_is_refused_at_both_sides(side, algorithm, option
 
 
 def test_a_limit_of_the_site_needs_a_recipe_that_keeps_it(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"max_site_epsilon=3\.0 of the site cannot be kept by a recipe without"):
+    with pytest.raises(ValueError, match=r"max_site_epsilon=3\.0 of the site cannot be met by a recipe without"):
         parties(tiny, tmp_path).worker(0, max_site_epsilon=3.0)
 
 

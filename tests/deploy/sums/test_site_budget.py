@@ -53,11 +53,11 @@ def test_a_limit_of_the_site_is_not_kept_after_a_run_without_noise_of_its_own(ki
     caplog.set_level(logging.WARNING, "perada.site")
     site = noisy(tiny, tmp_path, sizes=FOUR).worker(0, max_site_epsilon=8.0)
     assert site.store.folder == folder
-    reason = "the site has trained or scored once by recipes without client_privacy and secure_sums"
+    reason = "the site has trained or scored once with recipes without client_privacy and secure_sums"
     assert reason in caplog.text  # at the start, before anything is trained
     caplog.clear()
     assert ask(site) == "exhausted"
-    assert f"max_site_epsilon=8 cannot be kept: {reason}" in caplog.text
+    assert f"max_site_epsilon=8 cannot be met: {reason}" in caplog.text
     assert spent({"site0": site}) == {"site0": {0.0: 1}}
     client = only_client(site)
     assert client.site_privacy.budget.epsilon(site.store.totals.ledger.history(SITE_LEDGER)) == math.inf
@@ -84,7 +84,7 @@ def test_a_site_without_a_limit_goes_on_and_every_report_says_infinity(kind, tin
         worker.store.close()
     shown = site_status(SimpleNamespace(name="site0", state=folder, limits=Limits()))
     assert "The entire site, all runs together: ε ∞ (the limit is that of one complete run)" in shown
-    assert "the site has trained or scored once by recipes without client_privacy and secure_sums" in shown
+    assert "the site has trained or scored once with recipes without client_privacy and secure_sums" in shown
     other = site_status(SimpleNamespace(name="site1", state=made.folder / "site1", limits=Limits()))
     assert f"all runs together: ε {by_opacus(2, delta=1e-5):.2f}" in other and "scored" not in other
 
@@ -114,7 +114,7 @@ def test_a_budget_that_was_lost_after_the_training_lets_no_vector_out(tiny, tmp_
     (record,) = made.coordinator(Troubled(workers, other_run_first), min_sites=3).run().records
     assert record.summed == made.names[1:]
     assert spent(workers)["site0"] == {0.0: 1}
-    assert "max_site_epsilon=8 cannot be kept: the site has trained or scored once" in caplog.text
+    assert "max_site_epsilon=8 cannot be met: the site has trained or scored once" in caplog.text
 
 
 def test_scores_that_leave_without_noise_count_and_those_that_stay_do_not(tiny, tmp_path):
@@ -136,7 +136,7 @@ def test_a_limit_of_images_names_the_rounds_that_had_no_privacy(tiny, tmp_path, 
     site = Parties(tiny, tmp_path, **private).worker(0, max_epsilon=8.0)
     assert ask(site) == "exhausted"
     reason = "1 round was trained here without privacy, so the ε of the site's images is infinite"
-    assert f"max_epsilon=8 cannot be kept: {reason}" in caplog.text
+    assert f"max_epsilon=8 cannot be met: {reason}" in caplog.text
     client = only_client(site)
     assert site.store.totals.ledger.history(IMAGES_LEDGER) == {(0.0, 1.0): 1}
     assert f"its limit over all runs is 8; but {reason}, so every round will be rejected" in format_privacy(

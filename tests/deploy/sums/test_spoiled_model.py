@@ -50,7 +50,7 @@ def test_numbers_out_of_proportion_are_not_taken(change, liar_in, tiny, tmp_path
     for record in records:
         assert bool(record.void) == (record.round in liar_in)
         if record.void:
-            assert "has moved the model by" in record.void and record.summed == []
+            assert "it moves the model by" in record.void and record.summed == []
 
 
 @pytest.mark.every(2)
@@ -76,7 +76,7 @@ def test_a_model_that_most_sites_cannot_train_is_put_back(resumes, tiny, tmp_pat
     coordinator._run_round()
     voids = [record.void for record in coordinator.progress.records]
     assert [bool(void) for void in voids] == [False, False, True, False]
-    assert "the model from before the last sum was put back" in voids[2]
+    assert "the model from before the last sum was restored" in voids[2]
 
 
 def test_one_site_that_spoils_a_round_does_not_take_the_model_back(tiny, tmp_path):
@@ -214,4 +214,4 @@ def test_a_server_that_was_stopped_goes_on_with_the_sites_that_it_had(kind, afte
     elif kind in ("hold", "mask") and not (kind == "mask" and after):
         assert not record.void and away not in record.summed
     elif record.void:
-        assert f"sent their part again after the restart; without {away}" in record.void
+        assert f"sent their part again after the restart; missing: {away}" in record.void

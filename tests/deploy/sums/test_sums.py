@@ -218,14 +218,14 @@ def begun(names=NAMES, terms=TERMS):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda adverts, other: [*adverts, adverts[1]], "stands in the list twice"),
+        (lambda adverts, other: [*adverts, adverts[1]], "the list names a site twice"),
         (lambda adverts, other: adverts[:2], "2 sites are too few to hide among"),
-        (lambda adverts, other: adverts[1:], "other keys of this site, or none"),
-        (lambda adverts, other: [other[0], *adverts[1:]], "other keys of this site, or none"),
+        (lambda adverts, other: adverts[1:], "different keys for this site, or none"),
+        (lambda adverts, other: [other[0], *adverts[1:]], "different keys for this site, or none"),
         (lambda adverts, other: [*adverts, other[-1]], "'stranger' is not among the sites"),
         (lambda adverts, other: [replace(adverts[1], masks=adverts[2].masks), *adverts[::2]], "'site1' are not signed"),
         (lambda adverts, other: [replace(adverts[1], name="site3"), *adverts[::2]], "'site3' are not signed"),
-        (lambda adverts, other: [adverts[0], *adverts[2:], other[1]], "'site1' are for another sum"),
+        (lambda adverts, other: [adverts[0], *adverts[2:], other[1]], "'site1' are for a different sum"),
     ],
 )
 def test_lists_of_keys_that_a_server_made_up_are_refused(change, message):
@@ -254,7 +254,7 @@ def shared(names=NAMES):
 def test_shares_of_others_or_of_another_round_are_refused():
     _, before, _ = shared()
     for change, message in (
-        (lambda box: rows(box, *NAMES[1:4]), "4 of 7 sites sent shares, too few"),
+        (lambda box: rows(box, *NAMES[1:4]), "4 of 7 sites sent shares, which is too few"),
         (lambda box: {**box, "stranger": box["site1"]}, "unknown site"),
         (lambda box: {**box, "site1": box["site2"]}, "'site1': a sealed message was changed"),
         (lambda box: {**box, "site1": before["site0"]["site1"]}, "'site1': a sealed message was changed"),
@@ -263,7 +263,7 @@ def test_shares_of_others_or_of_another_round_are_refused():
         said = commitments_for(server, "site0")
         with pytest.raises(RefusalError, match=message):
             parties["site0"].hold(change(boxes["site0"]), said)
-        with pytest.raises(RefusalError, match="is not what comes next"):  # nor with what it should have been
+        with pytest.raises(RefusalError, match="is not the next step"):  # nor with what it should have been
             parties["site0"].hold(boxes["site0"], said)
 
 
@@ -317,7 +317,7 @@ def test_a_dealer_cannot_show_that_it_was_honest_with_another_key():
         ([*NAMES, "site1"], "the list of senders names a site twice"),
         ([*NAMES, "stranger"], "that dealt no shares"),
         (NAMES[1:], "this site is missing from the list"),
-        (NAMES[:4], "4 of 7 sites hold shares, too few"),
+        (NAMES[:4], "4 of 7 sites hold shares, which is too few"),
     ],
 )
 def test_lists_for_the_masks_that_a_server_made_up_are_refused(there, message):
@@ -349,7 +349,7 @@ def test_signatures_are_of_all_that_the_sites_agree_on(other):
         if other == "keys" and odd:
             party._keys_digest = "0" * 64
         signatures[name] = party.confirm(NAMES[:6]) if name != "site6" else "00" * 64
-    with pytest.raises(RefusalError, match="4 sites signed the same list, and 5 must"):
+    with pytest.raises(RefusalError, match="4 sites signed the same list, but 5 are required"):
         parties["site0"].reveal(signatures)
 
 
@@ -365,7 +365,7 @@ def masked():
     ("alive", "message"),
     [
         ([*NAMES, "site1"], "the list of survivors names a site twice"),
-        ([*NAMES, "stranger"], "a site that was no sender"),
+        ([*NAMES, "stranger"], "a site that was not a sender"),
         (NAMES[1:], "this site is missing from the list"),
         (NAMES[:4], "4 of 7 sites are too few for a sum"),
     ],
@@ -380,7 +380,7 @@ def test_two_lists_of_the_living_reveal_nothing():
     parties, without = masked(), NAMES[:6]
     signatures = {name: parties[name].confirm(without if place < 3 else NAMES) for place, name in enumerate(NAMES)}
     for name in NAMES:
-        with pytest.raises(RefusalError, match=r"[34] sites signed the same list, and 5 must"):
+        with pytest.raises(RefusalError, match=r"[34] sites signed the same list, but 5 are required"):
             parties[name].reveal(signatures)
 
 
@@ -391,7 +391,7 @@ def test_a_site_reveals_once_and_of_each_site_one_half():
         found = parties[name].reveal(signatures)
         assert {*found["own"]} == {*without} and {*found["gone"]} == {"site6"}
         for again in (lambda party: party.reveal(signatures), lambda party: party.confirm(NAMES)):
-            with pytest.raises(RefusalError, match="is not what comes next"):
+            with pytest.raises(RefusalError, match="is not the next step"):
                 again(parties[name])
 
 
@@ -408,7 +408,7 @@ def test_sites_that_were_told_different_things_are_in_no_sum_together():
     adverts = [party.advertise() for party in parties.values()]
     for name, party in parties.items():
         other = "'site0'" if name == "site6" else "'site6'"
-        with pytest.raises(RefusalError, match=f"the keys of {other} are for another sum"):
+        with pytest.raises(RefusalError, match=f"the keys of {other} are for a different sum"):
             party.share(adverts)
 
 
@@ -427,10 +427,12 @@ def test_shares_that_somebody_changed_are_seen():
     for kind, name in (("own", "site3"), ("gone", "site6")):
         wrong = {**revealed, "site0": {**revealed["site0"], kind: {**revealed["site0"][kind], name: bytes(16)}}}
         assert np.array_equal(one.server.total(wrong), plain(one.given, "site6"))
-        assert one.server.lies == {"site0": f"it revealed another share of {name!r} than it was dealt"}
+        assert one.server.lies == {"site0": f"it revealed a different share of {name!r} than it was dealt"}
         one.server.lies.clear()
         few = {holder: wrong[holder] for holder in NAMES[:5]}  # as many as are needed, one of which is wrong
-        with pytest.raises(RefusalError, match=f"4 right shares of a secret of {name!r} .*5 are needed; site0 lied"):
+        with pytest.raises(
+            RefusalError, match=f"4 correct shares of a secret of {name!r} .*5 are required; site0 lied"
+        ):
             one.server.total(few)
         one.server.lies.clear()
     total = one.server.total(revealed)
@@ -491,6 +493,6 @@ def test_two_sites_compare_the_rounds_in_which_both_were(others, rounds):
         assert parties[0].share(adverts).sealed.keys() == {"site1", "site2"}
         return
     for place, other in ((0, "site1"), (1, "site0")):
-        with pytest.raises(RefusalError, match=f"'{other}' was told other things in round {rounds}$"):
+        with pytest.raises(RefusalError, match=f"'{other}' was sent something different in round {rounds}$"):
             parties[place].share(adverts)
     assert parties[2].share(adverts)

@@ -69,7 +69,7 @@ def test_a_sum_out_of_all_range_is_refused_wherever_it_is(place, value):
     contents = Contents(OPTIONS, {"w": torch.zeros(SIZE)})
     total = np.zeros(contents.size, np.int64)
     total[place], total[-1] = int(3 * value) << 24, 3 << 24
-    with pytest.raises(RefusalError, match=r"spoiled it, or more: has 'w' from"):
+    with pytest.raises(RefusalError, match=r"spoiled by at least one site: 'w' has values from"):
         contents.decode(total.view(np.uint64), 3)
 
 
