@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Federated data: sets of images, ways to divide them among clients, and the datamodule that serves rounds."""
+"""Federated data: image sets, ways to divide them among clients, and the datamodule that serves rounds."""
 
 from perada.core.rounds import CohortBatch, EvalBatch, Phase, RoundPlan
 from perada.data.datamodule import FederatedDataModule

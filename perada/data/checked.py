@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the clients' and the server's datasets, and the facts that they find."""
+"""Checks of the clients' and the server's datasets, and the facts collected on the way."""
 
 import hashlib
 import warnings
@@ -77,7 +77,7 @@ def _check_no_copies(store: Store, kind: str, server_images: Mapping[bytes, str]
                 raise OptionError(
                     f"privacy: {kind}image {index} of client {client} is also {server_images[image_hash]}: the ledgers "
                     "do not account for what the server does with a client's image. Remove such images from the "
-                    "server's set, or use another set",
+                    "server's set, or use a different set",
                     name="privacy",
                 )
 
@@ -107,13 +107,13 @@ class Checked:
                 continue
             if shape[0] != 1 or dtype != torch.uint8:
                 raise ValueError(
-                    f"{name} images are {dtype} of shape {shape} and the backbone takes {channels} channels: "
-                    f"convert them to {channels} (uint8 images of 1 are repeated), or give your own network for "
-                    f"{shape[0]} as backbone"
+                    f"{name} images are {dtype} of shape {shape}, but the backbone takes {channels} channels: convert "
+                    f"them to {channels} (a single uint8 channel is repeated), or pass your own network for {shape[0]} "
+                    "as backbone"
                 )
 
     def check_overlap(self) -> None:
-        """Check that the server has no image of a client, byte by byte. Reads all images.
+        """Raise if the server has an image that is byte-identical to a client's. Reads all images.
 
         A client's images are its training images, those that it holds out of them, and its test images: the ledgers do
         not account for what the server does with them.
@@ -268,8 +268,8 @@ def _check_classes(
         class_names("the data", classes, num_classes)
         if num_classes == 1 and not multilabel:
             raise ValueError(
-                f"all images are of one class ({classes[0]}), and nothing can be learned: add images of another; "
-                "if each image has the label or not, give vectors of zeros and ones (a list of columns of a table)"
+                f"all images are of one class ({classes[0]}), so nothing can be learned: add images of a second class; "
+                "if the label is either present or absent, use vectors of zeros and ones (a list of columns of a table)"
             )
     if multilabel:
         _warn_of_one_hot(labels_of_parts["training"])
@@ -303,8 +303,8 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]]) -> None
     if len(trained) == 1:
         raise ValueError(
             f"all training images have the label {trained[0]}, and nothing can be learned from one class: add images "
-            "of another, or set num_classes if other clients have them. If each image has the label or not, give float "
-            "vectors (1,) of zeros and ones"
+            "of a second class, or set num_classes if other clients have them. If the label is either present or "
+            "absent, use float vectors (1,) of zeros and ones"
         )
     all_labels = torch.cat([torch.cat(labels_of_clients) for labels_of_clients in labels_of_parts.values()])
     labels_in_use = all_labels.unique().tolist()
@@ -322,7 +322,7 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]]) -> None
 
 
 def _warn_of_one_hot(labels_of_clients: Sequence[Tensor]) -> None:
-    """Warn of vectors that may be one-hot classes, since they are trained as independent labels."""
+    """Warn about vectors that may be one-hot classes, since they are trained as independent labels."""
     labels = torch.cat(list(labels_of_clients))
     num_images, num_labels = labels.shape
     if num_images < 2 or num_labels < 2:
@@ -330,9 +330,8 @@ def _warn_of_one_hot(labels_of_clients: Sequence[Tensor]) -> None:
     is_binary = bool(((labels == 0) | (labels == 1)).all())
     if is_binary and bool((labels.sum(1) == 1).all()):
         warnings.warn(
-            f"each of the {num_images} training images has exactly one of {num_labels} labels, and they are trained as "
-            "labels of which an image may have several: if they are one-hot classes, give the classes "
-            "(labels.argmax(1))",
+            f"each of the {num_images} training images has exactly one of {num_labels} labels, but they are trained as "
+            "independent labels: if they are one-hot classes, pass the classes (labels.argmax(1))",
             stacklevel=4,
         )
 
@@ -356,24 +355,24 @@ def _common_format(stores: Mapping[str, Store], size: int | None) -> TensorForma
 def _check_counts(data: FederatedData) -> None:
     """Raise a ValueError for missing or empty clients, or names that do not match the clients."""
     if not len(data.train):
-        raise ValueError("there are no clients: FederatedData.train is empty, give one dataset per client")
+        raise ValueError("there are no clients: FederatedData.train is empty; pass one dataset per client")
     if len(data.test) not in (0, len(data.train)):
         raise ValueError(
-            f"there are {len(data.train)} training sets and {len(data.test)} test sets: give one of each per client, "
-            "or test=[] to leave out evaluation"
+            f"there are {len(data.train)} training sets and {len(data.test)} test sets: pass one of each per client, "
+            "or test=[] to skip evaluation"
         )
     for client, dataset in enumerate(data.train):
         if length(dataset) == 0:
-            raise ValueError(f"client {client} has no training samples: leave the client out or give it some")
+            raise ValueError(f"client {client} has no training samples: leave the client out or add some")
     names = data.client_names
     if names is not None and (len(names) != len(data.train) or len(set(names)) < len(names)):
         raise ValueError(
-            f"client_names has {len(names)} names, {len(set(names))} of them different, for {len(data.train)} clients: "
-            "give each client a unique name, or leave them out"
+            f"client_names has {len(names)} names, {len(set(names))} of them distinct, for {len(data.train)} clients: "
+            "pass a unique name for each client, or leave client_names out"
         )
     for name, server_set in (("public", data.public), ("server_validation", data.server_validation)):
         if server_set is not None and length(server_set) == 0:
-            raise ValueError(f"the {name} set has no samples: give some, or None")
+            raise ValueError(f"the {name} set has no samples: add some, or pass None")
 
 
 def first_image_format(store: Store, client: int = 0, size: int | None = None) -> TensorFormat:
@@ -388,7 +387,7 @@ def first_image_format(store: Store, client: int = 0, size: int | None = None) -
 
 
 def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Labels]:
-    """Return the labels of every client as far as they can be known before training.
+    """Return the labels of every client where they can be determined before training.
 
     Labels that a dataset does not declare are read from all samples, or from the first one if there are more than
     ``SCAN_LIMIT``.
@@ -409,8 +408,9 @@ def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Labe
                 continue
             if not reads_all and num_classes is None:
                 raise ValueError(
-                    f"client {client} declares no labels, and the {num_samples} {part} samples are too many to read "
-                    "them all: give num_classes, or classes if they are words, or its dataset an attribute targets"
+                    f"client {client} declares no labels, and its {num_samples} {part} samples are too many to read "
+                    "them all: set num_classes, or classes if labels are words, or add an attribute targets to its "
+                    "dataset"
                 )
             num_read = size if reads_all else min(1, size)
             labels = [_read_label(dataset, client, index) for index in range(num_read)]
@@ -425,7 +425,7 @@ def _known_labels(part: str, store: Store, num_classes: int | None) -> list[Labe
 
 
 def _labels_match_items(declared: Labels, dataset: Dataset[Any], client: int) -> bool:
-    """Whether the labels that a dataset declares are of the same kind, words or not, as those of its items.
+    """Return whether a dataset's declared labels are of the same kind, words or not, as those of its items.
 
     A transform may turn one into the other. perada's own sets are not read.
     """
@@ -464,8 +464,8 @@ def _words(labels_of_parts: Mapping[str, list[Labels]]) -> list[str] | None:
             number = next((label for label in labels if not isinstance(label, str)), None)
             if number is not None:
                 raise ValueError(
-                    f"client {client} has the {part} label {torch.as_tensor(number).tolist()}, and others are words, "
-                    f"such as {min(words)!r}: give words to all, or numbers to all"
+                    f"client {client} has the {part} label {torch.as_tensor(number).tolist()}, but others are words, "
+                    f"such as {min(words)!r}: use words for all, or numbers for all"
                 )
     return sorted(words)
 
@@ -493,8 +493,8 @@ def _hugging_face_classes(sets: Mapping[str, Sequence[Any]], num_classes: int | 
     for name, names in names_of_sets.items():
         if names != first_names:
             raise ValueError(
-                f"{name} has the classes {names}, and {first_set} has {first_names}: number them alike, or give words "
-                "as labels"
+                f"{name} has the classes {names}, but {first_set} has {first_names}: number them identically, or use "
+                "words as labels"
             )
     if not first_names or num_classes not in (None, len(first_names)):
         return None
@@ -523,7 +523,7 @@ def _number_labels(store: Store, labels_of_clients: list[Labels], class_numbers:
 
 
 def check_labels(prefix: str, labels: Tensor, num_classes: int, multilabel: bool) -> None:
-    """Raise a ValueError, which begins with ``prefix``, for classes outside 0..K-1, or vectors outside [0, 1]."""
+    """Raise a ValueError that begins with ``prefix`` for classes outside 0..K-1, or vectors outside [0, 1]."""
     largest = 1 if multilabel else num_classes - 1
     out_of_range = labels[~((labels >= 0) & (labels <= largest))]
     if len(out_of_range):

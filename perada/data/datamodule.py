@@ -144,7 +144,7 @@ class FederatedDataModule(pl.LightningDataModule):
         if data is None:
             if dataset is None or partition is None:
                 raise OptionError(
-                    f"dataset={dataset} and partition={partition}: give both, for example Digits and Dirichlet, or "
+                    f"dataset={dataset} and partition={partition}: set both, for example Digits and Dirichlet, or pass "
                     "data=FederatedData(...)",
                     name="dataset",
                     value=dataset,
@@ -168,7 +168,7 @@ class FederatedDataModule(pl.LightningDataModule):
         ):
             raise ValueError(
                 "data cannot be combined with options that divide a dataset; put the public set and everything else "
-                "into FederatedData, or give dataset and partition instead"
+                "into FederatedData, or set dataset and partition instead"
             )
         check_integer("batch_size", batch_size, also=["full"])
         check_integer("eval_batch_size", eval_batch_size)
@@ -310,7 +310,7 @@ class FederatedDataModule(pl.LightningDataModule):
             hint=f"there are {self.num_clients} clients",
         )
         if not phases:
-            raise ValueError("there are no phases of local training; give at least one")
+            raise ValueError("there are no phases of local training; pass at least one")
         if image is not None:
             checked.check_channels(image.input_size[0])
         self._clients_per_round = clients_per_round
@@ -453,7 +453,7 @@ class FederatedDataModule(pl.LightningDataModule):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Names and hashes of the data in a checkpoint, so that a run is resumed with the same data only."""
+        """Names and hashes of the data in a checkpoint, so that a run is resumed only with the same data."""
         return fingerprint_of(self.checked, self.client_names, self.evaluate_on)
 
     def transfer_batch_to_device(self, batch: BatchT, device: torch.device, dataloader_idx: int) -> BatchT:

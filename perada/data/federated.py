@@ -12,19 +12,19 @@ from perada.core.text import abbreviated, case_variants, look_alike
 
 
 def warn_of_look_alikes(what: str, names: Iterable[Any]) -> None:
-    """Warn of names that look the same, or differ only in case; ``what`` is their plural noun, such as ``classes``."""
+    """Warn about names that look the same or differ in case; ``what`` is their plural noun, such as ``classes``."""
     texts = [str(name) for name in names]
     for group in case_variants(texts):
         warnings.warn(
-            f"the {what} {' and '.join(map(ascii, group))} are different {what}, and differ only in capitals and "
+            f"the {what} {' and '.join(map(ascii, group))} are different {what}, but differ only in capitals and "
             "spaces. Spell them the same if they are meant to be one",
             stacklevel=3,
         )
     for group in look_alike(texts):
         warnings.warn(
-            f"the {what} {' and '.join(map(ascii, group))} look the same and are different {what}: they differ only "
-            "in invisible characters, spaces, Unicode normalisation or look-alike letters. Rename them if they are "
-            "meant to be one",
+            f"the {what} {' and '.join(map(ascii, group))} look the same but are different {what}: they differ only in "
+            "invisible characters, spaces, Unicode normalisation or look-alike letters. Rename them if they are meant "
+            "to be one",
             stacklevel=3,
         )
 
@@ -64,7 +64,7 @@ class FederatedData:
         warn_of_look_alikes("clients", self.client_names or ())
 
     def find(self, name: str | None) -> tuple[int, str]:
-        """Find one client by its name. A single client is found whatever its name is, and takes the given one.
+        """Return the index and name of the client with a name. A single client matches any name, and takes it.
 
         Returns:
             The client's position in ``train``, and its name.
@@ -77,15 +77,15 @@ class FederatedData:
             if name:
                 return 0, name
             if not names:
-                raise ValueError("the client has no name; give one (name=, --client)")
+                raise ValueError("the client has no name; pass one (name=, --client)")
             return 0, names[0]
         if name in names:
             return names.index(name), name
-        problem = "no client is named" if name is None else f"{name!r} is not one of them"
+        problem = "no client was chosen" if name is None else f"{name!r} is not one of them"
         remedy = "name them"
         if names:
-            remedy = f"name one of {abbreviated(names)}, or give the images of one client only"
-        raise ValueError(f"the data have {len(self.train)} clients, and {problem}; {remedy}")
+            remedy = f"choose one of {abbreviated(names)}, or pass the images of a single client"
+        raise ValueError(f"the data have {len(self.train)} clients, but {problem}; {remedy}")
 
     def parts(self) -> list[tuple[str, Dataset[Any]]]:
         """Return all datasets with their names in messages, in the order of the fields."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of the data that a run was trained on, so that it is not resumed with other clients or images.
+"""Fingerprints of a run's training data, so that it is not resumed with different clients or images.
 
 A fingerprint holds hashes and names only, in plain types, and is part of a checkpoint. What is hashed:
 
@@ -192,7 +192,7 @@ def _hash_item(store: MapStore, client: int, index: int) -> tuple[str, str]:
 
 
 def _evenly_spaced(count: int, limit: int) -> Tensor:
-    """Return up to ``limit`` of ``count`` positions, including the first and the last even if the limit is lower."""
+    """Return up to ``limit`` of ``count`` positions, always including the first and the last."""
     limit = min(count, max(2, limit))
     return torch.from_numpy(np.linspace(0, count - 1, limit).round().astype(np.int64))
 
@@ -226,7 +226,7 @@ def difference_in_names(former: Mapping[str, Any], here: Mapping[str, Any]) -> s
     The result continues a sentence about the former data.
     """
     for what, remedy in (
-        ("clients", "give the former clients in the former order"),
+        ("clients", "pass the same clients in the same order as before"),
         ("classes", "number the classes as before"),
     ):
         before = former.get(what)
@@ -238,12 +238,12 @@ def difference_in_names(former: Mapping[str, Any], here: Mapping[str, Any]) -> s
 
 
 def _change_of_names(before: object, now: object) -> str:
-    """Describe how two lists of names differ; what is no list stands for data without names."""
+    """Describe how two lists of names differ; anything but a list stands for data without names."""
     if not isinstance(before, list) or not isinstance(now, list):
-        return f"are {_names(before)}, and here they are {_names(now)}"
+        return f"are {_names(before)}, but here they are {_names(now)}"
     if sorted(map(str, before)) == sorted(map(str, now)):
-        return f"are {abbreviated(before)} in this order, and here they are {abbreviated(now)}"
-    return f"are {_names(before)}, and here they are {_names(now)}{_first_change(before, now)}"
+        return f"are {abbreviated(before)} in this order, but here they are {abbreviated(now)}"
+    return f"are {_names(before)}, but here they are {_names(now)}{_first_change(before, now)}"
 
 
 def _first_change(before: Sequence[object], now: Sequence[object]) -> str:
@@ -261,7 +261,7 @@ def _names(names: object) -> str:
 
 
 def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Describe how the labels or images of two fingerprints differ; None if they do not, as far as is known."""
+    """Describe how the labels or images of two fingerprints differ; None if no difference is known."""
     for part, title in (
         ("train", "training images"),
         ("test", "test images"),
@@ -279,7 +279,7 @@ def difference_in_content(former: Mapping[str, Any], here: Mapping[str, Any]) ->
             if not isinstance(old, list) or not isinstance(new, list) or old == new:
                 continue
             if part in ("public", "server_validation"):
-                return f"{description} are not those of the checkpoint"
+                return f"{description} differ from those of the checkpoint"
             return f"{description} of {_changed_clients(old, new, here.get('clients'))}"
     return None
 
@@ -307,7 +307,7 @@ def _changed_clients(old: Sequence[str], new: Sequence[str], names: Sequence[str
         labels = [repr(name) for name in names]
     changed = [client for client, value in enumerate(new) if client >= len(old) or old[client] != value]
     noun = "clients" if len(changed) > 1 else "client"
-    text = f"{noun} {abbreviated([labels[client] for client in changed])} are not those of the checkpoint"
+    text = f"{noun} {abbreviated([labels[client] for client in changed])} differ from those of the checkpoint"
     for client in changed:
         if new[client] != NOT_READ and new[client] in old:
             former_client = old.index(new[client])

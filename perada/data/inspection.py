@@ -233,9 +233,8 @@ def _notes_on_modes(images: list[_ImageFacts], white: float) -> list[str]:
         brightest = max(brightest_pixels)
         proposed_full_scale = 2 ** brightest.bit_length() - 1
         notes.append(
-            f"the brightest pixel of the grey images of more than 8 bits ({len(brightest_pixels)}) is {brightest}, and "
-            f"{white:g} is white, so that they are dark: set full_scale to the value of white, such as "
-            f"{proposed_full_scale}"
+            f"the brightest pixel of the {len(brightest_pixels)} grey images of more than 8 bits is {brightest}, but "
+            f"white is {white:g}, so they are dark: set full_scale to the value of white, such as {proposed_full_scale}"
         )
     multi_frame = [facts.name for facts in images if facts.num_frames > 1]
     if multi_frame:
@@ -250,7 +249,7 @@ def _read_facts(images: ImageSet, row: int) -> _ImageFacts:
         image = to_image(item[0] if isinstance(item, tuple) else item)
         if image.ndim != 3:
             raise ValueError(
-                f"{type(images).__name__} has no images, and only images can be inspected; give a set of images"
+                f"{type(images).__name__} has no images, and only images can be inspected; use a set of images"
             )
         channels, height, width = image.shape
         pixels = image.contiguous().view(torch.uint8).numpy().tobytes()
@@ -335,7 +334,7 @@ def without_broken(data: FederatedData, on_broken: OnBroken, workers: int) -> Fe
     summary = f"{len(messages)} {noun} cannot be read ({'; '.join(messages)})"
     if on_broken == "refuse":
         raise ValueError(f"{summary}: fix or remove them, or skip them with on_broken: skip (--data.on_broken)")
-    warnings.warn(f"{summary}: skipped, since on_broken is skip", stacklevel=2)
+    warnings.warn(f"{summary}: skipped because on_broken is skip", stacklevel=2)
     return data.with_datasets(datasets)
 
 
@@ -357,11 +356,13 @@ def check_datasets(data: FederatedData) -> None:
             base = base.dataset
         problem = ""
         if isinstance(base, DataLoader):
-            problem = "which has batches instead of items: give its .dataset"
+            problem = "which yields batches instead of items: pass its .dataset"
         elif isinstance(base, Mapping):
-            problem = f"with the keys {', '.join(map(repr, base))}, not a dataset: give one of its entries"
+            problem = f"with the keys {', '.join(map(repr, base))}, not a dataset: pass one of its entries"
         elif isinstance(base, IterableDataset) or not {"__len__", "__getitem__"} <= {*dir(type(base))}:
-            problem = "whose items have no index: give a dataset with len() and [index], such as a list of its items"
+            problem = (
+                "whose items cannot be indexed: pass a dataset with len() and [index], such as a list of its items"
+            )
         if problem:
             raise TypeError(f"{name} is a {type(dataset).__name__}, {problem}")
 
@@ -440,7 +441,7 @@ def _show_progress(results: Iterable[T], total: int) -> Iterable[T]:
 
 
 def _without_remedy(problem: str) -> str:
-    """Remove the remedy from a message: a list of many problems ends with one remedy for all."""
+    """Remove the remedy from a message, since a list of problems ends with one remedy for all."""
     return _REMEDY.sub("", problem)
 
 

@@ -160,12 +160,12 @@ class Preprocessing:
         if all(0 <= x.min() and x.max() <= 1 for x in images):
             warnings.warn(
                 "the floating-point images are in [0, 1], but are assumed to be normalised already, as in training: "
-                f"give uint8 images, or subtract mean {list(self.mean)} and divide by std {list(self.std)}",
+                f"pass uint8 images, or subtract mean {list(self.mean)} and divide by std {list(self.std)}",
                 stacklevel=4,
             )
 
     def stored(self, image: Any) -> Tensor:  # noqa: ANN401  # see batch()
-        """Return an image as training had it in memory: uint8 (channels, height, width), or a prepared sample.
+        """Return an image as it was in memory during training: uint8 (channels, height, width), or a prepared sample.
 
         The remaining steps are normalisation and, with a :attr:`last_size`, one more resizing.
         """
@@ -212,7 +212,7 @@ class Preprocessing:
         if x.ndim == 2:
             x = x.unsqueeze(0)
         if x.dtype == torch.uint8 and (x.ndim != 3 or not x.numel()):
-            raise ValueError(f"an image is uint8 of shape {tuple(x.shape)}; give (channels, height, width)")
+            raise ValueError(f"a uint8 image must have the shape (channels, height, width), got {tuple(x.shape)}")
         return x
 
     def _decode(self, image: str | Path | Image.Image) -> Tensor:
@@ -223,7 +223,7 @@ class Preprocessing:
                 description = repr(str(image))
             raise ValueError(
                 f"{description} cannot be decoded: the run was trained on {self.kind} samples of shape {self.shape}, "
-                "and how they were made from files is unknown; give such tensors"
+                "and how they were made from files is unknown; pass such tensors"
             )
         mode = "L" if self.channels == 1 else "RGB"
         if isinstance(image, Image.Image):
@@ -242,7 +242,7 @@ class Preprocessing:
         if x.dtype != expected or tuple(x.shape) != self.shape:
             hint = " (or uint8 images, of any size)" if self.kind == "uint8" else ""
             raise ValueError(
-                f"a sample is {x.dtype} of shape {tuple(x.shape)}; give {expected} of shape {self.shape}, prepared for "
+                f"a sample is {x.dtype} of shape {tuple(x.shape)}; pass {expected} of shape {self.shape}, prepared for "
                 f"the model{hint}"
             )
         return x
@@ -368,7 +368,7 @@ def joining_data(
     num_classes: int,
     multilabel: bool,
 ) -> FederatedData:
-    """Read the images of a client that joins a run into memory, stored and labelled as the run's images were.
+    """Read a joining client's images into memory, stored and labelled like the run's images.
 
     Args:
         data: The data of this client only, or of several clients.
@@ -385,7 +385,7 @@ def joining_data(
     class_numbers = _numbers_in_run(data, classes, num_classes)
     train = _read_samples(data.train[client], preprocessing, class_numbers, num_classes, multilabel)
     if train is None:
-        raise ValueError(f"client {name!r} has no training images; give some")
+        raise ValueError(f"client {name!r} has no training images; add some")
     test = None
     if data.test:
         test = _read_samples(data.test[client], preprocessing, class_numbers, num_classes, multilabel)
@@ -398,8 +398,8 @@ def _numbers_in_run(data: FederatedData, classes: Sequence[str] | None, num_clas
     if data.classes is None:
         if data.num_classes not in (None, num_classes):
             raise ValueError(
-                f"the data have {data.num_classes} classes without names, and the run has {num_classes}; name the "
-                "data's classes (classes=), or give data with the run's"
+                f"the data have {data.num_classes} classes without names, but the run has {num_classes}; name the "
+                "data's classes (classes=), or pass data with the run's"
             )
         return list(range(num_classes))
     names_in_run = [str(number) for number in range(num_classes)]
@@ -433,7 +433,7 @@ def _read_samples(
         expected = f"vectors of {num_classes} entries" if multilabel else f"{num_classes} classes"
         raise ValueError(
             f"the labels of the images, {labels.dtype} {tuple(labels.shape)} from {labels.min()} to {labels.max()}, do "
-            f"not fit those of the run, {expected}; correct them"
+            f"not match those of the run, {expected}; correct them"
         )
     if not multilabel:
         return TensorDataset(images, torch.tensor(class_numbers)[labels])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shifted test sets, on which models are evaluated beside the test images, such as the corruptions of ImageNet-C."""
+"""Shifted test sets on which models are evaluated in addition to the test images, such as ImageNet-C's corruptions."""
 
 import copy
 import inspect
@@ -135,7 +135,7 @@ def as_shifts(options: Mapping[str, ShiftOption]) -> dict[str, Shift | ImageSet]
             shifts[name] = Corruptions(value)
         else:
             raise OptionError(
-                f"shifts: {name}={value!r} is not a shift; give {LABEL_SHIFT!r}, a kind of corruption "
+                f"shifts: {name}={value!r} is not a shift; use {LABEL_SHIFT!r}, a kind of corruption "
                 f"({', '.join(GROUPS)} or one of them), Corruptions, or an ImageSet with the same classes",
                 name=f"shifts: {name}",
                 value=value,
@@ -159,7 +159,8 @@ def conditions(shifts: Mapping[str, Shift | ImageSet], checked: Checked, size: i
     for name, shift in shifts.items():
         if checked.test is None:
             raise OptionError(
-                f"shifts: {name!r} needs test images, and the data has none; give some, or no shifts", name="shifts"
+                f"shifts: {name!r} needs test images, but the data has none; add some, or leave shifts out",
+                name="shifts",
             )
         if isinstance(shift, ImageSet):
             all_conditions.append(Condition(name, _labelled_test_set(name, shift, checked, size)))
@@ -191,16 +192,16 @@ def _check_corruptible(name: str, checked: Checked) -> None:
             raise ImportError("no imagecorruptions")
     except ImportError as error:
         raise ImportError(
-            f"shifts: corruptions need imagecorruptions-imaug and OpenCV, and one does not load ({error}); install "
-            "perada[shifts] and the system's libraries that OpenCV lacks (on Debian libgl1 and libxcb1), or leave the "
-            "corruptions out"
+            "shifts: corruptions need imagecorruptions-imaug and OpenCV, but one of them cannot be imported "
+            f"({error}); install perada[shifts] and the system libraries that OpenCV requires (on Debian libgl1 and "
+            "libxcb1), or leave the corruptions out"
         ) from error
     shape, dtype = checked.image
     is_supported = dtype == torch.uint8 and len(shape) == 3 and shape[0] in (1, 3)
     if not is_supported or min(shape[1:]) < MIN_SIZE:
         raise OptionError(
-            f"shifts: {name!r} cannot corrupt images {dtype} of shape {shape}; give uint8 images of 1 or 3 channels, "
-            f"and image_size={MIN_SIZE} or more, to which they are resized first",
+            f"shifts: {name!r} cannot corrupt images {dtype} of shape {shape}; use uint8 images of 1 or 3 channels, "
+            f"and set image_size={MIN_SIZE} or more to resize them first",
             name="shifts",
         )
 
@@ -210,12 +211,13 @@ def _labelled_test_set(name: str, images: ImageSet, checked: Checked, size: int 
     test = images.with_split(False)
     title = f"shifts: {name!r} ({split_of(test)})"
     if not len(test):
-        raise ValueError(f"{title} has no images; give a set of labelled images")
+        raise ValueError(f"{title} has no images; use a set of labelled images")
     if test.labels is None:
-        raise ValueError(f"{title} has no labels; give a set of labelled images")
+        raise ValueError(f"{title} has no labels; use a set of labelled images")
     if test.num_classes not in (None, checked.num_classes):
         raise ValueError(
-            f"{title} must have {checked.num_classes} classes as the data, got {test.num_classes}; give another set"
+            f"{title} must have {checked.num_classes} classes like the data, got {test.num_classes}; use a different "
+            "set"
         )
     try:
         checked_set = check(FederatedData([test]), checked.num_classes, size)
@@ -225,7 +227,7 @@ def _labelled_test_set(name: str, images: ImageSet, checked: Checked, size: int 
         raise ValueError(f"{title}: {message}") from None
     if checked_set.multilabel != checked.multilabel:
         labels = "several labels" if checked_set.multilabel else "one class"
-        raise ValueError(f"{title} has {labels} per image, unlike the data; give a set of the same kind")
+        raise ValueError(f"{title} has {labels} per image, unlike the data; use a set of the same kind")
     return checked_set.train
 
 

@@ -89,7 +89,7 @@ def test_a_client_without_labels_is_named():
     class Unlabelled(Digits):
         labels = None
 
-    with pytest.raises(ValueError, match="client 1: its images have no labels; give labelled ones"):
+    with pytest.raises(ValueError, match="client 1: its images have no labels; use labelled images"):
         module(FederatedData([Digits(), Unlabelled()], [Digits()] * 2)).setup()
 
 

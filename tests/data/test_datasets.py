@@ -86,7 +86,9 @@ def test_fashion_mnist(tmp_path, zipped, inside):
 
 
 def test_fashion_mnist_that_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"MNIST is not in {tmp_path}.*, or set download: true") as caught:
+    with pytest.raises(
+        FileNotFoundError, match=f"MNIST was not found in {tmp_path}.*, or set download: true"
+    ) as caught:
         len(FashionMNIST(str(tmp_path)))
     assert "\n" not in str(caught.value)
 
@@ -167,7 +169,9 @@ def test_a_cifar_file_that_is_not_the_published_one_is_not_opened(tmp_path, monk
     publish(monkeypatch, CIFAR10, tmp_path, names, "names")
     assert len(CIFAR10(str(tmp_path), train=train)) == (10 if train else 2)
     (tmp_path / wrong).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{wrong} is missing or not the published file .*: fetch it") as caught:
+    with pytest.raises(
+        ValueError, match=rf"{wrong} is missing or differs from the published file .*: fetch it"
+    ) as caught:
         len(CIFAR10(str(tmp_path), train=train))
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().out == ""
@@ -186,7 +190,9 @@ def test_a_binary_cifar_file_that_is_cut_short_is_named(tmp_path, damage):
 
 
 def test_cifar_that_is_not_there_or_not_all_of_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"CIFAR100 is not in .*cifar-100-python .*, or set download: true"):
+    with pytest.raises(
+        FileNotFoundError, match=r"CIFAR100 was not found in .*cifar-100-python .*, or set download: true"
+    ):
         len(CIFAR100(str(tmp_path)))
     (tmp_path / "test_batch").write_bytes(b"")
     with pytest.raises(ValueError, match="data_batch_1 is missing"):

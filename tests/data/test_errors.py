@@ -142,20 +142,24 @@ def test_labels_of_different_kinds(kind):
     )
     refused(
         FederatedData([client(), client(labels=torch.ones(4))]),
-        r"client 1, sample 0: labels are torch.float32: give integer classes",
+        r"client 1, sample 0: labels are torch.float32: use integer classes",
         TypeError,
     )
 
 
 def test_images_that_are_none():
     refused(FederatedData([client(dtype=torch.int64)]), "images are torch.int64: give uint8", TypeError)
-    refused(FederatedData([[("cat.jpg", 1)]], num_classes=2), "client 0, sample 0: an image is of type str", TypeError)
+    refused(
+        FederatedData([[("cat.jpg", 1)]], num_classes=2),
+        "client 0, sample 0: an image must be a tensor, an array or a PIL image, got str",
+        TypeError,
+    )
 
 
 def test_channels_that_the_backbone_does_not_take():
     rgb = ImageConfig((3, 8, 8), (0.5,) * 3, (0.5,) * 3)
     gray = ImageConfig((1, 8, 8), (0.5,), (0.5,))
-    refused(FederatedData([client(channels=3)]), r"shape \(3, 5, 5\) and the backbone takes 1 channels", image=gray)
+    refused(FederatedData([client(channels=3)]), r"shape \(3, 5, 5\), but the backbone takes 1 channels", image=gray)
     refused(FederatedData([client(channels=2)]), "backbone takes 3 channels", image=rgb)
     refused(
         FederatedData([client(dtype=torch.float32)]),
@@ -190,7 +194,7 @@ def test_options(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"partition": None}, "give both"),
+        ({"partition": None}, "set both"),
         ({"dataset": None}, "dataset=None and"),
         ({"public_fraction": 1.0}, r"public_fraction must be a finite number >= 0 and < 1, got 1\.0"),
         ({"validation_fraction": -0.1}, r"validation_fraction must be .*, got -0\.1"),
@@ -376,7 +380,7 @@ def test_arrays_lists_and_grey_images_without_a_channel_axis_are_taken():
     [
         (
             ([[0, 1], [2, 1]], [[0], [1]]),
-            "returned the training row 1 for the clients 0 and 1; return two lists.* a row belongs to one client, once",
+            "returned the training row 1 for the clients 0 and 1; return two lists.* each row must occur only once",
         ),
         (([[0], [1]], [[0], [3, 3]]), "returned the test row 3 for the clients 1 and 1"),
         (

@@ -120,7 +120,7 @@ def test_dark_images_of_12_bits_and_stacks_of_pictures_are_worth_knowing(tmp_pat
         division = Division(Images(str(tmp_path), size=8, full_scale=white), ByDomain("client"))
         text = format_inspection(inspect_division(division))
         assert (
-            "bits (8) is 4030, and 65535 is white, so that they are dark: set full_scale to the value of white, such "
+            "bits is 4030, but white is 65535, so they are dark: set full_scale to the value of white, such "
             "as 4095" in text
         ) == dark
         assert f"- only the first picture of files with several ({tmp_path}/a/x/stack.tif) is read" in text

@@ -123,10 +123,10 @@ def pairs(labels):
 @pytest.mark.parametrize(
     ("train", "rest", "words"),
     [
-        ([LABELLED, DataLoader(LABELLED)], {}, "client 1: the training set is a DataLoader.*give its .dataset"),
-        ([LABELLED], {"test": [Subset(DataLoader(LABELLED), [0])]}, "client 0: the test set .* give its .dataset"),
+        ([LABELLED, DataLoader(LABELLED)], {}, "client 1: the training set is a DataLoader.*pass its .dataset"),
+        ([LABELLED], {"test": [Subset(DataLoader(LABELLED), [0])]}, "client 0: the test set .* pass its .dataset"),
         ([LABELLED], {"public": DataLoader(LABELLED)}, "the public set is a DataLoader"),
-        ([LABELLED, Stream()], {}, "client 1: the training set is a Stream, whose items have no index"),
+        ([LABELLED, Stream()], {}, "client 1: the training set is a Stream, whose items cannot be indexed"),
         ([{"train": LABELLED}], {}, "client 0: the training set is a dict, with the keys 'train'.* one of its entries"),
         (LABELLED, {}, "FederatedData.train must be a list with one dataset per client, got a TensorDataset"),
         ({"a": LABELLED}, {}, "FederatedData.train must be a list .*, got a dict"),
@@ -135,9 +135,9 @@ def pairs(labels):
         ([dicts(images(2, 1), [0, 1], "x")], {"public": LABELLED}, "has no image: name one entry image, img or pixel"),
         ([[{"img": 0, "image": 0, "label": 1}]], {}, "more than one image, 'image' and 'img': name one entry"),
         ([[*dicts(images(2, 1), [0, 1]), {"image": 0}]], {}, "sample 2: .* with the keys 'image', which has no label"),
-        ([pairs(WORDS), LABELLED], {}, "client 1 has the training label 0, and .* 'ant': give words to all"),
-        ([pairs(WORDS), pairs([1, 2])], {}, "client 1 has the training label 1, and others are words"),
-        ([pairs([*WORDS, 4])], {}, "client 0 has the training label 4, and others are words"),
+        ([pairs(WORDS), LABELLED], {}, "client 1 has the training label 0, but .* 'ant': use words for all"),
+        ([pairs(WORDS), pairs([1, 2])], {}, "client 1 has the training label 1, but others are words"),
+        ([pairs([*WORDS, 4])], {}, "client 0 has the training label 4, but others are words"),
         (
             [pairs(WORDS)],
             {"classes": ["owl", "bee"]},
@@ -148,7 +148,7 @@ def pairs(labels):
         (
             [Columns(dicts(images(2, 1), [0, 1]), names) for names in (["cat", "dog"], ["dog", "cat"])],
             {},
-            "client 1: the training set has the classes .*: number them alike",
+            "client 1: the training set has the classes .*: number them identically",
         ),
     ],
 )
@@ -188,7 +188,7 @@ def test_of_many_classes_a_few_are_named():
 def test_many_words_that_nobody_declares_need_classes(monkeypatch):
     monkeypatch.setattr("perada.data.checked.SCAN_LIMIT", 2)
     with pytest.raises(
-        ValueError, match=r"declares no labels, and the 3 training samples are too many .* or classes if"
+        ValueError, match=r"declares no labels, and its 3 training samples are too many .* or classes if"
     ):
         opened(FederatedData([pairs(WORDS)]))
     assert opened(FederatedData([pairs(WORDS)], classes=WORDS)).num_classes == 3

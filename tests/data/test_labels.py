@@ -113,7 +113,7 @@ def test_a_few_gaps_are_accepted(labels):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0.0, 1.0] * 3, "labels are torch.float32: give integer classes"),
+        ([0.0, 1.0] * 3, "labels are torch.float32: use integer classes"),
         ([0.0, float("nan")] * 3, "labels are torch.float32"),
         ([True, False] * 3, "labels are torch.bool"),
         ([0, None] * 3, "sample 1: labels are None"),
@@ -143,10 +143,10 @@ def test_the_remedy_for_grey_among_colour_images_helps(first, together):
     if together:
         (reason,) = dict(next(iter(wrong.train_dataloader())).failed).values()
     else:
-        with pytest.raises(ValueError, match="give grey images three channels too") as error:
+        with pytest.raises(ValueError, match="convert grey images to three channels") as error:
             wrong.setup()
         reason = str(error.value)
-    assert "give grey images three channels too (image.convert('RGB') of a PIL image" in reason
+    assert "convert grey images to three channels (image.convert('RGB') of a PIL image" in reason
     assert "image_size" not in reason
     clients = [[(image.convert("RGB"), label) for image, label in client] for client in clients]
     (made := FederatedDataModule(FederatedData(clients), image_size=8, batch_size=4)).setup()

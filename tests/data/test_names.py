@@ -100,8 +100,11 @@ def test_names_in_python():
             "has 2 names for 3 classes in classes; give each class a unique name",
         ),
         ({"classes": ["a", "b", "a"]}, "has the name 'a' twice in classes"),
-        ({"client_names": ["a", "a"]}, "2 names, 1 of them different, for 2 clients: give each client a unique name"),
-        ({"client_names": ["a"]}, "1 names, 1 of them different, for 2 clients"),
+        (
+            {"client_names": ["a", "a"]},
+            "2 names, 1 of them distinct, for 2 clients: pass a unique name for each client",
+        ),
+        ({"client_names": ["a"]}, "1 names, 1 of them distinct, for 2 clients"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(given, says):

@@ -61,7 +61,7 @@ def test_classes_that_are_named_have_the_order_of_their_names(hospitals, tmp_pat
 
 
 def test_a_class_that_is_not_among_the_named_ones_is_refused_by_name(hospitals):
-    with pytest.raises(ValueError, match="has images of malignant, normal, and the classes are benign, other"):
+    with pytest.raises(ValueError, match="has images of malignant, normal, but the classes are benign, other"):
         len(Images(str(hospitals), classes=["benign", "other"]))
     with pytest.raises(ValueError, match="the name 'a' twice"):
         Images(str(hospitals), classes=["a", "a"])
@@ -113,7 +113,9 @@ def test_a_split_of_ones_own_is_kept(tmp_path):
     assert (names(train), train.labels.tolist(), train.columns) == (["2.jpg", "1.jpg"], [0, 1], {})
     assert names(train.with_split(False)) == ["3.jpg"]
     write(tmp_path, "valid/a/5.jpg", "valid/b/6.jpg")
-    with pytest.warns(UserWarning, match="2 validation images of .* are neither trained on nor tested on; call them t"):
+    with pytest.warns(
+        UserWarning, match="2 validation images of .* are used neither for training nor for testing; label them t"
+    ):
         assert names(Images(root, layout="{split}/{class}/*")) == ["2.jpg", "1.jpg"]
     (tmp_path / "test" / "a" / "3.jpg").unlink()
     assert names(Images(root, layout="{split}/{class}/*", train=False)) == ["5.jpg", "6.jpg"]
@@ -267,9 +269,9 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
             r"^layout: field=\'klass\' is unknown; did you mean \'class\'\?",
         ),
         (["a/b/1.jpg"], "{client}/*", ValueError, r"has no \{class\}: add it where the class is"),
-        (["a/b/1.jpg"], "{class}/{class}/*", ValueError, r"the field \{class\} twice; replace one of them by \*"),
+        (["a/b/1.jpg"], "{class}/{class}/*", ValueError, r"the field \{class\} twice; replace one of them with \*"),
         (["a/b/1.jpg"], "{class}/*", FileNotFoundError, r"such as a/b/1\.jpg, do not match the layout '\{class\}/\*'"),
-        ([], "{class}/*", FileNotFoundError, "has no images: give a folder with .jpg"),
+        ([], "{class}/*", FileNotFoundError, "has no images: set root to a folder with .jpg"),
         (["x/a/1.jpg"], "{split}/{class}/*", ValueError, r"x/a/1\.jpg: the split 'x' is none of train, training, test"),
         (
             ["train/a/1.jpg"],
@@ -361,7 +363,7 @@ def test_several_labels_without_a_separator_are_noticed(tmp_path):
     for row, labels in zip(given, ["edema", "mass", "edema;mass", "mass; edema"] * 3, strict=True):
         row["diagnosis"] = labels
     path = table(tmp_path, given)
-    with pytest.warns(UserWarning, match=r"mine\.csv: each of diagnosis's cells is one class.*set separator=';'"):
+    with pytest.warns(UserWarning, match=r"mine\.csv: each cell of diagnosis is one class.*set separator=';'"):
         assert len(ImageTable(path, path="file", label="diagnosis").classes) == 4
     assert len(ImageTable(path, path="file", label="diagnosis", separator=";").classes) == 2
     given[0]["diagnosis"] = ""
@@ -399,7 +401,7 @@ def test_lists_of_a_parquet_file_are_several_labels(tmp_path):
 def test_one_class_alone_is_refused_for_training(tmp_path):
     write(tmp_path, *(f"a/x/{n}.jpg" for n in range(4)))
     made = FederatedDataModule(dataset=Images(str(tmp_path), size=8), partition=ByDomain("client"), batch_size=4)
-    with pytest.raises(ValueError, match=r"all images are of one class \(x\), and nothing can be learned: add images"):
+    with pytest.raises(ValueError, match=r"all images are of one class \(x\), so nothing can be learned: add images"):
         made.setup()
 
 
@@ -466,22 +468,22 @@ def test_parquet_says_the_same(tmp_path):
     [
         ({}, {"label": "diagnoses"}, ValueError, r"mine\.csv has no column 'diagnoses'; did you mean 'diagnosis'\?"),
         ({}, {"label": "q"}, ValueError, r"has no column 'q'; name one of 'file', 'diagnosis'"),
-        ({"file": "9.jpg"}, {}, ValueError, r"mine\.csv, rows 4, 11: files are named more than once"),
+        ({"file": "9.jpg"}, {}, ValueError, r"mine\.csv, rows 4, 11: files occur more than once"),
         (
             {"file": "no.jpg"},
             {},
             ValueError,
             r"mine\.csv, row 4: .*/no\.jpg does not exist; correct the path, or set fo",
         ),
-        ({"file": ""}, {}, ValueError, r"row 4: file is empty; give the file's path"),
-        ({"diagnosis": ""}, {}, ValueError, r"row 4: diagnosis is empty; give a label, or take the row out$"),
+        ({"file": ""}, {}, ValueError, r"row 4: file is empty; fill in the file's path"),
+        ({"diagnosis": ""}, {}, ValueError, r"row 4: diagnosis is empty; fill in a label, or take the row out$"),
         (
             {},
             {"label": "label"},
             ValueError,
             r"^label: .*mine\.csv has no column 'label'; name one of 'file', 'diagnosis'",
         ),
-        ({"part": "later"}, {}, ValueError, r"2\.jpg: the split 'later' is none of train, training, .*; correct it"),
+        ({"part": "later"}, {}, ValueError, r"2\.jpg: split must be one of train, training, .*, got 'later'"),
         ({"odd": 2}, {"label": ["odd"]}, ValueError, r"row 4: odd is '2', neither 0 nor 1; correct it"),
         ({"site": ""}, {"client": "site"}, ValueError, r"row 4: site is empty; fill it in"),
     ],
@@ -499,7 +501,7 @@ def test_tables_that_cannot_be_read_are_named(tmp_path):
         len(ImageTable(str(tmp_path / "none.csv")))
     (tmp_path / "short.csv").write_text("path,label\n1.jpg\n")
     with pytest.raises(
-        ValueError, match=r"short\.csv cannot be read \(row 2 has 1 fields and the header 2\), expected a table"
+        ValueError, match=r"short\.csv cannot be read \(row 2 has 1 fields, but the header has 2\), expected a table"
     ):
         len(ImageTable(str(tmp_path / "short.csv")))
 

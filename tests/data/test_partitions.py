@@ -117,7 +117,9 @@ def test_a_minimum_of_each_class_that_balanced_dirichlet_cannot_give():
         ValueError, match="the smallest class has 100 samples, too few for min_per_class=6 on 20 clients"
     ):
         split(BalancedDirichlet(20, min_per_class=6))
-    words = "min_per_class=3 of 10 classes are 30 training samples, and a client has 20: lower min_per_class, or raise"
+    words = (
+        "min_per_class=3 of 10 classes requires 30 training samples, but a client has 20: lower min_per_class, or raise"
+    )
     with pytest.raises(ValueError, match=words):
         split(BalancedDirichlet(20, samples_per_client=20, min_per_class=3))
     with pytest.raises(ValueError, match=r"min_per_class must be .*, got -1"):
@@ -394,7 +396,7 @@ def test_from_file(tmp_path):
         (lambda: split(Dirichlet(501, 1)), "501 clients with at least 2 .* need 1002"),
         (lambda: split(Dirichlet(60, 1, min_per_class=2)), "smallest class has 100 samples"),
         (lambda: split(Shards(20, 11)), "at most 10 classes per client"),
-        (lambda: split(Shards(2, 2)), "at least one client to every class"),
+        (lambda: split(Shards(2, 2)), "at least one client for every class"),
         (lambda: split(Shards(600, 5), 100), "a class has 100 samples for 300 clients"),
         (lambda: DominantClass(5).split(unbalanced(), unbalanced(), 0), "21 samples of 2 classes are too few for 5"),
         (lambda: split(ByDomain("hospital")), "no column 'hospital'"),

@@ -206,7 +206,7 @@ def test_augmented_public_images_cost_private_training_nothing(tiny):
 
 
 def test_augmentation_of_public_images_needs_something_to_do():
-    with pytest.raises(ValueError, match="augment_public=True changes nothing without flip or crop_padding: give at"):
+    with pytest.raises(ValueError, match="augment_public=True has no effect without flip or crop_padding: set at"):
         served(flip=False, crop_padding=0)
     with pytest.raises(ValueError, match="augment_public"):
         Preparation(augment_public=True)

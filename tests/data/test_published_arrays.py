@@ -43,7 +43,9 @@ def test_mnist_is_what_torchvision_reads(tmp_path, train):
 
 
 def test_mnist_that_is_not_there_or_damaged(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"MNIST is not in .*MNIST/raw.*: set root .*, or set download: true"):
+    with pytest.raises(
+        FileNotFoundError, match=r"MNIST was not found in .*MNIST/raw.*: set root .*, or set download: true"
+    ):
         len(MNIST(str(tmp_path)))
     write_mnist(tmp_path / "raw")
     labels, images = (tmp_path / "raw" / f"train-{name}-ubyte" for name in ("labels-idx1", "images-idx3"))
@@ -109,7 +111,7 @@ def test_unlabelled_stl10_is_a_public_set_of_which_only_what_is_used_is_read(stl
 
 
 def test_stl10_that_is_not_there_or_damaged(stl10, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"STL10 is not in .*stl10_binary.*, or set download: true"):
+    with pytest.raises(FileNotFoundError, match=r"STL10 was not found in .*stl10_binary.*, or set download: true"):
         len(STL10(str(tmp_path / "none")))
     folder = stl10[0] / "stl10_binary"
     (folder / "test_y.bin").write_bytes(b"\x01" * 7999)

@@ -123,7 +123,7 @@ def test_a_plain_text_is_read_by_role(tmp_path):
     data.setup()
     assert data.num_clients == 2
     path.write_text("No speech at all.")
-    with pytest.raises(ValueError, match=r"plays.txt' holds no sequence of 80 characters: give the files of LEAF's"):
+    with pytest.raises(ValueError, match=r"plays.txt' contains no sequence of 80 characters: use the files of LEAF's"):
         _ = Shakespeare(str(path)).images
 
 

@@ -159,25 +159,25 @@ def test_held_out_images_are_not_shifted():
         ({"local_test": "fog"}, {}, "the name 'local_test' is not allowed"),
         ({"fog_std": "fog"}, {}, "the name 'fog_std' is not allowed"),
         ({"a/b": "fog"}, {}, "the name 'a/b' is not allowed"),
-        ({"a": "fogg"}, {}, "a='fogg' is not a shift; give 'label_shift'"),
+        ({"a": "fogg"}, {}, "a='fogg' is not a shift; use 'label_shift'"),
         ({"a": 3}, {}, "a=3 is not a shift"),
         ({"a": ["fog", "fogg"]}, {}, "kind must be one of .*, got 'fogg'"),
         ({"a": ["fog", "fog"]}, {}, r"kinds must have at least one entry and each only once, got \['fog', 'fog'\]"),
         (
             {"a": "fog"},
             {"size": 28},
-            r"'a' cannot corrupt images torch.uint8 of shape \(1, 28, 28\); give .* and image_size=32 or more",
+            r"'a' cannot corrupt images torch.uint8 of shape \(1, 28, 28\); use .* and set image_size=32 or more",
         ),
         ({"a": "fog"}, {"dtype": torch.float32}, "'a' cannot corrupt images torch.float32 of shape"),
         ({"a": "fog"}, {"test": False}, "'a' needs test images"),
         ({"a": LabelShift()}, {"clients": 1}, "'a' needs test images of at least two clients"),
         ({"a": Other(None)}, {}, r"'a' \(Other, test split\) has no labels"),
-        ({"a": Other(classes=4)}, {}, "must have 3 classes as the data, got 4; give another set"),
+        ({"a": Other(classes=4)}, {}, "must have 3 classes like the data, got 4; use a different set"),
         ({"a": Other((0, 1, 3), classes=None)}, {}, r"'a' \(Other, test split\): it has the label 3, outside 0..2"),
         (
             {"a": Other(((0.0, 1.0, 0.0),), classes=None)},
             {},
-            r"has several labels per image, unlike the data; give a set of the same kind",
+            r"has several labels per image, unlike the data; use a set of the same kind",
         ),
     ],
 )
@@ -207,6 +207,6 @@ def test_a_missing_library_is_named(monkeypatch):
 def test_a_library_that_does_not_load_is_refused_at_set_up(monkeypatch):
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(
-        ImportError, match=r"^shifts: corruptions need .*OpenCV, .*not load \(.*cv2.*\); .*\(on Debian "
+        ImportError, match=r"^shifts: corruptions need .*OpenCV, .*cannot be imported \(.*cv2.*\); .*\(on Debian "
     ):
         module({"fog": Corruptions("fog")})

@@ -99,7 +99,7 @@ def test_tables_in_another_encoding_say_what_to_do(content, encoding, message):
 
 @pytest.mark.parametrize("encoding", ["cp12525", "", "base64", 3])
 def test_an_encoding_that_there_is_not(encoding):
-    with pytest.raises(ValueError, match=f"encoding={encoding!r} is unknown; choose one that Python knows"):
+    with pytest.raises(ValueError, match=f"encoding={encoding!r} is unknown; choose one that Python supports"):
         ImageTable("t.csv", encoding=encoding)
 
 
@@ -208,7 +208,7 @@ ALIKE = [
 @pytest.mark.parametrize(("one", "other"), ALIKE)
 def test_names_that_look_alike_are_warned_of(one, other):
     assert look_alike([one, "dog", other, one]) == [[one, other]]
-    message = "look the same and are different"
+    message = "look the same but are different"
     write_images(f"clients/{one}/x", f"clients/{other}/x", f"clients/{one}/y")
     with pytest.warns(UserWarning, match=f"the clients .* {message} clients") as caught:
         Division(Images("clients", size=8), ByDomain("client")).share_out()
@@ -225,7 +225,7 @@ def test_names_that_look_alike_are_warned_of(one, other):
     Path("t.csv").write_text(f"path,label,patient\n{rows}", encoding="utf-8")
     with pytest.warns(UserWarning, match=r"the groups .* look the same"):
         _ = ImageTable("t.csv", group="patient").manifest
-    with pytest.raises(ValueError, match=r"which looks like the class .* but is another name"):
+    with pytest.raises(ValueError, match=r"which looks like the class .* but is a different name"):
         _ = ImageFolder("classes", classes=[one, "z", "dog"]).manifest
 
 
@@ -252,7 +252,7 @@ def test_names_that_a_reader_can_tell_apart_are_not(names):
 def test_names_that_differ_only_in_case_are_warned_of(one, other):
     """Of clients in folders, of classes in folders, of labels that are words, of groups in a table, and by name."""
     assert case_variants([one, "dog", other, one]) == [[one, other]]
-    says = "are different {} and differ only in capitals and spaces".format
+    says = "are different {}, but differ only in capitals and spaces".format
     write_images(f"clients/{one}/x", f"clients/{other}/x", f"clients/{one}/y")
     with pytest.warns(UserWarning, match=says("clients,")) as caught:
         Division(Images("clients", size=8), ByDomain("client")).share_out()
@@ -372,7 +372,7 @@ def test_init_finds_columns_of_zeros_and_ones_several_labels_and_another_folder(
         ("a,b\n1,2\n", "images='t.csv' has no column of image files among 'a', 'b'; rename the column to 'path'"),
         ("path,x,y2\n0.png,1,5\n1.png,2,6\n", "the column of the labels cannot be inferred from 'path', 'x', 'y2'"),
         ("path,label\nmissing.png,a\n", "missing.png does not exist; correct the path, or set folder"),
-        ("path,label\n0.png,\n1.png,a\n", "label is empty; give a label"),
+        ("path,label\n0.png,\n1.png,a\n", "label is empty; fill in a label"),
     ],
 )
 def test_init_names_what_a_table_lacks(table, message):

@@ -60,9 +60,9 @@ def code(worker, round):
     ("change", "part", "says"),
     [
         (other_images, "train", "the site's training images differ from those"),
-        (other_labels, "train", "the site's labels of the training images are not those"),
-        (one_more, "train", "the site's labels of the training images are not those"),
-        (other_images, "test", "the site's test images are not those"),
+        (other_labels, "train", "the site's labels of the training images differ from those"),
+        (one_more, "train", "the site's labels of the training images differ from those"),
+        (other_images, "test", "the site's test images differ from those"),
     ],
 )
 def test_a_run_does_not_go_on_with_others(tiny, tmp_path, caplog, change, part, says):

@@ -59,7 +59,7 @@ def test_a_site_that_misses_a_class_has_the_others_by_their_names(tmp_path):
 
 def test_a_site_with_another_class_is_refused_by_name(tmp_path):
     path, given = written(tmp_path, naming(), {"normal": 200, "melanoma": 40})
-    with pytest.raises(ValueError, match="has images of melanoma, and the classes are malignant, benign, normal"):
+    with pytest.raises(ValueError, match="has images of melanoma, but the classes are malignant, benign, normal"):
         site_recipe(path, given)
 
 

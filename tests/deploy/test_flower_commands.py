@@ -222,7 +222,7 @@ def test_options_come_back_from_flower_as_they_went():
 
 def test_links_that_cannot_be_reached(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=r"link='there' is unknown to .*, which has none; give"):
+    with pytest.raises(ValueError, match=r"link='there' is not defined in .*, which has none; use"):
         Link("there")
     authority = certificate(tmp_path)
     write_connection(tmp_path, "there", "link.example.org:8000", authority)

@@ -163,7 +163,9 @@ def test_a_port_that_is_taken_is_named(tiny, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=rf"metrics_port={port} at '127.0.0.1' cannot be had .*; give another"):
+        with pytest.raises(
+            OSError, match=rf"metrics_port={port} at '127.0.0.1' is not available .*; choose a different one"
+        ):
             serving(None, None, port, "127.0.0.1").__enter__()
     for options in ({"metrics_port": -1}, {"metrics_port": 70000}, {"log_format": "xml"}):
         with pytest.raises(ValueError, match=next(iter(options))):

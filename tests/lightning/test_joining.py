@@ -192,10 +192,10 @@ def test_privacy_that_cannot_be_kept_is_refused(tiny):
     ("options", "message"),
     [
         ({"classes": ["a", "b", "cat"]}, r"the data: class='cat' is unknown; choose one of a, b, c"),
-        ({"num_classes": 4}, r"the data have 4 classes without names, and the run has 3"),
+        ({"num_classes": 4}, r"the data have 4 classes without names, but the run has 3"),
         ({"name": "late"}, None),
         ({"name": "2"}, r"name='2' is empty or already the name or number of a client of the run"),
-        ({"name": None}, r"the client has no name; give one"),
+        ({"name": None}, r"the client has no name; pass one"),
     ],
 )
 def test_what_does_not_fit_is_one_line(tiny, options, message):
@@ -227,10 +227,12 @@ def test_one_client_is_taken_from_several_by_name(tiny):
     several = FederatedData([tiny.data().train[0], one.train[0]], [], client_names=["far", "late"])
     chosen, alone = (perada.personalize(run, data, "late", rounds=1, accelerator="cpu") for data in (several, one))
     assert torch.equal(chosen.state("personal", 5)["0.weight"], alone.state("personal", 5)["0.weight"])
-    with pytest.raises(ValueError, match=r"the data have 2 clients, and 'x' is not one of them; name one of far, late"):
+    with pytest.raises(
+        ValueError, match=r"the data have 2 clients, but 'x' is not one of them; choose one of far, late"
+    ):
         perada.personalize(run, several, "x")
     with pytest.raises(
-        ValueError, match=r"2 clients, and no client is named; name one of far, late, or give the images"
+        ValueError, match=r"2 clients, but no client was chosen; choose one of far, late, or pass the images"
     ):
         perada.personalize(run, several)
 

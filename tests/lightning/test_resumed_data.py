@@ -89,9 +89,9 @@ CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "
             "clients are north, south, east in this order, and",
         ),
         ({"names": ["north", "west", "east"]}, r"clients are north, south, east, and here .*'south' became 'west'"),
-        ({"names": None}, "clients are north, south, east, and here they are without names"),
+        ({"names": None}, "clients are north, south, east, but here they are without names"),
         ({"order": (1, 0, 2)}, r"images of clients 'north', 'south' .*client 'north' now has those of client 'south'"),
-        ({"order": (0, 7, 2)}, "images of client 'south' are not those of the checkpoint"),
+        ({"order": (0, 7, 2)}, "images of client 'south' differ from those of the checkpoint"),
     ],
     ids=["swapped", "renamed", "unnamed", "images swapped", "other images"],
 )
@@ -111,10 +111,10 @@ def test_other_clients_are_refused(tmp_path, kind, options, change, message):
     ("change", "message"),
     [
         ({"test": (10, 12, 11)}, r"the test images of clients 1, 2 .*client 1 now has those of client 2"),
-        ({"public": 21}, "the public images are not those"),
+        ({"public": 21}, "the public images differ from those"),
         ({"server_validation": dataset(31)}, "the validation images on the server are not those"),
         ({"classes": ["a", "c", "b"]}, "its classes are a, b, c in this order"),
-        ({"classes": None}, "its classes are a, b, c, and here they are without names"),
+        ({"classes": None}, "its classes are a, b, c, but here they are without names"),
     ],
 )
 def test_other_tests_public_images_and_classes_are_refused(tmp_path, change, message):
@@ -132,7 +132,7 @@ def test_one_changed_image_or_label_is_noticed(tmp_path, change, what):
     fit(tmp_path, data())
     changed = data()
     changed.train = [changed.train[0], change(1), changed.train[2]]
-    with pytest.raises(ValueError, match=f"{what} of client 1 are not those") as error:
+    with pytest.raises(ValueError, match=f"{what} of client 1 differ from those") as error:
         fit(tmp_path, changed, 2, ckpt_path="last")
     assert "resume_allow=['images']" in str(error.value)
     run = fit(tmp_path, changed, 2, ckpt_path="last", resume_allow=["images"])
@@ -277,7 +277,7 @@ def test_of_many_clients_a_bounded_number_is_read(monkeypatch):
     assert sorted(set(read)) == [0, 3, 6]
     changed = {**former, "train": {**former["train"], "images": [*former["train"]["images"][:3], "x", "", "", "y"]}}
     text = fingerprints.difference_in_content(former, changed)
-    assert text == "the training images of clients 3, 6 are not those of the checkpoint"
+    assert text == "the training images of clients 3, 6 differ from those of the checkpoint"
 
 
 @pytest.mark.parametrize("kind", ["tensors", "items"])
@@ -334,11 +334,12 @@ def test_which_clients_differ_is_named_among_those_that_were_read():
     unread = fingerprints.NOT_READ
     # A client that was not read this time has no images that could be another's.
     assert (
-        difference(["a", unread], [unread, unread]) == "the training images of client 0 are not those of the checkpoint"
+        difference(["a", unread], [unread, unread])
+        == "the training images of client 0 differ from those of the checkpoint"
     )
-    moved = "the training images of client 1 are not those of the checkpoint (client 1 now has those of client 0)"
+    moved = "the training images of client 1 differ from those of the checkpoint (client 1 now has those of client 0)"
     assert difference(["a", "b"], ["a", "a"]) == moved
-    assert difference(["a"], ["a", "b"]) == "the training images of client 1 are not those of the checkpoint"
+    assert difference(["a"], ["a", "b"]) == "the training images of client 1 differ from those of the checkpoint"
 
 
 def test_images_that_are_drawn_from_the_global_generator_are_compared():

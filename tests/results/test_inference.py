@@ -136,7 +136,7 @@ def test_what_cannot_be_predicted_is_said(tiny, run, tmp_path):
         run.predict("missing.png")
     with pytest.raises(ValueError, match="there are no images"):
         run.predict([])
-    with pytest.raises(TypeError, match="an image is of type int: give a tensor, an array or a PIL image"):
+    with pytest.raises(TypeError, match="an image must be a tensor, an array or a PIL image, got int"):
         run.predict(7)
     with pytest.raises(ValueError, match="Standalone has no global model"):
         grey_run(tiny, "standalone").predict(torch.zeros(1, 8, 8, dtype=torch.uint8))
@@ -169,7 +169,7 @@ def test_images_are_listed(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"does not exist; give an image, a folder, or a table"):
         find_images(tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="has no images: give a folder with"):
+    with pytest.raises(FileNotFoundError, match="has no images: set root to a folder with"):
         find_images(tmp_path / "empty")
 
 

@@ -43,7 +43,7 @@ def length(dataset: Dataset[Any]) -> int:
 
 
 def resolve_subset(dataset: Dataset[Any]) -> tuple[Dataset[Any], np.ndarray[Any, Any]]:
-    """Follow Subsets, which may be nested, to the dataset that they are made of.
+    """Follow Subsets, which may be nested, to the dataset that they are taken from.
 
     Returns:
         This dataset, or the given one if it is no Subset, and the indices (N,) of the given dataset's items in it.
@@ -94,7 +94,7 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
     >>> as_labels([[1], [2]]).tolist(), as_labels([2], of_one_image=True).tolist()
     ([1, 2], 2)
     """
-    remedy = "give integer classes, or float vectors (K,) of several labels"
+    remedy = "use integer classes, or float vectors (K,) for several labels"
     try:
         labels = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):  # such as None, words, or lists of unequal lengths
@@ -108,7 +108,7 @@ def as_labels(values: object, of_one_image: bool = False) -> Tensor:
         labels = labels.squeeze(-1)
     if labels.ndim > expected_ndim:
         raise TypeError(
-            f"labels are integers of shape {tuple(labels.shape)}, which may be one-hot vectors or several labels: give "
+            f"labels are integers of shape {tuple(labels.shape)}, which may be one-hot vectors or several labels: pass "
             "the classes of one-hot vectors (labels.argmax(-1)), or several labels as floats (labels.float())"
         )
     return labels.long()
@@ -162,7 +162,7 @@ def image_and_label(item: object, labelled: bool) -> tuple[Any, Any]:
         description = type(item).__name__
         if isinstance(item, tuple | list):
             description += f" of {len(item)}"
-        raise TypeError(f"the item is a {description}: give (image, label), or a dict of both")
+        raise TypeError(f"the item is a {description}: return (image, label), or a dict with both")
     return item[0], item[1]
 
 
@@ -230,19 +230,21 @@ def check_same_format(client: int, actual: TensorFormat, expected: TensorFormat,
     expected_shape, expected_dtype = expected
     remedies = []
     if dtype != expected_dtype:
-        remedies.append("give all images one type")
+        remedies.append("use one type for all images")
     if len(shape) == len(expected_shape) == 3 and shape[0] != expected_shape[0]:
         if {shape[0], expected_shape[0]} == {1, 3}:
             remedies.append(
-                "give grey images three channels too (image.convert('RGB') of a PIL image, image.expand(3, -1, -1) of "
-                "a tensor (1, H, W))"
+                "convert grey images to three channels (image.convert('RGB') of a PIL image, image.expand(3, -1, -1) "
+                "of a tensor (1, H, W))"
             )
         else:
-            remedies.append("give all images as many channels, such as image.convert('RGB') of a PIL image")
+            remedies.append(
+                "use the same number of channels for all images, such as image.convert('RGB') of a PIL image"
+            )
     if len(shape) != len(expected_shape):
-        remedies.append("give all clients images of one shape")
+        remedies.append("use images of one shape for all clients")
     elif shape[-2:] != expected_shape[-2:]:
-        remedies.append("give all clients one shape and type, or set image_size to have uint8 images resized")
+        remedies.append("use one shape and type for all clients, or set image_size to resize uint8 images")
     raise ValueError(f"{prefix}client {client}: an image is {actual}, others are {expected}: {'; and '.join(remedies)}")
 
 
@@ -258,8 +260,8 @@ def check_label_formats(labels_of_clients: Sequence[tuple[int, Tensor]]) -> None
         label_format = tensor_format(labels)
         if labels.ndim > 2 or label_format != expected:
             raise ValueError(
-                f"client {client}: a label is {label_format}, an earlier client's is {expected}: give all an integer, "
-                "or all a float vector of K labels"
+                f"client {client}: a label is {label_format}, an earlier client's is {expected}: use an integer for "
+                "all, or a float vector of K labels for all"
             )
 
 

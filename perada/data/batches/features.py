@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients' samples as features, which frozen layers compute from the images once."""
+"""Clients' samples as features, which frozen layers compute from the images only once."""
 
 import math
 from collections.abc import Callable

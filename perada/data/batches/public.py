@@ -29,7 +29,7 @@ def public_indices(
 
 
 def augment_public_images(images: Tensor, indices: Tensor, size: int, preparation: Preparation) -> Tensor:
-    """Shift and mirror the public images (N, Ch, H, W) that indices (N,) of :func:`public_indices` name.
+    """Shift and mirror the public images (N, Ch, H, W) that indices (N,) of :func:`public_indices` select.
 
     Args:
         images: Stored images at the positions ``indices % size``, on any device.

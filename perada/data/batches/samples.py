@@ -179,7 +179,7 @@ class MapStore(Samples):
         classes: Number of each label, if an image has a single label. Set by the checks of the data.
         known_labels: Labels of each client whose labels are all known, else None. Set by the checks of the data.
         client_names: Names of the clients for messages.
-        progress: Where workers note what they read.
+        progress: Where workers record what they are reading.
     """
 
     by_item = True
@@ -292,7 +292,7 @@ class MapStore(Samples):
         return images, torch.stack(labels) if labels else None, failed
 
     def _item_seed(self, key: tuple[int, ...], owner: int, index: int) -> int:
-        """Derive the seed of what a dataset draws for one sample: the key begins with the run's seed."""
+        """Derive the seed for a dataset's random draws of one sample; the key begins with the run's seed."""
         seed, *ids = key or (0,)
         return derive_seed(seed, "items", *ids, owner, index)
 
@@ -324,7 +324,9 @@ def make_store(datasets: Sequence[Dataset[Any]], labelled: bool = True, size: in
             return MapStore(datasets, labelled, size)
         sources.append(source)
         if labelled and source.labels is None:
-            raise ValueError(f"client {client}: its images have no labels; give labelled ones, or leave the client out")
+            raise ValueError(
+                f"client {client}: its images have no labels; use labelled images, or leave the client out"
+            )
         check_dtype(source.images)
         labels = None if source.labels is None else as_labels(source.labels)
         label_format = None if labels is None else tensor_format(labels)
@@ -381,7 +383,7 @@ class RoundBatches(Dataset[AnyBatch]):
         streams_of_phases = (("",),) * len(plan.steps) if private is None else private.streams
         if len(streams_of_phases) != len(plan.steps):
             raise ValueError(
-                f"private names the streams of {len(streams_of_phases)} phases, not of {len(plan.steps)}; name all"
+                f"private must name the streams of all {len(plan.steps)} phases, got {len(streams_of_phases)}"
             )
         self._items_seed = seed
         if private is not None and private.secure:

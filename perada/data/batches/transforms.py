@@ -227,7 +227,7 @@ def _unreadable(error: Exception, name: str, remedy: str) -> "UnreadableImageErr
 
 
 class _OneLineError(Exception):
-    """An error whose message is one line, also when it comes from a worker of a data loader.
+    """An error whose message is a single line, even if it comes from a data loader's worker.
 
     torch recreates a worker's error in the main process with the worker's traceback as message. Its last line has the
     original message.
@@ -274,7 +274,7 @@ def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset returns
             image = image.transpose(2, 0, 1)
         image = torch.from_numpy(np.ascontiguousarray(image))
     if not isinstance(image, Tensor):
-        raise TypeError(f"an image is of type {type(image).__name__}: give a tensor, an array or a PIL image")
+        raise TypeError(f"an image must be a tensor, an array or a PIL image, got {type(image).__name__}")
     check_dtype(image.unsqueeze(0))
     if image.dtype == torch.uint8 and image.ndim == 2:
         return image.unsqueeze(0)
@@ -282,7 +282,7 @@ def to_image(image: Any) -> Tensor:  # noqa: ANN401 - whatever a dataset returns
 
 
 def is_tokens(samples: Tensor) -> bool:
-    """Whether samples are texts, sequences of int64 tokens, instead of images."""
+    """Return whether samples are texts, sequences of int64 tokens, instead of images."""
     return samples.dtype == torch.int64
 
 
@@ -297,7 +297,7 @@ def check_dtype(images: Tensor) -> None:
     if is_tokens(images) and images.ndim == 2:
         return
     raise TypeError(
-        f"images are {images.dtype}: give uint8, or floating-point values prepared for the model; only texts are int64 "
+        f"images are {images.dtype}: use uint8, or floating-point values prepared for the model; only texts are int64 "
         f"tokens (L,), got shape {tuple(images.shape[1:])}"
     )
 
@@ -427,7 +427,7 @@ class Preparation:
     def __post_init__(self) -> None:
         if self.augment_public and not self.augments:
             raise OptionError(
-                "augment_public=True changes nothing without flip or crop_padding: give at least one of them, or set "
+                "augment_public=True has no effect without flip or crop_padding: set at least one of them, or set "
                 "augment_public to False",
                 name="augment_public",
                 value=True,

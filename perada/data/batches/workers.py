@@ -84,7 +84,7 @@ def worker_loader(
 
 
 def lost_worker(error: BaseException) -> LostWorkerError | None:
-    """Return a more helpful error for torch's error of a worker that died; None for other errors.
+    """Return a more helpful error in place of torch's for a worker that died; None for other errors.
 
     torch raises its error from a signal handler, wherever the process is at that moment, and names only process ids.
     """
@@ -93,8 +93,8 @@ def lost_worker(error: BaseException) -> LostWorkerError | None:
         return None
     pids = [int(pid) for pid in match[1].split(",")]
     return LostWorkerError(
-        f"a process that read images (pid {match[1]}) {_end_of(pids)}. If memory ran out, lower num_workers or "
-        "batch_size; else check that sample, or read without workers (num_workers=0), which shows the error where it "
+        f"a process reading images (pid {match[1]}) {_end_of(pids)}. If memory ran out, lower num_workers or "
+        "batch_size; otherwise check that sample, or read without workers (num_workers=0) to see the error where it "
         "occurs"
     )
 
@@ -108,7 +108,7 @@ def _end_of(pids: list[int]) -> str:
             end = "ended unexpectedly"
             exit_code = worker.exitcode or 0
             if exit_code < 0:  # minus the number of a signal
-                end = f"was ended by {signal.Signals(-exit_code).name}"
+                end = f"was terminated by {signal.Signals(-exit_code).name}"
             sample = progress.current(number)
             activity = "was idle" if sample is None else f"was reading {sample}"
             return f"{end} while it {activity}"
@@ -117,7 +117,7 @@ def _end_of(pids: list[int]) -> str:
 
 @contextmanager
 def explain_worker_deaths() -> Iterator[None]:
-    """Replace torch's error of a dead worker by a helpful one, or by that of a signal to all processes.
+    """Replace torch's error for a dead worker with a helpful one, or with that of a signal to all processes.
 
     Raises:
         LostWorkerError: If a worker died.

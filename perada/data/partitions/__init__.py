@@ -40,8 +40,8 @@ class _Columns(dict[str, Array]):
     def __missing__(self, name: str) -> Array:
         raise ValueError(
             f"{self._owner} has no column {name!r} to divide by: it has {sorted(self) or 'none'}; an ImageFolder with "
-            "domains: true and OfficeHome have 'domain', CheXpert has 'category', OpenImage has 'client', and so have "
-            "Images with {client} in its layout and ImageTable"
+            "domains: true and OfficeHome have 'domain', CheXpert has 'category', and OpenImage, ImageTable and Images "
+            "with {client} in its layout have 'client'"
         )
 
 
@@ -204,7 +204,7 @@ class ByDomain(Partition):
                 )
 
     def _warn_of_unknown_domains(self, num_test: int, num_assigned: int) -> None:
-        """Warn of test samples that belong to no domain of the training samples."""
+        """Warn about test samples whose domain has no training samples."""
         num_unassigned = num_test - num_assigned
         if not num_unassigned:
             return
@@ -240,7 +240,7 @@ class FromFile(Partition):
         """Look up the rows of the recorded positions; the seed is not used."""
         if not Path(self.path).is_file():
             raise FileNotFoundError(
-                f"{self.path} does not exist: give the partition.json in the folder of an earlier run"
+                f"{self.path} does not exist: set path to the partition.json in the folder of an earlier run"
             )
         try:
             record = check_sealed(json.loads(Path(self.path).read_text(encoding="utf-8")))
@@ -251,7 +251,7 @@ class FromFile(Partition):
                 train_positions.append(_as_integers([*trained, *validation]))
             test_positions = [_as_integers(positions) for positions in record["test"]]
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{self.path} is not a partition of a dataset ({error!r}): give another file") from None
+            raise ValueError(f"{self.path} is not a partition of a dataset ({error!r}): use a different file") from None
         return self._rows_of(train_positions, train), self._rows_of(test_positions, test)
 
     def _rows_of(self, positions: Sequence[list[int]], split: Split) -> list[Array]:
@@ -262,15 +262,15 @@ class FromFile(Partition):
             for position in client_positions:
                 if position not in row_of_position:
                     raise ValueError(
-                        f"{self.path} gives client {client} sample {position}, which is not among the clients' data: "
-                        "use the dataset, limits, held-out fractions and seed of the run that wrote it"
+                        f"{self.path} assigns sample {position} to client {client}, but it is not among the clients' "
+                        "data: use the dataset, limits, held-out fractions and seed of the run that wrote it"
                     )
             rows.append(np.array([row_of_position[position] for position in client_positions], np.int64))
         return rows
 
 
 def _as_integers(values: Sequence[object]) -> list[int]:
-    """Convert a list of a JSON file; raises what NumPy raises for anything but integers."""
+    """Convert a list from a JSON file; raises NumPy's error for anything but integers."""
     integers: list[int] = np.array(values, np.int64).reshape(-1).tolist()
     return integers
 
@@ -292,7 +292,7 @@ class LabelPartition(Partition):
         """
 
     def split(self, train: Split, test: Split, seed: int) -> Assignment:
-        """Divide the samples of each class as :meth:`counts` says.
+        """Divide the samples of each class according to :meth:`counts`.
 
         A client gets the same share of the test samples of a class as of the training samples. It gets at least one
         test sample if there are as many as clients.
@@ -428,7 +428,7 @@ class BalancedDirichlet(LabelPartition):
 
     def __post_init__(self) -> None:
         check_integer("num_clients", self.num_clients)
-        check_number("alpha", self.alpha, gt=0, hint="0.1 is about one class a client, 100 even")
+        check_number("alpha", self.alpha, gt=0, hint="0.1 is about one class per client, 100 nearly even")
         check_integer("samples_per_client", self.samples_per_client, optional=True)
         check_integer("merge_below", self.merge_below, 0)
         check_integer("min_per_class", self.min_per_class, 0)
@@ -448,8 +448,8 @@ class BalancedDirichlet(LabelPartition):
         reserved_per_client = self.min_per_class * len(sizes)
         if reserved_per_client > per_client:
             raise ValueError(
-                f"min_per_class={self.min_per_class} of {len(sizes)} classes are {reserved_per_client} training "
-                f"samples, and a client has {per_client}: lower min_per_class, or raise samples_per_client"
+                f"min_per_class={self.min_per_class} of {len(sizes)} classes requires {reserved_per_client} training "
+                f"samples, but a client has {per_client}: lower min_per_class, or raise samples_per_client"
             )
         # NumPy rejects a parameter of 0, to which a tiny alpha underflows.
         concentration = np.maximum(self.alpha * sizes / total, np.finfo(np.float64).tiny)
@@ -558,7 +558,7 @@ class Shards(LabelPartition):
         if self.classes_per_client > num_classes or slots < num_classes:
             raise ValueError(
                 f"{self.num_clients} clients with classes_per_client={self.classes_per_client} do not fit "
-                f"{num_classes} classes: give at most {num_classes} classes per client, and at least one client to "
+                f"{num_classes} classes: use at most {num_classes} classes per client, and at least one client for "
                 "every class"
             )
         open_slots = split_evenly(slots, num_classes, rng)

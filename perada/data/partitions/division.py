@@ -69,7 +69,9 @@ class Division:
         train_set = self.dataset.with_split(True)
         test_set = self.dataset.with_split(False)
         if train_set.labels is None:
-            raise ValueError(f"{self.dataset!r} has no labels: use it as the public set only, and another as dataset")
+            raise ValueError(
+                f"{self.dataset!r} has no labels: use it only as the public set, and a different one as dataset"
+            )
 
         # The server's shares are drawn from the limited training set, before the clients get the others.
         limited_index = self._sample("train", len(train_set), self.train_limit)
@@ -142,7 +144,7 @@ class Division:
 
 
 def _as_split(images: ImageSet, index: Array) -> Split:
-    """Return what a partition sees of the images at ``index``."""
+    """Return the view that a partition gets of the images at ``index``."""
     assert images.labels is not None
     columns = checked_columns(split_of(images), images.columns, len(images))
     chosen_columns = {name: column[index] for name, column in columns.items()}
@@ -150,7 +152,7 @@ def _as_split(images: ImageSet, index: Array) -> Split:
 
 
 def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assignment:
-    """Call the partition, which a user may have written, and check what it returns.
+    """Call the partition, which may be user code, and check what it returns.
 
     Returns:
         The rows of ``train`` and of ``test`` of each client.
@@ -181,8 +183,8 @@ def divide(partition: Partition, train: Split, test: Split, seed: int) -> Assign
 
 def _invalid_split(name: str, returned: str) -> ValueError:
     return ValueError(
-        f"{name} returned {returned}; return two lists, the training rows and the test rows of the clients, each with "
-        "one integer array per client, of positions in train.labels or test.labels; a row belongs to one client, once"
+        f"{name} returned {returned}; return two lists, the clients' training rows and test rows, each with one "
+        "integer array per client of positions in train.labels or test.labels; each row must occur only once"
     )
 
 
@@ -249,7 +251,7 @@ def groups_of(dataset: Dataset[Any]) -> Array:
 
 
 def _fingerprint(dataset: Dataset[Any]) -> int:
-    """Return a hash of a client's first image. It tells most clients apart and needs one read only."""
+    """Return a hash of a client's first image. It distinguishes most clients and needs only one read."""
     # A dataset that draws at random returns the same image at every call.
     with isolated_randomness():
         item = read_item(dataset, 0, "a client")
@@ -286,9 +288,9 @@ def hold_out(
         if len(too_few) > 1:
             subject = f"clients {abbreviated(too_few, 10)} have"
         raise OptionError(
-            f"client_validation={share} needs a validation image and a training image of every client, and {subject} "
-            "fewer than 2 images, or images of only one group, such as one patient: give them more (min_per_client of "
-            "Dirichlet), leave them out, or set client_validation to 0",
+            f"client_validation={share} needs a validation image and a training image of every client, but {subject} "
+            "fewer than 2 images, or images of only one group, such as one patient: add more (min_per_client of "
+            "Dirichlet), leave such clients out, or set client_validation to 0",
             name="client_validation",
             value=share,
         )

@@ -61,7 +61,7 @@ class Digits(ImageSet):
 
 
 class Downloadable(ImageSet):
-    """Base class of sets that torchvision supports: it has the files' names, checksums and addresses.
+    """Base class of sets that torchvision supports, with the files' names, checksums and addresses.
 
     Args:
         root: Folder that holds (or is) the set's folder, as torchvision creates it; null for ``data``.
@@ -94,8 +94,8 @@ class Downloadable(ImageSet):
         folder = find_folder(self._candidate_folders(), self._file_pattern)
         if folder is None:
             raise FileNotFoundError(
-                f"{type(self).__name__} is not in {' or '.join(map(str, self._candidate_folders()))}: set root to the "
-                "folder with its files, or set download: true if there is a network"
+                f"{type(self).__name__} was not found in {' or '.join(map(str, self._candidate_folders()))}: set root "
+                "to the folder with its files, or set download: true if a network is available"
             )
         return folder
 
@@ -171,7 +171,9 @@ class CIFAR10(Downloadable):
         for name, checksum in checksums:
             # Files are unpickled only if they are the published ones.
             if not check_integrity(str(folder / name), checksum):
-                raise ValueError(f"{folder / name} is missing or not the published file (by MD5): fetch it again")
+                raise ValueError(
+                    f"{folder / name} is missing or differs from the published file (by MD5): fetch it again"
+                )
         # torchvision looks for the files in base_folder below the folder that it is given.
         in_folder = type(cifar.__name__, (cifar,), {"base_folder": ""})
         split = in_folder(folder, self.train)
@@ -358,7 +360,7 @@ class Photographs(ImageSet):
         smallest: Side of the smallest crop before it is resized, in pixels of the photograph.
         largest: Side of the largest crop, at most 427.
         gray: Load images with one channel instead of three.
-        seed: Another seed gives other crops.
+        seed: A different seed gives different crops.
     """
 
     def __init__(

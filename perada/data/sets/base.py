@@ -219,7 +219,7 @@ def checked_tensors(who: str, loaded: Any) -> tuple[Tensor | None, Tensor | None
 
 
 def _check_image_shape(prefix: str, images: Tensor) -> None:
-    """Raise a ValueError, which begins with ``prefix``, for an unsupported shape."""
+    """Raise a ValueError that begins with ``prefix`` for an unsupported shape."""
     shape = tuple(images.shape)
     if len(shape) == 4:
         _, second, third, last = shape
@@ -367,12 +367,12 @@ def renumber_labels(manifest: Manifest, classes: Sequence[str], source: str) -> 
         twin = class_by_form.get(visible_form(name))
         if twin is not None:
             raise ValueError(
-                f"{source} has images of {name!a}, which looks like the class {twin!a} but is another name: rename one "
-                "of them, so that they are the same code points"
+                f"{source} has images of {name!a}, which looks like the class {twin!a} but is a different name: rename "
+                "one of them so that both have the same code points"
             )
     if unknown:
         raise ValueError(
-            f"{source} has images of {abbreviated(unknown)}, and the classes are {abbreviated(classes)}: rename them, "
+            f"{source} has images of {abbreviated(unknown)}, but the classes are {abbreviated(classes)}: rename them, "
             "remove the images, or add the classes"
         )
     new_numbers = np.array([list(classes).index(name) for name in manifest.classes], dtype=np.int64)

@@ -61,7 +61,7 @@ class ImageFolder(OwnImages):
         return class_folders([root], root, layout)
 
     def _check_classes(self, manifest: Manifest, is_train: Array) -> None:
-        """Accept classes whose folder has no images."""
+        """Accept classes whose folders contain no images."""
 
 
 class Images(OwnImages):
@@ -180,7 +180,7 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
             check_known("layout: field", name, FIELDS)
             if layout.count(part) > 1:
                 raise OptionError(
-                    f"layout={layout!r} has the field {part} twice; replace one of them by *",
+                    f"layout={layout!r} has the field {part} twice; replace one of them with *",
                     name="layout",
                     value=layout,
                 )
@@ -197,7 +197,7 @@ def layout_pattern(layout: str) -> re.Pattern[str]:
 
 
 def guess_layout(file: str) -> str:
-    """Guess the layout of a single file: the client comes first and the class last. Empty if there is no guess.
+    """Guess the layout from one file, with the client first and the class last; empty if there is no guess.
 
     >>> guess_layout("north/test/benign/1.png")
     '{client}/{split}/{class}/*'
@@ -223,7 +223,7 @@ def guess_layout(file: str) -> str:
 
 
 def propose_layout(files: Sequence[str]) -> str:
-    """Return the layout that matches most of the files, among the guesses of all; empty if none matches any."""
+    """Return the guessed layout that matches the most files; empty if no guess matches any."""
     best_layout = ""
     most_matches = 0
     guesses = Counter(guess_layout(file) for file in files)
@@ -240,7 +240,7 @@ def propose_layout(files: Sequence[str]) -> str:
 
 
 def is_system_folder(name: str) -> bool:
-    """Whether a folder is made by an operating system, a file server or an editor, and has no images of the user.
+    """Return whether a folder was made by an operating system, file server or editor, without images of the user.
 
     >>> is_system_folder("$Recycle.Bin"), is_system_folder("lost+found"), is_system_folder("lost")
     (True, True, False)
@@ -293,7 +293,7 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
         summary = abbreviated([f"{count} {extension}" for extension, count in sorted(counts.items())])
         warnings.warn(f"files in {root} are skipped ({summary}): convert them to PNG or TIFF to use them", stacklevel=3)
     if not images:
-        hint = f"give a folder with {', '.join(IMG_EXTENSIONS)}"
+        hint = f"set root to a folder with {', '.join(IMG_EXTENSIONS)}"
         if any((root / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
             hint = f"it was written by datasets: read it with the class HuggingFace, or as hf:{root}"
         raise FileNotFoundError(f"{root} has no images: {hint}")
@@ -301,7 +301,7 @@ def list_images(root: Path, above: Path | None = None) -> list[str]:
 
 
 def _has_images(folder: Path) -> bool:
-    """Whether there is an image in a folder or below it."""
+    """Return whether there is an image in a folder or below it."""
     for _, _, names in os.walk(folder):
         if any(name.lower().endswith(IMG_EXTENSIONS) and not name.startswith(".") for name in names):
             return True
@@ -309,6 +309,6 @@ def _has_images(folder: Path) -> bool:
 
 
 def _links_to_ancestor(folder: str, name: str) -> bool:
-    """Whether a name in a folder is a link to this folder or to one above it."""
+    """Return whether a name in a folder is a link to this folder or to one above it."""
     path = os.path.join(folder, name)
     return os.path.islink(path) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))

@@ -39,7 +39,7 @@ class ImageFiles(ImageSet):
     Args:
         root: Folder of the images.
         size: Height and width to resize images to (bilinear, antialiased, regardless of their proportions).
-        in_memory: Keep all images as one tensor instead of reading files again and again.
+        in_memory: Keep all images as one tensor instead of rereading files.
         train: Whether to load the training split or the test split.
     """
 
@@ -160,7 +160,7 @@ class OwnImages(ImageFiles):
         classes: Names of the classes, in the order of their numbers; some may have no images. Null for all classes that
             occur.
         test_share: If the source has no splits, about the share of each client's images that is the test split.
-        seed: Another seed gives another test split.
+        seed: A different seed gives a different test split.
         gray: Load images with one channel instead of three.
         full_scale: The value of white in grey images of more than 8 bits, such as 4095; null for 65535, or for 1 in
             floating-point images.
@@ -267,9 +267,7 @@ class OwnImages(ImageFiles):
         split = np.array([SPLITS.get(name.lower(), "") for name in names])
         if "" in split:
             row = int(np.argmax(split == ""))
-            raise ValueError(
-                f"{manifest.paths[row]}: the split {names[row]!r} is none of {', '.join(SPLITS)}; correct it"
-            )
+            raise ValueError(f"{manifest.paths[row]}: split must be one of {', '.join(SPLITS)}, got {names[row]!r}")
         sizes = Counter(split.tolist())
         missing = ""
         if not sizes["train"]:
@@ -278,15 +276,15 @@ class OwnImages(ImageFiles):
             missing = "test"
         if missing:
             raise ValueError(
-                f"{self.source_name} has no {missing} images in its split: add some, or leave the split out, and "
-                "test_share of the images is the test split"
+                f"{self.source_name} has no {missing} images in its split: add some, or leave the split out to use "
+                "test_share of the images as the test split"
             )
         if not sizes["test"]:
             split[split == "val"] = "test"
         elif sizes["val"]:
             warnings.warn(
-                f"{sizes['val']} validation images of {self.source_name} are neither trained on nor tested on; call "
-                "them train to use them",
+                f"{sizes['val']} validation images of {self.source_name} are used neither for training nor for "
+                "testing; label them train to use them",
                 stacklevel=2,
             )
         self._check_groups(manifest, split)
@@ -402,14 +400,14 @@ class ListedImages(OwnImages):
         return values
 
     def reject_rows(self, rows: Iterable[int], problem: str, remedy: str) -> None:
-        """Raise a ValueError that names the rows, if there are any."""
+        """Raise a ValueError that names ``rows``, if there are any."""
         names = [str(self.listing.row_names[row]) for row in rows]
         if names:
             noun = "row" if len(names) == 1 else "rows"
             raise ValueError(f"{self.source_name}, {noun} {abbreviated(names)}: {problem}; {remedy}")
 
     def extra_columns(self) -> dict[str, Array]:
-        """Return the columns ``client``, ``group`` and ``domain``, as far as there are such columns or options."""
+        """Return those of the columns ``client``, ``group`` and ``domain`` that exist or that options select."""
         arrays = {}
         for name in ("client", "group", "domain"):
             selected = getattr(self, name)

@@ -44,7 +44,7 @@ class OfficeHome(ImageFiles):
         root: Folder that holds (or is) ``OfficeHomeDataset_10072016``, the folder with one folder for each domain
             (https://www.hemanthdv.org/officeHomeDataset.html).
         test_share: Share of each domain and class that is the test split. PerAda's experiments have 1,656 test images.
-        seed: Another seed gives another test split.
+        seed: A different seed gives a different test split.
         **options: Options of :class:`.ImageFiles`.
     """
 
@@ -95,7 +95,7 @@ class CheXpert(ImageFiles):
         test_share: Share of the images in ``train.csv`` that is the test split, drawn patient by patient by ``seed``.
             With 0 the test split is ``valid.csv``, of 234 images.
         merge_below: Combinations of labels with fewer training images are merged into one category.
-        seed: Another seed gives another test split.
+        seed: A different seed gives a different test split.
         **options: Options of :class:`.ImageFiles`.
     """
 
@@ -176,7 +176,7 @@ class OpenImage(ImageFiles):
             (https://github.com/SymbioticLab/FedScale/tree/master/benchmark/dataset/open_images).
         test_share: Share of each uploader's images in ``train.csv`` that is the test split, drawn by ``seed``, and none
             of an uploader with very few. With 0 the test split is ``test.csv``.
-        seed: Another seed gives another test split.
+        seed: A different seed gives a different test split.
         **options: Options of :class:`.ImageFiles`.
     """
 
@@ -296,7 +296,7 @@ class Shakespeare(ImageSet):
                 samples += _read_leaf_file(file)
         if not samples and self.train:
             raise ValueError(
-                f"{str(path)!r} holds no sequence of {SEQUENCE_LENGTH} characters: give the files of LEAF's data set"
+                f"{str(path)!r} contains no sequence of {SEQUENCE_LENGTH} characters: use the files of LEAF's data set"
             )
         # The first tensor makes torch.cat accept a test split without samples.
         tokens = torch.cat([torch.empty(0, SEQUENCE_LENGTH, dtype=torch.int64), *(part.tokens for part in samples)])

@@ -166,7 +166,7 @@ DEVICES: dict[str, Device] = {
 
 
 def scan(images: Tensor, kind: str, seeds: Sequence[int]) -> Tensor:
-    """Show images as a scanner sees them.
+    """Transform images as a scanner does.
 
     Args:
         images: uint8 (N, Ch, S, S).
@@ -187,7 +187,7 @@ def scan(images: Tensor, kind: str, seeds: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Scans:
-    """Where the images of a split are: the set (N,) among ``sources``, the row (N,) in it, and the scanner (N,)."""
+    """Locations of a split's images: the set (N,) among ``sources``, the row (N,) in it, and the scanner (N,)."""
 
     sources: tuple[ImageSet, ...]
     source: Array
@@ -204,17 +204,17 @@ class Scanners(ImageSet):
 
     Args:
         dataset: The images, uint8 and square, or of any shape with ``size``.
-        kinds: The first so many of ``plain``, ``negative``, ``turned``, ``noisy``, ``thick``, ``faint``, ``mirrored``,
+        kinds: How many, in this order, of ``plain``, ``negative``, ``turned``, ``noisy``, ``thick``, ``faint``, ``mirrored``,
             ``blurred``, ``upside_down_negative``, ``sheared``, ``small`` and ``lit``; or a list of their names. A name
             may be several joined by ``+``, as in ``negative+turned``.
         alpha: Divide each class among the scanners in proportions drawn from a Dirichlet distribution, as
             :class:`Dirichlet` does; null for equal shares at random.
-        min_per_scanner: Images that each scanner has at least, with ``alpha``.
+        min_per_scanner: Minimum number of images of each scanner, with ``alpha``.
         test_share: Divide both splits of ``dataset`` anew: this share of each scanner's images is the test split. Null
             keeps the splits.
         size: Height and width in pixels to which images are resized before they are scanned; null keeps them.
-        seed: Another seed, another assignment and other noise.
-        train: The training split, or else the test split.
+        seed: A different seed gives a different assignment and different noise.
+        train: Whether to load the training split or the test split.
 
     Raises:
         ValueError: If an option is out of range, or ``alpha`` is given and the set has no labels.
@@ -260,12 +260,12 @@ class Scanners(ImageSet):
 
     @property
     def group_column(self) -> str | None:  # type: ignore[override]  # lazy: the set may read files
-        """The column whose values stay together wherever images are set aside, or None."""
+        """The column whose values stay together when images are held out, or None."""
         return self.dataset.group_column
 
     @property
     def identities(self) -> Array | None:  # type: ignore[override]  # those of the set
-        """A word (N,) that stands for each image where the set has such words, or None."""
+        """Identity (N,) of each image, or None if the set has none."""
         identities = []
         for source in self._scans.sources:
             if source.identities is None:
@@ -275,12 +275,12 @@ class Scanners(ImageSet):
 
     @property
     def full_scale(self) -> float | None:
-        """The value of white in the set's files, where they are read so."""
+        """The value of white in the set's files, if the set has this option."""
         scale: float | None = getattr(self.dataset, "full_scale", None)
         return scale
 
     def download(self) -> None:
-        """Fetch the files of the set if that was asked for and they are missing."""
+        """Download missing files, if the set is configured to."""
         self.dataset.download()
 
     @cached_property
@@ -311,7 +311,7 @@ class Scanners(ImageSet):
         if train.group_column is not None:
             raise ValueError(
                 f"Scanners: test_share={test_share} would divide the images of one {train.group_column} between "
-                f"training and test; leave it out, and {type(self.dataset).__name__} keeps its own splits"
+                f"training and test; leave it out to keep the splits of {type(self.dataset).__name__}"
             )
         # All images of the set, those of its training split first.
         source = np.repeat([0, 1], [len(train), len(test)])
@@ -345,7 +345,7 @@ class Scanners(ImageSet):
         for part in (train, test):
             if part.labels is None:
                 raise ValueError(
-                    f"Scanners: alpha={self.alpha} divides by classes, and {split_of(part)} has no labels; leave alpha "
+                    f"Scanners: alpha={self.alpha} divides by classes, but {split_of(part)} has no labels; leave alpha "
                     "out"
                 )
             splits.append(Split(part.labels.numpy(), np.arange(len(part)), name=type(part).__name__))
@@ -384,7 +384,7 @@ class Scanners(ImageSet):
 
     @property
     def paths(self) -> list[str | None]:
-        """Where each image is, for messages; None where the set does not name them."""
+        """Paths of the images for messages; None if the set does not name them."""
         paths_of_sources = [getattr(source, "paths", None) for source in self._scans.sources]
         paths = []
         for source, row in zip(self._scans.source.tolist(), self._scans.row.tolist(), strict=True):
@@ -427,14 +427,14 @@ class Scanners(ImageSet):
         """Make images (N, Ch, H, W) square, of ``size`` if it is given."""
         if images.dtype != torch.uint8:
             raise TypeError(
-                f"Scanners: {type(self.dataset).__name__} has samples of type {images.dtype}, and scanners take uint8 "
-                "images: give them before they are normalised"
+                f"Scanners: {type(self.dataset).__name__} has samples of type {images.dtype}, but scanners take uint8 "
+                "images: pass them before normalisation"
             )
         if images.ndim == 3:
             images = images.unsqueeze(1)
         height, width = images.shape[2:]
         if self.size is None and height != width:
-            raise ValueError(f"Scanners: images are {height}×{width} pixels, and scanners need squares: set size")
+            raise ValueError(f"Scanners: images are {height}×{width} pixels, but scanners need square images: set size")
         size = self.size or height
         if height == width == size:
             return images
@@ -466,7 +466,7 @@ class Scanners(ImageSet):
 
 
 def _names(kinds: int | list[str]) -> list[str]:
-    """The scanners that ``kinds`` asks for."""
+    """Return the scanners that ``kinds`` selects."""
     if not isinstance(kinds, list):
         check_integer("kinds", kinds, le=len(DEVICES), hint="a list of names is accepted too")
         return [*DEVICES][:kinds]

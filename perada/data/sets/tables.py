@@ -83,11 +83,11 @@ class ImageTable(ListedImages):
 
     def read_manifest(self) -> Manifest:
         """List the rows of the table."""
-        files = self.column("path", self.path, "give the file's path, or take the row out")
+        files = self.column("path", self.path, "fill in the file's path, or take the row out")
         counts = Counter(files)
         duplicates = [row for row, file in enumerate(files) if counts[file] > 1]
         self.reject_rows(
-            duplicates, "files are named more than once", "give each file one row; separator splits several labels"
+            duplicates, "files occur more than once", "give each file one row; separator splits several labels"
         )
         paths = [existing_spelling(os.path.join(self.root, file)) for file in files]
         missing = [row for row, path in enumerate(paths) if not os.path.isfile(path)]
@@ -115,15 +115,15 @@ class ImageTable(ListedImages):
                 words_of_images.append([word.strip() for word in words if word.strip()])
             return number_labels(words_of_images)
 
-        remedy = "give a label, or take the row out"
+        remedy = "fill in a label, or take the row out"
         probable_separator = guess_separator(list(column))
         if probable_separator:
             remedy += f"; or set separator={probable_separator!r}, if an image may have none, one or several"
         self.column("label", self.label, remedy)  # rejects empty cells
         if probable_separator:
             warnings.warn(
-                f"{self.table}: each of {self.label}'s cells is one class, also those with {probable_separator!r}; if "
-                f"they hold several labels, set separator={probable_separator!r}",
+                f"{self.table}: each cell of {self.label} is one class, even those with {probable_separator!r}; if "
+                f"they contain several labels, set separator={probable_separator!r}",
                 stacklevel=2,
             )
         self._check_not_measurements(self.label, column)
@@ -150,7 +150,7 @@ class ImageTable(ListedImages):
             if float(cell) % 1:
                 raise ValueError(
                     f"{self.table}: {name} holds {len(values)} different numbers in {len(column)} rows, such as "
-                    f"{cell}, instead of classes; name another column, or divide the numbers into ranges"
+                    f"{cell}, instead of classes; choose a different column, or divide the numbers into ranges"
                 )
 
 
@@ -208,8 +208,8 @@ class HuggingFace(ListedImages):
                 )
         if not selected or (len(selected) > 1 and not {*selected} <= {*with_known_name}):
             raise OptionError(
-                f"splits: of several splits of {self.name} each must be one of {', '.join(SPLITS)}; name those to be "
-                "used, or a single one",
+                f"splits: of several splits of {self.name} each must be one of {', '.join(SPLITS)}; name those to use, "
+                "or a single one",
                 name="splits",
             )
         return {name: available[name] for name in selected}
@@ -281,8 +281,8 @@ class HuggingFace(ListedImages):
         (column,) = candidates
         if column not in supported:
             raise ValueError(
-                f"{option}: column {column!r} of {self.name} holds {self._rows.features[column]}, not {option}s; name "
-                "another"
+                f"{option}: column {column!r} of {self.name} contains {self._rows.features[column]}, not {option}s; "
+                "choose a different one"
             )
         return column
 
@@ -383,7 +383,7 @@ def check_encoding(encoding: str | None) -> None:
             "".encode(encoding)
     except (LookupError, TypeError, ValueError):
         raise OptionError(
-            f"encoding={encoding!r} is unknown; choose one that Python knows, such as 'utf-8', 'cp1252' (Western "
+            f"encoding={encoding!r} is unknown; choose one that Python supports, such as 'utf-8', 'cp1252' (Western "
             "European Windows), 'utf-16' or 'shift_jis', or leave it out",
             name="encoding",
             value=encoding,
@@ -439,7 +439,7 @@ def _read_text_table(path: Path, encoding: str | None = None) -> tuple[list[str]
             names = row
             continue
         if len(row) != len(names):
-            raise ValueError(f"row {number} has {len(row)} fields and the header {len(names)}")
+            raise ValueError(f"row {number} has {len(row)} fields, but the header has {len(names)}")
         rows.append(row)
         row_numbers.append(number)
     columns = [np.array([row[index] for row in rows]) for index in range(len(names))]
@@ -494,8 +494,8 @@ def _decode_text(content: bytes, encoding: str | None) -> str:
         if used_encoding.startswith("utf-8") and in_windows_1252 != "\ufffd":
             hint = f", which is {in_windows_1252!r} in Windows-1252"
         raise ValueError(
-            f"line {line} has the byte {invalid_byte[0]:#04x}{hint}, and is not {used_encoding.upper()}: save it as "
-            "UTF-8 (in Excel: CSV UTF-8), or name its encoding, such as encoding: cp1252 (--encoding=cp1252)"
+            f"line {line} has the byte {invalid_byte[0]:#04x}{hint}, so the file is not {used_encoding.upper()}: save "
+            "it as UTF-8 (in Excel: CSV UTF-8), or name its encoding, such as encoding: cp1252 (--encoding=cp1252)"
         ) from None
 
 

@@ -41,7 +41,7 @@ def explain_site_epsilon(ledger: Ledger) -> str:
     times = "once" if count == 1 else f"{count} times"
     return (
         f"the site has trained or scored {times} with recipes without client_privacy and secure_sums, so it sent data "
-        "without adding noise, and the ε of the site as a whole is infinite"
+        "without adding noise, and the ε of the entire site is infinite"
     )
 
 
