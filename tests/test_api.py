@@ -114,7 +114,7 @@ def test_run_folder(call, tmp_path, tiny):
     assert written["seed_everything"] == 0
     assert written["ckpt_path"] is None
     assert written["data"] == "FederatedData of 5 clients"
-    with pytest.raises(ValueError, match=r"a network of your own, which is not in it; give one of the same class"):
+    with pytest.raises(ValueError, match=r"a custom network, which it does not contain; pass one of the same class"):
         main(["export", str(folder), "--output", str(tmp_path / "adapters")])
     partition = check_sealed(json.loads((folder / "partition.json").read_text()))
     assert partition == {"num_clients": 5, "train_sizes": [9, 5, 14, 7, 20], "test_sizes": [6] * 5, "public_size": 12}

@@ -196,7 +196,7 @@ def test_a_run_with_several_global_models_is_saved_and_loaded(tmp_path):
     alone = PeftModel.from_pretrained(network(), str(tmp_path / "global_1")).eval()
     member = run.global_model().members[1]
     torch.testing.assert_close(alone(x), member(x))
-    with pytest.raises(ValueError, match=r"averages 2 states; ask for states\('global'\)"):
+    with pytest.raises(ValueError, match=r"averages 2 states; use states\('global'\)"):
         back.state("global")
 
 

@@ -55,7 +55,7 @@ def test_a_checkpoint_runs_no_code(tiny, tmp_path, place):
     content = torch.load(checkpoint(tmp_path), weights_only=True)
     (content if place == "top" else content["perada"])["more"] = Evil(tmp_path / "owned")
     torch.save(content, checkpoint(tmp_path))
-    with pytest.raises(ValueError, match=r"holds more than tensors and plain data, and is not read") as error:
+    with pytest.raises(ValueError, match=r"contains more than tensors and plain data, and is not loaded") as error:
         fit(tiny, tmp_path, ckpt_path=str(checkpoint(tmp_path)))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "owned").exists()
@@ -74,7 +74,7 @@ def test_the_program_runs_no_code_of_a_checkpoint(tmp_path, monkeypatch):
     calls = [[word, *common] for word in ("test", "predict")]
     calls += [["fit", *common, "--trainer.max_epochs=2"], ["export", "lightning_logs/version_0", "--output", "out"]]
     for words in calls:
-        with pytest.raises(ValueError, match="holds more than tensors and plain data"):
+        with pytest.raises(ValueError, match="contains more than tensors and plain data"):
             main(words)
         assert not (tmp_path / "owned").exists()
     main(["test", *common, "--weights_only=false"])  # whoever trusts it says so
@@ -363,6 +363,6 @@ def test_what_takes_its_place_wrongly_is_the_checkpoints_fault(tiny, tmp_path, p
     else:
         content["perada"]["federation"]["clients"] = 3
     torch.save(content, checkpoint(tmp_path))
-    with pytest.raises(ValueError, match=r"ckpt_path='.*' does not hold what perada writes \(\w+: ") as error:
+    with pytest.raises(ValueError, match=r"ckpt_path='.*': its content is not what perada writes \(\w+: ") as error:
         fit(tiny, tmp_path, ckpt_path=str(checkpoint(tmp_path)))
     assert "\n" not in str(error.value)

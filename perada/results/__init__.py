@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves: models and metrics, exported adapters, reports and the privacy card."""
+"""Results of a run: models and metrics, exported adapters, reports and the privacy card."""

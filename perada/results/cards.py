@@ -70,7 +70,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def render_template(name: str, **content: Any) -> str:
-    """Render a template of this package, without line breaks at its ends and with at most one empty line in a row."""
+    """Render a template of this package, stripped and with at most one empty line in a row."""
     return re.sub(r"\n{3,}", "\n\n", _template(name).render(content)).strip()
 
 
@@ -189,7 +189,7 @@ def _scores(metrics: Record, client: int | None) -> dict[str, float]:
 
 
 def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # whatever a file holds
-    """Check a privacy record from a file, which anyone may have written, before any of it is shown.
+    """Validate a privacy record from an untrusted file before any of it is shown.
 
     Raises:
         ValueError, KeyError or TypeError: If it is not the record of a private run of so many clients.
@@ -208,11 +208,11 @@ def check_record(record: Any, num_clients: int) -> None:  # noqa: ANN401  # what
             SecureSums(**content["sums"])
         for number in numbers:
             if isinstance(number, bool) or not float(number) >= 0:
-                raise ValueError(f"privacy: {level} has a value that is not a number of 0 or more")
+                raise ValueError(f"privacy: {level} has a value that is not a number >= 0")
 
 
 def is_test_mode(record: Record | None) -> bool:
-    """Whether any noise was derived from the run's seed."""
+    """Return whether any noise was derived from the run's seed."""
     return any(not level["options"]["secure_rng"] for level in (record or {}).values())
 
 

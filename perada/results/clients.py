@@ -66,7 +66,7 @@ def joined_clients(info: Mapping[str, Any]) -> set[int]:
 
 
 def check_none_lost(folder: Path, info: Mapping[str, Any]) -> None:
-    """Check that a run to be saved has all clients that joined the run in ``folder``, which it would replace.
+    """Raise if a run to be saved lacks a client that joined the run in ``folder``, which it would replace.
 
     Raises:
         ValueError: If such a client is missing.
@@ -78,8 +78,8 @@ def check_none_lost(folder: Path, info: Mapping[str, Any]) -> None:
     missing = [name for name in joined_names if name not in names]
     if missing:
         raise ValueError(
-            f"--output={str(folder)!r} holds a run that {', '.join(missing)} joined, and a run without them would "
-            "replace it: to add another client, give that folder as RUN; or give another folder"
+            f"--output={str(folder)!r} contains a run that {', '.join(missing)} joined, and a run without them would "
+            "replace it: to add another client, pass that folder as RUN; or choose a different folder"
         )
 
 
@@ -143,8 +143,8 @@ def forget(folder: Path, client: int | str) -> int:
     checkpoints = sorted(folder.rglob("*.ckpt"))
     if checkpoints:
         raise ValueError(
-            f"{str(checkpoints[0])!r} is a checkpoint, which holds every client's state: nothing was removed; export "
-            "the run to another folder (perada export), remove the client there, and delete the run folder"
+            f"{str(checkpoints[0])!r} is a checkpoint, which contains every client's state, so nothing was removed; "
+            "export the run to a different folder (perada export), remove the client there, and delete the run folder"
         )
     info = saved.info
     interrupted = _delete_forgotten(folder, info)

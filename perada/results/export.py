@@ -181,7 +181,7 @@ class PeftFolders:
 
 
 def _facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """Return what all adapters of a run have in common, by its name in messages: options, and shapes of tensors."""
+    """Return the facts that all adapters of a run share, by their names in messages: options and tensor shapes."""
     ignored = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"}
     facts: dict[str, object] = {}
     for name, value in vars(config).items():
@@ -196,14 +196,14 @@ def _facts(config: PeftConfig, tensors: Mapping[str, Tensor]) -> dict[str, objec
 
 
 def _check_equal_facts(folder: Path, actual: Mapping[str, object], expected: Mapping[str, object]) -> None:
-    """Raise a ValueError if the adapter in a folder has other options or tensors than the run's."""
+    """Raise a ValueError if an adapter's options or tensors differ from the run's."""
     for fact in {**expected, **actual}:
         actual_value = actual.get(fact, "missing")
         expected_value = expected.get(fact, "missing")
         if actual_value != expected_value:
             raise ValueError(
-                f"the adapter in {str(folder)!r} belongs to another backbone or adapter: {fact} is {actual_value}, "
-                f"expected {expected_value}; load it with the configuration it was made with"
+                f"the adapter in {str(folder)!r} belongs to a different backbone or adapter: {fact} is {actual_value}, "
+                f"expected {expected_value}; load it with the configuration it was created with"
             )
 
 
@@ -223,7 +223,7 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def needs_backbone_file(info: Mapping[str, Any]) -> bool:
-    """Whether the backbone's weights are random, the caller's or from a file, so that they are saved with the run."""
+    """Return whether the backbone's weights are random, the caller's or from a file, and so are saved with the run."""
     pretrained = info["pretrained"]
     backbone = info["backbone"]
     if not pretrained or backbone is None:
@@ -257,7 +257,7 @@ def read_config(folder: Path) -> PeftConfig:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"{str(folder)!r} is not an adapter folder: it has no {name}; give one that perada saved"
+                f"{str(folder)!r} is not an adapter folder: it has no {name}; pass one saved by perada"
             )
     check_sums(folder, (CONFIG_FILE, WEIGHTS_FILE), free=(CARD_FILE,))
     try:
@@ -308,7 +308,9 @@ def read_backbone(adapted: AdaptedModel, path: Path, needed: set[str]) -> State:
         ValueError: If it belongs to another backbone.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{str(path)!r} is missing, the backbone's trained weights; copy the whole folder")
+        raise FileNotFoundError(
+            f"{str(path)!r} is missing, which contains the backbone's trained weights; copy the entire folder"
+        )
     key_by_plain_name = plain_names(adapted)
     full = adapted.model.state_dict()
     tensors = {key_by_plain_name.get(name, name): value for name, value in _load_tensors(path).items()}
@@ -317,7 +319,7 @@ def read_backbone(adapted: AdaptedModel, path: Path, needed: set[str]) -> State:
     if mismatched:
         raise ValueError(
             f"{str(path)!r} does not match backbone {adapted.backbone.name!r}: {mismatched[0]!r} is missing in one of "
-            "them, or has another shape; load it with the backbone it was made with"
+            "them, or has a different shape; load it with the backbone it was created with"
         )
     return tensors
 
@@ -331,7 +333,7 @@ _NOT_SHARED = ("clients", "lora_ranks", "joined", "forgotten", "elsewhere", "own
 def shared_run_file(
     info: Mapping[str, Any], metrics: Mapping[str, Any], num_clients: int, client: int | None, scores: bool
 ) -> RunFile:
-    """Make the ``run.json`` of an adapter that is shared. It reveals no client but the adapter's own.
+    """Build the ``run.json`` of a shared adapter. It reveals no client other than the adapter's.
 
     With the global adapter it has no names and scores of clients. The ε of all clients are sorted by size: they state
     what the adapter reveals. With a client's adapter, ``adapter_of`` names the client.
@@ -373,7 +375,7 @@ def shared_run_file(
 
 
 def push(write: Callable[[Path], None], repo: str, description: str, private: bool, token: str | None) -> str:
-    """Upload a folder to the Hub, after a line on standard error that describes what is uploaded.
+    """Upload a folder to the Hub, after printing a description of the upload to standard error.
 
     Args:
         write: Writes the content into an empty folder.
@@ -395,8 +397,8 @@ def push(write: Callable[[Path], None], repo: str, description: str, private: bo
     is_private = api.repo_info(repo).private  # create_repo does not change one that exists
     if private and not is_private:
         raise ValueError(
-            f"repo={repo!r} exists already and is public, and nothing was uploaded: make it private on the Hub, give "
-            "another name, or private=False to publish the adapter"
+            f"repo={repo!r} already exists and is public, so nothing was uploaded: make it private on the Hub, choose "
+            "a different name, or pass private=False to publish the adapter"
         )
     visibility = "private" if is_private else "public"
     print(f"perada: uploading to the {visibility} repository {repo!r}: {description}", file=sys.stderr)

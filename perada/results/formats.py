@@ -75,16 +75,16 @@ def export_model(run: Run, client: int | str | None, form: Format, folder: Path)
         except Exception as error:  # exporters raise errors without a common type
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ValueError(
-                f"the model cannot be written as {form} ({reason}); choose another format, or Run.save"
+                f"the model cannot be exported as {form} ({reason}); choose a different format, or use Run.save"
             ) from error
         difference = float((logits - expected).abs().max())
         if not difference <= TOLERANCE:  # or NaN
             raise ValueError(
-                f"{str(folder / FILES[form])!r} would give logits that differ by {difference:.1e} from the run's, more "
-                f"than {TOLERANCE}, and is not written; choose another format"
+                f"{str(folder / FILES[form])!r} was not written, because its logits would differ from the run's by "
+                f"{difference:.1e}, more than {TOLERANCE}; choose a different format"
             )
         summary = (
-            f"{adapter_sentence} Its logits on {len(x)} samples differ by {difference:.1e} at most from the run's."
+            f"{adapter_sentence} Its logits on {len(x)} samples differ from the run's by at most {difference:.1e}."
         )
         private_client = number if number in run.own_clients() else None
         text = render_template(

@@ -118,7 +118,7 @@ def check_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on torch's build
         reason = " ".join(str(error).split(".")[0].split())[:200]
         raise ValueError(
-            f"device={str(device)!r} is not available ({reason}); give cpu, or a GPU of this machine"
+            f"device={str(device)!r} is not available ({reason}); use cpu, or a GPU of this machine"
         ) from None
     return checked
 
@@ -147,7 +147,7 @@ def client_index(client: int | str | None, names: Sequence[str] | None, num_clie
         elif names:
             hint = f"the clients are {abbreviated(names)}"
         else:
-            hint = f"the clients have no names: give a number from 0 to {num_clients - 1}"
+            hint = f"the clients have no names: pass a number from 0 to {num_clients - 1}"
         raise ValueError(f"client={client!r} is unknown; {hint}")
     number = int(client) if isinstance(client, str) else client
     check_integer("client", number, 0, le=num_clients - 1)
@@ -175,11 +175,11 @@ def find_images(source: Path, column: str = "path", encoding: str | None = None)
         names = list_images(source)
         if not names:
             kinds = ", ".join(IMG_EXTENSIONS)
-            raise FileNotFoundError(f"{str(source)!r} has no images ({kinds}); give another folder")
+            raise FileNotFoundError(f"{str(source)!r} has no images ({kinds}); choose a different folder")
         return names, [source / name for name in names]
     if not source.is_file():
         raise FileNotFoundError(
-            f"{str(source)!r} does not exist; give an image, a folder, or a table ({', '.join(_TABLES)})"
+            f"{str(source)!r} does not exist; pass an image, a folder, or a table ({', '.join(_TABLES)})"
         )
     if source.suffix.lower() not in _TABLES:
         return [str(source)], [source]
@@ -187,7 +187,7 @@ def find_images(source: Path, column: str = "path", encoding: str | None = None)
     columns, row_numbers = read_table(source, encoding=encoding)
     if column not in columns:
         raise ValueError(
-            f"{str(source)!r} has no column {column!r} among {list(columns)}; give the column of the paths with --path"
+            f"{str(source)!r} has no column {column!r} among {list(columns)}; set the column of the paths with --path"
         )
     names = columns[column].tolist()
     for row_number, name in zip(row_numbers, names, strict=True):

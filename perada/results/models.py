@@ -99,14 +99,14 @@ class Models:
             ValueError: If the role is unknown, the client is missing or does not exist, or there are several states.
         """
         if role not in ("global", "personal"):
-            raise ValueError(f"role={role!r} is not kept after a run; ask for 'global' or 'personal'")
+            raise ValueError(f"role={role!r} is not kept after a run; use 'global' or 'personal'")
         if role == "personal":
             client = self.number(client)
             if self._personal is not None:
                 return _copied(self._personal(client))
         self._check_global()
         if len(self._global) > 1:
-            raise ValueError(f"the global model averages {len(self._global)} states; ask for states('global')")
+            raise ValueError(f"the global model averages {len(self._global)} states; use states('global')")
         return _copied(self._global[0])
 
     def states(self, role: str) -> list[State]:
@@ -119,7 +119,7 @@ class Models:
     def _check_global(self) -> None:
         if "adapter_of" in self.info:
             raise ValueError(
-                f"there is no global adapter: this is only that of client {self.info['adapter_of']!r}; give client=0"
+                f"there is no global adapter, only that of client {self.info['adapter_of']!r}; pass client=0"
             )
 
     def own_clients(self) -> frozenset[int]:
@@ -139,8 +139,8 @@ class Models:
             raise ValueError(f"client={client!r} was forgotten: the run has no adapter of it; name another client")
         if number in self.info.get("elsewhere", ()):
             raise ValueError(
-                f"client={client!r} keeps its adapter at its site: the server has none of it; export it there "
-                "(perada deploy export site.yaml), or ask for the global model"
+                f"client={client!r} keeps its adapter at its site, so the server does not have it; export it there "
+                "(perada deploy export site.yaml), or use the global model"
             )
         return number
 
@@ -229,7 +229,7 @@ class Models:
         model = self.global_model() if client is None else self.personal(client)
         all_images = as_list(images)
         if not all_images:
-            raise ValueError("there are no images; give at least one")
+            raise ValueError("there are no images; pass at least one")
         # The frozen layers of a folded model are faster.
         model = fold(model.to(check_device(device)), random_only=True).model.eval()
         probabilities_of_batches = []

@@ -8,8 +8,8 @@ from statistics import fmean, pstdev
 from perada.core.text import is_spread, printable
 
 TEST_MODE = (
-    "Test mode, not private: noise follows from the run's seed (secure_rng: false). Whoever knows or guesses it can "
-    "take the noise off, whatever ε says. Do not release what was trained so."
+    "Test mode, not private: the noise is derived from the run's seed (secure_rng: false). Whoever knows or guesses "
+    "the seed can remove the noise, regardless of ε. Do not release models trained this way."
 )
 SCORES = ("personal/local_test", "personal/global_test", "global/global_test")
 ENTROPY = "global/entropy"
@@ -53,7 +53,7 @@ SHIFTS_FILE = "shifts.json"
 
 
 def title(name: str) -> str:
-    """Return the title of a metric in tables for people, which is its name if it has no other.
+    """Return the title of a metric in tables; its name if it has no title.
 
     >>> title("personal/local_test"), title("personal/local_test_ece"), title("global/global_test_ece")
     ('own images', 'own images, ece', 'global model, ece')
@@ -83,7 +83,7 @@ def title(name: str) -> str:
 
 
 def scores_beside(means: Iterable[Mapping[str, float]], test_images: Iterable[int]) -> list[str]:
-    """Return the metrics to show beside the mean score on own images if this alone would mislead.
+    """Return the metrics to show next to the mean score on own images where it would mislead on its own.
 
     Args:
         means: Scores of runs, or of a run's rounds, by name.

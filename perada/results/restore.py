@@ -45,7 +45,7 @@ LAST = "last.ckpt"
 PREVIOUS = "last.previous.ckpt"
 """The checkpoint that :data:`LAST` replaced, beside it."""
 _RESTORING = "while a checkpoint's content took its place"
-_OTHER_CHECKPOINT = "give another, or 'last' for the newest that is whole"
+_OTHER_CHECKPOINT = "choose a different one, or 'last' for the newest intact one"
 
 
 def check_intact_file(path: Path) -> None:
@@ -108,12 +108,12 @@ def newest_intact(paths: Iterable[Path], accepts: Callable[[Path], bool] | None 
             if accepts is None or accepts(path):
                 return path
         elif not this_rank():
-            warnings.warn(f"{str(path)!r} {damage}, so the checkpoint before it is used, if there is one", stacklevel=2)
+            warnings.warn(f"{str(path)!r} {damage}, so the previous checkpoint is used, if there is one", stacklevel=2)
     return None
 
 
 def find_clients(states: dict[str, Any], path: str | Path | None) -> None:
-    """Update the paths of clients' files in the saved states of a federation: they are beside the checkpoint."""
+    """Update the paths of clients' files in the saved states of a federation to the folder of the checkpoint."""
     for name in ("clients", "tuned"):
         if path is not None and states[name] is not None:
             states[name] = locate(states[name], Path(path))
@@ -126,8 +126,10 @@ def contents(saved: Any) -> dict[str, Any]:  # noqa: ANN401  # whatever a file h
         ValueError: If it was not written by perada.
     """
     if saved is None:
-        raise ValueError("the checkpoint was not written by perada: it holds no federation; give one of a perada run")
-    with naming("the checkpoint does not hold what perada writes", _OTHER_CHECKPOINT):
+        raise ValueError(
+            "the checkpoint was not written by perada: it contains no federation; pass one of a perada run"
+        )
+    with naming("the checkpoint's content is not what perada writes", _OTHER_CHECKPOINT):
         check_format("the checkpoint", saved["format"], CHECKPOINT_FORMAT)
         for row in (saved, *saved["metrics"]["rounds"]):
             check_integer("step", row["step"], 0)
@@ -152,7 +154,7 @@ def restoring() -> Iterator[None]:
 
 @contextmanager
 def plain_data(ckpt_path: str | None, trainer: Any = None) -> Iterator[None]:  # noqa: ANN401  # a pl.Trainer
-    """Turn errors from a checkpoint that holds code, or other data than perada writes, into one-line ValueErrors.
+    """Turn errors from a checkpoint with code, or data that perada does not write, into one-line ValueErrors.
 
     Code in a checkpoint is never run.
 
@@ -173,20 +175,20 @@ def plain_data(ckpt_path: str | None, trainer: Any = None) -> Iterator[None]:  #
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
-            f"ckpt_path={ckpt_path!r} does not hold what perada writes ({reason}); {_OTHER_CHECKPOINT}"
+            f"ckpt_path={ckpt_path!r}: its content is not what perada writes ({reason}); {_OTHER_CHECKPOINT}"
         ) from error
     except UnpicklingError as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"ckpt_path={ckpt_path!r} holds more than tensors and plain data, and is not read, since it could run any "
-            f"code ({reason}); if you trust it, and your own callback added that, give weights_only=False to "
-            "Trainer.fit, or --weights_only=false on the command line"
+            f"ckpt_path={ckpt_path!r} contains more than tensors and plain data, and is not loaded because it could "
+            f"run arbitrary code ({reason}); if you trust it, and your own callback added that data, pass "
+            "weights_only=False to Trainer.fit, or --weights_only=false on the command line"
         ) from error
 
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """What a checkpoint has of a run.
+    """The parts of a run that a checkpoint contains.
 
     Attributes:
         adapted: The model.
@@ -254,20 +256,20 @@ def restored(path: Path, algorithm: Algorithm | None = None, backbone: nn.Module
         adapted = spec.build()
     trained = find_tensor_names(adapted.model, adapted.backbone.head).keys
     trained_shapes = {key: list(adapted.model.state_dict()[key].shape) for key in trained}
-    weights_remedy = "put the run's weights where it names them"
+    weights_remedy = "put the run's weights at the path that it names"
     if info["seed"] is None:
         weights_remedy = (
-            "it is of a private run in test mode, and its frozen weights depend on its seed, which is not saved; save "
-            "what perada.finetune returned with Run.save, or begin with pretrained weights"
+            "it belongs to a private run in test mode, whose frozen weights depend on its seed, which is not saved; "
+            "save the result of perada.finetune with Run.save, or start from pretrained weights"
         )
-    network_remedy = "give the run's network as backbone=, and put its weights where it names them"
+    network_remedy = "pass the run's network as backbone=, and put its weights at the path that it names"
     for fact, actual, remedy in (
-        ("algorithm", algorithm.kind, "give the run's as algorithm="),
+        ("algorithm", algorithm.kind, "pass the run's as algorithm="),
         ("trained tensors", trained_shapes, network_remedy),
         ("frozen weights", frozen_digest(adapted.model), weights_remedy),
     ):
         if saved["belongs"].get(fact) != actual:
-            raise ValueError(f"{str(path)!r} was written with other {fact}; {remedy}")
+            raise ValueError(f"{str(path)!r} was written with different {fact}; {remedy}")
     with plain_data(str(path)):
         federation = _federation(path, saved, spec, adapted, algorithm)
         global_states, personal_state = states_of(federation)
@@ -290,21 +292,21 @@ def _checkpoint(path: Path) -> Path:
         return newest
     if (path / CONFIG_FILE).is_file() and (path.absolute().parent / RUN_FILE).is_file():
         raise FileNotFoundError(
-            f"{str(path)!r} is one adapter of a run; give the folder that it is in, {str(path.parent)!r}, and choose "
-            "the client"
+            f"{str(path)!r} is one adapter of a run; pass its parent folder, {str(path.parent)!r}, and choose the "
+            "client"
         )
     raise FileNotFoundError(
-        f"{str(path)!r} is not a finished run: it has neither adapters beside a {RUN_FILE} nor a whole checkpoint; "
-        "give a folder that `perada fit` or Run.save wrote"
+        f"{str(path)!r} is not a finished run: it has neither adapters with a {RUN_FILE} nor an intact checkpoint; "
+        "pass a folder written by `perada fit` or Run.save"
     )
 
 
 def _check_available(path: Path, what: str, part: Any, remedy: str = "") -> Any:  # noqa: ANN401  # a name, or an object
-    """Return a part of a run, after checking that it is not the caller's own, which the run's files lack."""
+    """Return a part of a run; raise if it is the caller's own, which the run's files do not contain."""
     if part is None:
         raise ValueError(
-            f"{str(path)!r} is of a run with a {what} of your own, which is not in it; {remedy}save what "
-            "perada.finetune returned with Run.save"
+            f"{str(path)!r} belongs to a run with a custom {what}, which it does not contain; {remedy}save the result "
+            "of perada.finetune with Run.save"
         )
     return part
 
@@ -312,13 +314,13 @@ def _check_available(path: Path, what: str, part: Any, remedy: str = "") -> Any:
 def _network(path: Path, info: dict[str, Any], backbone: nn.Module | None) -> Any:  # noqa: ANN401  # a name, or a network
     """Return the backbone of a saved run: its name, or the caller's own network."""
     network = info["backbone"] if backbone is None else backbone
-    return _check_available(path, "network", network, "give one of the same class as backbone=, or ")
+    return _check_available(path, "network", network, "pass one of the same class as backbone=, or ")
 
 
 def _federation(
     path: Path, saved: dict[str, Any], spec: ModelSpec, adapted: AdaptedModel, algorithm: Algorithm
 ) -> Federation:
-    """Make a federation that holds the states of the server and the clients. Its training options are not used."""
+    """Build a federation with the states of the server and the clients. Its training options are not used."""
     clients = saved["belongs"]["number of clients"]
     settings = Settings(
         algorithm,
@@ -359,8 +361,8 @@ def rebuilt(folder: Path, info: dict[str, Any], backbone: nn.Module | None, conf
     path = folder / BACKBONE_FILE
     if not path.is_file() and (not info["pretrained"] or info["backbone"] is None):
         raise FileNotFoundError(
-            f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy "
-            "the whole folder"
+            f"{str(folder)!r} has no {BACKBONE_FILE}, the frozen weights that its adapters were trained on; copy the "
+            "entire folder"
         )
     pretrained = info["pretrained"]
     if path.is_file() and needs_backbone_file(info):

@@ -82,7 +82,7 @@ class Run(Models):
         license: str = UNKNOWN,
         scores: bool | None = None,
     ) -> Path:
-        """Write one PEFT folder per client (``client_0`` …) and ``global``, with all that :meth:`load` needs.
+        """Write one PEFT folder per client (``client_0`` …) and ``global``, with everything that :meth:`load` needs.
 
         An ensemble is written as ``global_0`` …; clients that predict with it have no folder. The frozen backbone is
         written only if its weights cannot be downloaded (random, from a file, or your own network), under its names
@@ -110,7 +110,7 @@ class Run(Models):
         return folder
 
     def add_client(self, folder: str | Path, client: int | str, *, scores: bool | None = None) -> Path:
-        """Write a client that joined into the folder of its run. Beside its folder only run.json changes.
+        """Write a client that joined into the folder of its run. Apart from its own folder, only run.json changes.
 
         Args:
             folder: The run's folder.
@@ -254,7 +254,7 @@ class Run(Models):
         number = None if client is None else self.number(client)
         if number is None:
             if not self.info["global_model"]:
-                raise ValueError(f"{self.info['algorithm']} has no global model to upload; name a client")
+                raise ValueError(f"{self.info['algorithm']} has no global model to upload; choose a client")
             self.state("global")  # raises an error if there are several
         with_scores = self._with_scores(scores)
         self._warn_of_test_mode(repo)

@@ -49,7 +49,7 @@ def together(folder: Path) -> Iterator[Path]:
             is_exclusive = False
         if not is_exclusive:
             problem = f"another process is writing a run into {str(folder)!r}"
-            raise BlockingIOError(errno.EAGAIN, f"{problem}; wait until it has ended, or give another folder")
+            raise BlockingIOError(errno.EAGAIN, f"{problem}; wait until it has finished, or choose a different folder")
         try:
             yield stage
             sync([stage, *stage.rglob("*")])
@@ -60,17 +60,14 @@ def together(folder: Path) -> Iterator[Path]:
                 raise
             # With a file name, the error's text names it and includes strerror.
             reason = error.strerror if error.filename is None else str(error)
-            raise OSError(
-                error.errno, f"{str(folder)!r} could not be written, and was not changed ({reason})"
-            ) from error
+            raise OSError(error.errno, f"{str(folder)!r} could not be written and is unchanged ({reason})") from error
         try:
             sync([folder])
             _move(folder)
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{str(folder)!r} was written, but not all files are in their places: load it, or write it again "
-                f"({error})",
+                f"{str(folder)!r} was written, but not all files are in place: load it, or write it again ({error})",
             ) from error
 
 
@@ -106,8 +103,8 @@ def _move(folder: Path) -> None:
     for path in (ready, folder / STAGE, *sources, *existing_folders):
         if path.is_symlink():
             raise ValueError(
-                f"{str(path)!r} is a link to {str(path.resolve())!r}, and files of the run would be moved there; "
-                "delete the link, or save the run into another folder"
+                f"{str(path)!r} is a link to {str(path.resolve())!r}, so files of the run would be moved there; delete "
+                "the link, or save the run to a different folder"
             )
     changed = {folder}
     for target in existing_folders:
@@ -202,7 +199,7 @@ class RunFile:
     files: dict[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Check the content of a file, which anyone may have written.
+        """Validate the content of an untrusted file.
 
         The privacy record is checked where it is shown, by :func:`perada.results.cards.check_record`.
 
@@ -212,7 +209,7 @@ class RunFile:
         self._check_info()
         self._check_metrics()
         if not all(_TENSORS_FILE.fullmatch(name) for name in self.files):
-            raise KeyError("files has a name that is not one of a saved run")
+            raise KeyError("files has a name that does not belong to a saved run")
         check_list(self.train_sizes or [0] * self.num_clients, self.num_clients, kind=int)
         check_list(self.command, None, kind=str)
 
@@ -275,8 +272,8 @@ def check_list(values: object, length: int | None, *inner: int | None, kind: typ
 
 
 @contextmanager
-def naming(subject: Path | str, remedy: str = "take an intact copy, save it again, or delete it") -> Iterator[None]:
-    """Turn errors from the content of a broken file, which anyone may have written, into a ValueError that names it.
+def naming(subject: Path | str, remedy: str = "restore an intact copy, save it again, or delete it") -> Iterator[None]:
+    """Turn errors caused by a broken or untrusted file into a ValueError that names it.
 
     Args:
         subject: The file, or the beginning of the message.
@@ -319,7 +316,7 @@ def read_run(folder: Path) -> RunFile:
     """
     path = folder / RUN_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{str(folder)!r} holds no run: it has no {RUN_FILE}; give one that Run.save wrote")
+        raise FileNotFoundError(f"{str(folder)!r} contains no run: it has no {RUN_FILE}; pass one written by Run.save")
     check_links(folder, _READ_FILES)
     with naming(path):
         content = dict(check_sealed(json.loads(path.read_text(encoding="utf-8"))))
@@ -333,7 +330,7 @@ def read_run(folder: Path) -> RunFile:
 
 
 def holds_adapters(folder: Path) -> bool:
-    """Whether a folder has a run's adapters as PEFT folders, and not in checkpoints."""
+    """Return whether a folder has a run's adapters as PEFT folders rather than in checkpoints."""
     return (folder / RUN_FILE).is_file() and not read_run(folder).in_checkpoints
 
 
@@ -350,11 +347,11 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
         if not path.is_file():
             continue
         if path.parent != folder and not (path.parent / SUMS_FILE).is_file():
-            raise ValueError(f"{str(path.parent)!r} lacks {SUMS_FILE}; copy the whole folder")
+            raise ValueError(f"{str(path.parent)!r} has no {SUMS_FILE}; copy the entire folder")
         if digest_of(path) != digest:
             raise ValueError(
-                f"{str(path)!r} was changed or damaged since it was written, or is of another run, as {RUN_FILE} "
-                "shows; take an intact copy of the folder, or save the run again"
+                f"{str(path)!r} was changed or damaged since it was written, or belongs to a different run, according "
+                f"to {RUN_FILE}; restore an intact copy of the folder, or save the run again"
             )
 
 

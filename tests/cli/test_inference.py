@@ -62,9 +62,7 @@ def test_folders_of_fit_and_of_export_predict_alike_without_the_data(fashion_roo
         assert capsys.readouterr().out.endswith(f"Predictions of 40 images: {output}\n")
     (here / "table.csv").write_text("label,file\n" + "".join(f"x,images/{n}.png\n" for n in range(40)))
     main(["predict", "--images=table.csv", version, "--client=1", "--path=file"])
-    with pytest.raises(
-        FileNotFoundError, match=r"'out/client_1' is one adapter of a run; give the folder that it is in"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"'out/client_1' is one adapter of a run; pass its parent folder"):
         main(["predict", "out/client_1", "--images=table.csv", "--path=file"])
     with pytest.raises(ValueError, match=r"'out' already has its adapters as PEFT folders; use --format=onnx"):
         main(["export", "out", "--output=again"])
@@ -223,7 +221,7 @@ def test_a_checkpoint_that_says_what_no_run_says_is_refused_in_one_line(tmp_path
     saved = torch.load(checkpoint, weights_only=True)
     saved["perada"]["info"] |= changed
     torch.save(saved, checkpoint)
-    with pytest.raises(ValueError, match=r"last.ckpt' does not hold what perada writes|cannot be used") as error:
+    with pytest.raises(ValueError, match=r"last.ckpt': its content is not what perada writes|cannot be used") as error:
         perada.Run.load(folder)
     assert "\n" not in str(error.value)
 
@@ -232,7 +230,7 @@ def test_a_checkpoint_that_says_what_no_run_says_is_refused_in_one_line(tmp_path
 def test_random_weights_whose_seed_is_kept_secret_are_said_to_be_the_reason(tmp_path):
     privacy = perada.Privacy(noise_multiplier=1.0, secure_rng=False)
     _, folder = made_in_python(tmp_path, rounds=1, privacy=privacy, seed=5)
-    with pytest.raises(ValueError, match="of a private run in test mode, and its frozen weights depend on its seed"):
+    with pytest.raises(ValueError, match="to a private run in test mode, whose frozen weights depend on its seed"):
         open_run(folder)
 
 
@@ -242,9 +240,7 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
     Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)).save(tmp_path / "a.png")
     image = ["--images", str(tmp_path / "a.png")]
     config, checkpoint = folder / "config.yaml", folder / "checkpoints" / "last.ckpt"
-    with pytest.raises(
-        FileNotFoundError, match=r"is not a finished run: it has neither adapters beside a run.json nor"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"is not a finished run: it has neither adapters with a run.json nor"):
         main(["predict", str(tmp_path), *image])
     with pytest.raises(FileNotFoundError, match=r"--output=.*: the folder .* does not exist"):
         main(["predict", str(folder), *image, "--output", str(tmp_path / "none" / "a.csv")])
@@ -252,7 +248,7 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
         main(["predict", str(folder), *image, "--client", "9", "--output", str(tmp_path / "a.csv")])
     with pytest.raises(IsADirectoryError, match=r"--output=.* is a folder; choose a file, such as .*predictions\.csv"):
         main(["predict", str(folder), *image, "--output", str(tmp_path)])
-    with pytest.raises(ValueError, match=r"device='tpux' is not available \(.*\); give cpu, or a GPU"):
+    with pytest.raises(ValueError, match=r"device='tpux' is not available \(.*\); use cpu, or a GPU"):
         main(["predict", str(folder), *image, "--device=tpux", "--output", str(tmp_path / "a.csv")])
     with pytest.raises(ValueError, match=r"--config is not an option of `perada predict RUN"):
         main(["predict", str(folder), *image, "--config=quickstart"])
@@ -262,15 +258,19 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
         torch.save(saved | {"perada": saved["perada"] | {"info": saved["perada"]["info"] | info}}, checkpoint)
         return ["predict", str(folder), *image]
 
-    with pytest.raises(ValueError, match=r"was written with other trained tensors; give the run's network"):
+    with pytest.raises(ValueError, match=r"was written with different trained tensors; pass the run's network"):
         main(written(adapter="bias_norm"))
     with pytest.raises(ValueError, match="adapter 'hat' is unknown"):
         main(written(adapter="hat"))
-    with pytest.raises(ValueError, match="with a PEFT configuration of your own, which is not in it; save what"):
+    with pytest.raises(
+        ValueError, match="with a custom PEFT configuration, which it does not contain; save the result"
+    ):
         main(written(adapter=None))
-    with pytest.raises(ValueError, match="with a network of your own, which is not in it; give one of the same class"):
+    with pytest.raises(
+        ValueError, match="with a custom network, which it does not contain; pass one of the same class"
+    ):
         main(written(backbone=None))
-    with pytest.raises(ValueError, match="does not hold what perada writes"):
+    with pytest.raises(ValueError, match="its content is not what perada writes"):
         main(written(training=None))
     main(written())
     config.write_text(config.read_text().replace("perada.algorithms.perada.PerAda", "nobody.knows.PerAda"))
@@ -281,7 +281,7 @@ def test_what_a_run_lacks_is_said(tmp_path, monkeypatch):
         main(["predict", str(folder), *image])
     config.unlink()
     torch.save(saved | {"perada": {name: one for name, one in saved["perada"].items() if name != "info"}}, checkpoint)
-    with pytest.raises(ValueError, match="the checkpoint does not hold what perada writes") as error:
+    with pytest.raises(ValueError, match="the checkpoint's content is not what perada writes") as error:
         main(["predict", str(folder), *image])
     assert "\n" not in str(error.value)
 

@@ -99,7 +99,7 @@ def test_a_client_that_joined_is_not_lost_to_the_next_one(saved, pictures, tmp_p
 
     joins(saved, "first", tmp_path / "new")
     with pytest.raises(
-        ValueError, match=r"holds a run that first joined, and a run without them would replace it: to add"
+        ValueError, match=r"contains a run that first joined, and a run without them would replace it: to add"
     ):
         joins(saved, "second", tmp_path / "new")
     assert perada.Run.load(tmp_path / "new").info["clients"][-1] == "first"

@@ -368,7 +368,7 @@ def test_a_server_that_begins_anew_under_another_name_gets_no_second_budget(tiny
 
 
 def test_a_delta_that_shows_an_image_is_refused(tiny, tmp_path):
-    with pytest.raises(ValueError, match=r"limits: delta=0.2 must be less than 1 / 9, the number of training images"):
+    with pytest.raises(ValueError, match=r"limits: delta=0.2 must be below 1 / 9, the number of training images"):
         private(tiny, tmp_path).worker(0, delta=0.2)
 
 

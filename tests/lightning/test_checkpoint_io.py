@@ -55,7 +55,9 @@ def test_any_flipped_bit_is_found(written):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << generator.randrange(8)
         written.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"ckpt_path='.*last\.ckpt' (is|was) .*; give another, or 'last'"):
+        with pytest.raises(
+            ValueError, match=r"ckpt_path='.*last\.ckpt' (is|was) .*; choose a different one, or 'last'"
+        ):
             check_intact_file(written)
     written.write_bytes(whole)
     check_intact_file(written)
@@ -210,7 +212,7 @@ def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
     last = second / "lightning_logs" / "version_0" / "checkpoints" / "last.ckpt"
     last.write_bytes(last.read_bytes()[:-1000])
     with pytest.raises(
-        ValueError, match=r"last\.ckpt' is not a checkpoint, or was truncated \(.*\); give another, or 'last'"
+        ValueError, match=r"last\.ckpt' is not a checkpoint, or was truncated \(.*\); choose a different one, or 'last'"
     ):
         perada.finetune(tiny.net(), tiny.data(), **sections(ckpt_path=str(last), **options | {"rounds": 4}))
     with pytest.warns(

@@ -118,9 +118,12 @@ def test_swapped_outdated_and_missing_files_are_named(run, saved, tiny, tmp_path
         made(tiny, rounds=2).save(folder, client=2)
 
     for damage, message in (
-        (swapped, r"client_0/adapter_model.safetensors' was changed or damaged .*or is of another run"),
-        (outdated, r"client_2/adapter_model.safetensors' was changed or damaged .*or is of another run"),
-        (lambda folder: (folder / "global" / "SHA256SUMS").unlink(), "global' lacks SHA256SUMS; copy the whole folder"),
+        (swapped, r"client_0/adapter_model.safetensors' was changed or damaged .*or belongs to a different run"),
+        (outdated, r"client_2/adapter_model.safetensors' was changed or damaged .*or belongs to a different run"),
+        (
+            lambda folder: (folder / "global" / "SHA256SUMS").unlink(),
+            "global' has no SHA256SUMS; copy the entire folder",
+        ),
         (lambda folder: (folder / "global" / "SHA256SUMS").write_text(""), "global/SHA256SUMS' is damaged"),
     ):
         folder = shutil.copytree(saved, tmp_path / "copy")
@@ -248,7 +251,7 @@ def test_a_folder_that_is_deleted_while_its_digests_are_made_is_named(run, tmp_p
 def test_a_disk_that_is_full_is_named_with_the_folder(run, saved, tmp_path, size):
     folder = shutil.copytree(saved, tmp_path / "copy")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with no_room(size), pytest.raises(OSError, match=r"copy' could not be written, and was not changed \(") as caught:
+    with no_room(size), pytest.raises(OSError, match=r"copy' could not be written and is unchanged \(") as caught:
         run.save(folder)
     assert caught.value.errno == errno.EFBIG
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -111,6 +111,8 @@ def test_checkpoints_are_refused_and_unknown_clients_are(copied):
         forget(copied, "north")
     (copied / "checkpoints").mkdir()
     (copied / "checkpoints" / "last.ckpt").touch()
-    with pytest.raises(ValueError, match=r"last.ckpt' is a checkpoint, which holds every client's state: nothing was"):
+    with pytest.raises(
+        ValueError, match=r"last.ckpt' is a checkpoint, which contains every client's state, so nothing was"
+    ):
         forget(copied, SECRET)
     assert before.items() <= content(copied).items()

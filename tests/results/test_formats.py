@@ -108,9 +108,9 @@ def test_a_file_with_other_logits_is_not_kept(lora, tmp_path, monkeypatch):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert before.keys() == {"model.safetensors", "README.md"}
     for own, kind, message in (
-        (wrong, ValueError, r"would give logits that differ by 2\.0e-04 from the run's, more than 0.0001"),
-        (failing, ValueError, r"cannot be written as safetensors \(KeyError: 'aten::odd'\)"),
-        (full, OSError, rf"{tmp_path.name}' could not be written, and was not changed \(File too large"),
+        (wrong, ValueError, r"its logits would differ from the run's by 2\.0e-04, more than 0.0001"),
+        (failing, ValueError, r"cannot be exported as safetensors \(KeyError: 'aten::odd'\)"),
+        (full, OSError, rf"{tmp_path.name}' could not be written and is unchanged \(File too large"),
     ):
         monkeypatch.setattr(formats, "_write_safetensors", own)
         with pytest.raises(kind, match=message):
@@ -133,6 +133,6 @@ def test_what_cannot_be_exported_is_said(lora, tmp_path, monkeypatch):
     saved = torch.load(checkpoint, weights_only=True)
     del saved["perada"]["info"]["privacy"]
     torch.save(saved, tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match="the checkpoint does not hold what perada writes"):
+    with pytest.raises(ValueError, match="the checkpoint's content is not what perada writes"):
         main(["export", str(tmp_path / "checkpoint"), *out, "--format", "safetensors"])
     assert not (tmp_path / "out").exists()

@@ -120,9 +120,9 @@ def test_a_named_clients_adapter_goes_to_the_hub_and_comes_back(hub, capsys):
     assert found.num_clients == 1
     score = run.metrics["clients"]["personal/local_test"][1]
     assert found.metrics["clients"]["personal/local_test"] == [score]
-    with pytest.raises(ValueError, match="this is only that of client 'south'; give client=0"):
+    with pytest.raises(ValueError, match="only that of client 'south'; pass client=0"):
         found.global_model()
-    with pytest.raises(ValueError, match="this is only that of client 'south'; give client=0"):
+    with pytest.raises(ValueError, match="only that of client 'south'; pass client=0"):
         found.push_to_hub("me/global", token="hf_x")
 
 
@@ -162,7 +162,7 @@ def test_a_public_repository_that_is_there_gets_no_private_adapter(hub):
     run = plain_run()
     run.push_to_hub("me/all", private=False, token="hf_x")
     hub.repos["me/all"]["files"].clear()
-    with pytest.raises(ValueError, match="'me/all' exists already and is public, and nothing was uploaded"):
+    with pytest.raises(ValueError, match="'me/all' already exists and is public, so nothing was uploaded"):
         run.push_to_hub("me/all", token="hf_x")
     assert hub.repos["me/all"]["files"] == {}
     run.push_to_hub("me/all", private=False, token="hf_x")

@@ -105,7 +105,7 @@ def test_clients_and_classes_by_name(run, tmp_path):
     assert found.names == [("ant", "bee", "cat")[label] for label in numbered.labels]
     with pytest.raises(ValueError, match=r"client='nort' is unknown; did you mean 'north'\?"):
         named.predict(x, "nort")
-    with pytest.raises(ValueError, match="client='north' is unknown; the clients have no names: give a number from 0"):
+    with pytest.raises(ValueError, match="client='north' is unknown; the clients have no names: pass a number from 0"):
         run.predict(x, "north")
     with pytest.raises(ValueError, match="client must be an integer >= 0 and <= 2, got 3"):
         run.predict(x, "3")
@@ -166,7 +166,7 @@ def test_images_are_listed(tmp_path):
     table.write_bytes(b"path\n\xff\xfe\n")
     with pytest.raises(ValueError, match=r"table.csv cannot be read \(line 2 has the byte 0xff"):
         find_images(table)
-    with pytest.raises(FileNotFoundError, match=r"does not exist; give an image, a folder, or a table"):
+    with pytest.raises(FileNotFoundError, match=r"does not exist; pass an image, a folder, or a table"):
         find_images(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="has no images: set root to a folder with"):

@@ -93,7 +93,7 @@ def test_a_training_without_privacy_has_no_section():
         ({"clipping": "automatic"}, "scales each image's gradient to about the norm 1 and", "√L"),
         ({"sampling": "shuffle"}, "no amplification is claimed", "Poisson"),
         ({"accountant": "prv"}, "Opacus's accountant `prv`", "report too little"),
-        ({"secure_rng": False}, "> **Test mode, not private: noise follows from the run's seed", "`prv`"),
+        ({"secure_rng": False}, "> **Test mode, not private: the noise is derived from the run's seed", "`prv`"),
         ({"secure_rng": True}, "Settings chosen by several runs", "seed"),
     ],
 )

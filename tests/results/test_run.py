@@ -271,15 +271,15 @@ def with_other_shapes(tensors):
         (write("client_0/adapter_config.json", '{"peft_type": "LORA"}'), "client_0'.*another"),
         (
             change_tensors("client_0/adapter_model.safetensors", without_first),
-            "client_0' belongs to another.*' is missing",
+            "client_0' belongs to a different.*' is missing",
         ),
         (
             change_tensors("client_0/adapter_model.safetensors", with_extra),
-            "client_0' belongs to another.*expected missing",
+            "client_0' belongs to a different.*expected missing",
         ),
         (
             change_tensors("client_0/adapter_model.safetensors", with_other_shapes),
-            r"client_0' belongs to another.*' is \[.*, 2\], expected \[",
+            r"client_0' belongs to a different.*' is \[.*, 2\], expected \[",
         ),
         (
             change_tensors("client_3/adapter_model.safetensors", with_first_filled(math.nan)),
@@ -314,7 +314,7 @@ def test_a_fact_that_every_run_has_is_missed(fact, saved, tiny, tmp_path):
 
 def test_another_backbone_is_refused(saved, tiny):
     with pytest.raises(
-        ValueError, match="network of your own, which is not in it; give one of the same class as backbone="
+        ValueError, match="custom network, which it does not contain; pass one of the same class as backbone="
     ):
         perada.Run.load(saved)
     with pytest.raises(ValueError, match="3"):

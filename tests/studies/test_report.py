@@ -273,7 +273,7 @@ def test_a_broken_file_is_named_in_one_line(runs, tmp_path, change):
     content = json.loads((runs[0][0] / "run.json").read_text())
     change(content)
     (tmp_path / "run.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"run.json' is broken \(.*\); take an intact copy") as caught:
+    with pytest.raises(ValueError, match=r"run.json' is broken \(.*\); restore an intact copy") as caught:
         main(["report", str(tmp_path), "--output", str(tmp_path / "page")])
     assert "\n" not in str(caught.value)
 

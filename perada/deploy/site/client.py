@@ -132,7 +132,7 @@ class Client:
             )
         if recipe.loop.privacy is not None and limits.delta >= 1 / self.size:
             raise ValueError(
-                f"limits: delta={limits.delta} must be less than 1 / {self.size}, the number of training images, or an "
+                f"limits: delta={limits.delta} must be below 1 / {self.size}, the number of training images, or an "
                 "image could be revealed in full; choose a smaller delta"
             )
         if limits.max_site_epsilon is not None and not recipe.noisy:
