@@ -204,9 +204,9 @@ class Scanners(ImageSet):
 
     Args:
         dataset: The images, uint8 and square, or of any shape with ``size``.
-        kinds: How many, in this order, of ``plain``, ``negative``, ``turned``, ``noisy``, ``thick``, ``faint``, ``mirrored``,
-            ``blurred``, ``upside_down_negative``, ``sheared``, ``small`` and ``lit``; or a list of their names. A name
-            may be several joined by ``+``, as in ``negative+turned``.
+        kinds: How many, in this order, of ``plain``, ``negative``, ``turned``, ``noisy``, ``thick``, ``faint``,
+            ``mirrored``, ``blurred``, ``upside_down_negative``, ``sheared``, ``small`` and ``lit``; or a list of their
+            names. A name may be several joined by ``+``, as in ``negative+turned``.
         alpha: Divide each class among the scanners in proportions drawn from a Dirichlet distribution, as
             :class:`Dirichlet` does; null for equal shares at random.
         min_per_scanner: Minimum number of images of each scanner, with ``alpha``.
