@@ -160,12 +160,12 @@ TOUCHED = {
     "last changed": (lambda found: [*found[:-1], other(found[-1])], "line 7 was changed"),
     "reordered": (swapped, "line 4 does not follow the previous line"),
     "twice": (lambda found: found[:4] + found[3:], "line 5 does not follow the previous line"),
-    "cut off": (lambda found: found[:-1], "it ends after line 6, and had 7: lines were cut off"),
+    "cut off": (lambda found: found[:-1], "it ends after line 6 but had 7: lines were cut off"),
     "cut off in the middle": (
         lambda found: [*found[:-1], found[-1][:50]],
-        "it ends after line 6, and had 7: lines were",
+        "it ends after line 6 but had 7: lines were",
     ),
-    "all": (lambda found: [], "it ends after line 0, and had 7: lines were cut off"),
+    "all": (lambda found: [], "it ends after line 0 but had 7: lines were cut off"),
 }
 
 

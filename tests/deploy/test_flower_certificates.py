@@ -105,7 +105,10 @@ def test_one_that_is_valid_for_long_is_not_spoken_of(tmp_path, monkeypatch):
 
 def test_one_of_the_future_of_another_authority_or_of_another_host_is_refused(tmp_path, monkeypatch):
     written(tmp_path / "future", 730, monkeypatch, since=-2)
-    with presenting(tmp_path / "future") as address, pytest.raises(ValueError, match=r"is valid from \S+ on only; set"):
+    with (
+        presenting(tmp_path / "future") as address,
+        pytest.raises(ValueError, match=r"is not valid before \S+; correct"),
+    ):
         check_presented(address, tmp_path / "future" / "ca.crt")
     written(tmp_path / "now", 730, monkeypatch)
     with (

@@ -334,7 +334,7 @@ def test_a_certificate_that_expires_soon_is_said_and_one_that_has_is_refused(tmp
     days_before(61)
     Link("localhost:8000", file)
     days_before(59)
-    with pytest.warns(UserWarning, match=r"ca.crt' expires on 2126-10-31; write another by"):
+    with pytest.warns(UserWarning, match=r"ca.crt' expires on 2126-10-31; write a new one with"):
         Link("localhost:8000", file)
     days_before(-1)
     with pytest.raises(ValueError, match=r"ca\.crt' expired on 2126-10-31"):

@@ -47,7 +47,7 @@ def test_logs_status_and_audit_count_the_rounds_of_a_run_from_one(tiny, tmp_path
 @pytest.mark.parametrize(
     ("order", "says"),
     [
-        (("train", 7), "the recipe has 2 rounds, and round 8 was asked for"),
+        (("train", 7), "the recipe has 2 rounds, but round 8 was requested"),
         (("train", 0), "round 1 was already trained for a different message"),
         (("tune", 0), "the recipe has no fine-tuning at this point"),
     ],

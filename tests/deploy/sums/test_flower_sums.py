@@ -178,7 +178,7 @@ def test_a_worker_is_killed_at_each_moment_of_a_sum(four):
     four.again("beta", "gamma", before=("mask", 4))
     record = four.closed(4)
     assert record.summed == []
-    assert record.void == "secure sum: 2 of 4 sites sent their part, and 3 must"
+    assert record.void == "secure sum: 2 of 4 sites sent their part, but 3 are required"
 
     assert four.closed(5).summed == everyone
     assert four.processes["run"].wait(400) == 0, four.log("run").read_text()[-3000:]
