@@ -314,10 +314,9 @@ def _check_inferred_classes(labels_of_parts: Mapping[str, list[Tensor]]) -> None
     if labels_in_use[0] >= 0 and num_unused > len(labels_in_use):
         present_labels = abbreviated([str(label) for label in labels_in_use])
         raise ValueError(
-            f"the labels go up to {labels_in_use[-1]}, which makes {num_classes} classes, and {num_unused} of them "
-            f"have no image (there are {present_labels}): number the classes from 0 without gaps, take out images "
-            "whose label means that they have none (often 255), or set "
-            f"num_classes={num_classes} if this is intended"
+            f"the labels go up to {labels_in_use[-1]}, which implies {num_classes} classes, but {num_unused} of them "
+            f"have no image (those used are {present_labels}): number the classes from 0 without gaps, remove images "
+            f"whose label marks them as unlabelled (often 255), or set num_classes={num_classes} if this is intended"
         )
 
 

@@ -198,7 +198,7 @@ def test_lines_that_were_written_anew_are_found_by_the_head_and_by_a_hash_that_w
     with pytest.raises(ValueError, match=f"{HEAD}, which records the number of lines, is missing"):
         main(["deploy", "audit", str(folder)])
     (folder / HEAD).write_text("{")
-    with pytest.raises(ValueError, match=f"{HEAD} is damaged"):
+    with pytest.raises(ValueError, match=f"{HEAD}, which records the number of lines in {LOG}, is damaged"):
         main(["deploy", "audit", str(folder)])
 
 

@@ -139,7 +139,7 @@ def test_another_protocol_is_refused_before_anything_else_is_read(site, caplog, 
     message = pack({key: value for key, value in order.items() if key != "protocol" or value is not None})
     assert code(site.answer(message, ""), message) == "protocol"
     (said,) = (record.getMessage() for record in caplog.records if record.name.startswith("perada"))
-    assert f"is of protocol {named}, but this side uses protocol 1; install the same release" in said
+    assert f"uses protocol {named}, but this side uses protocol 1; install the same release" in said
     assert state_bytes(site) is None
     assert read_header(site.answer(train(site), ""))["protocol"] == 1
 
