@@ -93,7 +93,10 @@ def test_a_single_class_is_refused_where_the_number_is_inferred(kind, label):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0, 1, 2, 255, 0, 1], r"go up to 255, which makes 256 classes, and 252 .* \(there are 0, 1, 2, 255\): number"),
+        (
+            [0, 1, 2, 255, 0, 1],
+            r"go up to 255, which implies 256 classes, but 252 .* \(those used are 0, 1, 2, 255\): number",
+        ),
         ([1000, 1001, 1002, 1003, 1004, 1005], "1000 of them have no image"),
         ([0, 10, 20, 30, 40, 50], r"set num_classes=51 if this is intended"),
     ],
