@@ -59,10 +59,16 @@ def main() -> None:
         from benchmarks.faults.__main__ import main as faults
 
         faults(sys.argv[2:])
+    if sys.argv[1:2] == ["peers"]:  # which runs processes of other interpreters
+        from benchmarks.peers.__main__ import main as peers
+
+        peers(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Speed, as ratios within one run, memory, the audit of the reported ε, accuracy under attack, and "
-        "clients that join. `python -m benchmarks faults` puts faults into runs instead.",
+        "clients that join. `python -m benchmarks faults` puts faults into runs instead, and `python -m benchmarks "
+        "peers` runs other frameworks beside perada.",
     )
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="By default all.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks peers`: every framework trains the same, and the figures are those of the processes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.peers import __main__ as program
+from benchmarks.peers import measure, run_perada
+from benchmarks.peers.measure import Measurement, measurement_of, missing_packages, run_process
+from benchmarks.peers.memory import process_tree, proportional_mb
+from benchmarks.peers.networks import build_network, train_client, trained_state
+from benchmarks.peers.prepare import prepare
+from benchmarks.peers.scores import Score, score
+from benchmarks.peers.tasks import TASKS, Training, load_task_data, quick_task, refusal, save_task_data
+
+SLOW = ("cnn_1000", "resnet", "residual", "vit_lora")
+
+
+def plain_rounds(data, rounds):
+    """One client after another, and the mean of what they trained: what the peers do."""
+    network = build_network(data.task)
+    network.load_state_dict(data.initial_state)
+    global_state = trained_state(network)
+    personal = {}
+    for round_number in range(rounds):
+        updates = []
+        for client in data.cohorts[round_number]:
+            batches = data.client_batches(round_number, client)
+            if data.task.algorithm == "ditto":
+                start = personal.get(client, data.initial_state)
+                personal[client] = train_client(network, start, batches, data.task.lr, anchor=global_state)
+            updates.append(train_client(network, global_state, batches, data.task.lr))
+        global_state = {key: torch.stack([update[key] for update in updates]).mean(0) for key in global_state}
+    return global_state, personal
+
+
+def assert_same_training(task, found, expected, initial):
+    # Rounding errors grow in norms over a few images.
+    tolerance = 1e-3 if task.network == "fedavg_cnn" else 5e-2
+    assert expected.keys() <= found.keys()
+    for key, value in expected.items():
+        moved = (value - initial[key]).norm()
+        assert moved > 0 or "running" in key, key
+        assert (found[key] - value).norm() <= tolerance * moved + 1e-6, key
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TASKS])
+def test_perada_trains_what_a_plain_loop_trains(name, tmp_path):
+    """The same weights, clients and batches, so the same states: with the names of the peers' networks."""
+    rounds = 2
+    file = tmp_path / "task.pt"
+    save_task_data(prepare(quick_task(TASKS[name]), rounds), file)
+    data = load_task_data(file)
+    training = run_perada.run(data, rounds, torch.get_num_threads(), tmp_path)
+    assert len(training.round_starts) == rounds
+    assert sorted([*training.round_starts, training.ended]) == [*training.round_starts, training.ended]
+    global_state, personal = plain_rounds(data, rounds)
+    assert_same_training(data.task, training.global_state, global_state, data.initial_state)
+    assert set(training.personal_states) == set(personal)
+    for client, state in personal.items():
+        assert_same_training(data.task, training.personal_states[client], state, data.initial_state)
+    expected = score(data, Training([], 0.0, global_state, personal, {}))
+    assert score(data, training).loss == pytest.approx(expected.loss, rel=1e-3)
+
+
+def process_of(seconds, start=1.0):
+    """A process that began at 10, whose rounds took so many seconds."""
+    starts = [10.0 + start]
+    for each in seconds[:-1]:
+        starts.append(starts[-1] + each)
+    training = Training(starts, starts[-1] + seconds[-1], {}, {}, {"torch": "2"})
+    return measurement_of(training, 10.0, 0.0)
+
+
+def test_figures_of_a_process():
+    process = process_of([9.0, 2.0, 4.0, 3.0], start=2.5)
+    assert process.seconds_to_first_round == 2.5
+    assert process.first_round_seconds == 9.0
+    assert process.round_seconds == pytest.approx(3.0)
+    assert process_of([9.0]).round_seconds == 9.0
+
+
+def test_the_table_has_ratios_to_perada_in_the_same_turn():
+    ours = tuple(process_of([9.0, seconds]) for seconds in (1.0, 2.0, 4.0))
+    theirs = tuple(process_of([9.0, seconds]) for seconds in (2.0, 2.0, 2.0))
+    outcomes = [
+        program.Outcome("perada", "", ours, 100.4, Score(1.0, 0.5)),
+        program.Outcome("pfl", "pfl has no personalised method"),
+        program.Outcome("flower", "", theirs, 300.0, Score(1.1, 0.51234)),
+    ]
+    rows = program.rows_of("cnn", outcomes)
+    assert [row.get("round, s") for row in rows] == [2.0, None, 2.0]
+    assert rows[2]["round / perada's"] == 1.0  # the median of 2, 1 and 1/2
+    text = program.markdown(rows)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
+    assert cells[0] == ["framework", *(name for name in rows[0] if name in cells[0][1:])]
+    assert cells[2][:4] == ["perada", "2.0", "1.0", "100"]
+    assert set(cells[3][1:]) == {"–"}
+    assert cells[4][-2:] == ["1.1", "0.512"]
+    assert text.endswith("pfl: pfl has no personalised method")
+    (warning,) = program.warnings_of(outcomes)
+    assert warning.startswith("flower's loss differs from perada's by 10.0%")
+    assert program.warnings_of(outcomes[1:]) == []
+
+
+def test_the_command_writes_what_it_measured(monkeypatch, tmp_path, capsys):
+    """Processes take turns after one for the memory; a framework that fails leaves the others."""
+    calls = []
+
+    def fake(python, framework, folder, rounds, threads, sample_memory=False):
+        calls.append((framework, rounds, sample_memory))
+        if framework == "flower" and not sample_memory:
+            raise RuntimeError("flower ended with status 1: ...no room")
+        data = load_task_data(folder / "task.pt")
+        training = Training([1.0, 2.0], 4.0, data.initial_state, {}, {"torch": "2"})
+        return Measurement(0.5, 1.0, 2.0, 700.0 if sample_memory else 0.0, training)
+
+    small = quick_task(TASKS["cnn"])
+    monkeypatch.setattr(program, "TASKS", {"cnn": small})
+    monkeypatch.setattr(program, "run_process", fake)
+    monkeypatch.setattr(program, "missing_packages", lambda python, framework: "no pfl" * (framework == "pfl"))
+    output = tmp_path / "peers.json"
+    program.main(["--task", "cnn", "--turns", "2", "--peer-python", "python9", "--output", str(output)])
+    assert calls == [
+        ("perada", 2, True),
+        ("flower", 2, True),
+        ("perada", 2, False),
+        ("flower", 2, False),
+        ("perada", 2, False),
+    ]
+    ours, pfl, flower = json.loads(output.read_text())
+    assert {"machine", "threads", "load", "commit", "torch", "description", "loss", "accuracy"} < ours.keys()
+    assert (ours["round, s"], ours["peak, MB"], ours["turns"]) == (2.0, 700, 2)
+    assert (pfl["reason"], flower["reason"]) == ("no pfl", "flower ended with status 1: ...no room")
+    assert "pfl is left out: no pfl" in capsys.readouterr().out
+
+
+def test_a_missing_framework_is_named_with_the_way_to_install_it(monkeypatch):
+    assert missing_packages(sys.executable, "perada") == ""
+    monkeypatch.setitem(measure.MODULES, "pfl", ("torch", "no_such_module"))
+    text = missing_packages(sys.executable, "pfl")
+    assert text.startswith(
+        f"{sys.executable} has no no_such_module; install it by {sys.executable} -m pip install 'pfl["
+    )
+    assert "cannot be started" in missing_packages("/no/such/python", "pfl")
+    assert refusal("pfl", TASKS["ditto"]) and not refusal("flower", TASKS["ditto"])
+
+
+def test_a_process_that_fails_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match=r"perada ended with status 1: .*No such file"):
+        run_process(sys.executable, "perada", tmp_path, 1, 1, sample_memory=True)
+
+
+def test_memory_is_that_of_the_children_too():
+    code = (
+        "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        child = int(process.stdout.readline())
+        assert process_tree(process.pid) == [process.pid, child]
+        both, lone = proportional_mb([process.pid, child]), proportional_mb([child])
+        os.kill(child, 9)
+    assert both > lone > 0
+    assert proportional_mb([process.pid]) == 0
+
+
+def test_every_task_is_in_the_documentation():
+    page = (measure.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = page.partition("## Beside other frameworks")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(TASKS)
