@@ -40,14 +40,15 @@ def plain_rounds(data, rounds):
     return global_state, personal
 
 
-def assert_same_training(task, found, expected, initial):
+def assert_same_training(task, state, expected, initial):
+    """Whole states, since some tensors hardly move: in a ResNet of timm each block begins as its shortcut."""
+    assert expected.keys() <= state.keys()
+    weights = [key for key in expected if "running" not in key]
+    moved = torch.cat([(expected[key] - initial[key]).flatten() for key in weights]).norm()
+    distance = torch.cat([(expected[key] - state[key]).flatten() for key in weights]).norm()
+    assert moved > 1e-3
     # Rounding errors grow in norms over a few images.
-    tolerance = 1e-3 if task.network == "fedavg_cnn" else 5e-2
-    assert expected.keys() <= found.keys()
-    for key, value in expected.items():
-        moved = (value - initial[key]).norm()
-        assert moved > 0 or "running" in key, key
-        assert (found[key] - value).norm() <= tolerance * moved + 1e-6, key
+    assert distance <= moved * (2e-2 if task.network == "test_resnet" else 1e-3)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TASKS])

@@ -42,7 +42,9 @@ def _score_state(network: nn.Module, state: State, data: TaskData) -> Score:
     Trained norms take the statistics of the test images: pfl lets running statistics drift from client to client.
     """
     model = copy.deepcopy(network)
-    model.load_state_dict(state, strict=False)
+    unknown = model.load_state_dict(state, strict=False).unexpected_keys
+    if unknown:
+        raise ValueError(f"the trained state has tensors that the network has not: {', '.join(unknown[:3])}")
     train_mode(model)
     logits = model(data.test_images)
     return Score(
