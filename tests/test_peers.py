@@ -154,8 +154,12 @@ def test_a_missing_framework_is_named_with_the_way_to_install_it(monkeypatch):
 
 
 def test_a_process_that_fails_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match=r"perada ended with status 1: .*No such file"):
-        run_process(sys.executable, "perada", tmp_path, 1, 1, sample_memory=True)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho arguments: $@\necho no room\nexit 3\n")
+    python.chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"(?s)pfl ended with status 3: \.\.\.arguments: .*\nno room$") as caught:
+        run_process(str(python), "pfl", tmp_path, 2, 1, sample_memory=True)
+    assert f"-m benchmarks.peers.runner pfl {tmp_path} 2 1\n" in str(caught.value)
 
 
 def test_memory_is_that_of_the_children_too():
