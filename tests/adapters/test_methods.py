@@ -97,6 +97,7 @@ def test_start(make_backbone, backbone, adapter, options, owners, starts_plain):
     assert adapted.shape == (4, 5)
 
 
+@pytest.mark.every(3)
 @each_row
 def test_gradient_reaches_every_trained_parameter(make_backbone, backbone, adapter, options, owners, starts_plain):
     model = insert_adapter(make_backbone(backbone), adapter, **options).model

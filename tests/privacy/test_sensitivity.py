@@ -77,7 +77,7 @@ def query(net, scale, seed, without=None, dtype=torch.float32):
     ("engine", "clipping"),
     list(product(("folded", "opacus"), ("flat", "per_layer", "automatic"))),
 )
-@pytest.mark.every(5)
+@pytest.mark.every(17)
 def test_one_image_changes_the_sum_by_its_bound_at_most(engine, clipping, dtype, kind, depth, scale):
     torch.manual_seed(0)
     net = insert_adapter(build_backbone(Cancelling(kind, depth).to(dtype), CLASSES), "full").model
