@@ -306,7 +306,7 @@ def emptied(tiny):
         ({"rounds": 1.5}, "rounds must be .*got 1.5"),
         (
             {"check_val_every_n_epoch": 0},
-            "check_val_every_n_epoch must be an integer >= 1 or None, got 0; give limit_val_batches=0",
+            "check_val_every_n_epoch must be an integer >= 1 or None, got 0; set limit_val_batches=0",
         ),
         ({"batch_size": 0}, "batch_size must be .*got 0"),
         ({"local_epochs": 0}, "epochs must be .*got 0"),

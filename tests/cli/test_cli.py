@@ -538,7 +538,7 @@ FIT = ("fit", "--config", "tiny.yaml")
         (("fit",), "no recipe; use perada fit --config RECIPE, with one of those that `perada ls` lists"),
         (("fit", "quickstart"), "'quickstart' is not an option; use perada fit --config quickstart"),
         (("compare", "tiny.yaml", "--output", "."), "--output=. is a folder; choose a file, such as"),
-        (("export", "nowhere", "--output", "x"), "'nowhere' does not exist; pass a run: a folder that"),
+        (("export", "nowhere", "--output", "x"), "'nowhere' does not exist; pass a run: a folder written by"),
         (("export", "."), "the following arguments are required: --output; `perada export --help` explains them"),
         (("study", "fed-ensemble"), "the following arguments are required: --output"),
         (("compare",), "the following arguments are required: RECIPES"),

@@ -216,7 +216,7 @@ def test_last_takes_the_newest_that_is_whole(tiny, tmp_path):
     ):
         perada.finetune(tiny.net(), tiny.data(), **sections(ckpt_path=str(last), **options | {"rounds": 4}))
     with pytest.warns(
-        UserWarning, match=r"'.*/last\.ckpt' is not a .* truncated .*, so the checkpoint before it is used"
+        UserWarning, match=r"'.*/last\.ckpt' is not a .* truncated .*, so the previous checkpoint is used"
     ):
         resumed = perada.finetune(tiny.net(), tiny.data(), **sections(ckpt_path="last", **options | {"rounds": 4}))
     for key, value in whole.state("global").items():

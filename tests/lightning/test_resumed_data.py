@@ -86,9 +86,9 @@ CLIENT_PRIVATE = {"client_privacy": {"noise_multiplier": 1.0, "max_norm": 1.0, "
     [
         (
             {"order": (1, 0, 2), "names": ["south", "north", "east"]},
-            "clients are north, south, east in this order, and",
+            "clients are north, south, east in this order, but",
         ),
-        ({"names": ["north", "west", "east"]}, r"clients are north, south, east, and here .*'south' became 'west'"),
+        ({"names": ["north", "west", "east"]}, r"clients are north, south, east, but here .*'south' became 'west'"),
         ({"names": None}, "clients are north, south, east, but here they are without names"),
         ({"order": (1, 0, 2)}, r"images of clients 'north', 'south' .*client 'north' now has those of client 'south'"),
         ({"order": (0, 7, 2)}, "images of client 'south' differ from those of the checkpoint"),
@@ -112,7 +112,7 @@ def test_other_clients_are_refused(tmp_path, kind, options, change, message):
     [
         ({"test": (10, 12, 11)}, r"the test images of clients 1, 2 .*client 1 now has those of client 2"),
         ({"public": 21}, "the public images differ from those"),
-        ({"server_validation": dataset(31)}, "the validation images on the server are not those"),
+        ({"server_validation": dataset(31)}, "the validation images on the server differ from those"),
         ({"classes": ["a", "c", "b"]}, "its classes are a, b, c in this order"),
         ({"classes": None}, "its classes are a, b, c, but here they are without names"),
     ],

@@ -495,7 +495,7 @@ def test_opacus_does_not_know_what_the_fold_knows():
             "privacy: secure_rng must be one of True, False, got 'no'",
         ),
         ({"noise_multiplier": 1.0, "physical_batch_size": True}, "physical_batch_size must be .*, got True"),
-        ({"noise_multiplier": 1.0, "target_epsilon": 3.0}, "give one of them"),
+        ({"noise_multiplier": 1.0, "target_epsilon": 3.0}, "set exactly one of them"),
         (
             {"noise_multiplier": 1e200},
             r"privacy: noise_multiplier must be a finite number >= 0 and <= .*, got 1e\+200",
