@@ -241,7 +241,7 @@ def test_a_torn_line_stays_and_the_next_one_says_so(size, tmp_path, monkeypatch)
     assert [entry["number"] for entry in found.entries] == [1, 2, 3, 4] and not found.torn
     main(["deploy", "audit", str(folder)])
     (folder / LOG).write_bytes(now.replace(left + b"~\n", b""))
-    with pytest.raises(ValueError, match="line 3 does not go with what stands before it"):
+    with pytest.raises(ValueError, match="line 3 does not match the lines before it"):
         main(["deploy", "audit", str(folder)])
 
 
