@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of sites: what the server computes from the scores that they send, or from a secure sum of them."""
+"""Scores of sites, which the server computes from the scores that they send or from a secure sum of them."""
 
 import math
 from collections.abc import Mapping, Sequence

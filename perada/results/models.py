@@ -136,7 +136,9 @@ class Models:
         """
         number = client_index(client, self.info.get("clients"), self.num_clients)
         if number in self.info.get("forgotten", ()):
-            raise ValueError(f"client={client!r} was forgotten: the run has no adapter of it; name another client")
+            raise ValueError(
+                f"client={client!r} was forgotten: the run no longer has its adapter; choose a different client"
+            )
         if number in self.info.get("elsewhere", ()):
             raise ValueError(
                 f"client={client!r} keeps its adapter at its site, so the server does not have it; export it there "

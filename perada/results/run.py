@@ -127,7 +127,7 @@ class Run(Models):
         return folder
 
     def _with_scores(self, scores: bool | None) -> bool:
-        """Whether scores are written: by default only those of runs that are not private."""
+        """Return whether scores are written: by default only for runs that are not private."""
         return not self.info.get("privacy") if scores is None else scores
 
     def _folders(self) -> Iterator[tuple[str, int | None]]:

@@ -365,7 +365,7 @@ def _replace(content: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401
 
 
 def _to_json(value: Any) -> Any:  # noqa: ANN401  # a number, a word, None
-    """Replace what JSON does not have: NaN by null, and infinity by a string that ``float`` reads."""
+    """Replace values that JSON lacks: NaN by null, and infinity by a string that ``float`` reads."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else str(value)

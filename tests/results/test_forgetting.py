@@ -59,7 +59,7 @@ def test_nothing_of_the_client_is_left_and_the_others_stay(copied, tiny, capsys)
     assert run.state("personal", "west").keys() == run.state("global").keys()
     assert len(run.states("personal")) == 2
     for client in (1, "1"):
-        with pytest.raises(ValueError, match="was forgotten: the run has no adapter of it"):
+        with pytest.raises(ValueError, match="was forgotten: the run no longer has its adapter"):
             run.personal(client)
     with pytest.raises(ValueError, match="is unknown"):
         run.personal(SECRET)

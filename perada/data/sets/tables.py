@@ -87,7 +87,7 @@ class ImageTable(ListedImages):
         counts = Counter(files)
         duplicates = [row for row, file in enumerate(files) if counts[file] > 1]
         self.reject_rows(
-            duplicates, "files occur more than once", "give each file one row; separator splits several labels"
+            duplicates, "files occur more than once", "use one row per file; separator splits several labels"
         )
         paths = [existing_spelling(os.path.join(self.root, file)) for file in files]
         missing = [row for row, path in enumerate(paths) if not os.path.isfile(path)]

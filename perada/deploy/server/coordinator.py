@@ -317,7 +317,7 @@ class Coordinator:
                 time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
 
     def _has_valid_modes(self, state: State) -> bool:
-        """Return whether the integers beside the model are numbers of modes that the run has.
+        """Return whether the integers sent with the model are numbers of modes that the run has.
 
         Negative ones are rejected where the reply is unpacked.
         """

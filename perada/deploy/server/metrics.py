@@ -24,7 +24,7 @@ SCORE_PREFIXES = ("personal/", "global/")
 
 
 class CountingTransport:
-    """A transport that counts what passes through it.
+    """A transport that counts replies and bytes.
 
     Args:
         transport: Transport that carries the messages.

@@ -81,7 +81,7 @@ class Roster:
         return {member.name: number for number, member in enumerate(self.progress.roster)}
 
     def newcomers(self, names: Iterable[str]) -> list[str]:
-        """Return the connected sites that are to be asked to join now."""
+        """Return the connected sites that should be asked to join now."""
         skipped = set(self.numbers)
         if len(skipped) >= self.terms.min_sites and self.progress.done % ADMISSION_INTERVAL:
             skipped |= {name for name, reason in self.outside.items() if reason not in TRANSIENT}
@@ -234,7 +234,7 @@ def ask(
 
 
 def _describe_exchange(messages: Mapping[str, bytes], replies: Mapping[str, bytes | Failure]) -> str:
-    """Describe what was asked, and who replied."""
+    """Describe a request, and who replied."""
     request = Request.read(read_header(next(iter(messages.values()))))
     failures = [f"{name} {reply.code}" for name, reply in replies.items() if isinstance(reply, Failure)]
     replied = f"{len(replies) - len(failures)} of {len(messages)} sites replied"

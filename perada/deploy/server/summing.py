@@ -423,7 +423,7 @@ def _read_dealt(name: str, content: dict[str, Any], order: Sequence[str]) -> Dea
 
 
 def _read_seed(_: str, content: dict[str, Any]) -> bytes:
-    """Read the seed of the key with which a site sealed what it dealt."""
+    """Read the seed of the key with which a site sealed the shares that it dealt."""
     seed = bytes.fromhex(content["seals"])
     if len(seed) != SECRET_SIZE:
         raise ValueError("a secret has the wrong length")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much ε a site allows in all runs and recipes together: of single images, and of the site as a whole."""
+"""How much ε a site allows over all runs and recipes: for single images, and for the site as a whole."""
 
 import math
 from collections import Counter

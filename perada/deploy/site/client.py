@@ -171,7 +171,7 @@ class Client:
             replace(self.data.checked, public=store).check_overlap()
 
     def _plan_steps(self) -> Counter[tuple[float, float]]:
-        """Return the noisy steps of one whole run, as far as the recipe's own limits leave room for them."""
+        """Return the noisy steps of one complete run, as far as the recipe's own limits allow them."""
         account = self.protection(None, 0).images
         if account is None:
             return Counter()
@@ -275,7 +275,7 @@ class Client:
             yield prepared.x, prepared.y
 
     def costs(self, request: Request, protection: Protection, ledger: Ledger) -> list[Cost] | None:
-        """Return what training will spend.
+        """Return the privacy cost of training.
 
         Args:
             request: Request to train, or to fine-tune.
@@ -454,7 +454,7 @@ class Client:
         return tuning
 
     def _client_state(self, state: RunState) -> Stacks:
-        """Return what the client has kept, (1, ...) by role."""
+        """Return the state that the client has kept, (1, ...) by role."""
         if state.training.client_state is not None:
             return _to(state.training.client_state, self.recipe.device)
         return initial_stacks(
@@ -462,7 +462,7 @@ class Client:
         )
 
     def _received(self, request: Request, received: State) -> State:
-        """Return what the client starts from, (1, ...); of several global models it chooses its own."""
+        """Return the state that the client starts from, (1, ...); of several global models it chooses its own."""
         algorithm = self.settings.algorithm
         shared = to_device(received, self.recipe.device)
         if not algorithm.compares_models:
@@ -476,7 +476,7 @@ class Client:
         return self._sent(algorithm, request, shared, losses)
 
     def _sent(self, algorithm: Algorithm, request: Request, shared: State, losses: Tensor | None = None) -> State:
-        """Return what the server would send the site in an algorithm, (1, ...)."""
+        """Return the state that the server would send the site in an algorithm, (1, ...)."""
         return algorithm.broadcast(
             Broadcast(
                 shared,

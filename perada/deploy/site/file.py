@@ -110,7 +110,7 @@ def read_site(path: Path) -> SiteFile:
         ValueError: If an entry is invalid; the message names it.
     """
     if path.is_dir():
-        raise IsADirectoryError(f"{str(path)!r} is a folder; give the site's file in it, such as {path / 'site.yaml'}")
+        raise IsADirectoryError(f"{str(path)!r} is a folder; pass the site's file in it, such as {path / 'site.yaml'}")
     if not path.is_file():
         raise FileNotFoundError(f"{str(path)!r} does not exist; pass the site's file, such as site.yaml")
     content = read_yaml(path, "name: st-marys")

@@ -412,7 +412,7 @@ class SiteWorker:
         return pack(replace(response, sums=response.sums | keys))
 
     def _claims(self, request: Request, state: RunState) -> "SiteClaims":
-        """Return what the site states in addition to its keys."""
+        """Return the claims that the site sends in addition to its keys."""
         from perada.deploy.sums.keys import SiteClaims
 
         metrics = state.scoring.metrics if request.of == "scores" else state.summing.losses
@@ -491,7 +491,7 @@ class SiteWorker:
         return reply
 
     def _commit_masked(self, client: Client, request: Request, state: RunState) -> None:
-        """Commit that the site's vector of a round is about to leave under masks, and what it costs."""
+        """Commit that the site's vector of a round is about to leave under masks, and its cost."""
         ledger = deepcopy(self.store.totals.ledger)
         if request.of == "scores":
             summing = replace(state.summing, scores_round=request.round)
@@ -581,7 +581,7 @@ def _unpack_models(client: Client, message: bytes, request: Request) -> tuple[St
 
 
 def _digest_for_all_sites(request: Request, tensors: State) -> str:
-    """Return a digest of what the server sent, without the number that is the site's own."""
+    """Return a digest of the server's message, without the site's own number."""
     return digest(pack(replace(request, client=0), tensors))
 
 

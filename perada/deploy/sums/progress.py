@@ -9,7 +9,7 @@ MAX_HEARD_ROUNDS = 256
 
 @dataclass
 class SumState:
-    """How far a secure sum has come; it is written to disk before sites are told of it.
+    """Progress of a secure sum, which is written to disk before sites learn of it.
 
     A restarted server must repeat the same messages, whichever sites have come back meanwhile: a site does not answer
     a second, different message of the same step.
