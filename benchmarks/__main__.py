@@ -46,20 +46,22 @@ BENCHMARKS = {
     "deploy": "deploy",
     "secure_sums": "secure_sums",
 }
-"""The module of each, which is imported when it is run: some need packages that others do not.
+"""The module of each benchmark, which is imported when it is run, since some need packages that others do not.
 
-The module has a function of that name. It takes the device, how often the ways take turns, and whether a glance is
-enough; it yields rows of a table.
+The module has a function of the benchmark's name. Its arguments are the device, the number of turns and whether the run
+is a quick one; it yields the rows of a table.
 """
 
 
 def main() -> None:
-    """Run what is named, print each result and a table, and write all of them as JSON."""
-    if sys.argv[1:2] == ["faults"]:  # which has a seed, and an exit status of its own
+    """Run benchmarks, print each result and a table of them, and write all results as JSON."""
+    if sys.argv[1:2] == ["faults"]:
+        # It has other options, and ends the process with its own status.
         from benchmarks.faults.__main__ import main as faults
 
         faults(sys.argv[2:])
-    if sys.argv[1:2] == ["peers"]:  # which runs processes of other interpreters
+    if sys.argv[1:2] == ["peers"]:
+        # It has other options, and runs processes of other interpreters.
         from benchmarks.peers.__main__ import main as peers
 
         peers(sys.argv[2:])
@@ -77,33 +79,39 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="Tiny models, one turn: shows that the benchmarks run.")
     parser.add_argument("--output", type=Path, default=Path("lightning_logs/benchmarks.json"))
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated", FutureWarning)  # in Lightning
+    repeats = 1 if options.quick else options.repeats
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
-    for name in given.names or BENCHMARKS:
+    for name in options.names or BENCHMARKS:
         benchmark = getattr(importlib.import_module(f"benchmarks.{BENCHMARKS[name]}"), name)
-        rows = []
-        for result in benchmark(torch.device(given.device), 1 if given.quick else given.repeats, given.quick):
-            row = {"benchmark": name} | result | about(given.device)
-            print(json.dumps(row, ensure_ascii=False), flush=True)
-            rows.append({key: str(value) for key, value in result.items() if not isinstance(value, dict)})
-            results.append(row)
-            # After each row, and never in part, so that what is known stays if the process is ended.
-            given.output.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(given.output, json.dumps(results, indent=1).encode())
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        print(table(columns, [[row.get(key, "") for key in columns] for row in rows]), flush=True)
+        rows: list[dict[str, str]] = []
+        for row in benchmark(torch.device(options.device), repeats, options.quick):
+            result = {"benchmark": name} | row | machine_facts(options.device)
+            print(json.dumps(result, ensure_ascii=False), flush=True)
+            results.append(result)
+            # After each row, and never in part: an interrupted process leaves the rows that it has computed.
+            write_atomic(options.output, json.dumps(results, indent=1).encode())
+            rows.append({column: str(value) for column, value in row.items() if not isinstance(value, dict)})
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        cells = [[row.get(column, "") for column in columns] for row in rows]
+        print(table(columns, cells), flush=True)
 
 
-def about(device: str) -> dict[str, Any]:
-    """What a figure depends on; the load is the number of threads that wanted to run in the last minute."""
+def machine_facts(device: str) -> dict[str, Any]:
+    """Return the facts that a measured value depends on: machine, threads and versions.
+
+    The load is the mean number of threads that were ready to run in the last minute.
+    """
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    if device == "cuda":
+        machine = torch.cuda.get_device_name()
     return {
-        "machine": torch.cuda.get_device_name()
-        if device == "cuda"
-        else f"{platform.machine()}, {os.cpu_count()} cores",
-        "instructions": " ".join([torch.backends.cpu.get_cpu_capability(), *units()]),
+        "machine": machine,
+        "instructions": " ".join([torch.backends.cpu.get_cpu_capability(), *narrow_instructions()]),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
         "commit": commit.stdout.strip(),
@@ -111,10 +119,12 @@ def about(device: str) -> dict[str, Any]:
     }
 
 
-def units() -> list[str]:
-    """The processor's units for narrow numbers, by the names that the kernel gives them."""
-    known = Path("/proc/cpuinfo")
-    flags = set(known.read_text().split()) if known.is_file() else set()
+def narrow_instructions() -> list[str]:
+    """Return the processor's instruction sets for narrow numbers, by their names in Linux; none on other systems."""
+    cpu_info = Path("/proc/cpuinfo")
+    if not cpu_info.is_file():
+        return []
+    flags = set(cpu_info.read_text().split())
     return sorted(flags & {"avx512_bf16", "avx512_fp16", "avx_vnni", "amx_bf16", "amx_int8", "amx_tile", "bf16"})
 
 

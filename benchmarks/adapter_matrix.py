@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every adapter on every family of backbones: folded, in the loop, or refused, and why.
+"""Every adapter on every family of backbones: folded, in the loop, or rejected, and why.
 
 ``python -m benchmarks.adapter_matrix --output docs/adapter_matrix.md`` writes the page. Each cell is a call of
 ``perada.finetune`` with two clients and one local step each, and with ``engine="auto"``. Weights are random, images
@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import peft
 import torch
@@ -58,12 +58,20 @@ ADAPTERS: dict[str, str | PeftConfig] = {
 }
 """perada's own names, and configurations of PEFT's methods, none with ``target_modules``."""
 HEAVY = {"OFT", "BOFT", "LoHa", "LoKr", "HRA"}
-"""Methods that make a weight as large as a layer's in each pass, and so are tried on the small networks alone."""
-SIDE, CLASSES = 64, 3
+"""Methods that make a weight as large as a layer's in each pass, and so are tried on the small networks only."""
+SIDE = 64
+CLASSES = 3
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "accelerator": "cpu",
+}
+"""Options of a trainer that prints and writes nothing."""
 
 
 class Cell(NamedTuple):
-    """What became of one adapter on one backbone.
+    """Outcome of one adapter on one backbone.
 
     Attributes:
         verdict: ``folded``, ``loop``, ``refused`` (an error of one line), or ``raw error``.
@@ -75,22 +83,19 @@ class Cell(NamedTuple):
 
 
 def cell(backbone: str, adapter: str | PeftConfig) -> Cell:
-    """Try an adapter on a backbone."""
+    """Train an adapter on a backbone for one local step, and return the outcome."""
     random = generator(0, "adapter matrix")
 
-    def images(count: int) -> TensorDataset:
-        shape = (count, 3, SIDE, SIDE)
-        return TensorDataset(
-            torch.randint(0, 256, shape, dtype=torch.uint8, generator=random), torch.arange(count) % CLASSES
-        )
+    def dataset(count: int) -> TensorDataset:
+        images = torch.randint(0, 256, (count, 3, SIDE, SIDE), dtype=torch.uint8, generator=random)
+        return TensorDataset(images, torch.arange(count) % CLASSES)
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         try:
             perada.finetune(
                 backbone,
-                FederatedData([images(2), images(3)], num_classes=CLASSES),
+                FederatedData([dataset(2), dataset(3)], num_classes=CLASSES),
                 adapter=adapter,
                 pretrained=False,
                 image_size=SIDE,
@@ -98,36 +103,48 @@ def cell(backbone: str, adapter: str | PeftConfig) -> Cell:
                 rounds=1,
                 local_steps=1,
                 batch_size=2,
-                **quiet,
+                **QUIET,
             )
         except ValueError as error:
-            line = str(error)
-            return Cell("refused" if "\n" not in line else "raw error", " ".join(line.split()))
-        except Exception as error:  # whatever was not foreseen
+            message = str(error)
+            verdict = "raw error" if "\n" in message else "refused"
+            return Cell(verdict, " ".join(message.split()))
+        except Exception as error:  # an error without a message for users
             return Cell("raw error", f"{type(error).__name__}: {' '.join(str(error).split())}")
-    looped = [str(one.message) for one in said if "falls back to the per-client loop" in str(one.message)]
-    return Cell("loop", looped[0]) if looped else Cell("folded")
+    for warning in caught_warnings:
+        message = str(warning.message)
+        if "falls back to the per-client loop" in message:
+            return Cell("loop", message)
+    return Cell("folded")
 
 
 def matrix(backbones: Sequence[str] = BACKBONES, adapters: Sequence[str] = ()) -> dict[tuple[str, str], Cell]:
-    """Try adapters, by default all, on backbones; ``{(backbone, adapter): cell}``."""
-    tried = [
-        (backbone, name)
-        for backbone in backbones
-        for name in adapters or ADAPTERS
-        if backbone in SMALL or name not in HEAVY
-    ]
-    return {(backbone, name): cell(backbone, ADAPTERS[name]) for backbone, name in tried}
+    """Try adapters on backbones.
+
+    Args:
+        backbones: Names of backbones.
+        adapters: Names of adapters; all of them if there are none.
+
+    Returns:
+        The outcomes by the names of backbone and adapter. Heavy methods on large backbones are left out.
+    """
+    cells: dict[tuple[str, str], Cell] = {}
+    for backbone in backbones:
+        for adapter in adapters or ADAPTERS:
+            if backbone in SMALL or adapter not in HEAVY:
+                cells[backbone, adapter] = cell(backbone, ADAPTERS[adapter])
+    return cells
 
 
 def page(cells: dict[tuple[str, str], Cell], commit: str) -> str:
-    """The page that shows a matrix."""
+    """Return the page that shows a matrix."""
     return "\n".join(_lines(cells, commit)) + "\n"
 
 
 def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
-    backbones, adapters = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
-    counted = Counter(cell.verdict for cell in cells.values())
+    backbones = list(dict.fromkeys(backbone for backbone, _ in cells))
+    adapters = list(dict.fromkeys(adapter for _, adapter in cells))
+    verdicts = Counter(cell.verdict for cell in cells.values())
     yield "# Which adapter runs on which backbone\n"
     yield (
         "This page is generated. Each cell is a run of two clients with one local step each, with random weights, "
@@ -141,20 +158,31 @@ def _lines(cells: dict[tuple[str, str], Cell], commit: str) -> Iterator[str]:
     yield "- **loop**: clients train one after another. The result is the same, and it takes longer."
     yield "- **–**: not tried, since the method makes a weight as large as each layer in every pass."
     yield "- A number stands for the reason below why the adapter is refused.\n"
-    yield "Of all cells, " + ", ".join(f"{count} are {verdict}" for verdict, count in counted.most_common()) + ".\n"
+    counts = ", ".join(f"{count} are {verdict}" for verdict, count in verdicts.most_common())
+    yield f"Of all cells, {counts}.\n"
+    # Numbers of the reasons, in the order in which the table mentions them.
     reasons: dict[str, int] = {}
-
-    def shown(backbone: str, adapter: str) -> str:
-        found = cells.get((backbone, adapter))
-        if found is None or found.verdict in ("folded", "loop"):
-            return found.verdict if found else "–"
-        number = str(reasons.setdefault(found.why.replace(repr(backbone), "…"), len(reasons) + 1))
-        return number if found.verdict == "refused" else f"**{number}**"
-
-    yield table(["backbone", *adapters], [[one, *(shown(one, adapter) for adapter in adapters)] for one in backbones])
+    rows = []
+    for backbone in backbones:
+        row = [backbone]
+        for adapter in adapters:
+            row.append(_cell_text(cells.get((backbone, adapter)), backbone, reasons))
+        rows.append(row)
+    yield table(["backbone", *adapters], rows)
     yield "\n## Reasons\n"
     for reason, number in reasons.items():
         yield f"{number}. `{reason}`"
+
+
+def _cell_text(cell: Cell | None, backbone: str, reasons: dict[str, int]) -> str:
+    """Return a cell's text; a reason without a number gets the next one in ``reasons``."""
+    if cell is None:
+        return "–"
+    if cell.verdict in ("folded", "loop"):
+        return cell.verdict
+    reason = cell.why.replace(repr(backbone), "…")
+    number = reasons.setdefault(reason, len(reasons) + 1)
+    return str(number) if cell.verdict == "refused" else f"**{number}**"
 
 
 def main() -> None:
@@ -163,17 +191,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("lightning_logs/adapter_matrix.md"))
     parser.add_argument("--backbones", nargs="*", default=list(BACKBONES), help="timm names.")
     parser.add_argument("--adapters", nargs="*", default=list(ADAPTERS), choices=list(ADAPTERS))
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    commit = git.stdout.strip()
     cells: dict[tuple[str, str], Cell] = {}
-    for backbone in given.backbones:
-        for adapter in given.adapters:
-            for key, found in matrix([backbone], [adapter]).items():
-                cells[key] = found
-                print(*key, found.verdict, found.why, sep="\t", flush=True)
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(page(cells, commit))  # of what there is: the rest may take long
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    for backbone in options.backbones:
+        for adapter in options.adapters:
+            new_cells = matrix([backbone], [adapter])
+            cells |= new_cells
+            for outcome in new_cells.values():
+                print(backbone, adapter, outcome.verdict, outcome.why, sep="\t", flush=True)
+        # After each backbone, since the others may take long.
+        options.output.write_text(page(cells, commit))
 
 
 if __name__ == "__main__":

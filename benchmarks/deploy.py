@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What perada adds to a round of Flower's: a round that trains nothing, with its sites on this machine.
+"""Seconds that perada adds to a round of Flower's: a round that trains nothing, with its sites on this machine.
 
-In turns, the same bytes go to three sites and back: by Flower alone, whose ClientApp returns them, and by perada's
-transport, ClientApp and socket, behind which a worker returns it.
+In turns, the same bytes go to three sites and back: by Flower only, whose ClientApp returns them, and by perada's
+transport, ClientApp and socket, behind which a worker returns them.
 """
 
 import re
@@ -67,18 +67,18 @@ def main(grid, context):
 
 
 def deploy(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """Give the seconds of a round by Flower alone and by perada, medians; the first round, which warms up, is left out.
+    """Yield the median seconds of a round by Flower only and by perada; nothing without Flower.
 
-    Without Flower it gives nothing.
+    The first round, which warms up, is left out.
     """
     try:
         import flwr
     except ImportError:
         return
+    size = 1000 if quick else BYTES
     with tempfile.TemporaryDirectory(prefix="fl") as folder, Loopback(Path(folder), SITES) as loopback:
         app = Path(folder) / "federation"
         write_app(app, "echo", "", "", "localhost")
-        size = 1000 if quick else BYTES
         (app / "app" / "perada_app" / "client.py").write_text(CLIENT)
         server = SERVER.replace("ROUNDS", str(repeats)).replace("SIZE", str(size))
         (app / "app" / "perada_app" / "server.py").write_text(server)
@@ -88,16 +88,22 @@ def deploy(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str
             loopback.register(site)
             loopback.start(f"worker-{site}", [sys.executable, "-c", WORKER, loopback.socket(site)])
             loopback.start_node(site)
-        said = loopback.flwr("run", app / "app", LINK, "--stream")
-    turns = [(float(one), float(other)) for one, other in re.findall(r"TURN [1-9]\d* (\S+) (\S+)", said)]
-    if len(turns) != repeats:
-        raise RuntimeError(f"the run ended early: {' '.join(said.split()[-30:])}")
-    flower, ours = (statistics.median(column) for column in zip(*turns, strict=True))
+        log = loopback.flwr("run", app / "app", LINK, "--stream")
+    flower_seconds: list[float] = []
+    perada_seconds: list[float] = []
+    added_seconds: list[float] = []
+    # Turn 0 warms up.
+    for flower, with_perada in re.findall(r"TURN [1-9]\d* (\S+) (\S+)", log):
+        flower_seconds.append(float(flower))
+        perada_seconds.append(float(with_perada))
+        added_seconds.append(float(with_perada) - float(flower))
+    if len(added_seconds) != repeats:
+        raise RuntimeError(f"the run ended early: {' '.join(log.split()[-30:])}")
     yield {
         "sites": len(SITES),
         "bytes": size,
-        "Flower s": round(flower, 2),
-        "perada s": round(ours, 2),
-        "perada − Flower s": round(statistics.median(b - a for a, b in turns), 2),
+        "Flower s": round(statistics.median(flower_seconds), 2),
+        "perada s": round(statistics.median(perada_seconds), 2),
+        "perada − Flower s": round(statistics.median(added_seconds), 2),
         "flwr": flwr.__version__,
     }

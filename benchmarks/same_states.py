@@ -30,14 +30,28 @@ MARGIN = 10.0
 """How many times as far from float64 as the CPU's float32 states those of the device may be."""
 FLOOR = 1e-5
 """Relative distance that is always allowed: some hundred times the unit of rounding of float32."""
-CLIENTS, CLASSES, SIDE, BATCH, STEPS = 4, 4, 32, 16, 4
+CLIENTS = 4
+CLASSES = 4
+SIDE = 32
+BATCH = 16
+STEPS = 4
 
 
 def same_states(device: torch.device, repeats: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """All global and personal states after three rounds, by algorithm and model; a RuntimeError if some are too far."""
+    """Compare all global and personal states after three rounds, by algorithm and model.
+
+    Raises:
+        RuntimeError: At the end, if some states are too far from those in float64.
+    """
+    models = list(MODELS)
+    algorithms: tuple[str, ...] = METHODS
+    if quick:
+        models = models[:1]
+        algorithms = algorithms[:2]
     too_far = []
-    for model, (backbone, adapter) in list(MODELS.items())[: 1 if quick else None]:
-        for algorithm in METHODS[: 2 if quick else None]:
+    for model in models:
+        backbone, adapter = MODELS[model]
+        for algorithm in algorithms:
             if algorithm in NEEDS_NORMS and adapter == "lora":
                 continue
             network = _network(backbone)
@@ -66,7 +80,7 @@ def same_states(device: torch.device, repeats: int, quick: bool) -> Iterator[dic
 
 
 def _network(backbone: str) -> nn.Module:
-    """A small network with the same random weights each time."""
+    """Return a small network with the same random weights each time."""
     options = {"img_size": SIDE} if "vit" in backbone else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -82,7 +96,8 @@ def _train(
     arithmetic: Arithmetic = FP32,
     rounds: int = 3,
 ) -> Run:
-    """Train a copy of the network, in its own dtype; without ``device`` on the CPU."""
+    """Train a copy of the network in its own dtype, on the CPU by default."""
+    accelerator = "gpu" if device is not None and device.type == "cuda" else "cpu"
     dtype = next(network.parameters()).dtype
     random = torch.Generator().manual_seed(0)
 
@@ -104,9 +119,9 @@ def _train(
             lr_personal=0.05,
             lr_local=0.05,
             training={"momentum": 0.9},
-            distillation={"steps": 4, "batch_size": 32, "optimizer": "sgd", "lr": 0.05},
             # Adam would turn the rounding of a gradient that is nearly zero into steps of full length.
-            accelerator="gpu" if device is not None and device.type == "cuda" else "cpu",
+            distillation={"steps": 4, "batch_size": 32, "optimizer": "sgd", "lr": 0.05},
+            accelerator=accelerator,
             devices=1,
             logger=False,
             enable_checkpointing=False,
@@ -115,17 +130,24 @@ def _train(
 
 
 def _states(run: Run) -> list[State]:
-    """All global and personal ones."""
+    """Return all global and personal states of a run."""
     return run.states("global") + run.states("personal")
 
 
 def _distance(run: Run, exact: Run, start: Run) -> float:
-    """The largest distance of a state from the exact one, relative to how far that one moved from the start."""
+    """Return the largest distance of a state from the exact one, relative to how far that one moved from the start."""
     distances = []
-    for state, right, first in zip(_states(run), _states(exact), _states(start), strict=True):
-        names = [name for name, value in right.items() if value.is_floating_point()]
-        apart = sum(float((state[name].double() - right[name]).square().sum()) for name in names)
-        moved = sum(float((first[name].double() - right[name]).square().sum()) for name in names)
+    for state, exact_state, initial_state in zip(_states(run), _states(exact), _states(start), strict=True):
+        moved = _squared_distance(initial_state, exact_state)
         if moved:
-            distances.append((apart / moved) ** 0.5)
+            distances.append((_squared_distance(state, exact_state) / moved) ** 0.5)
     return max(distances)
+
+
+def _squared_distance(state: State, exact_state: State) -> float:
+    """Return the squared Euclidean distance of two states, without counters and other integers."""
+    total = 0.0
+    for name, value in exact_state.items():
+        if value.is_floating_point():
+            total += float((state[name].double() - value).square().sum())
+    return total

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round is measured on: model, federation and numbers of steps, the same for every way."""
+"""The model, the federation and the numbers of steps of a measured round, the same for every way."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,9 @@ from perada.lightning.module import FederatedClassifier
 from perada.results.run import Run
 from perada.server import Distillation
 
-PROX, LR, LR_SERVER = 1.0, 0.01, 1e-3
+PROX = 1.0
+LR = 0.01
+LR_SERVER = 1e-3
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,18 @@ class Workload:
     """PerAda on random images.
 
     Attributes:
-        backbone: timm's name, whose weights are random, or a network.
-        adapter: Its name, and its ``options``.
-        side: Of the images in pixels.
-        clients: M.
-        sampled: Clients C a round.
+        backbone: Name of a timm model, whose weights are random, or a network.
+        adapter: Name of the adapter.
+        options: Options of the adapter.
+        side: Side of the images in pixels.
+        clients: Number of clients M.
+        sampled: Number of clients C in a round.
         batch: Images in a local step.
-        steps: Local steps a round.
-        public: Public images.
+        steps: Local steps in a round.
+        public: Number of public images.
         public_batch: Images in a step of the distillation.
-        passes: How often the distillation sees each public image in a round; 0 for none.
+        passes: Passes of the distillation over the public images in a round; 0 for no distillation.
+        classes: Number of classes.
     """
 
     backbone: str | nn.Module = "resnet18"
@@ -49,14 +53,14 @@ class Workload:
 
     @property
     def distillation(self) -> Distillation:
-        """How the server distils: as the naive way, without a trust region and with the teachers' own statistics."""
+        """Options of the distillation as the naive way has them: no trust region, teachers in evaluation mode."""
         steps = self.passes * self.public // self.public_batch
         return Distillation(
             steps=steps, batch_size=self.public_batch, lr=LR_SERVER, teacher_mode="eval", trust_region=None
         )
 
     def data(self, dtype: torch.dtype = torch.float32) -> FederatedData:
-        """One epoch of ``steps`` batches for each client, and the public images; nothing to evaluate on."""
+        """Return random images: for each client an epoch of ``steps`` batches, and public ones; none for tests."""
         random = torch.Generator().manual_seed(0)
 
         def images(count: int) -> torch.Tensor:
@@ -68,13 +72,19 @@ class Workload:
         return FederatedData(train, public=TensorDataset(images(self.public)))
 
     def module(self) -> FederatedClassifier:
-        """The built model, in its first state."""
+        """Return the built model in its initial state."""
         module = FederatedClassifier(self.backbone, self.adapter, self.options, False, image_size=self._image_size)
         module.build(self.classes, False, 0)
         return module
 
     def finetune(self, data: FederatedData | FederatedDataModule, device: torch.device, **options: Any) -> Run:
-        """Run rounds of perada; ``options`` are those of :func:`perada.finetune` that are not the workload's."""
+        """Run rounds of perada.
+
+        Args:
+            data: The clients' images.
+            device: The device to train on.
+            options: Further options of :func:`perada.finetune`.
+        """
         return perada.finetune(
             self.backbone,
             data,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random configurations: each is run, or refused in one line that names the option, the value, the reason, the remedy.
+"""Random configurations: each is run, or rejected in one line with the option, the value, the reason and the remedy.
 
-The options are those of the signatures of ``finetune``, the data module, the partitions, rules and algorithms; for each
-there are values that can be used, and for all of them some that rarely can.
+The options are those in the signatures of ``finetune``, the data module, the partitions, rules and algorithms. Their
+values are drawn from valid ones of each option, and from values that few options accept.
 """
 
 import inspect
@@ -34,8 +34,8 @@ WRONG: tuple[Any, ...] = (
     10**12, 10**30, 10**400, 1e308, 1e-30, -1, 0, 0.5, math.nan, math.inf, -math.inf, True, None, "", "abc", "1",
     {}, [], (), [1], {"a": 1},
 )  # fmt: skip
-"""Values that few options take."""
-RIGHT: dict[str, tuple[Any, ...]] = {
+"""Values that few options accept."""
+TYPICAL: dict[str, tuple[Any, ...]] = {
     "adapter": ("residual", "bottleneck", "prompt", "lora", "dual_lora", "ia3", "head", "bias_norm", "full"),
     "adapter_options": ({}, {"r": 2}, {"r": "abc"}, {"r": 0}, {"dropout": 0.1}, {"none": 1}),
     "algorithm": tuple(ALGORITHMS),
@@ -59,24 +59,44 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "resume_allow": (None, ["training.lr_local"], ["none"]),
     "ckpt_path": (None, "last", "nowhere.ckpt"),
 }
+"""Values of options that are valid, or nearly so."""
 ENDLESS = {"rounds", "local_steps", "local_epochs"}
-"""Options of which the first wrong value would be right, and take years."""
-LEFT_OUT = {"backbone", "data", "trainer", "trainer_kwargs"}  # or too slow to be tried often
+"""Options for which the first of the wrong values is valid, and would take years."""
+LEFT_OUT = {"backbone", "data", "trainer", "trainer_kwargs"}
+"""Arguments of ``finetune`` that are fixed here, or too slow to be varied."""
+LEFT_OUT_OF_MODULE = {
+    "data",
+    "dataset",
+    "partition",
+    "public",
+    "shifts",
+    "num_workers",
+    "return",
+    "device_cache_mb",
+}
+"""The same of the data module, with the entry of its hints that is no argument."""
 PARTITIONS = (IID, Dirichlet, Shards, DominantClass)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of ``finetune``, and the options in which it differs from what works."""
+    """A call of ``finetune``.
+
+    Attributes:
+        options: The random options in which it differs from a valid call.
+        make: Makes the call, with further options.
+    """
 
     options: dict[str, Any]
     make: Callable[..., perada.Run]
 
 
 def configuration(seed: int, number: int) -> Call:
-    """A call of ``finetune`` with random options, which follow from the seed and the number alone."""
+    """Return a call of ``finetune`` with random options, which follow from the seed and the number."""
     draw = random.Random(f"{seed}/{number}")
-    return _divided(draw) if draw.random() < 0.25 else _given(draw)
+    if draw.random() < 0.25:
+        return _call_on_partition(draw)
+    return _call_on_tensors(draw)
 
 
 def try_configurations(campaign: Campaign, seed: int, count: int, seconds: int = SECONDS) -> None:
@@ -125,64 +145,76 @@ def outcome_of(call: Call, seconds: int = SECONDS) -> str:
 
 
 def _outcome_of_refusal(message: str, options: dict[str, Any]) -> str:
-    """Check that a refusal is one line that names a given option, or its value, and a remedy."""
+    """Check that a refusal is one line that names an option of the call, or its value, and a remedy."""
     if "\n" in message.strip():
         return f"several lines: {message.splitlines()[0][:150]}"
-    names = [part for name in options for part in (name, name.removesuffix("_options"))]
-    names += [key for value in options.values() if isinstance(value, dict) for key in value]
-    kinds = [kind for kind in PARTITIONS if kind.__name__ == options.get("partition")]
-    kinds += [
-        SERVER_RULES[rule] for rule in [options.get("server_rule")] if isinstance(rule, str) and rule in SERVER_RULES
-    ]
-    names += [name for kind in kinds for name in inspect.signature(kind).parameters]
-    names += [str(value) for value in options.values() if isinstance(value, str) and value]
-    plain = message.lower().replace("_", " ")
-    if not any(name.lower().replace("_", " ") in plain for name in names):
+    plain_message = message.lower().replace("_", " ")
+    if not any(name.lower().replace("_", " ") in plain_message for name in _names_in(options)):
         return f"names no option: {message[:200]}"
-    return "named" if any(mark in message for mark in (";", ":", ",")) else f"no remedy: {message[:200]}"
+    if not any(mark in message for mark in (";", ":", ",")):
+        return f"no remedy: {message[:200]}"
+    return "named"
 
 
-def _given(draw: random.Random) -> Call:
-    """A call with clients' own tensors, a small network, and some options that differ from what works."""
+def _names_in(options: dict[str, Any]) -> list[str]:
+    """Return what a message may call the options of a call: their names, those in sections and classes, and words."""
+    names: list[str] = []
+    classes: list[type] = [partition for partition in PARTITIONS if partition.__name__ == options.get("partition")]
+    rule = options.get("server_rule")
+    if isinstance(rule, str) and rule in SERVER_RULES:
+        classes.append(SERVER_RULES[rule])
+    for options_class in classes:
+        names += inspect.signature(options_class).parameters
+    for name, value in options.items():
+        names += [name, name.removesuffix("_options")]
+        if isinstance(value, dict):
+            names += value
+        elif isinstance(value, str) and value:
+            names.append(value)
+    return names
+
+
+def _call_on_tensors(draw: random.Random) -> Call:
+    """Return a call with clients' tensors, a small network, and one to four random options."""
     signature = inspect.signature(perada.finetune)
     hints = get_type_hints(perada.finetune)
     names = [name for name in signature.parameters if name not in LEFT_OUT]
     options = {name: _value(draw, name, hints.get(name)) for name in draw.sample(names, draw.randint(1, 4))}
     if draw.random() < 0.1:
-        options["precision"] = draw.choice(RIGHT["precision"])
+        options["precision"] = draw.choice(TYPICAL["precision"])
 
-    def call(**more: Any) -> perada.Run:
+    def call(**further_options: Any) -> perada.Run:
         base = {"adapter": "head", "rounds": 1, "local_steps": 1, "algorithm": "fedavg", "batch_size": 4}
-        return perada.finetune(_network(), _data(), **base | options | QUIET | more)
+        return perada.finetune(_network(), _data(), **base | options | QUIET | further_options)
 
     return Call(options, call)
 
 
-def _divided(draw: random.Random) -> Call:
-    """A call with digits that a partition divides, whose options and the data module's are drawn."""
-    kind = draw.choice(PARTITIONS)
-    own = [name for name in inspect.signature(kind).parameters if name != "num_clients"]
-    of_partition = {name: _value(draw, name, get_type_hints(kind.__init__).get(name)) for name in own}
-    of_partition = {name: of_partition[name] for name in draw.sample(own, draw.randint(0, len(own)))}
+def _call_on_partition(draw: random.Random) -> Call:
+    """Return a call with digits that a partition divides, with random options of the partition and the data module."""
+    partition_class = draw.choice(PARTITIONS)
+    partition_hints = get_type_hints(partition_class.__init__)
+    names = [name for name in inspect.signature(partition_class).parameters if name != "num_clients"]
+    values = {name: _value(draw, name, partition_hints.get(name)) for name in names}
+    partition_options = {name: values[name] for name in draw.sample(names, draw.randint(0, len(names)))}
     if draw.random() < 0.3:
-        of_partition["num_clients"] = draw.choice(WRONG)
+        partition_options["num_clients"] = draw.choice(WRONG)
     hints = get_type_hints(FederatedDataModule.__init__)
-    left_out = {"data", "dataset", "partition", "public", "shifts", "num_workers", "return", "device_cache_mb"}
-    names = [name for name in hints if name not in left_out]
-    of_module = {name: _value(draw, name, hints[name]) for name in draw.sample(names, draw.randint(0, 3))}
+    module_names = [name for name in hints if name not in LEFT_OUT_OF_MODULE]
+    sampled_names = draw.sample(module_names, draw.randint(0, 3))
+    module_options = {name: _value(draw, name, hints[name]) for name in sampled_names}
 
-    def call(**more: Any) -> perada.Run:
-        partition = kind(**{"num_clients": 3} | of_partition)
-        data = FederatedDataModule(
-            dataset=Digits(), partition=partition, **{"train_limit": 60, "test_limit": 30, "batch_size": 8} | of_module
-        )
+    def call(**further_options: Any) -> perada.Run:
+        partition = partition_class(**{"num_clients": 3} | partition_options)
+        limits = {"train_limit": 60, "test_limit": 30, "batch_size": 8}
+        data = FederatedDataModule(dataset=Digits(), partition=partition, **limits | module_options)
         network = nn.Sequential(nn.Flatten(), nn.LazyLinear(10))
         network(torch.zeros(1, 1, 8, 8))
         return perada.finetune(
-            network, data, adapter="head", rounds=1, local_steps=1, algorithm="fedavg", **QUIET | more
+            network, data, adapter="head", rounds=1, local_steps=1, algorithm="fedavg", **QUIET | further_options
         )
 
-    return Call({"partition": kind.__name__} | of_partition | of_module, call)
+    return Call({"partition": partition_class.__name__} | partition_options | module_options, call)
 
 
 QUIET: dict[str, Any] = {
@@ -195,19 +227,23 @@ QUIET: dict[str, Any] = {
 
 
 def _value(draw: random.Random, name: str, hint: object) -> object:
-    """A value of an option: half of the time one that its type, or ``RIGHT``, says can be used."""
+    """Draw a value of an option: half of the time one that few options accept, else a typical one."""
     if draw.random() < 0.5:
-        return draw.choice(WRONG[1:] if name in ENDLESS else WRONG)
-    return draw.choice(RIGHT.get(name) or _of_type(hint))
+        wrong_values = WRONG[1:] if name in ENDLESS else WRONG
+        return draw.choice(wrong_values)
+    return draw.choice(TYPICAL.get(name) or _values_of_type(hint))
 
 
-def _of_type(hint: object) -> tuple[object, ...]:
-    """Some values of a type."""
+def _values_of_type(hint: object) -> tuple[object, ...]:
+    """Return some values of a type."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     if get_origin(hint) in (Union, types.UnionType):
-        return tuple(value for one in get_args(hint) for value in _of_type(one))
-    known: dict[Any, tuple[Any, ...]] = {
+        values: list[object] = []
+        for member in get_args(hint):
+            values += _values_of_type(member)
+        return tuple(values)
+    by_type: dict[Any, tuple[Any, ...]] = {
         int: (1, 2, 3),
         float: (0.01, 0.1, 0.5, 1.0),
         bool: (False, True),
@@ -216,22 +252,26 @@ def _of_type(hint: object) -> tuple[object, ...]:
         ClientPrivacy: (ClientPrivacy(1.0),),
         Distillation: (Distillation(1),),
     }
-    return known.get(hint, (None,))
+    return by_type.get(hint, (None,))
 
 
 def _network() -> nn.Module:
+    """Return a small network for the three classes of :func:`_data`, with the same weights each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
 
 
 def _data() -> FederatedData:
-    random = torch.Generator().manual_seed(0)
+    """Return random images of three clients."""
+    generator = torch.Generator().manual_seed(0)
 
-    def part(count: int) -> TensorDataset:
-        return TensorDataset(torch.randn(count, 1, 8, 8, generator=random), torch.arange(count) % 3)
+    def dataset(count: int) -> TensorDataset:
+        return TensorDataset(torch.randn(count, 1, 8, 8, generator=generator), torch.arange(count) % 3)
 
-    public = TensorDataset(torch.randn(6, 1, 8, 8, generator=random))
-    return FederatedData([part(count) for count in (6, 9, 5)], [part(4) for _ in range(3)], public)
+    public = TensorDataset(torch.randn(6, 1, 8, 8, generator=generator))
+    train = [dataset(count) for count in (6, 9, 5)]
+    test = [dataset(4) for _ in range(3)]
+    return FederatedData(train, test, public)
 
 
 @contextmanager
@@ -241,10 +281,10 @@ def limited(seconds: int) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, stop)
+    handler_before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler_before)

