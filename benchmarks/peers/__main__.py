@@ -78,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: list[dict[str, Any]] = []
     for name in options.task or TASKS:
         task = quick_task(TASKS[name]) if options.quick else TASKS[name]
-        outcomes = measure_task(task, settings, missing)
+        try:
+            outcomes = measure_task(task, settings, missing)
+        except KeyboardInterrupt:
+            sys.exit(f"interrupted in the task {name}; the tasks before it are in {options.output}")
         rows = rows_of(name, outcomes)
         print(f"\n{task.description}, {settings.threads} threads, {settings.turns} turns\n")
         print(markdown(rows), flush=True)
