@@ -55,24 +55,25 @@ class Attacked(FedAvg):
         self._clients: tuple[int, ...] = ()
         self._round = 0
 
-    def broadcast(self, given: Broadcast) -> State:
-        """Note whose the rows are."""
-        self._clients, self._round = given.clients, given.round
-        return super().broadcast(given)
+    def broadcast(self, sending: Broadcast) -> State:
+        """Store which clients the rows of the round are of."""
+        self._clients = sending.clients
+        self._round = sending.round
+        return super().broadcast(sending)
 
     def end_round(
-        self, trained: Stacks, kept: Stacks, received: State, tensor_names: TensorNames
+        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
     ) -> tuple[Stacks, State]:
-        """Change what the hostile ones send."""
-        kept, update = super().end_round(trained, kept, received, tensor_names)
+        """Change the updates of the hostile clients."""
+        client_state, update = super().end_round(trained, client_state, received, tensor_names)
         update = {key: value.clone() for key, value in update.items()}
-        for place, client in enumerate(self._clients):
+        for row, client in enumerate(self._clients):
             if client < self.hostile:
                 for key in tensor_names.parameters:
-                    start = received[key][place]
-                    change = update[key][place] - start
-                    update[key][place] = start + self._hostile_change(change, client, key)
-        return kept, update
+                    start = received[key][row]
+                    change = update[key][row] - start
+                    update[key][row] = start + self._hostile_change(change, client, key)
+        return client_state, update
 
     def _hostile_change(self, change: Tensor, client: int, key: str) -> Tensor:
         """Return what a hostile client sends in place of its change; with wrong labels its training did the harm."""

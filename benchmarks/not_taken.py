@@ -16,7 +16,7 @@ from benchmarks.round import LITE0, RESNET, SMALL, VIT
 from benchmarks.timing import ratio, take_turns
 from benchmarks.workload import Workload
 from perada.core.seeding import Streams
-from perada.core.states import expand, get_state
+from perada.core.states import State, expand, get_state
 from perada.engine import Engine
 
 
@@ -42,7 +42,7 @@ def _row(what: str, ways: dict[str, Callable[[], object]], device: torch.device,
 
 
 def _steps(work: Workload, device: torch.device) -> dict[str, Callable[[], object]]:
-    """A step of local training of all of a round's clients, forward and backward."""
+    """Return the ways to run a local step of a round's clients, forward and backward."""
     model = work.module().model.to(device)
     clients = work.sampled
     cast = copy.deepcopy(model)
@@ -53,10 +53,10 @@ def _steps(work: Workload, device: torch.device) -> dict[str, Callable[[], objec
             if not value.requires_grad:
                 value.data = value.data.bfloat16()
     x = torch.randn(clients, work.batch, 3, work.side, work.side, device=device)
-    states = {
-        key: value.clone().requires_grad_(value.is_floating_point() and "running" not in key)
-        for key, value in expand(get_state(model), clients).items()
-    }
+    states: State = {}
+    for key, value in expand(get_state(model), clients).items():
+        is_trained = value.is_floating_point() and "running" not in key
+        states[key] = value.clone().requires_grad_(is_trained)
 
     def step(engine: Engine) -> None:
         streams = Streams.derived(0, "benchmark", clients=tuple(range(clients)))
@@ -64,7 +64,8 @@ def _steps(work: Workload, device: torch.device) -> dict[str, Callable[[], objec
             logits = engine.logits(states, x, training=True, streams=streams)
         torch.autograd.grad(logits.sum(), [value for value in states.values() if value.requires_grad])
 
-    last = work.backbone != VIT.backbone
+    channels_last = work.backbone != VIT.backbone
     return {
-        name: partial(step, Engine(one, channels_last=last)) for name, one in (("as it is", model), ("instead", cast))
+        "as it is": partial(step, Engine(model, channels_last=channels_last)),
+        "instead": partial(step, Engine(cast, channels_last=channels_last)),
     }

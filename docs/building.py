@@ -2,15 +2,12 @@
 """What `mkdocs.yml` asks for beside Markdown: where the site's pages are, and how docstrings become Markdown."""
 
 import re
-from inspect import getdoc
 from pathlib import Path
 
 from griffe import Alias, AliasResolutionError, Extension, Module, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
-
-import perada
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -45,57 +42,60 @@ class Docstrings(Extension):
         seen: set[str] = set()
         todo: list[Object | Alias] = [pkg]
         while todo:
-            found = todo.pop()
-            if isinstance(found, Alias) or found.path in seen:
+            documented = todo.pop()
+            if isinstance(documented, Alias) or documented.path in seen:
                 continue
-            seen.add(found.path)
-            if isinstance(found, Module) and found.path not in FACES:
-                found.exports = None
-            todo += found.members.values()
-            if found.path == "perada.api.finetune":  # which adds what classes say of their options
-                found.docstring.value = getdoc(perada.finetune)
-            if found.docstring:
-                found.docstring.value = markdown(found.docstring.value, found)
+            seen.add(documented.path)
+            if isinstance(documented, Module) and documented.path not in FACES:
+                documented.exports = None
+            todo += documented.members.values()
+            if documented.docstring:
+                documented.docstring.value = markdown(documented.docstring.value, documented)
 
 
 def markdown(text: str, of: Object) -> str:
-    """A docstring with its roles as links and its doctests as fenced blocks."""
+    """Return a docstring with its roles as links and its doctests as fenced blocks."""
 
     def link(match: re.Match[str]) -> str:
-        shown = match[2].removeprefix("~") if match[2][0] != "~" else match[2].rpartition(".")[2]
-        target = resolve(match[2].removeprefix("~"), of)
-        return f"[`{shown}`][{target}]" if target else f"`{shown}`"
+        name = match[2].removeprefix("~")
+        # As in Sphinx, only the last part of a name with a tilde is shown.
+        text = name.rpartition(".")[2] if match[2].startswith("~") else name
+        target = resolve(name, of)
+        return f"[`{text}`][{target}]" if target else f"`{text}`"
 
     text = re.sub(r":(\w+):`([^`]+)`", link, text)
     return re.sub(r"(?:^ *>>> .*\n?(?:^ *\S.*\n?)*\n?)+", fenced, text, flags=re.MULTILINE)
 
 
 def resolve(name: str, of: Object) -> str | None:
-    """Path of what a name means where it stands; None for what is another package's."""
+    """Return the path of the object that a docstring names; None for an object of another package."""
     absolute = name.startswith(f"{of.package.name}.")
     scope, within = (of.package, name.partition(".")[2]) if absolute else (of, name)
     try:
         while scope is not None and within.split(".")[0] not in scope.all_members:
             scope = scope.parent
-        found = scope and scope[within]
-        while found and not found.has_docstring:  # an attribute that its class explains
-            found = found.parent
-        return found and found.canonical_path if shown(found) else None
+        target = scope and scope[within]
+        # The class of an attribute without a docstring explains it.
+        while target and not target.has_docstring:
+            target = target.parent
+        if not has_page(target):
+            return None
+        return target and target.canonical_path
     except AliasResolutionError:
         return None
     except KeyError:
         raise PluginError(f"the docstring of {of.path} names {name}, which does not exist") from None
 
 
-def shown(found: Object | None) -> bool:
-    """Whether a page of the reference shows an object."""
-    while found and found.parent and not isinstance(found.parent, Module):
-        found = found.parent
-    face = found.package.modules.get(found.path.split(".")[1]) if found else None
-    return face is None or face.path not in FACES or found.name in (face.exports or ())
+def has_page(target: Object | None) -> bool:
+    """Return whether a page of the reference shows an object."""
+    while target and target.parent and not isinstance(target.parent, Module):
+        target = target.parent
+    face = target.package.modules.get(target.path.split(".")[1]) if target else None
+    return face is None or face.path not in FACES or target.name in (face.exports or ())
 
 
 def fenced(match: re.Match[str]) -> str:
-    """A doctest as a fenced block with its indentation."""
+    """Return a doctest as a fenced block with its indentation."""
     indent = re.match(r" *", match[0])[0]
     return f"\n{indent}```pycon\n{match[0].rstrip()}\n{indent}```\n"

@@ -52,8 +52,8 @@ def write_into(document: Path, text: str) -> None:
         ValueError: If it does not have both.
     """
     content = document.read_text(encoding="utf-8")
-    before, begin, rest = content.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, behind_begin = content.partition(BEGIN)
+    _, end, after = behind_begin.partition(END)
     if not begin or not end:
         raise ValueError(f"{document} must have the lines {BEGIN!r} and {END!r}, between which the tables go")
     document.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")

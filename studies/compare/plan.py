@@ -236,7 +236,7 @@ class Plan:
 
         has_ranges = any(has_range(grid) for grid in self.grids.values())
         self.trials = (options.trials or TRIALS) if has_ranges else 0
-        self._asked = self._words_of_options()
+        self._option_words = self._words_of_options()
         varied_points = [tuple(point.items()) for point in points(vary)] or [()]
         # The values of the last option of --vary change fastest.
         rows = product(options.recipes, algorithms, self.variants or [""], varied_points)
@@ -254,16 +254,16 @@ class Plan:
     def _words_of_options(self) -> list[str]:
         """Return the options other than recipes and algorithms, which distinguish rows of one file."""
         options = self.options
-        asked = []
+        option_words = []
         if options.paper:
-            asked.append("--paper")
-        asked += [f"--tune={argument}" for argument in options.tune]
-        asked += [f"--set={argument}" for argument in options.set]
+            option_words.append("--paper")
+        option_words += [f"--tune={argument}" for argument in options.tune]
+        option_words += [f"--set={argument}" for argument in options.set]
         if self.trials:
-            asked += [f"--trials={self.trials}", f"--sampler={options.sampler}"]
+            option_words += [f"--trials={self.trials}", f"--sampler={options.sampler}"]
         if options.tune and options.choose_by != list(CHOSEN_BY):
-            asked.append(f"--choose_by={','.join(options.choose_by)}")
-        return asked
+            option_words.append(f"--choose_by={','.join(options.choose_by)}")
+        return option_words
 
     def _check_options(self, vary: Grid) -> None:
         """Raise if options contradict each other."""
@@ -405,7 +405,7 @@ class Plan:
             stage=stage,
             point=point,
             args=args,
-            variant=[*self._asked, *self.overrides, *row_words],
+            variant=[*self._option_words, *self.overrides, *row_words],
             digest=recipe.digest,
             chosen_by=self._chosen_by,
             varied={"variant": row.variant} | varied if row.variant else varied,
