@@ -148,7 +148,7 @@ def test_labels_of_different_kinds(kind):
 
 
 def test_images_that_are_none():
-    refused(FederatedData([client(dtype=torch.int64)]), "images are torch.int64: give uint8", TypeError)
+    refused(FederatedData([client(dtype=torch.int64)]), "images are torch.int64: use uint8", TypeError)
     refused(
         FederatedData([[("cat.jpg", 1)]], num_classes=2),
         "client 0, sample 0: an image must be a tensor, an array or a PIL image, got str",
@@ -321,7 +321,7 @@ GOOD = PIXELS, CLASSES
             ([PIXELS[0], PIXELS[0, :, 1:]], CLASSES),
             "images as one list, which is not a tensor of numbers",
         ),
-        ((PIXELS.long(), CLASSES), "images are torch.int64: give uint8"),
+        ((PIXELS.long(), CLASSES), "images are torch.int64: use uint8"),
         ((PIXELS[0, 0], CLASSES), r"images of shape \(8, 8\); return \(N, channels, height, width\), or \(N, height"),
         (
             (PIXELS.permute(0, 2, 3, 1), CLASSES),

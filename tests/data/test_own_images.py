@@ -272,7 +272,12 @@ def test_a_new_image_moves_no_validation_image_and_groups_stay_whole(tmp_path):
         (["a/b/1.jpg"], "{class}/{class}/*", ValueError, r"the field \{class\} twice; replace one of them with \*"),
         (["a/b/1.jpg"], "{class}/*", FileNotFoundError, r"such as a/b/1\.jpg, do not match the layout '\{class\}/\*'"),
         ([], "{class}/*", FileNotFoundError, "has no images: set root to a folder with .jpg"),
-        (["x/a/1.jpg"], "{split}/{class}/*", ValueError, r"x/a/1\.jpg: the split 'x' is none of train, training, test"),
+        (
+            ["x/a/1.jpg"],
+            "{split}/{class}/*",
+            ValueError,
+            r"x/a/1\.jpg: split must be one of train, training, test, .*, got 'x'",
+        ),
         (
             ["train/a/1.jpg"],
             "{split}/{class}/*",

@@ -85,10 +85,14 @@ def test_tables_of_every_encoding(content, encoding, ends):
 @pytest.mark.parametrize(
     ("content", "encoding", "message"),
     [
-        (WESTERN.encode("cp1252"), None, r"line 2 has the byte 0xe4, which is 'ä' in Windows-1252, and is not UTF-8: "),
+        (
+            WESTERN.encode("cp1252"),
+            None,
+            r"line 2 has the byte 0xe4, which is 'ä' in Windows-1252, so the file is not UTF-8: ",
+        ),
         (WESTERN.encode("cp1252"), "utf-8", r"save it as UTF-8 \(in Excel: CSV UTF-8\), or name its encoding"),
         ("path,label\na,☃\n".encode("utf-16-le"), None, "zero bytes, like UTF-16 without a byte-order mark"),
-        (b"path,label\na,\x81\n", "cp1252", "line 2 has the byte 0x81, and is not CP1252"),
+        (b"path,label\na,\x81\n", "cp1252", "line 2 has the byte 0x81, so the file is not CP1252"),
     ],
 )
 def test_tables_in_another_encoding_say_what_to_do(content, encoding, message):
@@ -252,7 +256,7 @@ def test_names_that_a_reader_can_tell_apart_are_not(names):
 def test_names_that_differ_only_in_case_are_warned_of(one, other):
     """Of clients in folders, of classes in folders, of labels that are words, of groups in a table, and by name."""
     assert case_variants([one, "dog", other, one]) == [[one, other]]
-    says = "are different {}, but differ only in capitals and spaces".format
+    says = "are different {} but differ only in capitals and spaces".format
     write_images(f"clients/{one}/x", f"clients/{other}/x", f"clients/{one}/y")
     with pytest.warns(UserWarning, match=says("clients,")) as caught:
         Division(Images("clients", size=8), ByDomain("client")).share_out()

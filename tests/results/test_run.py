@@ -268,7 +268,7 @@ def with_other_shapes(tensors):
         (write("client_1/adapter_model.safetensors", ""), "client_1/adapter_model.safetensors' cannot be read"),
         (write("global/adapter_config.json", "not json"), "configuration in .*global' cannot be read"),
         (write("global/adapter_config.json", '{"peft_type": "NOSUCH"}'), "configuration in .*global' cannot be read"),
-        (write("client_0/adapter_config.json", '{"peft_type": "LORA"}'), "client_0'.*another"),
+        (write("client_0/adapter_config.json", '{"peft_type": "LORA"}'), "client_0'.*a different"),
         (
             change_tensors("client_0/adapter_model.safetensors", without_first),
             "client_0' belongs to a different.*' is missing",
