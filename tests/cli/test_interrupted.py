@@ -65,7 +65,7 @@ def test_a_signal_to_all_processes_ends_the_run_with_the_line_to_resume(tmp_path
 def test_a_dead_worker_is_named_with_its_client(tmp_path):
     code, lines = run(tmp_path, "INT", "death")
     assert code == 1
-    assert "was ended by SIGKILL while it was reading sample " in lines[-1] and " of client " in lines[-1]
+    assert "was terminated by SIGKILL while it was reading sample " in lines[-1] and " of client " in lines[-1]
     assert lines[-1].startswith("perada: error: a process reading images (pid ")
     assert not [line for line in lines if "Traceback" in line]
 
