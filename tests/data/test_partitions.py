@@ -417,8 +417,8 @@ def test_errors(make, words):
     [
         ("{", "is not a partition"),
         ('{"num_clients": 2, "train_sizes": [1, 2]}', "is not a partition"),
-        ('{"train": [[0], [7]], "test": []}', "gives client 1 sample 7"),
-        ('{"train": [[-1]], "test": []}', "gives client 0 sample -1"),
+        ('{"train": [[0], [7]], "test": []}', "assigns sample 7 to client 1"),
+        ('{"train": [[-1]], "test": []}', "assigns sample -1 to client 0"),
     ],
 )
 def test_files_that_do_not_fit(tmp_path, text, words):
