@@ -109,8 +109,8 @@ def test_several_labels_an_image(tmp_path):
     ("options", "message"),
     [
         ({"label": "lable"}, "label: {} has no column 'lable'; did you mean 'label'?"),
-        ({"image": "ward"}, "image: column 'ward' of {} holds"),
-        ({"label": "picture"}, "label: column 'picture' of {} holds"),
+        ({"image": "ward"}, "image: column 'ward' of {} contains"),
+        ({"label": "picture"}, "label: column 'picture' of {} contains"),
         ({"client": "hospital"}, "client: {} has no column 'hospital'"),
         ({"splits": ["dev"]}, "splits: {} has no split 'dev'; it has train, test"),
         ({"splits": ["test", "train"], "name": "/nowhere/at-all"}, "the dataset '/nowhere/at-all' cannot be loaded"),

@@ -44,7 +44,7 @@ def test_files_are_not_moved_from_elsewhere(saved, outside, name):
     folder, own = saved
     (folder / name).symlink_to(outside)
     for read in (lambda: perada.Run.load(folder, backbone=own), lambda: forget(folder, 0)):
-        with pytest.raises(ValueError, match=rf"{name}' is a link to '.*outside', and files .* delete the link"):
+        with pytest.raises(ValueError, match=rf"{name}' is a link to '.*outside', so files .* delete the link"):
             read()
     assert unchanged(outside)
     assert not (folder / "diary").exists()
@@ -55,7 +55,7 @@ def test_files_are_not_moved_to_elsewhere(saved, outside):
     run = perada.Run.load(folder, backbone=own)
     shutil.rmtree(folder / "client_0")
     (folder / "client_0").symlink_to(outside)
-    with pytest.raises(ValueError, match=r"client_0' is a link to '.*outside', and files of the run would be moved"):
+    with pytest.raises(ValueError, match=r"client_0' is a link to '.*outside', so files of the run would be moved"):
         run.save(folder)
     assert unchanged(outside)
     (folder / "client_0").unlink()
