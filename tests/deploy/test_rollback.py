@@ -200,9 +200,9 @@ def test_a_log_that_is_deleted_is_missed_also_if_nobody_joined_before(tiny, tmp_
         files = files_of(folder)
         for name in gone:
             (folder / name).unlink()
-        with pytest.raises(ValueError, match=rf"({LOG}|{HEAD})\b.*(is gone|were cut off)"):
+        with pytest.raises(ValueError, match=rf"({LOG}|{HEAD})\b.*(is missing|were cut off)"):
             SiteStore(folder)
-        with pytest.raises(ValueError, match=rf"({LOG}|{HEAD})\b.*(is gone|were cut off)"):
+        with pytest.raises(ValueError, match=rf"({LOG}|{HEAD})\b.*(is missing|were cut off)"):
             main(["deploy", "audit", str(folder)])
         put_back(folder, files, {}, ())
     SiteStore(folder).close()
