@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 import timm
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from timm.data.config import resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 import perada.models.twins  # noqa: F401  # registers how layers of timm and PEFT run for many clients at once
+from perada.adapters.prompt import PromptedBlock
 from perada.core.checks import OptionError, check_integer
 from perada.core.rounds import ImageConfig
 from perada.core.text import near_names
 from perada.models.adapted import Backbone
 from perada.models.char_lstm import VOCABULARY, CharLSTM, hidden_of
 from perada.models.twins import register_transformers
-from perada.models.unwrapping import unwrapped
+from perada.models.unwrapping import SequentialAdapter, unwrapped
 from perada.models.weight_files import cached_file, load_weights, no_weights
 
 if TYPE_CHECKING:
@@ -153,11 +155,15 @@ def _from_module(module: nn.Module, num_classes: int | None) -> Backbone:
 
 def _check_names(model: nn.Module, name: str) -> None:
     """Raise an OptionError for a module with a name of PEFT's wrappers, which perada removes from names of tensors."""
-    for path, _ in model.named_modules():
-        for part in path.split("."):
-            if part in ("base_layer", "original_module", "modules_to_save"):
+    for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer | SequentialAdapter | PromptedBlock):
+            continue  # an adapter of an earlier run, where the name stands for what PEFT means by it
+        for child, _ in module.named_children():
+            if child in ("base_layer", "original_module", "modules_to_save"):
+                child_path = f"{path}.{child}".lstrip(".")
                 problem = (
-                    f"has a module {path!r}, which is a name of PEFT's own modules; rename it, or merge PEFT's adapter"
+                    f"has a module {child_path!r}, which is a name of PEFT's own modules; rename it, or merge PEFT's "
+                    "adapter"
                 )
                 raise _backbone_error(name, problem)
 

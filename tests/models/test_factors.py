@@ -58,8 +58,8 @@ def test_what_is_not_a_product_alone_has_no_factors(backbone, options):
     ("option", "message"),
     [
         *(({"init_lora_weights": one}, f"'{one}'.*'gaussian'") for one in ("pissa", "pissa_niter_4", "olora", "mica")),
-        ({"velora_config": VeloraConfig()}, "velora_config=Velora.*leave it out"),
-        ({"monteclora_config": MontecloraConfig()}, "monteclora_config=Monte.*leave it out"),
+        ({"velora_config": VeloraConfig()}, "velora_config=Velora.*leave velora_config out"),
+        ({"monteclora_config": MontecloraConfig()}, "monteclora_config=Monte.*leave monteclora_config out"),
     ],
 )
 def test_what_no_state_holds_is_refused(option, message):

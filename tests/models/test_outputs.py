@@ -55,7 +55,7 @@ def test_a_run_is_that_of_the_logits_alone(options, tmp_path):
             got, wanted = (one.state(role, None if role == "global" else 1) for one in (run, expected))
             torch.testing.assert_close(got, wanted)
         saved = perada.Run.load(run.save(tmp_path / way), backbone=Net(WAYS[way], seed=5))
-        assert "differ by" in export_model(saved, 1, "torch-export", tmp_path / way)
+        assert "differ from the run's by at most" in export_model(saved, 1, "torch-export", tmp_path / way)
         torch.testing.assert_close(saved.predict(x).probabilities, expected.predict(x).probabilities)
 
 
@@ -66,7 +66,7 @@ def test_a_run_is_that_of_the_logits_alone(options, tmp_path):
             lambda logits, h: (logits, logits + 1),
             r"returns a tuple of \(2, 3\), \(2, 3\), and 2 of its parts are logits",
         ),
-        (lambda logits, h: {"out": logits}, "'Net' returns a dict, and 0 of its parts are logits .B, 3.: return the"),
+        (lambda logits, h: {"out": logits}, "'Net' returns a dict, and 0 of its parts are logits .B, 3.; return the"),
     ],
 )
 def test_what_holds_no_logits_is_one_line(way, words):

@@ -408,7 +408,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_computed(tmp_path):
     with pytest.raises(FileExistsError, match="is a file; choose a folder as output"):
         local_gd.study(output=tmp_path / "file", quick=True)
     missing = local_gd_head.HeadSettings(root=str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"FashionMNIST is not in .*; or choose --head.dataset=digits"):
+    with pytest.raises(FileNotFoundError, match=r"FashionMNIST was not found in .*; or choose --head.dataset=digits"):
         local_gd.study(output=tmp_path / "out", head=missing)
     assert not (tmp_path / "out").exists()
     for make, name in (

@@ -66,7 +66,7 @@ def describe_changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> str
         now: Whether each one is a test image.
 
     >>> describe_changes({"a": True, "b": False}, {"a": True, "b": False, "c": False})
-    '1 new, 0 gone since the last start; 2 are trained on and 1 tested on (before 1 and 1)'
+    '1 new, 0 missing since the last start; 2 for training and 1 for testing (before: 1 and 1)'
     """
     if not before or before == now:
         return ""
