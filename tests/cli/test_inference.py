@@ -221,9 +221,7 @@ def test_a_checkpoint_that_says_what_no_run_says_is_refused_in_one_line(tmp_path
     saved = torch.load(checkpoint, weights_only=True)
     saved["perada"]["info"] |= changed
     torch.save(saved, checkpoint)
-    with pytest.raises(
-        ValueError, match=r"the checkpoint's content is not what perada writes|is not supported"
-    ) as error:
+    with pytest.raises(ValueError, match=r"(its|the checkpoint's) content is not what perada writes") as error:
         perada.Run.load(folder)
     assert "\n" not in str(error.value)
 
