@@ -249,6 +249,7 @@ def test_large_sets_without_declared_labels_are_checked_as_they_are_read(monkeyp
     assert "client 0 has the label 9, outside 0..4" in dict(batch.failed)[0]
 
 
+@pytest.mark.slow
 def test_what_is_advised_for_other_channels_works():
     """Floating-point images of one channel, with a network of one's own that takes them, and converted for one."""
     parts = [TensorDataset(torch.rand(4, 1, 8, 8), torch.arange(4) % 2) for _ in range(2)]

@@ -33,7 +33,7 @@ flower.run_demo(1, None)
 """
 
 
-@pytest.mark.every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_processes_and_deletes_the_keys(kind):
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:

@@ -103,7 +103,7 @@ def program(tmp_path, monkeypatch, run, listed):
         ("true", "does not answer", "--database"),
         ("echo no JSON", "does not answer", "--database"),
         ("echo '[]'", "does not answer", "--database"),
-        ("exec sleep 30", "does not answer", "--database"),
+        pytest.param("exec sleep 30", "does not answer", "--database", marks=pytest.mark.slow),  # two seconds each
         ("""echo '{"success": true, "runs": []}'""", "has no such run", "without the --database"),
         ("""echo '{"success": true, "runs": [{"status": "finished:failed"}]}'""", "is finished:failed", "suspended"),
     ],

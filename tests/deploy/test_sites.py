@@ -385,7 +385,7 @@ def test_without_any_limit_a_site_trains_one_whole_run_and_no_more(tiny, tmp_pat
     assert worker.store.totals.ledger.history(0) == {(1.0, 4 / 9): 4 * 10}
 
 
-@pytest.mark.parametrize(("accountant", "own"), [("prv", "rdp"), ("rdp", "prv")])
+@pytest.mark.parametrize(("accountant", "own"), [pytest.param("prv", "rdp", marks=pytest.mark.slow), ("rdp", "prv")])
 def test_a_limit_is_measured_as_the_site_says_whatever_the_recipe_says(tiny, tmp_path, accountant, own):
     privacy = Privacy(noise_multiplier=4.0, delta=0.1, accountant=accountant)
     parties = Parties(tiny, tmp_path, "ditto", rounds=6, loop={"privacy": privacy})

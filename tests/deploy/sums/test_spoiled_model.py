@@ -179,7 +179,7 @@ class Stopped(Exception):
 @pytest.mark.parametrize("kind", ["hold", "mask", "confirm", "reveal"])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("change", ["comes back", "goes"])
-@pytest.mark.every(16)
+@pytest.mark.slow
 def test_a_server_that_was_stopped_goes_on_with_the_sites_that_it_had(kind, after, change, tiny, tmp_path):
     """A fifth site comes back before the server does, or one of the four is gone then."""
     made = parties(tiny, tmp_path, "fedavg", rounds=2, sizes=(*FOUR, 6, 5), every=2)
