@@ -11,7 +11,8 @@ of the round to the next. Shape suffixes: C clients, B batch, K classes.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -73,18 +74,35 @@ class RoundPlan:
         clients: Sorted by number of samples, the largest first (ties by id), so that the clients that are active in a
             step are always a prefix.
         steps: ``steps[phase][i]`` are the local steps of ``clients[i]``.
-        lengths: Steps of each phase. In a part of a round, the clients with the most steps may be in another part.
+        clients_per_chunk: Clients that take all their steps before the next ones begin; by default all at once.
+        num_batches: Cohort batches of the round. A rank whose clients need fewer than another rank's serves empty ones.
     """
 
     round: int
     clients: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...] = field(default=(), repr=False)
+    clients_per_chunk: int | None = field(default=None, repr=False)
+    num_batches: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.lengths:
-            longest = tuple(max(steps_of_phase) for steps_of_phase in self.steps)
-            object.__setattr__(self, "lengths", longest)
+        if not self.num_batches:
+            object.__setattr__(self, "num_batches", sum(self._steps_of_chunk(chunk) for chunk in self.chunks))
+
+    @cached_property
+    def chunks(self) -> list[range]:
+        """Places of the clients that train at the same time."""
+        size = self.clients_per_chunk or max(1, len(self.clients))
+        places = range(len(self.clients))
+        return [places[start : start + size] for start in places[::size]]
+
+    def chunks_between(self, start: int, stop: int) -> list[range]:
+        """Return the chunks that have clients at places from ``start`` up to, but not including, ``stop``."""
+        size = len(self.chunks[0])
+        return self.chunks[start // size : -(-stop // size)]
+
+    def _steps_of_chunk(self, places: range) -> int:
+        """Return how many cohort batches the clients at some places need together."""
+        return sum(max(steps_of_phase[place] for place in places) for steps_of_phase in self.steps)
 
     def part(self, places: Sequence[int]) -> "RoundPlan":
         """Return the plan for the clients at ``places``."""
@@ -92,7 +110,7 @@ class RoundPlan:
         steps = []
         for steps_of_phase in self.steps:
             steps.append(tuple(steps_of_phase[place] for place in places))
-        return RoundPlan(self.round, clients, tuple(steps), self.lengths)
+        return RoundPlan(self.round, clients, tuple(steps), self.clients_per_chunk)
 
 
 @dataclass(frozen=True)
@@ -160,7 +178,12 @@ def sample_cohort(
 
 
 def make_plan(
-    round: int, clients: Sequence[int], sizes: Sequence[int], phases: Sequence[Phase], batch_size: BatchSize
+    round: int,
+    clients: Sequence[int],
+    sizes: Sequence[int],
+    phases: Sequence[Phase],
+    batch_size: BatchSize,
+    clients_per_chunk: int | None = None,
 ) -> RoundPlan:
     """Order the ``clients``, longest first, and count their steps; ``sizes[id]`` is a client's number of samples.
 
@@ -171,7 +194,7 @@ def make_plan(
     steps = []
     for phase in phases:
         steps.append(tuple(phase.local_steps(sizes[client], batch_size) for client in order))
-    return RoundPlan(round, order, tuple(steps))
+    return RoundPlan(round, order, tuple(steps), clients_per_chunk)
 
 
 def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
@@ -179,7 +202,7 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
 
     Clients are assigned by their number of steps, the largest first, each to the rank with the fewest steps so far
     (Graham, 1969), ties to the lower rank. Each rank's clients, if any, have the order of ``plan``. All ranks have as
-    many cohort batches as the round, some of them without clients.
+    many cohort batches as the rank that needs the most, some of them without clients.
 
     >>> [part.clients for part in share_out(RoundPlan(0, (4, 7, 1), ((5, 3, 3),)), 2)]
     [(4,), (7, 1)]
@@ -193,7 +216,9 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
         rank = loads.index(min(loads))
         loads[rank] += work[place]
         shares[rank].append(place)
-    return [plan.part(sorted(places)) for places in shares]
+    parts = [plan.part(sorted(places)) for places in shares]
+    most_batches = max(part.num_batches for part in parts)
+    return [replace(part, num_batches=most_batches) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -249,23 +274,45 @@ def batch_indices(size: int, batch_size: BatchSize, steps: int, seed: int, purpo
     return torch.cat(permutations)[: steps * rows].view(steps, rows)
 
 
-def active_steps(plan: RoundPlan) -> Iterator[tuple[int, int, int]]:
-    """Yield (phase, step within the phase, number of active clients) for every cohort batch of a round.
+class BatchPlace(NamedTuple):
+    """Where a cohort batch stands in a round.
 
-    >>> list(active_steps(RoundPlan(0, (5, 2), ((2, 1), (1, 1)))))
-    [(0, 0, 2), (0, 1, 1), (1, 0, 2)]
+    Attributes:
+        start: Place in the plan of the first client of its chunk.
+        phase: Index of the phase.
+        step: Index of the step within the phase.
+        active: Number of clients that take the step, the chunk's first ones; 0 where another rank is still training.
     """
-    for phase, (steps, length) in enumerate(zip(plan.steps, plan.lengths, strict=True)):
-        for step in range(length):
-            active = sum(client_steps > step for client_steps in steps)
-            yield phase, step, active
+
+    start: int
+    phase: int
+    step: int
+    active: int
+
+
+def batch_places(plan: RoundPlan) -> Iterator[BatchPlace]:
+    """Yield the place of every cohort batch of a round: a chunk takes all its steps before the next one begins.
+
+    >>> [tuple(place) for place in batch_places(RoundPlan(0, (5, 2), ((2, 1), (1, 1))))]
+    [(0, 0, 0, 2), (0, 0, 1, 1), (0, 1, 0, 2)]
+    """
+    count = 0
+    for chunk in plan.chunks:
+        for phase, steps in enumerate(plan.steps):
+            steps_of_chunk = [steps[place] for place in chunk]
+            for step in range(max(steps_of_chunk)):
+                active = sum(client_steps > step for client_steps in steps_of_chunk)
+                yield BatchPlace(chunk.start, phase, step, active)
+                count += 1
+    for _ in range(count, plan.num_batches):
+        yield BatchPlace(len(plan.clients), len(plan.steps) - 1, 0, 0)
 
 
 class CohortBatch(NamedTuple):
-    """One local step of every active client, possibly none on a rank.
+    """One local step of clients that train at the same time, possibly none on a rank.
 
     Attributes:
-        clients: The active clients.
+        clients: The clients that take the step: those of the plan from ``start`` on.
         x: Images (C, B, ...).
         y: Classes (C, B), or labels (C, B, K) as floats.
         counts: Number of real rows of each client; the others are zero padding at the end.
@@ -275,6 +322,7 @@ class CohortBatch(NamedTuple):
         failed: Clients of whom a sample could not be read, and why.
         classes: Number (C, K) of each client's training images of each class, without the last classes if no client has
             them; ``None`` if images have several labels, labels are not all known, or training is private.
+        start: Place of the first client in the round's plan.
     """
 
     clients: tuple[int, ...]
@@ -286,6 +334,19 @@ class CohortBatch(NamedTuple):
     round: int = 0
     failed: tuple[tuple[int, str], ...] = ()
     classes: Tensor | None = None
+    start: int = 0
+
+    def rows(self, start: int, stop: int) -> "CohortBatch":
+        """Return the batch of the clients at some places of the plan."""
+        part = slice(start - self.start, stop - self.start)
+        return self._replace(
+            clients=self.clients[part],
+            x=self.x[part],
+            y=self.y[part],
+            counts=self.counts[part],
+            classes=None if self.classes is None else self.classes[part],
+            start=start,
+        )
 
     @property
     def step_ids(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ A *state* holds what one role (personal, local, global) trains: ``{name in the s
 same dictionary with a leading client axis C on every tensor. Names are those of the single model's ``state_dict()``.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -406,3 +407,22 @@ def is_finite(state: State) -> bool:
     finite = [value.isfinite().all() for value in state.values()]
     # Stacked first, so that the host waits once for the device.
     return bool(torch.stack(finite).all())
+
+
+def as_matrix(stack: Tensor) -> Tensor:
+    """View a stack (C, ...) as a matrix (C, N) with one row for each client.
+
+    >>> as_matrix(torch.ones(2, 3, 4)).shape, as_matrix(torch.ones(2)).shape
+    (torch.Size([2, 12]), torch.Size([2, 1]))
+    """
+    return stack.flatten(1) if stack.dim() > 1 else stack.unsqueeze(1)
+
+
+def finite_rows(stack: Tensor) -> Tensor:
+    """Return which rows (C,) of a stack (C, ...) hold neither a NaN nor an infinity."""
+    rows = as_matrix(stack)
+    if not stack.is_floating_point() or not rows.shape[1]:
+        return torch.ones(len(stack), dtype=torch.bool, device=stack.device)
+    # The largest magnitude is NaN or infinite if any number is. It needs one pass and no memory.
+    largest: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)
+    return largest.isfinite()

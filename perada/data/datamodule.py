@@ -96,6 +96,7 @@ class FederatedDataModule(pl.LightningDataModule):
     client_names: list[str] | None
     prepare: Preparation
     """Prepares a batch for the model on the batch's device. The Trainer's batches are prepared already."""
+    _clients_per_chunk: int | None = None
 
     def __init__(  # noqa: PLR0913  # one argument an option of recipes
         self,
@@ -287,6 +288,7 @@ class FederatedDataModule(pl.LightningDataModule):
         image: ImageConfig | None = None,
         private: PrivateSampling | None = None,
         eligible: Eligible | None = None,
+        clients_per_chunk: int | None = None,
     ) -> None:
         """Configure the rounds. The defaults are seed 0, all clients, one epoch, and no normalisation constants.
 
@@ -297,6 +299,7 @@ class FederatedDataModule(pl.LightningDataModule):
             image: Image size and normalisation of the backbone.
             private: How batches are drawn in private training, with the streams of each phase.
             eligible: Returns those of the given clients that may still take part; None if all may.
+            clients_per_chunk: Clients that take all their steps before the next ones begin; None for all at once.
 
         Raises:
             ValueError: If there are fewer clients than are to be drawn, or the images do not fit the backbone.
@@ -317,6 +320,7 @@ class FederatedDataModule(pl.LightningDataModule):
         self._phases = phases
         self._private = private
         self._eligible = eligible
+        self._clients_per_chunk = clients_per_chunk
         self._shares = None
         secure = private is not None and private.secure
         self.prepare = replace(self.prepare, image=image, seed=seed, secure=secure)
@@ -346,7 +350,14 @@ class FederatedDataModule(pl.LightningDataModule):
 
     def plan_for(self, clients: Sequence[int], round: int, phases: Sequence[Phase] | None = None) -> RoundPlan:
         """Plan a round of the given clients. The phases are those of every round by default."""
-        return make_plan(round, clients, self.checked.train.sizes, phases or self._phases, self.batch_size)
+        return make_plan(
+            round,
+            clients,
+            self.checked.train.sizes,
+            phases or self._phases,
+            self.batch_size,
+            self._clients_per_chunk,
+        )
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Serve this rank's clients of the trainer's current round; ``len()`` is the round's number of steps."""

@@ -417,8 +417,7 @@ def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clie
     Args:
         engine: Runs the models.
         members: The models (K, ...).
-        batches: The clients' images. The active clients of a batch are a prefix of all; rows beyond a client's count
-            are padding.
+        batches: The clients' images; rows beyond a client's count are padding.
         clients: C.
         multilabel: Whether images have several labels.
     """
@@ -428,11 +427,11 @@ def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clie
     num_images = torch.zeros(clients, device=device)
     with torch.no_grad():
         for batch in batches:
-            active = len(batch.clients)
+            active = slice(batch.start, batch.start + len(batch.clients))
             counts = torch.tensor(batch.counts, device=device)
             for index, model in enumerate(models):
-                logits = engine.logits(expand(model, active), batch.x, counts=batch.counts)
+                logits = engine.logits(expand(model, len(batch.clients)), batch.x, counts=batch.counts)
                 mean_losses = client_losses(logits, batch.y, batch.counts, multilabel)
-                loss_sums[:active, index] += counts * mean_losses
-            num_images[:active] += counts
+                loss_sums[active, index] += counts * mean_losses
+            num_images[active] += counts
     return loss_sums / num_images.unsqueeze(1)

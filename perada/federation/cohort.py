@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local training of the clients of one round, all at once.
+"""Local training of the clients of one round, chunk by chunk.
 
-Clients are ordered by their number of local steps, longest first, so those still training are a prefix, and a prefix of
-a stacked tensor is a view. Chunks of clients bound the memory of one forward and backward pass.
+The clients of a chunk share each forward and backward pass, and take all their steps before the next chunk begins: what
+they train stays in the processor's caches, and gradients and optimisers exist for one chunk at a time. Clients are
+ordered by their number of local steps, longest first, so that those of a chunk that still train are a prefix, and a
+prefix of a stacked tensor is a view.
 """
 
 import secrets
@@ -19,7 +21,7 @@ from perada.algorithms.dry_run import no_counts, no_logits
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
-from perada.core.states import State, clone, per_client, select, without
+from perada.core.states import State, clone, finite_rows, per_client, select, without
 from perada.engine.engine import Engine, client_losses, client_means
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.federation.settings import Settings
@@ -58,36 +60,37 @@ class LocalTrainer:
 
 
 class _Chunk:
-    """Clients ``start … stop`` of a cohort, and their local steps as :class:`perada.algorithms.base.ClientStep`.
+    """Some clients of a cohort, and their local steps as :class:`perada.algorithms.base.ClientStep`.
 
     A chunk holds the complete stacks of its clients, and the leaves and optimisers of the ``active`` ones, which are
     still training: a prefix, whose tensors are views of the stacks, so that steps change the stacks in place.
 
     Args:
         cohort: The cohort, which lets go of its chunks at the end: they refer to it.
-        opened: The stacks (C, ...) by role that the cohort's round began with.
-        start: Place of the first client in the cohort.
-        stop: Place behind the last.
+        places: Places of the clients in the cohort.
     """
 
-    def __init__(self, cohort: "Cohort", opened: Stacks, start: int, stop: int) -> None:
+    def __init__(self, cohort: "Cohort", places: range) -> None:
         self._cohort = cohort
-        self.start = start
-        self.stop = stop
+        self.start = places.start
+        self.stop = places.stop
         self.round = cohort.plan.round
         self.tensor_names = cohort.tensor_names
+        self.phase_index = -1  # none has begun
         self.full: Stacks = {}
-        for role, stacked in opened.items():
+        for role, stacked in cohort.opened.items():
             # Weights that the server merges into stay as they are, and may be views of one tensor: no copies of them.
-            rows = _rows(stacked, start, stop)
+            rows = _rows(stacked, self.start, self.stop)
             unmerged = clone(without(rows, cohort.tensor_names.merged))
             self.full[role] = select(rows, cohort.tensor_names.merged) | unmerged
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
-    def begin(self, phase: str) -> None:
+    def begin(self, phase_index: int) -> None:
         """Start a phase: leaves for all clients of the chunk and fresh optimisers."""
         cohort = self._cohort
+        phase = cohort.phases[phase_index].name
+        self.phase_index = phase_index
         self.phase = phase
         self.active = self.stop - self.start
         self._optimizers = {}
@@ -118,20 +121,24 @@ class _Chunk:
             self.states[role] = views
 
     def step(self, batches: AnyBatch) -> None:
-        """Take a local step of the active clients."""
+        """Take a local step of the active clients, whose batch this is."""
         cohort = self._cohort
         batch = one_of(batches)
+        if batch.phase != self.phase_index:
+            self.begin(batch.phase)
+        if len(batch.clients) < self.active:
+            self.narrow(len(batch.clients))
         stop = self.start + self.active
         # Of the cohort's C clients.
         self._rows = slice(self.start, stop)
         self._batches = batches
         # By stream, how many passes have drawn from it.
         self._passes = Counter[str]()
-        self._counts = batch.counts[self._rows]
-        # A chunk of clients with few images needs no rows of padding for clients elsewhere.
+        self._counts = batch.counts
+        # The batch may have rows of padding for clients of another chunk.
         width = max(self._counts)
-        self._x = batch.x[self._rows, :width]
-        self._y = batch.y[self._rows, :width]
+        self._x = batch.x[:, :width]
+        self._y = batch.y[:, :width]
         self.received = _rows(cohort.received, self.start, stop)
         self.client_state = {role: _rows(stacked, self.start, stop) for role, stacked in cohort.client_state.items()}
         self._finite = torch.ones_like(cohort.broken[self._rows])
@@ -172,7 +179,7 @@ class _Chunk:
             raise no_counts(self._cohort.algorithm)
         # The last classes are missing where no client has them.
         missing = classes - counts.shape[1]
-        return F.pad(counts[self._rows], (0, missing))
+        return F.pad(counts, (0, missing))
 
     @property
     def labels(self) -> Tensor:
@@ -349,7 +356,7 @@ class Cohort:
         tuning: Whether this is the fine-tuning that follows the last round.
 
     Attributes:
-        chunks: The clients, divided into those that share a forward and backward pass.
+        opened: The stacks (C, ...) by role that the round begins with. There are none after :meth:`finish`.
         broken: Whether a client's loss became NaN or infinite, (C,), on the device.
         failed: Clients of whom a sample could not be read, with the reason.
         losses: Sums of losses over steps, (C,) by role, on the device.
@@ -386,17 +393,15 @@ class Cohort:
         if trainer.protection.images is not None:
             self.private = PrivateRound(trainer.protection.images, trainer.gradients, settings.seed, plan, tuning)
         self.scales = trainer.scales.open("clients", clients, device)
-        opened = self.algorithm.begin_round(client_state, received, self.tensor_names)
+        self.opened = self.algorithm.begin_round(client_state, received, self.tensor_names)
         # Weights that the server merges into are not trained: they need no copies, and come back as they were.
         self._merged: Stacks = {}
-        for role, stacked in opened.items():
+        for role, stacked in self.opened.items():
             self._merged[role] = select(stacked, self.tensor_names.merged)
-        clients_per_chunk = settings.clients_per_chunk or clients
-        if self.engine.kind == "loop":
-            clients_per_chunk = 1
-        self.chunks: list[_Chunk] = []
-        for start in range(0, clients, clients_per_chunk):
-            self.chunks.append(_Chunk(self, opened, start, min(start + clients_per_chunk, clients)))
+        # By the place of their first client, the chunks that are training, and which ones are done.
+        self._open_chunks: dict[int, _Chunk] = {}
+        self._closed_chunks: set[int] = set()
+        self._trained: Stacks = {}
         # In a private run nobody may know which units dropout leaves out.
         seed = settings.seed
         if self.private is not None and self.private.secure:
@@ -404,7 +409,7 @@ class Cohort:
         self.streams: dict[str, Streams] = {}
         self.losses: dict[str, Tensor] = {}
         self.descents: dict[str, Tensor] = {}
-        for role in opened:
+        for role in self.opened:
             self.streams[role] = Streams.derived(
                 seed, f"dropout-{role}", plan.round, clients=plan.clients, device=device
             )
@@ -412,36 +417,56 @@ class Cohort:
             self.descents[role] = torch.zeros(clients)
         self.broken = torch.zeros(clients, dtype=torch.bool, device=device)
         self.failed: dict[int, str] = {}
-        # None has begun.
-        self._phase = -1
-
-    @property
-    def example_states(self) -> Stacks:
-        """Stacks (c, ...) by role of some clients, for names and shapes. There are none after :meth:`finish`."""
-        return self.chunks[0].full
 
     def step(self, batches: AnyBatch) -> None:
-        """Take one local step of the clients that a batch holds: a prefix of the plan's, or none."""
+        """Take one local step of the clients that a batch holds.
+
+        The chunks' batches come one chunk after another, as :func:`perada.core.rounds.batch_places` lists them. A batch
+        may also hold clients of several chunks; they train one after another.
+        """
         batch = one_of(batches)
         if not batch.clients:
             return
         # Where training is private, each stream of batches has its own.
-        batches_of_streams = list(batches.values()) if isinstance(batches, dict) else [batches]
-        for batch_of_stream in batches_of_streams:
+        batches_of_streams = batches if isinstance(batches, dict) else {"": batches}
+        for batch_of_stream in batches_of_streams.values():
             for client, reason in batch_of_stream.failed:
                 # In a private run the sample is in no batch, and the client trains on.
-                self.broken[batch_of_stream.clients.index(client)] |= self.private is None
+                self.broken[self.plan.clients.index(client)] |= self.private is None
                 self.failed.setdefault(client, reason)
-        if batch.phase != self._phase:
-            self._phase = batch.phase
-            for chunk in self.chunks:
-                chunk.begin(self.phases[batch.phase].name)
-        for chunk in self.chunks:
-            active = min(len(batch.clients), chunk.stop) - chunk.start
-            if active > 0:
-                if active < chunk.active:
-                    chunk.narrow(active)
-                chunk.step(batches)
+        stop = batch.start + len(batch.clients)
+        for chunk in list(self._open_chunks.values()):
+            if chunk.stop <= batch.start:
+                self._close(chunk)
+        for places in self.plan.chunks_between(batch.start, stop):
+            start_in_chunk = max(places.start, batch.start)
+            stop_in_chunk = min(places.stop, stop)
+            chunk_batches = {}
+            for stream, stream_batch in batches_of_streams.items():
+                chunk_batches[stream] = stream_batch.rows(start_in_chunk, stop_in_chunk)
+            is_private = isinstance(batches, dict)
+            self.open_chunk(places).step(chunk_batches if is_private else chunk_batches[""])
+
+    def open_chunk(self, places: range) -> _Chunk:
+        """Return the chunk of some clients, which begins to train if it has not."""
+        if places.start not in self._open_chunks:
+            self._open_chunks[places.start] = _Chunk(self, places)
+        return self._open_chunks[places.start]
+
+    def _close(self, chunk: _Chunk) -> None:
+        """Keep the states that a chunk has trained, and release its gradients and optimisers."""
+        del self._open_chunks[chunk.start]
+        self._closed_chunks.add(chunk.start)
+        for role, stacked in chunk.full.items():
+            unmerged = without(stacked, self.tensor_names.merged)
+            if len(self.plan.chunks) == 1:  # no copy
+                self._trained[role] = unmerged
+                continue
+            trained = self._trained.setdefault(role, {})
+            for name, value in unmerged.items():
+                if name not in trained:
+                    trained[name] = value.new_empty(len(self.plan.clients), *value.shape[1:])
+                trained[name][chunk.start : chunk.stop] = value
 
     def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
         """End the round, and merge the results of the ranks. A collective: all ranks must call this alike.
@@ -452,17 +477,23 @@ class Cohort:
         """
         shares = shares or Shares.of(self.plan)
         ranks = ranks or Ranks()
-        trained = self._trained()
+        for places in self.plan.chunks:
+            if places.start not in self._closed_chunks:
+                self._close(self.open_chunk(places))  # a stand-in has taken no step
+        trained = self._trained
+        self._trained = {}
+        self.opened = {}
         finite_here = _all_finite(~self.broken, *trained.values())
+        checked = {id(value) for stacked in trained.values() for value in stacked.values()}
         for role in trained:
             trained[role] = trained[role] | self._merged[role]
         client_state, sent = self.algorithm.end_round(trained, self.client_state, self.received, self.tensor_names)
         # An algorithm may make what is not finite of what is.
-        sent_is_finite = _all_finite(torch.ones_like(finite_here), sent)
         if self.private is not None:
-            accepted = sent_is_finite
+            accepted = _all_finite(torch.ones_like(finite_here), sent)
         else:
-            finite_here = _all_finite(finite_here & sent_is_finite, *client_state.values())
+            for state in (sent, *client_state.values()):
+                finite_here = _all_finite(finite_here, _without_checked(state, checked))
             accepted = finite_here
 
         skipped = torch.zeros_like(finite_here) if self.scales is None else self.scales.skipped
@@ -520,17 +551,6 @@ class Cohort:
             steps=dict(zip(roles, steps, strict=True)),
         )
 
-    def _trained(self) -> Stacks:
-        """Concatenate the chunks' stacks, without the merged weights, and release the chunks."""
-        trained: Stacks = {}
-        for role, stacked in self.chunks[0].full.items():
-            trained[role] = {}
-            for name in stacked:
-                if name not in self.tensor_names.merged:
-                    trained[role][name] = torch.cat([chunk.full[role][name] for chunk in self.chunks])
-        self.chunks = []
-        return trained
-
 
 @dataclass(frozen=True)
 class _Totals:
@@ -547,8 +567,13 @@ def _all_finite(clients: Tensor, *stacks: State) -> Tensor:
     """Return which of ``clients`` (C,) have only finite values in the stacks (C, ...)."""
     for stacked in stacks:
         for value in stacked.values():
-            clients = clients & value.reshape(len(value), -1).isfinite().all(1)
+            clients = clients & finite_rows(value)
     return clients
+
+
+def _without_checked(state: State, checked: set[int]) -> State:
+    """Return the tensors of a state whose ids are not among those that were checked before."""
+    return {name: value for name, value in state.items() if id(value) not in checked}
 
 
 def _add_gradient(leaf: Tensor, gradient: Tensor, factor: float = 1.0) -> None:

@@ -254,8 +254,7 @@ def full_gradients(
         cohort: The clients, and what they train.
         settings: Options of the run.
         points: Stacks (C, ...) at which the gradients are taken, such as the global state and the personal states.
-        batches: All training images, each once. The active clients of a batch are a prefix of the C; rows beyond a
-            client's count are padding.
+        batches: All training images, each once; rows beyond a client's count are padding.
 
     Returns:
         The gradients (C, ...) at each point, and the clients' numbers of images (C,).
@@ -264,7 +263,7 @@ def full_gradients(
     tensor_names = cohort.tensor_names
     clients = stack_size(points[0])
     trained: set[str] = set()
-    for role in cohort.example_states:
+    for role in cohort.opened:
         for phase in cohort.phases:
             trained.update(cohort.algorithm.trainable_keys(role, phase.name, tensor_names, cohort.plan.round))
     stacks = []
@@ -273,20 +272,19 @@ def full_gradients(
         for name in tensor_names.keys:
             leaves[name] = point[name].detach().clone().requires_grad_(name in trained)
         stacks.append(leaves)
-    clients_at_once = settings.clients_per_chunk or clients
-    if engine.kind == "loop":
-        clients_at_once = 1
+    clients_at_once = cohort.plan.clients_per_chunk or clients
     images = torch.zeros(clients, dtype=torch.float64)
     for batch in batches:
-        images[: len(batch.clients)] += torch.tensor(batch.counts)
-        for start in range(0, len(batch.clients), clients_at_once):
-            counts = batch.counts[start : start + clients_at_once]
-            part = slice(start, start + len(counts))
-            x = batch.x[part, : max(counts)]
-            y = batch.y[part, : max(counts)]
+        stop = batch.start + len(batch.clients)
+        images[batch.start : stop] += torch.tensor(batch.counts)
+        for start in range(batch.start, stop, clients_at_once):
+            part = batch.rows(start, min(start + clients_at_once, stop))
+            counts = part.counts
+            x = part.x[:, : max(counts)]
+            y = part.y[:, : max(counts)]
             for stack in stacks:
                 with torch.enable_grad():
-                    models = {name: value[part] for name, value in stack.items()}
+                    models = {name: value[start : start + len(counts)] for name, value in stack.items()}
                     logits = engine.logits(models, x, counts=counts)
                     losses = client_losses(logits, y, counts, settings.training.multilabel)
                     # Sums over images, which add up over batches of unequal sizes.

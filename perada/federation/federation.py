@@ -148,7 +148,7 @@ class Federation:
         shares = self._shares
         plan = shares.plan
         places = shares.places
-        opened = cohort.example_states  # there are none after the cohort has finished
+        opened = cohort.opened  # there are none after the cohort has finished
         results = cohort.finish(shares, self.ranks)
         # A rank without clients trained a stand-in, whose loss scale does not count.
         is_client = torch.arange(len(results.finite_here), device=results.finite_here.device) < len(places)

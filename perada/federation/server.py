@@ -17,6 +17,7 @@ from perada.core.ranks import Ranks
 from perada.core.rounds import Phase, RoundPlan
 from perada.core.states import (
     State,
+    as_matrix,
     clone,
     device_of,
     expand,
@@ -32,7 +33,7 @@ from perada.federation.scores import probabilities
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
 from perada.server import Updates, client_weights
-from perada.server.aggregate import Weighting, double, double_dtype
+from perada.server.aggregate import Weighting, column_blocks, double, double_dtype
 from perada.server.distill import DistillationRound, Distiller, SecureTeachers, ServerData
 from perada.server.low_rank import lora_residual
 
@@ -558,9 +559,9 @@ def _norms_and_cosines(
     for name in names:
         if name not in updates or name not in received or received[name].shape != updates.local_rows[name].shape:
             continue
-        change = (double(updates.local_rows[name]) - double(received[name])).flatten(1)
-        squares[rows] += change.square().sum(1)
+        squares[rows] += _squared_distances(updates.local_rows[name], received[name])
         if with_cosines:
+            change = (double(updates.local_rows[name]) - double(received[name])).flatten(1)
             mean_change = change.sum(0) / updates.clients
             updates.ranks.sum_([mean_change])
             products[rows] += (change * mean_change).sum(1)
@@ -573,3 +574,16 @@ def _norms_and_cosines(
     if not with_cosines:
         return norms, None
     return norms, products / (norms * mean_square.sqrt())
+
+
+def _squared_distances(stack: Tensor, other: Tensor) -> Tensor:
+    """Return the squared norms (C,) of the differences of two stacks (C, ...), in double precision.
+
+    Block by block on a processor, for the reason given at :func:`perada.server.aggregate.column_blocks`.
+    """
+    columns = as_matrix(stack)
+    other_columns = as_matrix(other)
+    squares = columns.new_zeros(len(columns), dtype=double_dtype(stack.device))
+    for block in column_blocks(columns):
+        squares += (double(columns[:, block]) - double(other_columns[:, block])).square_().sum(1)
+    return squares

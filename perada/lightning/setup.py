@@ -7,6 +7,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from perada.algorithms.dry_run import no_counts
 from perada.core.rounds import CohortBatch, sample_cohort
 from perada.data.batches.features import FeatureStore
+from perada.engine.chunks import clients_in_cache
 from perada.engine.frozen_trunk import FrozenTrunk
 from perada.engine.loss_scaling import product_seconds
 from perada.federation.secure_sums import check_secure_sums
@@ -65,6 +66,8 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     if settings.algorithm.needs_class_counts and batch.classes is None and trains:
         raise no_counts(settings.algorithm)
     check_first_batch(context, batch, trains)
+    # The engine may have fallen back to the loop, in which clients train one after another.
+    configure_rounds(context, protection)
     trunk = set_up_feature_cache(context, batch.x[0, 0])
     # Gradients of images were checked with the first batch where the run trains on images.
     needs_gradient_check = trunk is not None or not trains
@@ -113,7 +116,23 @@ def configure_rounds(context: RunContext, protection: Protection) -> None:
         image=context.adapted.backbone.image,
         private=None if images is None else images.sampling(),
         eligible=protection.affordable if protection.limited else None,
+        clients_per_chunk=_clients_per_chunk(context),
     )
+
+
+def _clients_per_chunk(context: RunContext) -> int | None:
+    """Return how many clients train at the same time; None for all of a round."""
+    settings = context.settings
+    engine = context.module.engine
+    if context.data.num_clients == 1:
+        return None
+    if engine.kind == "loop":
+        return 1
+    if settings.clients_per_chunk is not None:
+        return settings.clients_per_chunk
+    if context.trainer.strategy.root_device.type != "cpu":
+        return None
+    return clients_in_cache(context.module.model)
 
 
 def _first_batch(context: RunContext) -> CohortBatch:
@@ -123,7 +142,7 @@ def _first_batch(context: RunContext) -> CohortBatch:
         return context.data.first_batch([0])
     # Whether clients are kept apart is checked with as many as are folded in a round.
     cohort = sample_cohort(settings.seed, 0, context.data.num_clients, settings.clients_per_round)
-    return context.data.first_batch(cohort[: settings.clients_per_chunk or context.data.num_clients])
+    return context.data.first_batch(cohort[: _clients_per_chunk(context)])
 
 
 def check_first_batch(context: RunContext, batch: CohortBatch, trains: bool) -> None:

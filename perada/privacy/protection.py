@@ -70,7 +70,7 @@ class PrivateRound:
         Args:
             stream: Stream of batches to query.
             states: The clients' states (C, ...).
-            batches: The step's batches of all clients of the round, by stream.
+            batches: The step's batches of these clients, by stream.
             rows: Which of the round's clients these are.
             dropout: The clients' random streams.
 
@@ -79,9 +79,9 @@ class PrivateRound:
         """
         self._count_query(one_of(batches), stream, rows)
         batch = batches[stream]
-        counts = batch.counts[rows]
+        counts = batch.counts
         width = max(1, *counts)
-        sums = self.gradients.sums(Query(states, batch.x[rows, :width], batch.y[rows, :width], counts, dropout))
+        sums = self.gradients.sums(Query(states, batch.x[:, :width], batch.y[:, :width], counts, dropout))
         total = torch.zeros(len(counts), device=batch.x.device)
         for key, gradient in self._noisy_gradients(sums, stream, rows).items():
             # The derivative of this product by the state is the noisy gradient.

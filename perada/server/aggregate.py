@@ -2,7 +2,7 @@
 """Updates of clients, their mean, and the base classes of server rules."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, Options, check_choice
 from perada.core.ranks import Ranks
-from perada.core.states import Factors, State, expand, gather, per_client, to_device_async
+from perada.core.states import Factors, State, as_matrix, expand, gather, to_device_async
 
 Weighting = Literal["uniform", "samples"]
 WITHOUT_DOUBLE = {"mps"}
@@ -132,7 +132,10 @@ class Updates:
                 places.append(place)
                 indices.append(index_of[row])
         selected = {name: value for name, value in self.local_rows.items() if name not in without}
-        return Updates(gather(selected, indices), places, len(rows), self.ranks)
+        # All of them in their order need no copy.
+        if indices != list(range(len(self.places))):
+            selected = gather(selected, indices)
+        return Updates(selected, places, len(rows), self.ranks)
 
     def completed(self, state: State) -> "Updates":
         """Add the names that clients did not send, with the values of a ``state`` without a client axis."""
@@ -209,10 +212,18 @@ def double_dtype(device: torch.device) -> torch.dtype:
 
 
 def _weighted_sum(value: Tensor, weights: Tensor) -> Tensor:
-    # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
-    value = double(value)
-    weight = per_client(weights.to(value), value)
-    return (value * weight).sum(0)
+    """Return the sum (...) of a stack (C, ...) over clients, times their weights (C,), in double precision.
+
+    Block by block: a copy of all updates in double precision would not fit the processor's caches, and new memory of
+    its size costs more than the sum.
+    """
+    columns = as_matrix(value)
+    weights = weights.to(double_dtype(value.device)).unsqueeze(1)
+    sums = columns.new_empty(columns.shape[1], dtype=weights.dtype)
+    for block in column_blocks(columns):
+        # Elementwise: autocast would run a product of matrices, and so round the states, in half precision.
+        sums[block] = (double(columns[:, block]) * weights).sum(0)
+    return sums.view(value.shape[1:])
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -228,6 +239,21 @@ def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
         # The product overflows for the largest numbers, which stay as they are.
         value = torch.where(high_bits.isfinite(), high_bits, value)
     return value.to(dtype)
+
+
+BLOCK_NUMBERS = 2**19
+"""How many numbers of the updates are converted to double precision at a time on a processor: 4 MB of them."""
+
+
+def column_blocks(columns: Tensor) -> Iterator[slice]:
+    """Divide the columns of a stack (C, N) into blocks that fit a processor's caches; on a GPU there is one."""
+    clients, numbers = columns.shape
+    size = numbers
+    if columns.device.type == "cpu":
+        size = BLOCK_NUMBERS // max(1, clients)
+    size = max(1, size)
+    for start in range(0, numbers, size):
+        yield slice(start, min(start + size, numbers))
 
 
 _INNER = "aggregate/"

@@ -304,7 +304,7 @@ def test_lightning_sees_a_round_as_an_epoch(tmp_path):
         reload_dataloaders_every_n_epochs=1,
     ).fit(listener, datamodule=data)
     plans = [data.plan(round) for round in range(3)]
-    assert listener.lengths == [sum(plan.lengths) for plan in plans]
+    assert listener.lengths == [sum(map(max, plan.steps)) for plan in plans]
     expected = [data.prepare(batch) for plan in plans for batch in data.cohort_loader(plan)]
     assert all(isinstance(batch, CohortBatch) for batch in listener.seen)
     equal(listener.seen, expected)

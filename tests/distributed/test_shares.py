@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from perada.core.rounds import Phase, active_steps, make_plan, share_out
+from perada.core.rounds import Phase, batch_places, make_plan, share_out
 from perada.server import Updates, mean
 
 
@@ -20,7 +20,7 @@ def test_shares_are_a_division_whose_busiest_part_is_near_the_best(seed):
     assert len(shares) == ranks
     assert sorted(client for share in shares for client in share.clients) == list(range(len(sizes)))
     for share in shares:
-        assert share.lengths == plan.lengths
+        assert share.num_batches == max(sum(map(max, part.steps)) for part in shares if part.clients)
         assert [client for client in plan.clients if client in share.clients] == list(share.clients)
         places = [plan.clients.index(client) for client in share.clients]
         assert share.steps == tuple(tuple(phase[place] for place in places) for phase in plan.steps)
@@ -53,14 +53,34 @@ def _best(work, ranks, least):
     return found
 
 
-def test_the_steps_of_a_share_stand_where_the_whole_round_has_them():
-    plan = make_plan(0, range(4), [9, 5, 14, 7], [Phase("one", 1), Phase("two", 2)], 4)
-    whole = list(active_steps(plan))
-    for share in share_out(plan, 3):
-        steps = list(active_steps(share))
-        assert [step[:2] for step in steps] == [step[:2] for step in whole]
-        for (_, _, own), (_, _, active) in zip(steps, whole, strict=True):
-            assert set(share.clients[:own]) == set(share.clients) & set(plan.clients[:active])
+def plain_steps(plan, size):
+    """Phase, step and clients of every batch, by loops over chunks of ``size`` clients."""
+    steps = []
+    for start in range(0, len(plan.clients), size):
+        chunk = range(start, min(start + size, len(plan.clients)))
+        for phase, steps_of_clients in enumerate(plan.steps):
+            step = 0
+            while any(steps_of_clients[place] > step for place in chunk):
+                steps.append((phase, step, [plan.clients[p] for p in chunk if steps_of_clients[p] > step]))
+                step += 1
+    return steps
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, 3, 9])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_chunk_takes_all_its_steps_before_the_next_begins(size, ranks):
+    """On each of several ranks, which all have as many batches; those without clients come last."""
+    plan = make_plan(0, range(7), [9, 5, 14, 7, 2, 9, 3], [Phase("one", 1), Phase("two", 2)], 4, size)
+    shares = share_out(plan, ranks)
+    expected = [plain_steps(share, size or 7) for share in shares]
+    assert {share.num_batches for share in shares} == {max(map(len, expected))}
+    for share, steps in zip(shares, expected, strict=True):
+        places = list(batch_places(share))
+        assert len(places) == share.num_batches
+        for place, (phase, step, clients) in zip(places, steps, strict=False):
+            assert (place.phase, place.step) == (phase, step)
+            assert list(share.clients[place.start : place.start + place.active]) == clients
+        assert all(place.active == 0 for place in places[len(steps) :])
 
 
 def test_a_part_of_the_updates_has_its_clients_in_their_order():

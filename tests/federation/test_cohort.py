@@ -57,14 +57,14 @@ def site(model, training, algorithm, engine="folded", phases=PHASES, seed=0, **o
     return LocalTrainer(Engine(model, engine), find_tensor_names(model, "fc"), settings)
 
 
-def cohort(model, training, algorithm=None, engine="folded", factor=1.0, **options):
+def cohort(model, training, algorithm=None, engine="folded", factor=1.0, chunk=None, **options):
     algorithm = algorithm or FedAvg()
     initial = get_state(model)
     kept = {
         role: expand(state, 4)
         for role, state in algorithm.initial_client_state(initial, find_tensor_names(model, "fc")).items()
     }
-    plan = RoundPlan(3, CLIENTS, (STEPS,))
+    plan = RoundPlan(3, CLIENTS, (STEPS,), chunk)
     return Cohort(site(model, training, algorithm, engine, **options), plan, kept, expand(initial, 4), factor)
 
 
@@ -82,13 +82,13 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("multilabel", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize(("engine", "chunk"), [("folded", None), ("folded", 3), ("loop", None)])
+@pytest.mark.parametrize(("engine", "chunk"), [("folded", None), ("folded", 3), ("loop", 1)])
 @pytest.mark.parametrize(("name", "options", "make"), OPTIMIZERS, ids=["momentum", "sgd", "adam", "adamw"])
 @pytest.mark.every(10)
 def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip, multilabel):
     model, clip_norm = network(), (0.3 if multilabel else 1.0) if clip else None
     training = LocalTraining(name, rates(0.2), clip_norm=clip_norm, multilabel=multilabel, **options)
-    running = cohort(model, training, engine=engine, clients_per_chunk=chunk, factor=0.5)
+    running = cohort(model, training, engine=engine, chunk=chunk, factor=0.5)
     for batch in batches(multilabel):
         running.step(batch)
     results = running.finish()
@@ -147,7 +147,7 @@ def test_a_client_whose_loss_was_infinite_once_is_broken_though_its_state_is_fin
         if batch.step == 0:
             batch.x[2, 0] = float("inf")
         running.step(batch)
-    running.chunks[0].full["local"] = {key: torch.zeros(4, 1) for key in running.tensor_names.keys}
+    running.open_chunk(range(4)).full["local"] = {key: torch.zeros(4, 1) for key in running.tensor_names.keys}
     assert running.finish().finite.tolist() == [True, True, False, True]
 
 
@@ -156,7 +156,7 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
     model = network(dropout=0.5)
     training = LocalTraining("sgd", rates(0.1))
     results = []
-    for options in ({}, {"clients_per_chunk": 2}, {"engine": "loop"}, {"seed": 1}):
+    for options in ({}, {"chunk": 2}, {"engine": "loop", "chunk": 1}, {"seed": 1}):
         running = cohort(model, training, Standalone(), **options)
         for batch in batches():
             running.step(batch)

@@ -22,8 +22,8 @@ from perada.core.rounds import (
     EvalBatch,
     PrivateSampling,
     RoundPlan,
-    active_steps,
     batch_indices,
+    batch_places,
     rows_per_batch,
     sampling_rate,
     step_ids,
@@ -388,8 +388,8 @@ class RoundBatches(Dataset[AnyBatch]):
         self._items_seed = seed
         if private is not None and private.secure:
             self._items_seed = secrets.randbits(256)
-        self.schedule = list(active_steps(plan))
-        """Phase, step within the phase, and number of active clients of each batch."""
+        self.schedule = list(batch_places(plan))
+        """Where each batch stands in the round."""
         batches_of_stream = {}
         for stream in {stream for streams in streams_of_phases for stream in streams}:
             phases = [phase for phase, streams in enumerate(streams_of_phases) if stream in streams]
@@ -399,10 +399,10 @@ class RoundBatches(Dataset[AnyBatch]):
             ]
         self.indices: list[dict[str, list[Tensor]]] = []
         """Indices of the rows of each step, by stream and active client."""
-        for phase, _, num_active in self.schedule:
+        for place in self.schedule:
             indices_of_step = {}
-            for stream in streams_of_phases[phase]:
-                active_clients = batches_of_stream[stream][:num_active]
+            for stream in streams_of_phases[place.phase]:
+                active_clients = batches_of_stream[stream][place.start : place.start + place.active]
                 indices_of_step[stream] = [next(batches) for batches in active_clients]
             self.indices.append(indices_of_step)
 
@@ -447,8 +447,8 @@ class RoundBatches(Dataset[AnyBatch]):
         Samples that cannot be read are zeros in ordinary training, and left out in private training.
         """
         indices = self.indices[index][stream]
-        phase, step, _ = self.schedule[index]
-        clients = self.plan.clients[: len(indices)]
+        start, phase, step, active = self.schedule[index]
+        clients = self.plan.clients[start : start + active]
         counts = tuple(len(rows) for rows in indices)
         round = self.plan.round
         if not clients:
@@ -484,6 +484,7 @@ class RoundBatches(Dataset[AnyBatch]):
             round,
             failed=tuple(failed.items()),
             classes=None if class_counts is None else class_counts[list(clients)],
+            start=start,
         )
 
 

@@ -129,7 +129,7 @@ class Roster:
         num_steps = 0
         if size:
             plan = make_plan(0, [0], [size], self.settings.phases, self.batch_size)
-            num_steps = sum(plan.lengths)
+            num_steps = plan.num_batches
         if not 0 < num_steps <= MAX_STEPS:
             return f"it reports an impossible number of images, {size}"
         return ""
