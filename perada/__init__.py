@@ -101,7 +101,7 @@ class _RegisterAfterPeft(MetaPathFinder):
             exec_module(module)
             importlib.import_module("perada.adapters")
 
-        spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]  # mypy knows no replaced methods; it is that of one loader, not of its class
+        spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]  # on this object only, which mypy cannot express
         return spec
 
 

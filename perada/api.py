@@ -40,6 +40,8 @@ from perada.server.aggregate import Weighting
 __all__ = ["argument_texts", "finetune", "make_trainer"]
 SECTIONS: dict[str, type] = {"model": FederatedClassifier, "data": FederatedDataModule, "federated": FederatedLoop}
 """Classes whose arguments are the options of a section of a recipe."""
+YamlValue = None | bool | int | float | str | list["YamlValue"] | dict[str, "YamlValue"]
+"""What a value of a YAML file may be."""
 OPTION_CLASSES: dict[str, type] = {
     "training": Training,
     "distillation": Distillation,
@@ -51,7 +53,7 @@ OPTION_CLASSES: dict[str, type] = {
 """Dataclasses whose fields are the options of a section of a recipe. :func:`finetune` has arguments of these names."""
 
 
-def finetune(  # noqa: PLR0913  # options that users set by name; what belongs together is in dataclasses
+def finetune(  # noqa: PLR0913  # each argument is an everyday option, and all but the first two are keywords
     backbone: str | nn.Module,
     data: FederatedData | FederatedDataModule,
     *,
@@ -214,7 +216,7 @@ def finetune(  # noqa: PLR0913  # options that users set by name; what belongs t
     return loop.outcome(module)
 
 
-def to_yaml_value(value: object) -> Any:  # noqa: ANN401  # what YAML holds
+def to_yaml_value(value: object) -> YamlValue:
     """Convert the value of an option to what a recipe would hold.
 
     Options are converted to a mapping of their fields, algorithms and server rules to their class and its arguments. An

@@ -319,8 +319,8 @@ def example_sent(algorithm: Algorithm, tensor_names: TensorNames, initial: State
     sending = Broadcast(initial, tensor_names, round=0, clients=(0,), num_clients=1, seed=0, losses=losses)
     received = algorithm.broadcast(sending)
     opened = algorithm.begin_round(client_state, received, tensor_names)
-    _, sent = algorithm.end_round(opened, client_state, received, tensor_names)
-    return sent
+    client_results = algorithm.end_round(opened, client_state, received, tensor_names)
+    return client_results[1]  # the first are the states that it keeps
 
 
 def dry_run_rounds(

@@ -247,7 +247,7 @@ def format_rounds(progress: RunProgress) -> str:
     rows = []
     for record, metrics in zip(progress.records, progress.history, strict=True):
         score = metrics.get("personal/local_test", math.nan)
-        row = [str(record.round + 1), f"{len(record.answered)}/{len(record.asked)}"]
+        row = [str(record.round + 1), f"{len(record.answered)}/{len(record.selected)}"]
         if has_sums:
             row.append(", ".join(record.summed) or "–")
         row += [

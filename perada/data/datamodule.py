@@ -98,7 +98,7 @@ class FederatedDataModule(pl.LightningDataModule):
     """Prepares a batch for the model on the batch's device. The Trainer's batches are prepared already."""
     _clients_per_chunk: int | None = None
 
-    def __init__(  # noqa: PLR0913  # one argument an option of recipes
+    def __init__(  # noqa: PLR0913  # each argument is an option of recipes
         self,
         data: FederatedData | None = None,
         *,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -135,9 +135,9 @@ class Recipe:
     def template(self) -> "Template":
         """Examples of the states that are sent."""
         initial = self.loop.algorithm.initial(self.module.initial_state)
-        received, opened, sent = self._round(initial, 0)
-        sending = initial if self.loop.algorithm.compares_models else received
-        return Template(initial, sending, opened, sent)
+        example = self._example_round(initial, 0)
+        sending = initial if self.loop.algorithm.compares_models else example.received
+        return Template(initial, sending, example.opened, example.sent)
 
     def public_images(self) -> "PublicImages":
         """Return the public images as the network, which must be built, needs them."""
@@ -219,11 +219,10 @@ class Recipe:
 
     def sent(self, round: int) -> State:
         """Return an example of what a client sends in a round. Names may differ between odd and even rounds."""
-        _, _, sent = self._round(self.template.initial, round)
-        return sent
+        return self._example_round(self.template.initial, round).sent
 
-    def _round(self, state: State, round: int) -> tuple[State, Stacks, State]:
-        """Return what a client receives, what it trains, (1, ...) by role, and what it sends."""
+    def _example_round(self, state: State, round: int) -> "_ExampleRound":
+        """Return an example of the states of one client in a round."""
         algorithm = self.loop.algorithm
         tensor_names = self.module.tensor_names
         losses = None
@@ -232,8 +231,23 @@ class Recipe:
         received = algorithm.broadcast(Broadcast(state, tensor_names, round, (0,), 1, self.loop.seed, losses))
         client_state = initial_stacks(algorithm.initial_client_state(state, tensor_names))
         opened = algorithm.begin_round(client_state, received, tensor_names)
-        _, sent = algorithm.end_round(opened, client_state, received, tensor_names)
-        return _first_row(received), opened, _first_row(sent)
+        client_results = algorithm.end_round(opened, client_state, received, tensor_names)
+        sent = client_results[1]  # the first are the states that it keeps
+        return _ExampleRound(received=_first_row(received), opened=opened, sent=_first_row(sent))
+
+
+class _ExampleRound(NamedTuple):
+    """States of one client in a round.
+
+    Attributes:
+        received: State that it receives.
+        opened: States that it trains, (1, ...) by role.
+        sent: State that it sends.
+    """
+
+    received: State
+    opened: Stacks
+    sent: State
 
 
 @dataclass

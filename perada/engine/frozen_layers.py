@@ -74,18 +74,22 @@ class FrozenConv2d(FrozenSubstitute):
         # Without autocast, weights and images of different dtypes are an error, which torch raises in the plain layer.
         mismatched = cast_dtype is None and conv.weight.dtype != x.dtype
         if mismatched or torch.compiler.is_compiling() or is_hooked(conv):
-            return conv(x)  # type: ignore[no-any-return]  # a tensor
+            plain_output: Tensor = conv(x)
+            return plain_output
         dtype = cast_dtype or x.dtype
+        output: Tensor
         if dtype == torch.bfloat16 and is_strided_depthwise(conv, x):
-            return _StridedDepthwise.apply(x, conv)  # type: ignore[no-any-return]  # a tensor
-        if is_small_map(conv, x):
-            return self._matrix_product(conv, x, dtype)
-        return conv(x)  # type: ignore[no-any-return]  # a tensor
+            output = _StridedDepthwise.apply(x, conv)
+        elif is_small_map(conv, x):
+            output = self._matrix_product(conv, x, dtype)
+        else:
+            output = conv(x)
+        return output
 
     def _matrix_product(self, conv: nn.Conv2d, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the convolution as a product of matrices; the output has the memory format of the input."""
         size = x.shape[2:]
-        height, width = output_size(conv, size)
+        output_map = output_size(conv, size)
         channels_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         linear_map = self._linear_map(conv, size, dtype, channels_last)
         if channels_last:
@@ -94,8 +98,8 @@ class FrozenConv2d(FrozenSubstitute):
         flat_images = x.flatten(1).to(dtype)
         flat_output = F.linear(flat_images, linear_map.matrix, linear_map.bias)
         if not channels_last:
-            return flat_output.view(-1, conv.out_channels, height, width)
-        output = flat_output.view(-1, height, width, conv.out_channels)
+            return flat_output.view(-1, conv.out_channels, output_map.height, output_map.width)
+        output = flat_output.view(-1, output_map.height, output_map.width, conv.out_channels)
         return output.permute(0, 3, 1, 2)
 
     def _linear_map(self, conv: nn.Conv2d, size: torch.Size, dtype: torch.dtype, channels_last: bool) -> LinearMap:
@@ -145,13 +149,13 @@ def is_small_map(conv: nn.Conv2d, x: Tensor) -> bool:
     if x.dim() != 4 or x.device.type != "cpu" or conv.groups != 1 or conv.padding_mode != "zeros":
         return False
     _, channels, in_height, in_width = x.shape
-    out_height, out_width = output_size(conv, x.shape[2:])
+    output_map = output_size(conv, x.shape[2:])
     # Impossible sizes are an error, which torch raises in the plain layer.
-    if channels != conv.in_channels or min(in_height, in_width, out_height, out_width) < 1:
+    if channels != conv.in_channels or min(in_height, in_width, output_map.height, output_map.width) < 1:
         return False
     # In every output pixel the product multiplies all pixels of the image, the convolution all taps of the kernel.
     in_pixels = in_height * in_width
-    out_pixels = out_height * out_width
+    out_pixels = output_map.height * output_map.width
     taps = conv.kernel_size[0] * conv.kernel_size[1]
     needs_less_work = in_pixels <= max(1, LARGEST_WORK * taps)
     has_small_matrix = in_pixels * out_pixels <= LARGEST_MATRIX * taps
@@ -165,7 +169,14 @@ def is_strided_depthwise(conv: nn.Conv2d, x: Tensor) -> bool:
     return is_strided and is_depthwise and x.device.type == "cpu" and conv.padding_mode == "zeros"
 
 
-def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:
+class MapSize(NamedTuple):
+    """Height and width of a map, in pixels."""
+
+    height: int
+    width: int
+
+
+def output_size(conv: nn.Conv2d, size: torch.Size) -> MapSize:
     """Compute the height and width of a convolution's output for a map of this ``size``."""
     # Not `padding`, which may be a word such as "same".
     pad_left, pad_right, pad_top, pad_bottom = conv._reversed_padding_repeated_twice
@@ -176,7 +187,7 @@ def output_size(conv: nn.Conv2d, size: torch.Size) -> tuple[int, int]:
     kernel_width = conv.dilation[1] * (conv.kernel_size[1] - 1) + 1
     height = (padded_height - kernel_height) // conv.stride[0] + 1
     width = (padded_width - kernel_width) // conv.stride[1] + 1
-    return height, width
+    return MapSize(height, width)
 
 
 def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
@@ -189,10 +200,12 @@ def pixel_tap(conv: nn.Conv2d) -> tuple[int, int] | None:
         return None
     pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
     # The first tap lies on the corner of the padding, and the pixel behind the padding.
-    row, rows_past_tap = divmod(pad_top, conv.dilation[0])
-    column, columns_past_tap = divmod(pad_left, conv.dilation[1])
-    if rows_past_tap or columns_past_tap:
+    row_dilation = conv.dilation[0]
+    column_dilation = conv.dilation[1]
+    if pad_top % row_dilation or pad_left % column_dilation:
         return None
+    row = pad_top // row_dilation
+    column = pad_left // column_dilation
     if row >= conv.kernel_size[0] or column >= conv.kernel_size[1]:
         return None
     return row, column
@@ -204,11 +217,13 @@ def joining_taps(conv: nn.Conv2d, size: torch.Size) -> Tensor:
     Taps are numbered row by row; -1 stands for none.
     """
     height, width = size
-    out_height, out_width = output_size(conv, size)
+    output_map = output_size(conv, size)
     kernel_height, kernel_width = conv.kernel_size
     pad_left, _, pad_top, _ = conv._reversed_padding_repeated_twice
-    taps = torch.full((out_height, out_width, height, width), -1)
-    positions = itertools.product(range(out_height), range(out_width), range(kernel_height), range(kernel_width))
+    taps = torch.full((output_map.height, output_map.width, height, width), -1)
+    positions = itertools.product(
+        range(output_map.height), range(output_map.width), range(kernel_height), range(kernel_width)
+    )
     for out_row, out_column, tap_row, tap_column in positions:
         row = out_row * conv.stride[0] - pad_top + tap_row * conv.dilation[0]
         column = out_column * conv.stride[1] - pad_left + tap_column * conv.dilation[1]
@@ -223,7 +238,7 @@ def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> 
 
     Rows and columns have the order in which maps lie in memory: (C, H, W), or (H, W, C) if ``channels_last``.
     """
-    height, width = output_size(conv, size)
+    output_map = output_size(conv, size)
     taps = joining_taps(conv, size)
     # The tap -1, which stands for none, selects a zero that is appended to the weights.
     weights = F.pad(conv.weight.flatten(2), (0, 1))
@@ -232,10 +247,10 @@ def small_map_matrix(conv: nn.Conv2d, size: torch.Size, channels_last: bool) -> 
         matrix = matrix.permute(2, 3, 0, 4, 5, 1)  # (H', W', out, H, W, in)
     else:
         matrix = matrix.permute(0, 2, 3, 1, 4, 5)  # (out, H', W', in, H, W)
-    matrix = matrix.reshape(height * width * conv.out_channels, -1)
+    matrix = matrix.reshape(output_map.height * output_map.width * conv.out_channels, -1)
     if conv.bias is None:
         return LinearMap(matrix, None)
-    bias = conv.bias.expand(height, width, -1)
+    bias = conv.bias.expand(output_map.height, output_map.width, -1)
     if not channels_last:
         bias = bias.permute(2, 0, 1)
     return LinearMap(matrix, bias.reshape(-1))

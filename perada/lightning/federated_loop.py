@@ -91,7 +91,7 @@ class FederatedLoop(pl.Callback):
         ValueError: If an option cannot be used, or, at set-up, if model, data and algorithm do not fit one another.
     """
 
-    def __init__(  # noqa: PLR0913  # one argument an option of recipes
+    def __init__(  # noqa: PLR0913  # each argument is an option of recipes
         self,
         algorithm: Algorithm | None = None,
         clients_per_round: int | None = None,

@@ -24,7 +24,7 @@ from perada.privacy import Privacy
 from perada.results.run import Run
 
 
-def personalize(  # noqa: PLR0913  # one argument an option of `perada clients add`
+def personalize(  # noqa: PLR0913  # each argument is an option of `perada clients add`
     run: Run,
     data: FederatedData,
     name: str | None = None,

@@ -227,8 +227,10 @@ class FLTrust(ServerRule):
             raise ValueError("FLTrust requires predictions on images, but Aggregation.predict is None; set it")
         # The state before the round as a stack of one client.
         previous = expand(aggregation.previous, 1)
-        before, _ = aggregation.predict(previous, self.images, self.labels)  # p, (1, N, K)
-        after, targets = aggregation.predict(aggregation.updates, self.images, self.labels)  # p_c and q
+        # Probabilities p (1, N, K) of the state before the round; the labels are those of the next call.
+        before = aggregation.predict(previous, self.images, self.labels)[0]
+        # Probabilities p_c (C, N, K) of the clients' models, and labels q (N, K).
+        after, targets = aggregation.predict(aggregation.updates, self.images, self.labels)
         moved = (double(after) - double(before)).flatten(1).cpu()  # p_c − p, (C, N·K)
         finite = moved.isfinite().all(1)
         if not finite.any():

@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import pytorch_lightning as pl
 import yaml
 from jsonargparse import Namespace
 
 from perada.core.checks import check_installed
 from perada.core.text import near_names
+from perada.data import FederatedDataModule
 from perada.federation.metrics import score_names
+from perada.lightning import FederatedLoop
+from perada.lightning.module import FederatedClassifier
 from perada.models.weight_files import check_weights
 from perada.studies.compare.entries import ENTRIES, entry_of
 from perada.studies.compare.file import leaves
@@ -33,7 +37,28 @@ from perada.studies.compare.grid import (
     points,
 )
 
-MakeCLI = Callable[[Sequence[str]], Any]
+
+class ConfiguredRun(Protocol):
+    """Trainer, model, data and options of a run, as ``perada fit`` makes them.
+
+    Attributes:
+        model: The module.
+        datamodule: The data.
+        trainer: The trainer.
+        config: The options.
+        loop: The rounds.
+    """
+
+    model: FederatedClassifier
+    datamodule: FederatedDataModule
+    trainer: pl.Trainer
+    config: Namespace
+
+    @property
+    def loop(self) -> FederatedLoop: ...
+
+
+MakeCLI = Callable[[Sequence[str]], ConfiguredRun]
 """Builds trainer, model and data from options of ``perada fit``."""
 TRIALS = 10
 """Settings that are tried if ``--tune`` has a range."""
@@ -337,7 +362,7 @@ class Plan:
             except Exception as error:  # a parser's, or any class's
                 raise ValueError(f"--tune {' '.join(words(point))} with {job.label}: {error}") from error
 
-    def _make_checked_cli(self, job: Job) -> Any:  # noqa: ANN401  # a LightningCLI, which this package does not import
+    def _make_checked_cli(self, job: Job) -> ConfiguredRun:
         """Build a run without its model, and raise a FileNotFoundError if the model's weights are missing."""
         cli = self.make_cli(job.args)
         check_weights(cli.model.backbone, cli.model.pretrained)

@@ -43,7 +43,7 @@ def test_loggers_get_the_metrics_of_a_simulation_by_their_names(tiny, tmp_path):
     coordinator = parties.coordinator(LocalTransport(workers), loggers=[recorder])
     coordinator.run()
     coordinator.close()
-    names = {name for row in loop.history for name in row} | {"deploy/asked", "deploy/answered", "deploy/seconds"}
+    names = {name for row in loop.history for name in row} | {"deploy/selected", "deploy/answered", "deploy/seconds"}
     assert {name for row in recorder.rows.values() for name in row} <= names | {"epoch"}
     for name in ("train/personal_loss", "personal/local_test", "global/global_test", "params/sent"):
         found = [recorder.rows[step].get(name) for step in (0, 1)]

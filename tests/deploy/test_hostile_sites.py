@@ -107,7 +107,10 @@ def test_a_site_that_says_many_images_costs_the_others_no_step(tiny, tmp_path, m
 def test_who_breaks_at_once_does_not_take_the_place_of_an_answer(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1)
     first = (
-        parties.coordinator(Troubled(parties.workers()), min_sites=2, sample=3, late="skip").run().records[0].asked[0]
+        parties.coordinator(Troubled(parties.workers()), min_sites=2, sample=3, late="skip")
+        .run()
+        .records[0]
+        .selected[0]
     )
     parties.folder = tmp_path / "again"
     coordinator = parties.coordinator(Lying(parties.workers(), broken(first)), min_sites=2, sample=3, late="skip")

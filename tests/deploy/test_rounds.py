@@ -78,15 +78,15 @@ def test_a_straggler_is_skipped_for_a_round_and_comes_back(tiny, tmp_path):
     coordinator = parties.coordinator(transport, min_sites=2, late="skip", sample=3)
     progress = coordinator.run()
     assert progress.records[0].failed == {"site2": "late"}
-    assert "site2" not in progress.records[1].asked
-    assert "site2" in progress.records[2].asked
+    assert "site2" not in progress.records[1].selected
+    assert "site2" in progress.records[2].selected
 
 
 def test_the_first_k_count(tiny, tmp_path):
     parties = Parties(tiny, tmp_path, rounds=1)
     coordinator = parties.coordinator(LocalTransport(parties.workers()), min_sites=2, late="skip", sample=3)
     record = coordinator.run().records[0]
-    assert (len(record.asked), len(record.answered)) == (3, 2)
+    assert (len(record.selected), len(record.answered)) == (3, 2)
 
 
 FORGED = {  # of the header of an answer, zeros in the shapes that are expected, and the name of one of them
@@ -314,7 +314,7 @@ def test_a_site_whose_budget_is_spent_is_asked_no_more(tiny, tmp_path):
     coordinator = parties.coordinator(LocalTransport(workers), min_sites=2)
     progress = coordinator.run()
     assert [record.failed for record in progress.records] == [{}, {"site1": "exhausted"}, {}]
-    assert progress.records[2].asked == ["site0", "site2"]
+    assert progress.records[2].selected == ["site0", "site2"]
 
 
 class Poisoned(LocalTransport):

@@ -42,8 +42,10 @@ def _sampled(images: Array, matrix: tuple[int, int, int, int], denominator: int)
     row_position = matrix[0] * rows + matrix[1] * columns + denominator * (size - 1)
     column_position = matrix[2] * rows + matrix[3] * columns + denominator * (size - 1)
     # Each lies between two rows and two columns; the nearer one weighs more.
-    upper, weight_of_lower = np.divmod(row_position, unit)
-    left, weight_of_right = np.divmod(column_position, unit)
+    upper = row_position // unit
+    left = column_position // unit
+    weight_of_lower = row_position % unit
+    weight_of_right = column_position % unit
     weighted_rows = [(upper, unit - weight_of_lower), (upper + 1, weight_of_lower)]
     weighted_columns = [(left, unit - weight_of_right), (left + 1, weight_of_right)]
 
@@ -295,8 +297,8 @@ class Scanners(ImageSet):
             # Both splits have the same proportions, and are assigned together.
             train = self.dataset.with_split(True)
             test = self.dataset.with_split(False)
-            scanner_of_train, scanner_of_test = self._dirichlet(train, test)
-            scanner = scanner_of_train if self.train else scanner_of_test
+            scanners = self._dirichlet([train, test])
+            scanner = scanners[0] if self.train else scanners[1]
         return _Scans(
             sources=(source,),
             source=np.zeros(len(source), dtype=np.int64),
@@ -319,7 +321,7 @@ class Scanners(ImageSet):
         if self.alpha is None:
             scanner = self._even(len(row), 0)
         else:
-            scanner = np.concatenate(self._dirichlet(train, test))
+            scanner = np.concatenate(self._dirichlet([train, test]))
 
         rng = np.random.default_rng(derive_seed(self.seed, "scanners/test"))
         is_test = np.zeros(len(scanner), dtype=bool)
@@ -338,11 +340,11 @@ class Scanners(ImageSet):
         scanner: Array = rng.permutation(count) % len(self.names)
         return scanner
 
-    def _dirichlet(self, train: ImageSet, test: ImageSet) -> tuple[Array, Array]:
-        """Draw the scanners (N,) of the images of both splits, in proportions that differ by class."""
+    def _dirichlet(self, parts: Sequence[ImageSet]) -> list[Array]:
+        """Draw the scanners (N,) of the images of each split, in proportions that differ by class."""
         assert self.alpha is not None
         splits = []
-        for part in (train, test):
+        for part in parts:
             if part.labels is None:
                 raise ValueError(
                     f"Scanners: alpha={self.alpha} divides by classes, but {split_of(part)} has no labels; leave alpha "
@@ -357,7 +359,7 @@ class Scanners(ImageSet):
             for number, rows in enumerate(rows_of_scanners):
                 scanner[rows] = number
             scanners.append(scanner)
-        return scanners[0], scanners[1]
+        return scanners
 
     @property
     def columns(self) -> Mapping[str, Array]:

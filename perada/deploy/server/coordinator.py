@@ -78,11 +78,11 @@ class _Replies:
     """What sites answered.
 
     Attributes:
-        asked: The sites that were asked, spare ones among them.
+        selected: The sites that were sent a request, spare ones among them.
         answered: Responses and tensors by the name of the site, in the order in which they came.
     """
 
-    asked: list[str]
+    selected: list[str]
     answered: dict[str, tuple[Response, State]]
 
 
@@ -283,23 +283,23 @@ class Coordinator:
             enough: Number of responses after which not to wait for others; None for all.
             spare: Sites that may be asked in place of others, in this order.
         """
-        asked = list(names)
+        selected = list(names)
         responses: dict[str, tuple[Response, State]] = {}
-        num_places = len(asked)
+        num_places = len(selected)
         spare = list(spare)
         while True:
             # A site whose training broke keeps its place: it has taken part.
             replaceable = [name for name, code in record.failed.items() if code not in (*TRANSIENT, "broken")]
-            while spare and sum(name not in replaceable for name in asked) < num_places:
-                asked.append(spare.pop(0))
+            while spare and sum(name not in replaceable for name in selected) < num_places:
+                selected.append(spare.pop(0))
             pending = []
-            for name in asked:
+            for name in selected:
                 may_answer = record.failed.get(name) in (None, *TRANSIENT)
                 if name not in responses and may_answer:
                     pending.append(name)
             num_wanted = len(pending) if enough is None else enough - len(responses)
             if not pending or num_wanted <= 0:
-                return _Replies(asked, responses)
+                return _Replies(selected, responses)
             messages = {name: message_for(name) for name in pending}
             specs = {name: spec_of(expected_for(name)) for name in pending}
             seconds = end - time.monotonic()
@@ -312,7 +312,7 @@ class Coordinator:
             still_failed = {name: code for name, code in record.failed.items() if name not in answered}
             record.failed = still_failed | failed
             if time.monotonic() >= end:
-                return _Replies(asked, responses)
+                return _Replies(selected, responses)
             if not answered and failed:
                 time.sleep(min(PAUSE, max(0.0, end - time.monotonic())))
 
@@ -368,7 +368,7 @@ class Coordinator:
         while True:
             connected = self.transport.names()
             # Once sites were asked they have this round's messages, which hold the number of sites.
-            if not progress.asked:
+            if not progress.selected:
                 # A site that never answers must not take half of every round.
                 share = 1 / 2 if len(progress.roster) < terms.min_sites else 1 / 10
                 self._admit(connected, (end - time.monotonic()) * share)
@@ -442,10 +442,10 @@ class Coordinator:
         self._check_honest_sites()
         names = [progress.roster[number].name for number in drawn]
         # After a crash the same sites are asked, which know these messages.
-        if not progress.asked:
-            progress.asked = names[: self.sample]
+        if not progress.selected:
+            progress.selected = names[: self.sample]
         if self.settings.secure_sums is not None:
-            self._note_sent(progress.asked[0])
+            self._note_sent(progress.selected[0])
         # Before sites are asked.
         self._save()
         answered = self._ask_to_train(record, names, end, begin)
@@ -478,7 +478,7 @@ class Coordinator:
         progress = self.progress
         terms = self.terms
         numbers = self.roster.numbers
-        spare = [name for name in names if name not in progress.asked]
+        spare = [name for name in names if name not in progress.selected]
         full_update = self.recipe.sent(record.round)
 
         def message_for(name: str) -> bytes:
@@ -491,7 +491,7 @@ class Coordinator:
 
         # Sites whose training broke do not count here: they answer quickly, and must take nobody's place.
         enough = terms.min_sites if terms.late == "skip" else None
-        replies = self._ask(progress.asked, message_for, expected_for, end, record, enough, spare)
+        replies = self._ask(progress.selected, message_for, expected_for, end, record, enough, spare)
         answered = replies.answered
         if terms.late == "skip":
             for name in list(answered)[terms.min_sites :]:  # the first ones count
@@ -499,15 +499,15 @@ class Coordinator:
                 record.failed[name] = "late"
         num_answered = len(answered) + sum(code == "broken" for code in record.failed.values())
         if num_answered < terms.min_sites:
-            missing = {name: record.failed.get(name, "late") for name in replies.asked if name not in answered}
+            missing = {name: record.failed.get(name, "late") for name in replies.selected if name not in answered}
             raise TimeoutError(self._too_few_message(f"round {progress.done + 1}", num_answered, missing, begin))
-        record.asked = replies.asked
+        record.selected = replies.selected
         record.answered = list(answered)
         record.outside = dict(self.roster.outside)
         connected = set(self.transport.names())
         away = []
         for member in progress.roster:
-            is_absent = member.name not in connected and member.name not in replies.asked
+            is_absent = member.name not in connected and member.name not in replies.selected
             if is_absent and not member.left:
                 away.append(member.name)
         record.away = away
@@ -607,7 +607,7 @@ class Coordinator:
             progress.spoiled = 0
             return
         num_broken = sum(code == "broken" for code in record.failed.values())
-        most_broke = 2 * num_broken > len(record.asked)
+        most_broke = 2 * num_broken > len(record.selected)
         if most_broke or record.void.startswith(SPOILED):
             progress.spoiled += 1
         if self._former and (most_broke or progress.spoiled >= MAX_SPOILED_ROUNDS):

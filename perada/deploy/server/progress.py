@@ -61,7 +61,7 @@ class RoundRecord:
 
     Attributes:
         round: Counted from 0.
-        asked: Sites that were asked.
+        selected: Sites that were selected, and sent a request.
         answered: Sites whose answer counted.
         summed: Sites in the secure sum.
         masked: Sites whose masked vector arrived.
@@ -76,7 +76,7 @@ class RoundRecord:
     """
 
     round: int
-    asked: list[str] = field(default_factory=list)
+    selected: list[str] = field(default_factory=list)
     answered: list[str] = field(default_factory=list)
     summed: list[str] = field(default_factory=list)
     masked: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class RunProgress:
         labels: Digest of the classes that all sites have.
         records: What happened in each round.
         history: Metrics of each round.
-        asked: Sites that are asked in the round under way, in their order.
+        selected: Sites that are selected for the round under way, in their order.
         strides: Strides of the states' tensors, by state and tensor.
         client_level: State of the client-level privacy.
         moves: How far recent secure sums moved the model, at the full learning rate.
@@ -123,7 +123,7 @@ class RunProgress:
     labels: str = ""
     records: list[RoundRecord] = field(default_factory=list)
     history: list[dict[str, float]] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    selected: list[str] = field(default_factory=list)
     strides: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     client_level: dict[str, Any] | None = None
     moves: list[float] = field(default_factory=list)

@@ -296,7 +296,7 @@ def close_round(
     progress.history.append({"round": float(progress.done), **metrics})
     progress.records.append(record)
     progress.done += 1
-    progress.asked = []
+    progress.selected = []
     if record.void:
         log.warning("round %d: %s", record.round + 1, record.void)
     if result.diverged:
@@ -372,7 +372,7 @@ def round_metrics(
     )
     metrics["comm/up_mb"] = record.up
     metrics["comm/down_mb"] = record.down
-    metrics["deploy/asked"] = float(len(record.asked))
+    metrics["deploy/selected"] = float(len(record.selected))
     metrics["deploy/answered"] = float(len(record.answered))
     for role in opened:
         losses = [fact["losses"][role] for fact in facts if role in fact.get("losses", {})]
