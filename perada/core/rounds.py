@@ -74,35 +74,32 @@ class RoundPlan:
         clients: Sorted by number of samples, the largest first (ties by id), so that the clients that are active in a
             step are always a prefix.
         steps: ``steps[phase][i]`` are the local steps of ``clients[i]``.
-        clients_per_chunk: Clients that take all their steps before the next ones begin; by default all at once.
-        num_batches: Cohort batches of the round. A rank whose clients need fewer than another rank's serves empty ones.
+        clients_per_chunk: Number of clients that train together; the next ones begin when these have finished. None for
+            all of the round.
+        min_batches: Number of cohort batches to serve at least, the last ones without clients: all ranks serve as many.
     """
 
     round: int
     clients: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
     clients_per_chunk: int | None = field(default=None, repr=False)
-    num_batches: int = field(default=0, repr=False)
-
-    def __post_init__(self) -> None:
-        if not self.num_batches:
-            object.__setattr__(self, "num_batches", sum(self._steps_of_chunk(chunk) for chunk in self.chunks))
+    min_batches: int = field(default=0, repr=False)
 
     @cached_property
     def chunks(self) -> list[range]:
-        """Places of the clients that train at the same time."""
+        """Places of the clients that train together."""
         size = self.clients_per_chunk or max(1, len(self.clients))
         places = range(len(self.clients))
         return [places[start : start + size] for start in places[::size]]
 
-    def chunks_between(self, start: int, stop: int) -> list[range]:
-        """Return the chunks that have clients at places from ``start`` up to, but not including, ``stop``."""
-        size = len(self.chunks[0])
-        return self.chunks[start // size : -(-stop // size)]
-
-    def _steps_of_chunk(self, places: range) -> int:
-        """Return how many cohort batches the clients at some places need together."""
-        return sum(max(steps_of_phase[place] for place in places) for steps_of_phase in self.steps)
+    @property
+    def num_batches(self) -> int:
+        """Number of cohort batches of the round."""
+        batches_of_chunks = 0
+        for chunk in self.chunks:
+            for steps_of_phase in self.steps:
+                batches_of_chunks += max(steps_of_phase[place] for place in chunk)
+        return max(self.min_batches, batches_of_chunks)
 
     def part(self, places: Sequence[int]) -> "RoundPlan":
         """Return the plan for the clients at ``places``."""
@@ -218,7 +215,7 @@ def share_out(plan: RoundPlan, ranks: int) -> list[RoundPlan]:
         shares[rank].append(place)
     parts = [plan.part(sorted(places)) for places in shares]
     most_batches = max(part.num_batches for part in parts)
-    return [replace(part, num_batches=most_batches) for part in parts]
+    return [replace(part, min_batches=most_batches) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -278,7 +275,7 @@ class BatchPlace(NamedTuple):
     """Where a cohort batch stands in a round.
 
     Attributes:
-        start: Place in the plan of the first client of its chunk.
+        start: Place in the plan of its chunk's first client.
         phase: Index of the phase.
         step: Index of the step within the phase.
         active: Number of clients that take the step, the chunk's first ones; 0 where another rank is still training.
@@ -296,16 +293,16 @@ def batch_places(plan: RoundPlan) -> Iterator[BatchPlace]:
     >>> [tuple(place) for place in batch_places(RoundPlan(0, (5, 2), ((2, 1), (1, 1))))]
     [(0, 0, 0, 2), (0, 0, 1, 1), (0, 1, 0, 2)]
     """
-    count = 0
+    places = []
     for chunk in plan.chunks:
         for phase, steps in enumerate(plan.steps):
             steps_of_chunk = [steps[place] for place in chunk]
             for step in range(max(steps_of_chunk)):
                 active = sum(client_steps > step for client_steps in steps_of_chunk)
-                yield BatchPlace(chunk.start, phase, step, active)
-                count += 1
-    for _ in range(count, plan.num_batches):
-        yield BatchPlace(len(plan.clients), len(plan.steps) - 1, 0, 0)
+                places.append(BatchPlace(chunk.start, phase, step, active))
+    without_clients = BatchPlace(start=0, phase=len(plan.steps) - 1, step=0, active=0)
+    yield from places
+    yield from [without_clients] * (plan.num_batches - len(places))
 
 
 class CohortBatch(NamedTuple):
@@ -336,17 +333,10 @@ class CohortBatch(NamedTuple):
     classes: Tensor | None = None
     start: int = 0
 
-    def rows(self, start: int, stop: int) -> "CohortBatch":
-        """Return the batch of the clients at some places of the plan."""
-        part = slice(start - self.start, stop - self.start)
-        return self._replace(
-            clients=self.clients[part],
-            x=self.x[part],
-            y=self.y[part],
-            counts=self.counts[part],
-            classes=None if self.classes is None else self.classes[part],
-            start=start,
-        )
+    @property
+    def stop(self) -> int:
+        """Place behind the last client in the round's plan."""
+        return self.start + len(self.clients)
 
     @property
     def step_ids(self) -> tuple[int, ...]:

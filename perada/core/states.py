@@ -6,7 +6,7 @@ same dictionary with a leading client axis C on every tensor. Names are those of
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -410,7 +410,7 @@ def is_finite(state: State) -> bool:
 
 
 def as_matrix(stack: Tensor) -> Tensor:
-    """View a stack (C, ...) as a matrix (C, N) with one row for each client.
+    """View a stack (C, ...) as a matrix (C, N) with one row for each client; copy it if its strides do not allow that.
 
     >>> as_matrix(torch.ones(2, 3, 4)).shape, as_matrix(torch.ones(2)).shape
     (torch.Size([2, 12]), torch.Size([2, 1]))
@@ -418,11 +418,25 @@ def as_matrix(stack: Tensor) -> Tensor:
     return stack.flatten(1) if stack.dim() > 1 else stack.unsqueeze(1)
 
 
+BLOCK_SIZE = 2**19
+"""Elements of a stack that are converted to double precision at a time on a CPU: 4 MB of them."""
+
+
+def column_blocks(matrix: Tensor) -> Iterator[slice]:
+    """Divide the columns of a matrix (C, N) into blocks that fit a CPU's caches; on a GPU there is one."""
+    rows, columns = matrix.shape
+    size = max(1, columns)
+    if matrix.device.type == "cpu":
+        size = max(1, BLOCK_SIZE // max(1, rows))
+    for start in range(0, columns, size):
+        yield slice(start, min(start + size, columns))
+
+
 def finite_rows(stack: Tensor) -> Tensor:
     """Return which rows (C,) of a stack (C, ...) hold neither a NaN nor an infinity."""
     rows = as_matrix(stack)
     if not stack.is_floating_point() or not rows.shape[1]:
         return torch.ones(len(stack), dtype=torch.bool, device=stack.device)
-    # The largest magnitude is NaN or infinite if any number is. It needs one pass and no memory.
+    # The largest magnitude is NaN or infinite if any number is. Unlike isfinite(), it makes no stack of truth values.
     largest: Tensor = torch.linalg.vector_norm(rows, math.inf, dim=1)
     return largest.isfinite()

@@ -96,7 +96,6 @@ class FederatedDataModule(pl.LightningDataModule):
     client_names: list[str] | None
     prepare: Preparation
     """Prepares a batch for the model on the batch's device. The Trainer's batches are prepared already."""
-    _clients_per_chunk: int | None = None
 
     def __init__(  # noqa: PLR0913  # each argument is an option of recipes
         self,
@@ -171,16 +170,6 @@ class FederatedDataModule(pl.LightningDataModule):
                 "data cannot be combined with options that divide a dataset; put the public set and everything else "
                 "into FederatedData, or set dataset and partition instead"
             )
-        check_integer("batch_size", batch_size, also=["full"])
-        check_integer("eval_batch_size", eval_batch_size)
-        check_integer("image_size", image_size, le=2**16, optional=True)
-        check_integer("num_classes", num_classes, optional=True)
-        check_integer("num_workers", num_workers, 0)
-        check_integer("crop_padding", crop_padding, 0)
-        check_choice("flip", flip, [False, True])
-        check_choice("augment_public", augment_public, [False, True])
-        check_choice("shifts_when", shifts_when, get_args(ShiftsWhen))
-        check_choice("on_broken", on_broken, get_args(OnBroken))
         self.client_validation = client_validation
         self.evaluate_on = evaluate_on
         self.seed = seed
@@ -190,11 +179,12 @@ class FederatedDataModule(pl.LightningDataModule):
         self.image_size = image_size
         self.device_cache_mb = device_cache_mb
         self.on_broken = on_broken
-        self.shifts = as_shifts(shifts or {})
         self.shifts_when = shifts_when
+        self._num_classes = num_classes
+        self._check_options(crop_padding, flip, augment_public)
+        self.shifts = as_shifts(shifts or {})
         self.conditions: list[Condition] = []
         self.prepare = Preparation(None, image_size, crop_padding, flip, augment_public=augment_public)
-        self._num_classes = num_classes
         self._record: dict[str, Any] = {}
         self._clients_per_round: int | None = None
         self._phases: Sequence[Phase] = [Phase()]
@@ -202,6 +192,20 @@ class FederatedDataModule(pl.LightningDataModule):
         self._eligible: Eligible | None = None
         self._shares: Shares | None = None
         self._features: FeatureCache | None = None
+        self.clients_per_chunk: int | None = None
+
+    def _check_options(self, crop_padding: int, flip: bool, augment_public: bool) -> None:
+        """Raise an OptionError for an option that is out of range."""
+        check_integer("batch_size", self.batch_size, also=["full"])
+        check_integer("eval_batch_size", self.eval_batch_size)
+        check_integer("image_size", self.image_size, le=2**16, optional=True)
+        check_integer("num_classes", self._num_classes, optional=True)
+        check_integer("num_workers", self.num_workers, 0)
+        check_integer("crop_padding", crop_padding, 0)
+        check_choice("flip", flip, [False, True])
+        check_choice("augment_public", augment_public, [False, True])
+        check_choice("shifts_when", self.shifts_when, get_args(ShiftsWhen))
+        check_choice("on_broken", self.on_broken, get_args(OnBroken))
 
     def prepare_data(self) -> None:
         """Download missing files of the datasets that allow it."""
@@ -288,7 +292,6 @@ class FederatedDataModule(pl.LightningDataModule):
         image: ImageConfig | None = None,
         private: PrivateSampling | None = None,
         eligible: Eligible | None = None,
-        clients_per_chunk: int | None = None,
     ) -> None:
         """Configure the rounds. The defaults are seed 0, all clients, one epoch, and no normalisation constants.
 
@@ -299,7 +302,6 @@ class FederatedDataModule(pl.LightningDataModule):
             image: Image size and normalisation of the backbone.
             private: How batches are drawn in private training, with the streams of each phase.
             eligible: Returns those of the given clients that may still take part; None if all may.
-            clients_per_chunk: Clients that take all their steps before the next ones begin; None for all at once.
 
         Raises:
             ValueError: If there are fewer clients than are to be drawn, or the images do not fit the backbone.
@@ -320,7 +322,6 @@ class FederatedDataModule(pl.LightningDataModule):
         self._phases = phases
         self._private = private
         self._eligible = eligible
-        self._clients_per_chunk = clients_per_chunk
         self._shares = None
         secure = private is not None and private.secure
         self.prepare = replace(self.prepare, image=image, seed=seed, secure=secure)
@@ -356,7 +357,7 @@ class FederatedDataModule(pl.LightningDataModule):
             self.checked.train.sizes,
             phases or self._phases,
             self.batch_size,
-            self._clients_per_chunk,
+            self.clients_per_chunk,
         )
 
     def train_dataloader(self) -> DataLoader[Any]:

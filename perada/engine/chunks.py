@@ -3,6 +3,8 @@
 
 from torch import nn
 
+from perada.core.states import parameter_keys
+
 CACHE_BYTES = 16 * 2**20
 """Weights, gradients and optimiser states that clients may have together, if they are to stay in the caches."""
 COPIES_OF_WEIGHTS = 3
@@ -19,13 +21,15 @@ def clients_in_cache(model: nn.Module) -> int | None:
     Returns:
         At least 1; None, for any number, if most of the model is frozen.
     """
+    # Without weights that only the server merges into: they are frozen in local training.
+    trained = set(parameter_keys(model))
     trained_bytes = 0
     frozen_bytes = 0
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            trained_bytes += parameter.numel() * parameter.element_size()
+    for name, parameter in model.named_parameters():
+        if name in trained:
+            trained_bytes += parameter.nbytes
         else:
-            frozen_bytes += parameter.numel() * parameter.element_size()
+            frozen_bytes += parameter.nbytes
     if trained_bytes <= frozen_bytes:
         return None
     return max(1, CACHE_BYTES // (COPIES_OF_WEIGHTS * trained_bytes))

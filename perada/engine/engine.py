@@ -427,11 +427,11 @@ def compare(engine: Engine, members: State, batches: Iterable[CohortBatch], clie
     num_images = torch.zeros(clients, device=device)
     with torch.no_grad():
         for batch in batches:
-            active = slice(batch.start, batch.start + len(batch.clients))
+            rows = slice(batch.start, batch.stop)
             counts = torch.tensor(batch.counts, device=device)
             for index, model in enumerate(models):
                 logits = engine.logits(expand(model, len(batch.clients)), batch.x, counts=batch.counts)
                 mean_losses = client_losses(logits, batch.y, batch.counts, multilabel)
-                loss_sums[active, index] += counts * mean_losses
-            num_images[active] += counts
+                loss_sums[rows, index] += counts * mean_losses
+            num_images[rows] += counts
     return loss_sums / num_images.unsqueeze(1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from perada.core.ranks import Ranks
-from perada.core.states import State, per_client
+from perada.core.states import State, finite_rows, per_client
 
 LossScale = tuple[float, int]
 """A scale, and how many steps in a row were good since it last changed."""
@@ -80,12 +80,7 @@ class LossScales:
         good_steps = self.good_steps[rows]
         finite = torch.ones_like(self.stepped[rows])
         if gradients:
-            largest_of_tensors = []
-            for gradient in gradients:
-                by_client = gradient.reshape(len(gradient), -1)
-                # The largest magnitude is NaN or infinite if any entry is.
-                largest_of_tensors.append(torch.linalg.vector_norm(by_client, torch.inf, 1))
-            finite = torch.stack(largest_of_tensors).isfinite().all(0)
+            finite = torch.stack([finite_rows(gradient) for gradient in gradients]).all(0)
 
         # One step more in a row, or none after a step that is skipped.
         good_steps.add_(1).mul_(finite)

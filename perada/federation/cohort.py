@@ -21,7 +21,7 @@ from perada.algorithms.dry_run import no_counts, no_logits
 from perada.core.ranks import Ranks
 from perada.core.rounds import AnyBatch, Phase, RoundPlan, Shares, one_of
 from perada.core.seeding import Streams
-from perada.core.states import State, clone, finite_rows, per_client, select, without
+from perada.core.states import State, as_matrix, clone, device_of, finite_rows, per_client, select, without
 from perada.engine.engine import Engine, client_losses, client_means
 from perada.engine.loss_scaling import KeptScales, MaskedOptimizer
 from perada.federation.settings import Settings
@@ -67,22 +67,22 @@ class _Chunk:
 
     Args:
         cohort: The cohort, which lets go of its chunks at the end: they refer to it.
-        places: Places of the clients in the cohort.
+        start: Place of the first client in the cohort.
+        stop: Place behind the last.
     """
 
-    def __init__(self, cohort: "Cohort", places: range) -> None:
+    def __init__(self, cohort: "Cohort", start: int, stop: int) -> None:
         self._cohort = cohort
-        self.start = places.start
-        self.stop = places.stop
+        self.start = start
+        self.stop = stop
         self.round = cohort.plan.round
         self.tensor_names = cohort.tensor_names
         self.phase_index = -1  # none has begun
         self.full: Stacks = {}
-        for role, stacked in cohort.opened.items():
-            # Weights that the server merges into stay as they are, and may be views of one tensor: no copies of them.
-            rows = _rows(stacked, self.start, self.stop)
-            unmerged = clone(without(rows, cohort.tensor_names.merged))
-            self.full[role] = select(rows, cohort.tensor_names.merged) | unmerged
+        for role, trained in cohort.trained.items():
+            # Weights that the server merges into stay as they are, and may be views of one tensor.
+            merged = select(cohort.opened[role], cohort.tensor_names.merged)
+            self.full[role] = _rows(merged, start, stop) | _rows(trained, start, stop)
         self.states: Stacks = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
@@ -356,7 +356,8 @@ class Cohort:
         tuning: Whether this is the fine-tuning that follows the last round.
 
     Attributes:
-        opened: The stacks (C, ...) by role that the round begins with. There are none after :meth:`finish`.
+        opened: The stacks (C, ...) by role that the round begins with.
+        trained: The same stacks in training, without weights that the server merges into.
         broken: Whether a client's loss became NaN or infinite, (C,), on the device.
         failed: Clients of whom a sample could not be read, with the reason.
         losses: Sums of losses over steps, (C,) by role, on the device.
@@ -374,7 +375,7 @@ class Cohort:
     ) -> None:
         settings = trainer.settings
         clients = len(plan.clients)
-        device = next(iter(received.values())).device
+        device = device_of(received)
         self.algorithm: Algorithm = settings.algorithm
         self.phases: tuple[Phase, ...] = settings.phases
         if tuning:
@@ -394,14 +395,11 @@ class Cohort:
             self.private = PrivateRound(trainer.protection.images, trainer.gradients, settings.seed, plan, tuning)
         self.scales = trainer.scales.open("clients", clients, device)
         self.opened = self.algorithm.begin_round(client_state, received, self.tensor_names)
-        # Weights that the server merges into are not trained: they need no copies, and come back as they were.
-        self._merged: Stacks = {}
+        # Chunks train their rows in place.
+        self.trained: Stacks = {}
         for role, stacked in self.opened.items():
-            self._merged[role] = select(stacked, self.tensor_names.merged)
-        # By the place of their first client, the chunks that are training, and which ones are done.
-        self._open_chunks: dict[int, _Chunk] = {}
-        self._closed_chunks: set[int] = set()
-        self._trained: Stacks = {}
+            self.trained[role] = clone(without(stacked, self.tensor_names.merged))
+        self._chunk: _Chunk | None = None
         # In a private run nobody may know which units dropout leaves out.
         seed = settings.seed
         if self.private is not None and self.private.secure:
@@ -421,52 +419,34 @@ class Cohort:
     def step(self, batches: AnyBatch) -> None:
         """Take one local step of the clients that a batch holds.
 
-        The chunks' batches come one chunk after another, as :func:`perada.core.rounds.batch_places` lists them. A batch
-        may also hold clients of several chunks; they train one after another.
+        A batch holds clients of one chunk. The batches come in the order of :func:`perada.core.rounds.batch_places`.
         """
         batch = one_of(batches)
         if not batch.clients:
             return
         # Where training is private, each stream of batches has its own.
-        batches_of_streams = batches if isinstance(batches, dict) else {"": batches}
-        for batch_of_stream in batches_of_streams.values():
+        batches_of_streams = list(batches.values()) if isinstance(batches, dict) else [batches]
+        for batch_of_stream in batches_of_streams:
             for client, reason in batch_of_stream.failed:
                 # In a private run the sample is in no batch, and the client trains on.
                 self.broken[self.plan.clients.index(client)] |= self.private is None
                 self.failed.setdefault(client, reason)
-        stop = batch.start + len(batch.clients)
-        for chunk in list(self._open_chunks.values()):
-            if chunk.stop <= batch.start:
-                self._close(chunk)
-        for places in self.plan.chunks_between(batch.start, stop):
-            start_in_chunk = max(places.start, batch.start)
-            stop_in_chunk = min(places.stop, stop)
-            chunk_batches = {}
-            for stream, stream_batch in batches_of_streams.items():
-                chunk_batches[stream] = stream_batch.rows(start_in_chunk, stop_in_chunk)
-            is_private = isinstance(batches, dict)
-            self.open_chunk(places).step(chunk_batches if is_private else chunk_batches[""])
+        if self._chunk is None or self._chunk.start != batch.start:
+            self._chunk = self._open_chunk(batch.start)
+        self._chunk.step(batches)
 
-    def open_chunk(self, places: range) -> _Chunk:
-        """Return the chunk of some clients, which begins to train if it has not."""
-        if places.start not in self._open_chunks:
-            self._open_chunks[places.start] = _Chunk(self, places)
-        return self._open_chunks[places.start]
+    def _open_chunk(self, start: int) -> _Chunk:
+        """Begin to train the chunk whose first client is at a place; the one before is finished.
 
-    def _close(self, chunk: _Chunk) -> None:
-        """Keep the states that a chunk has trained, and release its gradients and optimisers."""
-        del self._open_chunks[chunk.start]
-        self._closed_chunks.add(chunk.start)
-        for role, stacked in chunk.full.items():
-            unmerged = without(stacked, self.tensor_names.merged)
-            if len(self.plan.chunks) == 1:  # no copy
-                self._trained[role] = unmerged
-                continue
-            trained = self._trained.setdefault(role, {})
-            for name, value in unmerged.items():
-                if name not in trained:
-                    trained[name] = value.new_empty(len(self.plan.clients), *value.shape[1:])
-                trained[name][chunk.start : chunk.stop] = value
+        Raises:
+            ValueError: If the chunk has trained before, in another order than that of ``batch_places``.
+        """
+        if self._chunk is not None and start < self._chunk.start:
+            finished = self.plan.clients[start : self._chunk.start]
+            raise ValueError(f"clients {finished} have finished their steps; pass batches in the order of batch_places")
+        clients_per_chunk = self.plan.clients_per_chunk or len(self.plan.clients)
+        stop = min(start + clients_per_chunk, len(self.plan.clients))
+        return _Chunk(self, start, stop)
 
     def finish(self, shares: Shares | None = None, ranks: Ranks | None = None) -> ClientResults:
         """End the round, and merge the results of the ranks. A collective: all ranks must call this alike.
@@ -477,17 +457,15 @@ class Cohort:
         """
         shares = shares or Shares.of(self.plan)
         ranks = ranks or Ranks()
-        for places in self.plan.chunks:
-            if places.start not in self._closed_chunks:
-                self._close(self.open_chunk(places))  # a stand-in has taken no step
-        trained = self._trained
-        self._trained = {}
-        self.opened = {}
+        self._chunk = None  # with its gradients and optimisers
+        trained = self.trained
         finite_here = _all_finite(~self.broken, *trained.values())
         checked = {id(value) for stacked in trained.values() for value in stacked.values()}
-        for role in trained:
-            trained[role] = trained[role] | self._merged[role]
-        client_state, sent = self.algorithm.end_round(trained, self.client_state, self.received, self.tensor_names)
+        # Weights that the server merges into are not trained, and come back as they were.
+        ended: Stacks = {}
+        for role, stacked in trained.items():
+            ended[role] = stacked | select(self.opened[role], self.tensor_names.merged)
+        client_state, sent = self.algorithm.end_round(ended, self.client_state, self.received, self.tensor_names)
         # An algorithm may make what is not finite of what is.
         if self.private is not None:
             accepted = _all_finite(torch.ones_like(finite_here), sent)
@@ -589,7 +567,7 @@ def _clip(gradients: list[Tensor], norm: float) -> None:
 
     The same arithmetic as ``torch.nn.utils.clip_grad_norm_``, client by client.
     """
-    total = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients]).sum(0).sqrt()
+    total = torch.stack([as_matrix(gradient).square().sum(1) for gradient in gradients]).sum(0).sqrt()
     scale = (norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(per_client(scale, gradient))

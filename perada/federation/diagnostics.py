@@ -16,7 +16,7 @@ from perada.algorithms import PerAda
 from perada.core.checks import OptionError, check_choice, invalid_option
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, Shares
-from perada.core.states import State, per_client, stack_size
+from perada.core.states import State, as_matrix, per_client, stack_size
 from perada.engine.engine import Engine, client_losses
 from perada.federation.cohort import Cohort
 from perada.federation.scores import probabilities
@@ -266,37 +266,30 @@ def full_gradients(
     for role in cohort.opened:
         for phase in cohort.phases:
             trained.update(cohort.algorithm.trainable_keys(role, phase.name, tensor_names, cohort.plan.round))
-    stacks = []
+    sums: list[State] = []
     for point in points:
-        leaves = {}
-        for name in tensor_names.keys:
-            leaves[name] = point[name].detach().clone().requires_grad_(name in trained)
-        stacks.append(leaves)
-    clients_at_once = cohort.plan.clients_per_chunk or clients
+        sums.append({name: torch.zeros_like(point[name]) for name in tensor_names.keys if name in trained})
     images = torch.zeros(clients, dtype=torch.float64)
     for batch in batches:
-        stop = batch.start + len(batch.clients)
-        images[batch.start : stop] += torch.tensor(batch.counts)
-        for start in range(batch.start, stop, clients_at_once):
-            part = batch.rows(start, min(start + clients_at_once, stop))
-            counts = part.counts
-            x = part.x[:, : max(counts)]
-            y = part.y[:, : max(counts)]
-            for stack in stacks:
-                with torch.enable_grad():
-                    models = {name: value[start : start + len(counts)] for name, value in stack.items()}
-                    logits = engine.logits(models, x, counts=counts)
-                    losses = client_losses(logits, y, counts, settings.training.multilabel)
-                    # Sums over images, which add up over batches of unequal sizes.
-                    (losses * torch.tensor(counts, device=losses.device)).sum().backward()
+        rows = slice(batch.start, batch.stop)
+        images[rows] += torch.tensor(batch.counts)
+        width = max(batch.counts)
+        x = batch.x[:, :width]
+        y = batch.y[:, :width]
+        for point, sums_of_point in zip(points, sums, strict=True):
+            models = {name: point[name][rows].detach() for name in tensor_names.keys}
+            leaves = {name: models[name].clone().requires_grad_() for name in sums_of_point}
+            with torch.enable_grad():
+                logits = engine.logits(models | leaves, x, counts=batch.counts)
+                losses = client_losses(logits, y, batch.counts, settings.training.multilabel)
+                # Sums over images, which add up over batches of unequal sizes.
+                (losses * torch.tensor(batch.counts, device=losses.device)).sum().backward()
+            for name, leaf in leaves.items():
+                if leaf.grad is not None:
+                    sums_of_point[name][rows] += leaf.grad
     gradients = []
-    for stack in stacks:
-        means = {}
-        for name, leaf in stack.items():
-            if leaf.requires_grad:
-                total = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                means[name] = double(total) / _per_client(images, total)
-        gradients.append(means)
+    for sums_of_point in sums:
+        gradients.append({name: double(total) / _per_client(images, total) for name, total in sums_of_point.items()})
     return gradients, images
 
 
@@ -348,7 +341,7 @@ def gradient_norms(
         for name, value in gradients[1].items():
             pull = double(cohort.client_state["personal"][name]) - double(received[name])
             gradient = (value + algorithm.prox_strength * pull)[:num_local_clients]
-            squares[places] += gradient.flatten(1).square().sum(1).to(squares)
+            squares[places] += as_matrix(gradient).square().sum(1).to(squares)
         ranks.sum_([squares])
         metrics |= mean_and_spread("theory/personal_gradient", squares)
     return metrics

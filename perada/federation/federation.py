@@ -148,12 +148,11 @@ class Federation:
         shares = self._shares
         plan = shares.plan
         places = shares.places
-        opened = cohort.opened  # there are none after the cohort has finished
         results = cohort.finish(shares, self.ranks)
         # A rank without clients trained a stand-in, whose loss scale does not count.
         is_client = torch.arange(len(results.finite_here), device=results.finite_here.device) < len(places)
         self.trainer.scales.close("clients", cohort.scales, results.finite_here & is_client, self.ranks)
-        metrics = self._round_metrics(opened, cohort.received, results)
+        metrics = self._round_metrics(cohort.opened, cohort.received, results)
         self.store.scatter(shares.parts, results.broken, results.client_state)
         self.rounds_done = plan.round + 1
         for client in plan.clients:

@@ -32,8 +32,8 @@ class Training:
         local_epochs: Passes of a sampled client over its data in a round.
         local_steps: Local steps in a round, instead of epochs.
         engine: ``folded`` trains all clients of a round as one batch, ``loop`` one after another; ``auto`` chooses.
-        clients_per_chunk: Clients that share each forward and backward pass, and take all their steps before the next
-            ones begin; by default all of the round, or on a CPU, if most of the model is trained, what fits its caches.
+        clients_per_chunk: Number of clients that train together; the next ones begin when these have finished. By
+            default all of the round, or on a CPU, if most of the model is trained, as many as fit its caches.
         channels_last: Memory format of images and convolutions; by default on if the backbone has several convolutions.
         cache_features: Compute the frozen layers before all trained ones only once for each image that is not
             augmented; by default where they are at least a tenth of the model, and the features fit the data's

@@ -19,6 +19,7 @@ from perada.core.states import (
     State,
     as_matrix,
     clone,
+    column_blocks,
     device_of,
     expand,
     is_finite,
@@ -33,7 +34,7 @@ from perada.federation.scores import probabilities
 from perada.privacy.client_level import ClientLevel, floor_variances
 from perada.privacy.client_sums import VOTE
 from perada.server import Updates, client_weights
-from perada.server.aggregate import Weighting, column_blocks, double, double_dtype
+from perada.server.aggregate import Weighting, double, double_dtype
 from perada.server.distill import DistillationRound, Distiller, SecureTeachers, ServerData
 from perada.server.low_rank import lora_residual
 
@@ -559,13 +560,23 @@ def _norms_and_cosines(
     for name in names:
         if name not in updates or name not in received or received[name].shape != updates.local_rows[name].shape:
             continue
-        squares[rows] += _squared_distances(updates.local_rows[name], received[name])
+        sent_rows = as_matrix(updates.local_rows[name])
+        received_rows = as_matrix(received[name])
+        # Block by block: changes of all clients in double precision would not fit the caches.
+        blocks = list(column_blocks(sent_rows))
+        mean_change = squares.new_zeros(sent_rows.shape[1])
+        for block in blocks:
+            change = double(sent_rows[:, block]) - double(received_rows[:, block])
+            squares[rows] += change.square().sum(1)
+            if with_cosines:
+                mean_change[block] = change.sum(0) / updates.clients
         if with_cosines:
-            change = (double(updates.local_rows[name]) - double(received[name])).flatten(1)
-            mean_change = change.sum(0) / updates.clients
+            # One collective for all blocks, of which ranks have different numbers.
             updates.ranks.sum_([mean_change])
-            products[rows] += (change * mean_change).sum(1)
             mean_square += mean_change.square().sum()
+            for block in blocks:
+                change = double(sent_rows[:, block]) - double(received_rows[:, block])
+                products[rows] += (change * mean_change[block]).sum(1)
     table = torch.stack([squares, products])
     updates.ranks.sum_([table])  # one collective for both
     squares, products = table.cpu().double()
@@ -574,16 +585,3 @@ def _norms_and_cosines(
     if not with_cosines:
         return norms, None
     return norms, products / (norms * mean_square.sqrt())
-
-
-def _squared_distances(stack: Tensor, other: Tensor) -> Tensor:
-    """Return the squared norms (C,) of the differences of two stacks (C, ...), in double precision.
-
-    Block by block on a processor, for the reason given at :func:`perada.server.aggregate.column_blocks`.
-    """
-    columns = as_matrix(stack)
-    other_columns = as_matrix(other)
-    squares = columns.new_zeros(len(columns), dtype=double_dtype(stack.device))
-    for block in column_blocks(columns):
-        squares += (double(columns[:, block]) - double(other_columns[:, block])).square_().sum(1)
-    return squares

@@ -156,7 +156,7 @@ class Settings:
         phases: Phases of a round of local training.
         seed: Of everything random that is not secret.
         clients_per_round: Number of clients drawn for each round; by default all.
-        clients_per_chunk: Number of clients that train at the same time; chosen at set-up by default.
+        clients_per_chunk: Number of clients that train together; chosen at set-up by default.
         rule: The server rule.
         privacy: Privacy of the clients' images, if any.
         client_privacy: Privacy of whole clients, if any.

@@ -22,7 +22,10 @@ from perada.results.restore import CHECKPOINT_KEY
 from perada.server import ServerRule
 
 COMPUTATION = ("engine", "clients_per_chunk", "channels_last", "cache_features", "torch_compile")
-"""Options of training that control how it is computed; results are the same up to rounding."""
+"""Options of training that control how it is computed; results are the same up to rounding.
+
+Only the number of steps in logs differs, which counts cohort batches: smaller chunks of clients make more of them.
+"""
 ALLOW_CLIENTS = "clients"
 """What ``resume_allow`` must contain for more clients."""
 ALLOW_IMAGES = "images"

@@ -66,8 +66,8 @@ def set_up_rounds(context: RunContext, stage: str, protection: Protection | None
     if settings.algorithm.needs_class_counts and batch.classes is None and trains:
         raise no_counts(settings.algorithm)
     check_first_batch(context, batch, trains)
-    # The engine may have fallen back to the loop, in which clients train one after another.
-    configure_rounds(context, protection)
+    # Not before these checks, after which the engine may have fallen back to the loop.
+    data.clients_per_chunk = _clients_per_chunk(context)
     trunk = set_up_feature_cache(context, batch.x[0, 0])
     # Gradients of images were checked with the first batch where the run trains on images.
     needs_gradient_check = trunk is not None or not trains
@@ -116,16 +116,13 @@ def configure_rounds(context: RunContext, protection: Protection) -> None:
         image=context.adapted.backbone.image,
         private=None if images is None else images.sampling(),
         eligible=protection.affordable if protection.limited else None,
-        clients_per_chunk=_clients_per_chunk(context),
     )
 
 
 def _clients_per_chunk(context: RunContext) -> int | None:
-    """Return how many clients train at the same time; None for all of a round."""
+    """Return how many clients train together; None for all of a round."""
     settings = context.settings
     engine = context.module.engine
-    if context.data.num_clients == 1:
-        return None
     if engine.kind == "loop":
         return 1
     if settings.clients_per_chunk is not None:

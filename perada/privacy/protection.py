@@ -20,7 +20,7 @@ from perada.core.checks import OptionError
 from perada.core.ranks import Ranks
 from perada.core.rounds import CohortBatch, RoundPlan, one_of
 from perada.core.seeding import Streams, generator
-from perada.core.states import State
+from perada.core.states import State, as_matrix
 from perada.privacy.account import Account, Budget
 from perada.privacy.client_level import ClientLevel
 from perada.privacy.clipping import noisy_mean
@@ -85,7 +85,7 @@ class PrivateRound:
         total = torch.zeros(len(counts), device=batch.x.device)
         for key, gradient in self._noisy_gradients(sums, stream, rows).items():
             # The derivative of this product by the state is the noisy gradient.
-            total = total + (states[key] * gradient).flatten(1).sum(1)
+            total = total + as_matrix(states[key] * gradient).sum(1)
         return total - total.detach()
 
     def _noisy_gradients(self, sums: State, stream: str, rows: slice) -> State:

@@ -2,7 +2,7 @@
 """Updates of clients, their mean, and the base classes of server rules."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perada.core.checks import OptionError, Options, check_choice
 from perada.core.ranks import Ranks
-from perada.core.states import Factors, State, as_matrix, expand, gather, to_device_async
+from perada.core.states import Factors, State, as_matrix, column_blocks, expand, gather, to_device_async
 
 Weighting = Literal["uniform", "samples"]
 WITHOUT_DOUBLE = {"mps"}
@@ -132,8 +132,8 @@ class Updates:
                 places.append(place)
                 indices.append(index_of[row])
         selected = {name: value for name, value in self.local_rows.items() if name not in without}
-        # All of them in their order need no copy.
-        if indices != list(range(len(self.places))):
+        is_everyone = indices == list(range(len(self.places)))
+        if not is_everyone:
             selected = gather(selected, indices)
         return Updates(selected, places, len(rows), self.ranks)
 
@@ -241,21 +241,6 @@ def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype)
 
 
-BLOCK_NUMBERS = 2**19
-"""How many numbers of the updates are converted to double precision at a time on a processor: 4 MB of them."""
-
-
-def column_blocks(columns: Tensor) -> Iterator[slice]:
-    """Divide the columns of a stack (C, N) into blocks that fit a processor's caches; on a GPU there is one."""
-    clients, numbers = columns.shape
-    size = numbers
-    if columns.device.type == "cpu":
-        size = BLOCK_NUMBERS // max(1, clients)
-    size = max(1, size)
-    for start in range(0, numbers, size):
-        yield slice(start, min(start + size, numbers))
-
-
 _INNER = "aggregate/"
 """Prefix of the inner rule's tensors in the state of a composed rule."""
 
@@ -267,7 +252,7 @@ class Aggregation:
     Attributes:
         updates: What the clients sent; it may lack names of ``previous``. ``updates.gathered(name)`` is the tensor
             (C, ...) of all clients, which moves between devices, where :func:`mean` moves one state. Given as a stack
-            (C, ...), it becomes an :class:`Updates`.
+            (C, ...), it becomes an :class:`Updates`. A rule does not change its tensors, which may be those of clients.
         weights: Weights (C,) in float64 that sum to one.
         previous: Global state before the round.
         parameters: Names of trained parameters. Other names are running statistics and counters.

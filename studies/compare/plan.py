@@ -46,7 +46,6 @@ class ConfiguredRun(Protocol):
         datamodule: The data.
         trainer: The trainer.
         config: The options.
-        loop: The rounds.
     """
 
     model: FederatedClassifier
@@ -55,7 +54,8 @@ class ConfiguredRun(Protocol):
     config: Namespace
 
     @property
-    def loop(self) -> FederatedLoop: ...
+    def loop(self) -> FederatedLoop:
+        """The rounds."""
 
 
 MakeCLI = Callable[[Sequence[str]], ConfiguredRun]

@@ -18,6 +18,7 @@ from perada.federation.cohort import Cohort, LocalTrainer
 from perada.federation.settings import LocalTraining, Settings
 from perada.models.adapted import find_tensor_names
 from perada.server import Distillation
+from tests.chunks import in_chunks
 
 STEPS, COUNTS, CLASSES = (5, 3, 3, 1), (6, 4, 6, 5), 3
 CLIENTS = tuple(range(10, 10 + len(STEPS)))
@@ -89,7 +90,7 @@ def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip
     model, clip_norm = network(), (0.3 if multilabel else 1.0) if clip else None
     training = LocalTraining(name, rates(0.2), clip_norm=clip_norm, multilabel=multilabel, **options)
     running = cohort(model, training, engine=engine, chunk=chunk, factor=0.5)
-    for batch in batches(multilabel):
+    for batch in in_chunks(batches(multilabel), chunk or len(CLIENTS)):
         running.step(batch)
     results = running.finish()
     updates = results.sent
@@ -147,7 +148,7 @@ def test_a_client_whose_loss_was_infinite_once_is_broken_though_its_state_is_fin
         if batch.step == 0:
             batch.x[2, 0] = float("inf")
         running.step(batch)
-    running.open_chunk(range(4)).full["local"] = {key: torch.zeros(4, 1) for key in running.tensor_names.keys}
+    running.trained["local"] = {key: torch.zeros(4, 1) for key in running.tensor_names.keys}
     assert running.finish().finite.tolist() == [True, True, False, True]
 
 
@@ -158,7 +159,7 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
     results = []
     for options in ({}, {"chunk": 2}, {"engine": "loop", "chunk": 1}, {"seed": 1}):
         running = cohort(model, training, Standalone(), **options)
-        for batch in batches():
+        for batch in in_chunks(batches(), options.get("chunk", len(CLIENTS))):
             running.step(batch)
         results.append(running.finish().client_state["personal"])
     for key, value in results[0].items():
@@ -173,6 +174,15 @@ def test_dropout_of_a_client_does_not_depend_on_its_cohort():
         small.step(batch._replace(clients=batch.clients[:n], x=batch.x[:n], y=batch.y[:n], counts=batch.counts[:n]))
     for key, value in small.finish().client_state["personal"].items():
         torch.testing.assert_close(value, results[0][key][:2])
+
+
+def test_a_chunk_that_has_finished_trains_no_more():
+    running = cohort(network(), LocalTraining("sgd", rates(0.1)), chunk=2)
+    parts = in_chunks(batches(), 2)
+    for batch in parts:
+        running.step(batch)
+    with pytest.raises(ValueError, match=r"clients \(10, 11\) have finished their steps; pass batches in the order"):
+        running.step(parts[0])
 
 
 def test_dropout_of_one_role_is_not_that_of_another():

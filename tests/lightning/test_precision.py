@@ -27,6 +27,7 @@ from perada.lightning import setup
 from perada.models.adapted import find_tensor_names, insert_adapter
 from perada.models.backbones import build_backbone
 from perada.server import Distillation, Distiller
+from tests.chunks import in_chunks
 from tests.methods import make_method
 from tests.options import sections
 
@@ -100,7 +101,7 @@ def test_each_client_trains_as_with_a_grad_scaler_of_its_own(optimizer, engine, 
     scaling = LossScaling(2.0**26, 2.0, 0.5, 2)
     training = LocalTraining(name, {"local": 0.1}, clip_norm=clip_norm, **options)
     running = cohort(model, training, engine=engine, options=scaling, chunk=chunk)
-    for batch in batches():
+    for batch in in_chunks(batches(), chunk or len(CLIENTS)):
         with half():
             running.step(batch)
     results = running.finish()

@@ -134,14 +134,11 @@ def test_noise_is_independent_between_clients_roles_rounds_and_steps(monkeypatch
     moves, step = [], Cohort.step
 
     def spy(self, batches):
-        before = {
-            role: {k: v.clone() for k, v in state.items()}
-            for role, state in self.open_chunk(self.plan.chunks[0]).full.items()
-        }
+        before = {role: {k: v.clone() for k, v in state.items()} for role, state in self.trained.items()}
         step(self, batches)
         sizes = [SIZE_OF[client] for client in self.plan.clients]
         for role in ("personal", "local"):
-            after = self.open_chunk(self.plan.chunks[0]).full[role]
+            after = self.trained[role]
             change = torch.cat([(after[k] - before[role][k]).flatten(1) for k in sorted(after)], 1)
             moves.append(change / -0.5 * torch.tensor([min(4, n) for n in sizes]).unsqueeze(1))
 
