@@ -64,7 +64,7 @@ def _packages_listed_once():
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_waits_for_the_disk():
-    """What is synced outlives a power failure, and no test makes one: those of the order of writes watch the calls.
+    """No test simulates a power failure by hardware; tests of the order of writes replace fsync themselves.
 
     A deployed round syncs some fifty files, which takes as long as all that is computed in it.
     """

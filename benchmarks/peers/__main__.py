@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             outcomes = measure_task(task, settings, missing)
         except KeyboardInterrupt:
-            sys.exit(f"interrupted in the task {name}; the tasks before it are in {options.output}")
+            where = f"; the tasks before it are in {options.output}" if results else ""
+            sys.exit(f"interrupted in the task {name}{where}")
         rows = rows_of(name, outcomes)
         print(f"\n{task.description}, {settings.threads} threads, {settings.turns} turns\n")
         print(markdown(rows), flush=True)
@@ -191,6 +192,14 @@ def _significant(value: float) -> float:
     return float(f"{value:.3g}")
 
 
+def _positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -199,7 +208,9 @@ def _parser() -> argparse.ArgumentParser:
         "in turns: seconds a round, peak memory of the process and its children, start, loss and accuracy.",
     )
     parser.add_argument("--task", nargs="+", choices=list(TASKS), help="By default all.")
-    parser.add_argument("--turns", type=int, default=3, help="Processes of each framework that are timed (default: 3).")
+    parser.add_argument(
+        "--turns", type=_positive, default=3, help="Processes of each framework that are timed (default: 3)."
+    )
     parser.add_argument("--quick", action="store_true", help="Tiny models, one turn: shows that the peers run.")
     parser.add_argument("--peers", nargs="*", choices=FRAMEWORKS[1:], default=FRAMEWORKS[1:], help="By default both.")
     parser.add_argument(
@@ -208,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="Interpreter that has pfl, flwr[simulation], torch, timm and peft (default: this one).",
     )
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="By default all cores.")
+    parser.add_argument("--threads", type=_positive, default=os.cpu_count() or 1, help="By default all cores.")
     parser.add_argument("--output", type=Path, default=Path("lightning_logs/peers.json"))
     return parser
 

@@ -256,7 +256,7 @@ def _check_imports(everything: bool) -> Iterator[Check]:
     if num_recipes:
         yield Check("pass", f"{num_recipes} recipes are installed")
     else:
-        yield Check("fail", f"only {num_recipes} recipes are installed; reinstall perada")
+        yield Check("fail", "no recipes are installed; reinstall perada")
 
 
 def _check_folder() -> Iterator[Check]:

@@ -331,13 +331,14 @@ def _discard_unread_output(attempt: str = "") -> bool:
         attempt: Text to write first, which shows whether a stream is read.
     """
     is_unread = False
-    for stream in (sys.stdout, sys.stderr):
+    # A stream that was closed before the program started is None.
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             if not is_unread:
                 stream.write(attempt)
             stream.flush()
-        except BrokenPipeError:
-            is_unread = True
+        except OSError as error:  # a closed pipe, or a full disk, whose error has been reported
+            is_unread |= isinstance(error, BrokenPipeError)
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return is_unread
 

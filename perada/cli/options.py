@@ -206,10 +206,11 @@ def command_hint(wrong: str, commands: Collection[str], prog: str) -> str:
     >>> command_hint("validate", ["fit", "test"], "perada")
     "did you mean 'test'?"
     """
-    if prog == "perada":
-        for command, names in TEXTS["commands"].items():
-            if wrong.lower() in names.split():
-                return f"did you mean {command!r}?"
+    group = prog.removeprefix("perada").strip()
+    for command, names in TEXTS["commands"].items():
+        if wrong.lower() in names.split() and command.startswith(group):
+            command_in_group = command.removeprefix(group).strip()
+            return f"did you mean {command_in_group!r}?"
     return hint(wrong, commands, f"`{prog} --help` lists the commands")
 
 

@@ -231,7 +231,7 @@ def _add_options(parser: ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help=(
-            "Replace the recipes' algorithms: all, names of `perada.finetune`, or paths of custom classes, such as "
+            "Replace the recipes' algorithms: all, methods of `perada ls method`, or paths of custom classes, such as "
             "mine.MyAlgorithm."
         ),
     )

@@ -10,7 +10,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 from perada.algorithms import ALGORITHMS
-from perada.algorithms.registry import Method, distinct_methods
+from perada.algorithms.registry import Method, distinct_methods, methods
 from perada.algorithms.specs import class_path_of, option_words
 from perada.core.checks import check_known
 from perada.server import SERVER_RULES
@@ -165,5 +165,10 @@ def entry_of(name: str) -> Entry:
         return ENTRIES[name]
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name):
         return Entry(name, class_path=name)
+    if name in methods():
+        raise ValueError(
+            f"--algorithms {name}: this method changes only how another one is trained; compare it as a recipe, such "
+            f"as quickstart/{name}"
+        )
     check_known("--algorithms", name, ENTRIES, ", or the path of a custom class, such as mine.MyAlgorithm")
     raise AssertionError("check_known raises for unknown names")

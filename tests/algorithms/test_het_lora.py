@@ -260,7 +260,7 @@ def test_whole_ranks_change_nothing_under_a_rule_that_is_not_of_the_mean(base):
         assert_equal(found.state("personal", m), wanted.state("personal", m))
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(5)
 @QUIETLY
 @pytest.mark.parametrize("base", [Ditto(), PFedMe(), FedAvg()])
 @pytest.mark.parametrize("section", [Privacy, ClientPrivacy])

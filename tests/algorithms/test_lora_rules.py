@@ -57,7 +57,7 @@ def loop(rule, together, weighted):
     return w, found
 
 
-@pytest.mark.every(7)
+@pytest.mark.every(11)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize(("together", "weighted"), [(2, True), (None, False)])
 @pytest.mark.parametrize(("rule", "plain"), [("svd", svd), (LoRAFair(0.01), lora_fair), ("mean", None)])

@@ -392,7 +392,7 @@ def test_without_a_logger_nothing_is_written(folder, capsys):
     assert "Run folder" not in capsys.readouterr().out
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rounds", ["0", "-2"])
 @pytest.mark.parametrize("command", ["fit", "check"])
 def test_no_rounds_are_refused(folder, capsys, command, rounds):
@@ -455,6 +455,15 @@ def test_a_closed_pipe_of_errors_ends_a_command_too(folder):
     command = f"{Path(sys.executable).parent / 'perada'} fti 2>&1 | true"
     ended = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False)
     assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">/dev/full"])
+@pytest.mark.every(2)
+def test_an_output_that_cannot_be_written_to_gives_no_traceback(folder, redirection):
+    command = f"{Path(sys.executable).parent / 'perada'} ls {redirection}"
+    ended = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False)
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("\n") <= 1
 
 
 def test_a_closed_pipe_between_processes_is_an_error(monkeypatch, capsys):

@@ -91,7 +91,9 @@ def test_a_sites_run_and_the_servers_are_used_as_any_other(tmp_path, monkeypatch
     torch.testing.assert_close(probabilities, expected.detach(), rtol=1e-5, atol=1e-6)
     both = [run.predict(list(images)).probabilities for run in (own, server)]
     torch.testing.assert_close(both[0], both[1])
-    with pytest.raises(ValueError, match="client='st-marys' keeps its adapter at its site: the server has none"):
+    with pytest.raises(
+        ValueError, match="client='st-marys' keeps its adapter at its site, so the server does not have it"
+    ):
         server.predict(list(images), "st-marys")
 
     # As a simulation's, but for what only a simulation knows.

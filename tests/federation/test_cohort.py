@@ -118,7 +118,7 @@ def test_each_client_trains_as_if_alone(name, options, make, engine, chunk, clip
         assert 0 < clipped < sum(STEPS)  # some are clipped, some not: clients do not share a norm
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -134,7 +134,7 @@ class Threads(Ranks):
 
 @pytest.mark.parametrize("everywhere", [[0, 1, 2, 3, 4], [1, 4], [2], []])
 @pytest.mark.parametrize(("algorithm", "metric"), [("ditto", "accuracy"), ("ditto", "auroc"), ("fedavg", "accuracy")])
-@pytest.mark.every(6)
+@pytest.mark.every(5)
 def test_two_processes_find_what_one_does(tiny, algorithm, metric, everywhere):
     _, module, _ = fitted(tiny, algorithm)
     federation, batch = module.federation, images(tiny)

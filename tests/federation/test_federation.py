@@ -72,7 +72,7 @@ def equal(left, right):
     return all(torch.equal(left[key], right[key]) for key in left)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("algorithm", ["perada", "fedavg"])
 def test_a_broken_client_is_named_and_left_out(algorithm, engine):

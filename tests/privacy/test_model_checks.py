@@ -153,7 +153,7 @@ def train(between, privacy=None, **options):
 
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("function", MIXING, ids=lambda function: function.__name__)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_a_network_that_mixes_images_is_refused(function, engine):
     with pytest.raises(ValueError, match=MIXES) as error:
         train(layer(function), engine=engine)
@@ -174,7 +174,7 @@ def test_it_is_refused_where_one_image_is_expected_in_a_batch(function, options)
 @pytest.mark.parametrize("adapter", ["full", "head"])
 @pytest.mark.parametrize("engine", ["folded", "loop"])
 @pytest.mark.parametrize("function", REMEMBERING, ids=lambda function: function.__name__)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_a_network_that_remembers_images_is_refused(function, engine, adapter):
     with pytest.raises(ValueError, match=REMEMBERS) as error:
         train(layer(function), engine=engine, adapter=adapter)

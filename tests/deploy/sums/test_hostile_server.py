@@ -338,7 +338,7 @@ def test_lists_that_the_server_made_up_are_refused_and_logged(lie, reason, tiny,
     [{}, {"adverts": 1}, {"sealed": {"site1": 3}}, {"alive": [1, {}]}, {"signatures": []}],
     ids=lambda sums: "".join(sums),
 )
-@pytest.mark.every(30)
+@pytest.mark.every(7)
 def test_what_makes_no_sense_is_refused_and_the_worker_lives(step, sums, tiny, tmp_path):
     made = parties(tiny, tmp_path, "fedavg", rounds=1, sizes=FOUR)
     lie = lambda name, message: changed(message, sums=sums) if name == "site0" and asks(message, step) else message  # noqa: E731

@@ -246,7 +246,7 @@ def test_a_process_that_dies_takes_its_own_run_along_only(capfd):
     for number in (0, 2, 3, 5):
         assert results[number]["failed"] == f"ValueError: {tasks[number][0]} with 3 and 3 threads"
     assert results[6]["failed"] == "ValueError: ['e'] with 3 and 3 threads"
-    assert all(results[number]["failed"].startswith("its process was killed, or crashed") for number in (1, 4))
+    assert all(results[number]["failed"].startswith("its process was killed or crashed") for number in (1, 4))
     assert active_children() == []
     assert dict(os.environ) == before
     assert "not for standard output" not in capfd.readouterr().out
