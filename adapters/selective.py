@@ -180,7 +180,11 @@ class SelectiveModel(BaseTuner):
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
-        cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, Tensor]
+        cls,
+        model: nn.Module,
+        config: PeftConfig,
+        adapter_name: str,
+        state_dict: dict[str, Tensor],
     ) -> dict[str, Tensor]:
         """Return ``state_dict`` under the model's names.
 

@@ -328,7 +328,10 @@ def _check_datamodule(data: object, batch_size: int | Literal["full"] | None, im
 
 
 def _set_up_callers_trainer(
-    trainer: pl.Trainer, loop: FederatedLoop, rounds: int, trainer_kwargs: Mapping[str, Any]
+    trainer: pl.Trainer,
+    loop: FederatedLoop,
+    rounds: int,
+    trainer_kwargs: Mapping[str, Any],
 ) -> None:
     """Add the loop to the caller's trainer, and set its number of rounds.
 
@@ -355,7 +358,9 @@ def _set_up_callers_trainer(
 
 
 def _distillation(
-    distillation: Distillation | dict[str, Any] | None, algorithm: Algorithm, has_public_set: bool
+    distillation: Distillation | dict[str, Any] | None,
+    algorithm: Algorithm,
+    has_public_set: bool,
 ) -> Distillation:
     """Return the options of the distillation. Without a public set, the number of steps is 0 by default."""
     options = options_of(Distillation, "distillation", {} if distillation is None else distillation)

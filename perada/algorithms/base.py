@@ -389,7 +389,11 @@ class Algorithm(Options):
         step.descend("local", step.loss("local"))
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Return the states that the clients keep, and those that they send.
 
@@ -492,7 +496,11 @@ class ClientSideWrapper(Algorithm):
         self.base.client_step(step)
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Return what clients of the base keep and send."""
         return self.base.end_round(trained, client_state, received, tensor_names)

@@ -171,7 +171,11 @@ class FedDPA(_WeightedBranches):
         step.descend("local", step.loss(global_model, stream="local"))
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep the personal branch and the weights, send the global branch."""
         return {"personal": trained["personal"], WEIGHT: trained[WEIGHT]}, trained["local"]
@@ -216,7 +220,11 @@ class FedDPAF(FedAvg):
         return tuple(key for key in tensor_names.parameters if key not in tensor_names.private)
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep nothing, send what was trained."""
         update = without(trained["local"], tensor_names.private)
@@ -262,7 +270,11 @@ class OwnBranch(_WeightedBranches):
         step.descend("personal", step.loss(own_model, stream="personal"))
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep the personal branch together with the global one; send nothing."""
         return {"personal": client_state["personal"] | trained["personal"], WEIGHT: client_state[WEIGHT]}, {}
@@ -342,7 +354,11 @@ class RestOfWorld(Algorithm):
         step.descend("personal", step.loss(both_branches, stream="personal"))
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep both branches; send v̄ moved by the change of the individual one."""
         before = client_state["personal"]

@@ -226,7 +226,11 @@ def _first_rows(stacks: Stacks) -> Stacks:
 
 
 def server_follows_from_mean(
-    algorithm: Algorithm, rule: ServerRule, tensor_names: TensorNames, initial: State, sent: State
+    algorithm: Algorithm,
+    rule: ServerRule,
+    tensor_names: TensorNames,
+    initial: State,
+    sent: State,
 ) -> bool:
     """Return whether server steps give the same result for made-up updates as for their mean in every row.
 
@@ -297,7 +301,11 @@ def _add_mean_of_teachers(
 
 
 def _predicted(
-    num_classes: int, previous: State, models: Updates | State, images: int, labelled: bool
+    num_classes: int,
+    previous: State,
+    models: Updates | State,
+    images: int,
+    labelled: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Make up predictions (C, 1, K) on one image, and its labels."""
     if isinstance(models, Updates):

@@ -79,7 +79,11 @@ class FedBE(Algorithm):
         self.average = "logits" if distill else "probabilities"
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep nothing; send the trained state, and with ``moments`` the scaled squares of its changes."""
         new_client_state, update = super().end_round(trained, client_state, received, tensor_names)
@@ -173,7 +177,11 @@ def draw_gaussian(center: State, spread: State, samples: int, random: torch.Gene
 
 
 def sample_models(
-    updates: Mapping[str, Tensor], weights: Tensor, sampler: Sampler, samples: int, random: torch.Generator
+    updates: Mapping[str, Tensor],
+    weights: Tensor,
+    sampler: Sampler,
+    samples: int,
+    random: torch.Generator,
 ) -> State:
     """Draw S models (S, ...) from a distribution fitted to those of C clients, a stack (C, ...).
 
@@ -363,7 +371,11 @@ class FedEnsemble(AlgorithmWrapper):
         return self.base.begin_round(client_state, sent_by_base, tensor_names)
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep and send what clients of the base do, and the numbers of the best mode and of the trained one."""
         new_client_state, update = self.base.end_round(trained, client_state, received, tensor_names)

@@ -86,7 +86,11 @@ class FedBABU(FedAvgFT):
         return tuple(key for key in tensor_names.parameters if key not in tensor_names.head)
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep nothing, send all but the head."""
         body = without(trained["local"], tensor_names.head)
@@ -160,7 +164,11 @@ class FedDyn(Algorithm):
         step.descend("local", loss, pull=(self.alpha, step.received), slope=minus_h)
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep h_m − α (w_m − w), send w_m."""
         w = received

@@ -145,7 +145,11 @@ class HetLoRA(AlgorithmWrapper):
         self.base.client_step(_RankCutStep(step))
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep and send what clients of the base do, cut to each client's rank."""
         ranks, received = _split_ranks(received)

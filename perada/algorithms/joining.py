@@ -36,7 +36,11 @@ class Joining(ClientSideWrapper):
     unsent = frozenset({"personal", "local", "own"})
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep what clients of the base keep, send nothing."""
         new_client_state, _ = self.base.end_round(trained, client_state, received, tensor_names)
@@ -72,7 +76,11 @@ class JoiningPrivatePart(Joining):
         step.descend(self._role, step.loss(model, stream=self._role))
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep the private part, send nothing."""
         return {"personal": trained[self._role]}, {}

@@ -99,7 +99,11 @@ class FFALoRA(AlgorithmWrapper):
         return self.base.trainable_keys(role, phase, _without_a(tensor_names), round)
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep what clients of the base keep, and send what they send without A."""
         new_client_state, update = self.base.end_round(trained, client_state, received, _without_a(tensor_names))
@@ -194,7 +198,11 @@ class RoLoRA(Algorithm):
         return tuple(key for key in tensor_names.parameters if key not in frozen)
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep nothing, send what was trained."""
         frozen = _frozen(tensor_names, bool(received[A_IS_TRAINED][0]))

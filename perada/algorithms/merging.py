@@ -37,7 +37,11 @@ class _Merging(Algorithm):
                 )
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep nothing, send all but W."""
         update = without(trained["local"], tensor_names.merged)

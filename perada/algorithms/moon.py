@@ -58,7 +58,11 @@ class Moon(Algorithm):
         step.descend("local", task_loss + self.mu * contrast)
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep the trained model, which is the next previous one, and send it."""
         return {"previous": trained["local"]}, trained["local"]

@@ -85,7 +85,11 @@ class MTL(Algorithm):
         step.descend("personal", loss, pull=(self.prox_strength, v_mean))
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep v_m; send v̄ moved by the change of v_m. Integer counters are those of v_m."""
         v_before = client_state["personal"]
@@ -134,7 +138,11 @@ class PFedMe(Algorithm):
     inference = "personal"
 
     def __init__(
-        self, prox_strength: float = 15.0, inner_steps: int = 3, beta: float = 1.0, restart: bool = False
+        self,
+        prox_strength: float = 15.0,
+        inner_steps: int = 3,
+        beta: float = 1.0,
+        restart: bool = False,
     ) -> None:
         check_number("prox_strength", prox_strength, ge=0, hint="0 does not pull")
         check_integer("inner_steps", inner_steps)
@@ -162,7 +170,11 @@ class PFedMe(Algorithm):
         step.descend("local", pull=(self.prox_strength, theta))
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep θ; send w_m, with the running statistics of norms of θ, which only θ's passes have."""
         theta = trained["personal"]
@@ -236,7 +248,11 @@ class APFL(Algorithm):
         step.descend("local", local_loss)
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep v_m, α and the mixture; send w_m."""
         v = trained["personal"]

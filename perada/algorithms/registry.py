@@ -150,7 +150,9 @@ def distinct_methods() -> dict[str, Method]:
 
 
 def _distinguishing(
-    kind: type[Algorithm], arguments: dict[str, Any], of_same_algorithm: list[dict[str, Any]]
+    kind: type[Algorithm],
+    arguments: dict[str, Any],
+    of_same_algorithm: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the arguments in which methods of one algorithm differ.
 

@@ -102,7 +102,11 @@ class Scaffold(Algorithm):
         step.states["steps"]["taken"] += took_step
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep c_i⁺ = c_i − c + mean gradient; send y, and c + (c_i⁺ − c_i)."""
         num_steps = trained["steps"]["taken"]

@@ -63,7 +63,11 @@ class PartialSharing(Algorithm, ABC):
         return {"local": received | client_state["personal"]}
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep the private part, send the shared one."""
         private_names = self.private(tensor_names)
@@ -156,7 +160,11 @@ class FedSim(PartialSharing):
         step.descend(("personal", "local"), loss_of_both_parts(step))
 
     def end_round(
-        self, trained: Stacks, client_state: Stacks, received: State, tensor_names: TensorNames
+        self,
+        trained: Stacks,
+        client_state: Stacks,
+        received: State,
+        tensor_names: TensorNames,
     ) -> tuple[Stacks, State]:
         """Keep v, send u."""
         return {"personal": trained["personal"]}, trained["local"]

@@ -229,7 +229,11 @@ def check_integer(
 
 
 def _describe_range(
-    *, ge: float | None = None, gt: float | None = None, le: float | None = None, lt: float | None = None
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
 ) -> str:
     """Describe a range for a message, with a space in front; return an empty string for no bounds."""
     bounds = {">=": ge, ">": gt, "<=": le, "<": lt}

@@ -100,7 +100,11 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def open_atomic(
-    path: Path, *, private: bool = False, durable: bool = True, former: Path | None = None
+    path: Path,
+    *,
+    private: bool = False,
+    durable: bool = True,
+    former: Path | None = None,
 ) -> Iterator[BinaryIO]:
     """Open a temporary file that atomically replaces another one at the end of the ``with`` statement.
 

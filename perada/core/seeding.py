@@ -125,7 +125,12 @@ class Streams:
 
     @classmethod
     def derived(
-        cls, seed: int, purpose: str, *ids: int, clients: Sequence[int], device: torch.device | str = "cpu"
+        cls,
+        seed: int,
+        purpose: str,
+        *ids: int,
+        clients: Sequence[int],
+        device: torch.device | str = "cpu",
     ) -> "Streams":
         """Return the streams of ``clients``, whose s and γ are hashed as in :func:`derive_seed`."""
         keys = [_digest(16, seed, purpose, *ids, client) for client in clients]

@@ -197,7 +197,10 @@ def _class_counts(dataset: Dataset[Any], num_classes: int) -> Array:
 
 
 def _find_duplicates(
-    inspection: Inspection, train: list[_ImageFacts], test: list[_ImageFacts], owners: Mapping[int, int]
+    inspection: Inspection,
+    train: list[_ImageFacts],
+    test: list[_ImageFacts],
+    owners: Mapping[int, int],
 ) -> None:
     """Add images that are equal byte by byte to an inspection.
 

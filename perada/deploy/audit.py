@@ -221,7 +221,13 @@ class AuditLog:
         self._descriptor = -1
 
     def append(
-        self, message: bytes, reply: bytes, *, trained: int, commits: int, spent: Callable[[Request], object]
+        self,
+        message: bytes,
+        reply: bytes,
+        *,
+        trained: int,
+        commits: int,
+        spent: Callable[[Request], object],
     ) -> None:
         """Write the line of a reply, which may be sent once this returns.
 

@@ -15,7 +15,9 @@ Facts = Mapping[str, Any]
 
 
 def mean_scores(
-    metrics: Sequence[Metric], facts: Sequence[Facts], recent: Sequence[bool] | None = None
+    metrics: Sequence[Metric],
+    facts: Sequence[Facts],
+    recent: Sequence[bool] | None = None,
 ) -> dict[str, float]:
     """Average the scores of the sites' models on their own images, and the global model's accuracy on all images.
 

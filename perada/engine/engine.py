@@ -223,7 +223,12 @@ class Engine:
         return bool(batch_norms(self.model))
 
     def shared_logits(
-        self, states: State, x: Tensor, rows: int | None = None, *, batch_statistics: bool = False
+        self,
+        states: State,
+        x: Tensor,
+        rows: int | None = None,
+        *,
+        batch_statistics: bool = False,
     ) -> Tensor:
         """Compute logits of C states on the same images, in evaluation mode and without gradients.
 

@@ -97,7 +97,12 @@ def _backward_failure(folded: Engine, states: State, x: Tensor) -> str | None:
 
 
 def _compare(
-    folded: Engine, states: State, x: Tensor, training: bool, separate: Tensor, tolerance: float
+    folded: Engine,
+    states: State,
+    x: Tensor,
+    training: bool,
+    separate: Tensor,
+    tolerance: float,
 ) -> str | None:
     """Compare the logits of a folded pass with those of ``separate`` passes; return None if they agree."""
     try:

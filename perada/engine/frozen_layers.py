@@ -304,7 +304,13 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _Context, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+        ctx: _Context,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
     ) -> Tensor:
         ctx.save_for_backward(weight, mean, var)
         ctx.eps = eps

@@ -43,7 +43,11 @@ class FrozenTrunk:
     """
 
     def __init__(
-        self, shapes: dict[str, torch.Size], needed: tuple[str, ...], image: torch.Size, share: float = 0.0
+        self,
+        shapes: dict[str, torch.Size],
+        needed: tuple[str, ...],
+        image: torch.Size,
+        share: float = 0.0,
     ) -> None:
         self.shapes = shapes
         self.needed = needed

@@ -207,7 +207,12 @@ class MaskedAdam(MaskedOptimizer):
     """``torch.optim.Adam`` of stacked leaves (C, ...), or ``AdamW`` if the weight decay is ``decoupled``."""
 
     def __init__(
-        self, parameters: list[Tensor], lr: float, weight_decay: float = 0, *, decoupled: bool = False
+        self,
+        parameters: list[Tensor],
+        lr: float,
+        weight_decay: float = 0,
+        *,
+        decoupled: bool = False,
     ) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
         self.betas = (0.9, 0.999)

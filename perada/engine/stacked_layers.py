@@ -43,7 +43,12 @@ class FoldContext:
     together: bool = False
 
     def begin(
-        self, clients: int, counts: tuple[int, ...] | None, streams: Streams | None, *, together: bool = False
+        self,
+        clients: int,
+        counts: tuple[int, ...] | None,
+        streams: Streams | None,
+        *,
+        together: bool = False,
     ) -> None:
         """Start a pass."""
         self.clients = clients
@@ -289,7 +294,11 @@ class StackedBatchNorm(StackedLayer):
         return self._normalise_by_client(x_R, means, variances, momentum)
 
     def _normalise_together(
-        self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float
+        self,
+        x_R: Tensor,
+        means: Tensor | None,
+        variances: Tensor | None,
+        momentum: float,
     ) -> Tensor:
         """Normalise the clients' full batches by one call, as one batch of B images with C·D channels."""
         norm = self.original[0]
@@ -315,7 +324,11 @@ class StackedBatchNorm(StackedLayer):
         return out_RSD.movedim(-1, 1)
 
     def _normalise_by_client(
-        self, x_R: Tensor, means: Tensor | None, variances: Tensor | None, momentum: float
+        self,
+        x_R: Tensor,
+        means: Tensor | None,
+        variances: Tensor | None,
+        momentum: float,
     ) -> Tensor:
         """Normalise the real rows of one client after the other; rows of padding become zeros."""
         norm = self.original[0]

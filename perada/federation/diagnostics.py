@@ -244,7 +244,10 @@ def _per_client(values: Tensor, like: Tensor) -> Tensor:
 
 
 def full_gradients(
-    cohort: Cohort, settings: Settings, points: Sequence[State], batches: Iterable[CohortBatch]
+    cohort: Cohort,
+    settings: Settings,
+    points: Sequence[State],
+    batches: Iterable[CohortBatch],
 ) -> tuple[list[State], Tensor]:
     """Compute the gradient of every client's mean loss L_m over all of its training images.
 

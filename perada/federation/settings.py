@@ -235,7 +235,11 @@ def without_factors(algorithm: Algorithm, tensor_names: TensorNames, sent: Colle
 
 
 def lora_ranks(
-    algorithm: Algorithm, tensor_names: TensorNames, initial: State, names: Iterable[str], sizes: Iterable[int | None]
+    algorithm: Algorithm,
+    tensor_names: TensorNames,
+    initial: State,
+    names: Iterable[str],
+    sizes: Iterable[int | None],
 ) -> tuple[int, ...]:
     """Return the clients' LoRA ranks in the order of their numbers; empty if all have the adapter's rank.
 

@@ -120,7 +120,11 @@ class SharedStore:
         self.local.load_state_dict(restricted(saved, local_clients))
 
     def grow(
-        self, saved: dict[str, Any], numbers: Sequence[int], new_clients: Sequence[int], client_state: Stacks
+        self,
+        saved: dict[str, Any],
+        numbers: Sequence[int],
+        new_clients: Sequence[int],
+        client_state: Stacks,
     ) -> None:
         """Take over a saved store with more clients. A collective.
 

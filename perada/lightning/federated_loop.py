@@ -268,7 +268,10 @@ class FederatedLoop(pl.Callback):
             )
 
     def _complete_settings(
-        self, trainer: pl.Trainer, data: FederatedDataModule, module: FederatedClassifier
+        self,
+        trainer: pl.Trainer,
+        data: FederatedDataModule,
+        module: FederatedClassifier,
     ) -> Settings:
         """Return the settings completed from trainer and data."""
         storage = run_folder.client_storage(self.client_store, self.clients_per_round, data.num_clients, trainer)
@@ -405,7 +408,12 @@ class FederatedLoop(pl.Callback):
             federation.begin_round(shares, rate_factor, context.every_training_image)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: CohortBatch, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: object,
+        batch: CohortBatch,
+        batch_idx: int,
     ) -> None:
         """Close the round after its last local step, and stop training if no client can afford another.
 
@@ -559,7 +567,10 @@ class FederatedLoop(pl.Callback):
         return Run(context.adapted, global_states, personal_of, self.num_clients, metrics, run_record.run_info(context))
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        checkpoint: dict[str, Any],
     ) -> None:
         """Save the states of server and clients, and what identifies their run."""
         context = self.context
@@ -578,7 +589,10 @@ class FederatedLoop(pl.Callback):
         }
 
     def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        checkpoint: dict[str, Any],
     ) -> None:
         """Check that a checkpoint belongs to this run, and keep its states until the federation exists."""
         trains = trainer.state.fn == "fit"

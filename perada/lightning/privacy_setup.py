@@ -188,7 +188,10 @@ def check_trained_norms(module: FederatedClassifier) -> None:
 
 
 def check_private_gradients(
-    privacy: Privacy, module: FederatedClassifier, batch: CohortBatch, features: bool = False
+    privacy: Privacy,
+    module: FederatedClassifier,
+    batch: CohortBatch,
+    features: bool = False,
 ) -> None:
     """Raise a ValueError if private gradients cannot be computed for the model.
 

@@ -320,7 +320,10 @@ def _check_content(former: dict[str, Any], context: RunContext, training: bool, 
 
 
 def _difference_in_fields(
-    former: dict[str, Any], belongs: dict[str, Any], ignored: Sequence[str], training: bool
+    former: dict[str, Any],
+    belongs: dict[str, Any],
+    ignored: Sequence[str],
+    training: bool,
 ) -> str | None:
     """Return the message on the first field of ``belongs`` in which a checkpoint differs; None if there is none."""
     for name, value in belongs.items():

@@ -176,7 +176,10 @@ class RunFacts:
 
 
 def describe_run(
-    settings: Settings, module: FederatedClassifier, data: FederatedDataModule, facts: RunFacts
+    settings: Settings,
+    module: FederatedClassifier,
+    data: FederatedDataModule,
+    facts: RunFacts,
 ) -> dict[str, Any]:
     """Return what becomes :attr:`perada.Run.info`, of a simulation or of a deployment.
 
@@ -211,7 +214,10 @@ def describe_run(
 
 
 def _describe_training(
-    settings: Settings, module: FederatedClassifier, data: FederatedDataModule, facts: RunFacts
+    settings: Settings,
+    module: FederatedClassifier,
+    data: FederatedDataModule,
+    facts: RunFacts,
 ) -> dict[str, Any]:
     """Return how clients trained, for clients that join later."""
     training: dict[str, Any] = {

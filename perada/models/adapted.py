@@ -89,7 +89,10 @@ def _adaptable_modules(backbone: "Backbone", last_blocks: int | None) -> dict[st
 
 
 def _default_layers(
-    model: nn.Module, layers: Mapping[str, nn.Module], linears: list[str], config: PeftConfig
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    linears: list[str],
+    config: PeftConfig,
 ) -> list[str]:
     """Return the layers to adapt in a network that is not a transformer of a known family."""
     if _method(config) not in CONVOLUTION_METHODS:
@@ -333,7 +336,11 @@ def plain_names(adapted: AdaptedModel) -> dict[str, str]:
 
 
 def insert_adapter(
-    backbone: Backbone, adapter: AdapterChoice = "residual", *, train_backbone: TrainBackbone = False, **options: object
+    backbone: Backbone,
+    adapter: AdapterChoice = "residual",
+    *,
+    train_backbone: TrainBackbone = False,
+    **options: object,
 ) -> AdaptedModel:
     """Insert an adapter into ``backbone``, in place, and make it and the classification head trainable.
 

@@ -249,7 +249,11 @@ def _extract_logits(classes: int, module: nn.Module, arguments: tuple[object, ..
 
 
 def _from_timm(
-    name: str, num_classes: int | None, pretrained: bool | str, image_size: int | None, in_chans: int
+    name: str,
+    num_classes: int | None,
+    pretrained: bool | str,
+    image_size: int | None,
+    in_chans: int,
 ) -> Backbone:
     """Build a timm model."""
     config = _timm_config(name)
@@ -353,7 +357,11 @@ def _fit_channels(values: Iterable[float], in_chans: int) -> tuple[float, ...]:
 
 
 def _from_transformers(
-    name: str, num_classes: int | None, pretrained: bool | str, image_size: int | None, in_chans: int
+    name: str,
+    num_classes: int | None,
+    pretrained: bool | str,
+    image_size: int | None,
+    in_chans: int,
 ) -> Backbone:
     """Build a transformers image classifier."""
     # Imported here, since it takes seconds that other backbones need not wait for.
@@ -464,7 +472,9 @@ def _configure_transformers(
 
 
 def _load_transformers(
-    source: str, config: "PretrainedConfig", load_options: dict[str, Any]
+    source: str,
+    config: "PretrainedConfig",
+    load_options: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """Load a transformers model in float32.
 
@@ -514,7 +524,10 @@ def _check_loaded(name: str, head: str, report: dict[str, Any]) -> None:
 
 
 def _transformers_image_config(
-    source: str, load_options: dict[str, Any], image_size: object, in_chans: int
+    source: str,
+    load_options: dict[str, Any],
+    image_size: object,
+    in_chans: int,
 ) -> ImageConfig:
     """Return the image format of a model's image processor; without one, mean and standard deviation are 0.5."""
     from transformers import ImageProcessingMixin

@@ -143,7 +143,10 @@ def _unused_problem(adapted: AdaptedModel, unused: UnusedParameters) -> str | No
 
 
 def _difference_in_double_precision(
-    adapted: AdaptedModel, x: Tensor, channels_last: bool, difference: str
+    adapted: AdaptedModel,
+    x: Tensor,
+    channels_last: bool,
+    difference: str,
 ) -> str | None:
     """Return the part of a ``difference`` that remains in double precision, where rounding is negligible."""
     exact = replace(adapted, peft_model=copy.deepcopy(adapted.peft_model).double())

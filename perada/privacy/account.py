@@ -142,7 +142,11 @@ class Budget(ABC):
         return Counter(ledger.history(client))
 
     def _planned_history(
-        self, client: int, rounds: int, tunings: int, ledger: LedgerName
+        self,
+        client: int,
+        rounds: int,
+        tunings: int,
+        ledger: LedgerName,
     ) -> Counter[tuple[float, float]]:
         """Return the steps that a ledger would count for a client after so many rounds and fine-tunings."""
         history = Counter[tuple[float, float]]()

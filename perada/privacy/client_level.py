@@ -81,7 +81,11 @@ def clip_updates(updates: State, received: State, max_norm: float) -> ClippedUpd
 
 
 def noisy_updates(
-    updates: State, received: State, clipped: State, std: float, generators: Sequence[torch.Generator] | None
+    updates: State,
+    received: State,
+    clipped: State,
+    std: float,
+    generators: Sequence[torch.Generator] | None,
 ) -> State:
     """Return received + clipped change + noise in each row; all states are stacks (C, ...).
 

@@ -453,7 +453,9 @@ def _sample_conv2d(layer: nn.Conv2d, activations: list[Tensor], backprops: Tenso
 
 
 def _sample_stacked_layer(
-    layer: StackedLayer, activations: list[Tensor], backprops: Tensor
+    layer: StackedLayer,
+    activations: list[Tensor],
+    backprops: Tensor,
 ) -> dict[nn.Parameter, Tensor]:
     """Return the gradients (R, ...) of every row for a stacked layer's parameters, as Opacus's registry expects them.
 
@@ -480,7 +482,9 @@ def _sample_stacked_layer(
 
 
 def _sample_by_autograd(
-    layer: StackedLayer, activations: list[Tensor], backprops: Tensor
+    layer: StackedLayer,
+    activations: list[Tensor],
+    backprops: Tensor,
 ) -> dict[nn.Parameter, Tensor]:
     """Return the gradients of every row for a layer without a sampler, by running each row as a separate client."""
     original = layer.original[0]

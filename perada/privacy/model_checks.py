@@ -144,7 +144,13 @@ def check_products(device: torch.device) -> None:
 
 
 def check_one_image(
-    options: Privacy, engine: Engine, states: State, x: Tensor, y: Tensor, counts: tuple[int, ...], multilabel: bool
+    options: Privacy,
+    engine: Engine,
+    states: State,
+    x: Tensor,
+    y: Tensor,
+    counts: tuple[int, ...],
+    multilabel: bool,
 ) -> None:
     """Remove one image of every client from a batch, and compare the change with that image's gradient.
 

@@ -44,7 +44,12 @@ class PrivateRound:
     """
 
     def __init__(
-        self, account: Account, gradients: SampleGradients, seed: int, plan: RoundPlan, tuning: bool = False
+        self,
+        account: Account,
+        gradients: SampleGradients,
+        seed: int,
+        plan: RoundPlan,
+        tuning: bool = False,
     ) -> None:
         self.account = account
         self.gradients = gradients
@@ -63,7 +68,12 @@ class PrivateRound:
                 ]
 
     def loss(
-        self, stream: str, states: State, batches: dict[str, CohortBatch], rows: slice, dropout: Streams
+        self,
+        stream: str,
+        states: State,
+        batches: dict[str, CohortBatch],
+        rows: slice,
+        dropout: Streams,
     ) -> Tensor:
         """Return losses (C,) of 0, whose gradients by ``states`` are the noisy ones on a batch.
 

@@ -19,7 +19,15 @@ from perada.privacy.accounting import check_step
 
 
 def poisson_batches(
-    images: int, sample_rate: float, steps: int, *, seed: int, role: str, round: int, client: int, secure: bool = False
+    images: int,
+    sample_rate: float,
+    steps: int,
+    *,
+    seed: int,
+    role: str,
+    round: int,
+    client: int,
+    secure: bool = False,
 ) -> list[Tensor]:
     """Draw the batches of one client's round: each image is in each batch with probability ``sample_rate``.
 
@@ -60,7 +68,15 @@ def poisson_batches(
 
 
 def shuffled_batches(
-    images: int, batch_size: int, steps: int, *, seed: int, role: str, round: int, client: int, secure: bool = False
+    images: int,
+    batch_size: int,
+    steps: int,
+    *,
+    seed: int,
+    role: str,
+    round: int,
+    client: int,
+    secure: bool = False,
 ) -> list[Tensor]:
     """Cut passes over a client's images, each in a new random order, into batches; none spans two passes.
 

@@ -542,7 +542,11 @@ class Distiller:
         return _LogitSum(total, logit_dtype)
 
     def _pairs(
-        self, indices: Tensor, batches: TeacherBatches, targets: Tensor, shares_steps: bool
+        self,
+        indices: Tensor,
+        batches: TeacherBatches,
+        targets: Tensor,
+        shares_steps: bool,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the images (B, ...) and the teachers' mean logits (B, K) of each step.
 

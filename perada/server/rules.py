@@ -279,7 +279,11 @@ class FedAdagrad(FedAdam):
     """
 
     def __init__(
-        self, lr: float = 0.1, beta1: float = 0.0, tau: float = 1e-3, aggregate: ServerRule | None = None
+        self,
+        lr: float = 0.1,
+        beta1: float = 0.0,
+        tau: float = 1e-3,
+        aggregate: ServerRule | None = None,
     ) -> None:
         super().__init__(lr, beta1, tau=tau, aggregate=aggregate)
 

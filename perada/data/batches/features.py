@@ -27,7 +27,11 @@ class FeatureCache:
     """
 
     def __init__(
-        self, encode: Callable[[Tensor], Tensor], size: int, limit_bytes: int, supports: Callable[[Tensor], bool]
+        self,
+        encode: Callable[[Tensor], Tensor],
+        size: int,
+        limit_bytes: int,
+        supports: Callable[[Tensor], bool],
     ) -> None:
         self.encode = encode
         self.size = size

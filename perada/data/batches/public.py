@@ -12,7 +12,11 @@ from perada.data.batches.transforms import Preparation, augment, draw_crops
 
 
 def public_indices(
-    size: int, round: int, steps: int, batch_size: int | Literal["full"], preparation: Preparation
+    size: int,
+    round: int,
+    steps: int,
+    batch_size: int | Literal["full"],
+    preparation: Preparation,
 ) -> Tensor:
     """Draw the public images of each step of a round's distillation: indices (steps, B), B at most ``size``.
 

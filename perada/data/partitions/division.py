@@ -263,7 +263,9 @@ def _fingerprint(dataset: Dataset[Any]) -> int:
 
 
 def hold_out(
-    datasets: Sequence[Dataset[Any]], share: float, seed: int
+    datasets: Sequence[Dataset[Any]],
+    share: float,
+    seed: int,
 ) -> tuple[list[Dataset[Any]], list[Dataset[Any]]]:
     """Draw each client's validation images: about ``share`` of its training images, but at least one and never all.
 

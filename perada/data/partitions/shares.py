@@ -48,7 +48,11 @@ def split_evenly(total: int, num_parts: int, rng: np.random.Generator) -> Array:
 
 
 def raise_to_minimum(
-    counts: Array, minimum: int, preference: Array, spare: Array | None = None, keep: int = 0
+    counts: Array,
+    minimum: int,
+    preference: Array,
+    spare: Array | None = None,
+    keep: int = 0,
 ) -> Array:
     """Move samples between clients so that each has at least ``minimum``.
 

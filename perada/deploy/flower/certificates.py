@@ -120,7 +120,10 @@ class ExpiryOf:
     """
 
     def __init__(
-        self, address: str, pause: float = 600.0, read: Callable[..., Validity | None] = read_validity
+        self,
+        address: str,
+        pause: float = 600.0,
+        read: Callable[..., Validity | None] = read_validity,
     ) -> None:
         self._addresses = (address, f"127.0.0.1:{address.rpartition(':')[2]}")
         self._pause = pause

@@ -271,7 +271,9 @@ def _run_config(app: Path, options: Mapping[str, object]) -> str:
 
 
 def follow(
-    arguments: Sequence[str], environment: Mapping[str, str], lines: TextLines | None = None
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    lines: TextLines | None = None,
 ) -> tuple[str | None, bool]:
     """Run a ``flwr`` command, and print its output until it ends.
 

@@ -86,7 +86,11 @@ def _exactly(connection: socket.socket, length: int, end: float) -> bytes:
 
 
 def ask(
-    path: Path | str, message: bytes, run: str, deadline: float, max_bytes: int = MAX_MESSAGE_BYTES
+    path: Path | str,
+    message: bytes,
+    run: str,
+    deadline: float,
+    max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> bytes | Failure:
     """Have the worker behind a socket answer a message. Never raises.
 

@@ -331,7 +331,10 @@ class Coordinator:
         return True
 
     def _ask_everyone(
-        self, kind: RequestKind, tensors: State, **fields: Any
+        self,
+        kind: RequestKind,
+        tensors: State,
+        **fields: Any,
     ) -> tuple[dict[str, Response], dict[str, str]]:
         """Ask all connected sites, within the deadline.
 
@@ -459,7 +462,11 @@ class Coordinator:
         log_round(self.loggers, progress.history[-1])
 
     def _ask_to_train(
-        self, record: RoundRecord, names: Sequence[str], end: float, begin: float
+        self,
+        record: RoundRecord,
+        names: Sequence[str],
+        end: float,
+        begin: float,
     ) -> dict[str, tuple[Response, State]]:
         """Have sites train, and record who did.
 
@@ -643,7 +650,11 @@ class Coordinator:
             del sent_digests[round]
 
     def _sum(
-        self, of: str, record: RoundRecord, answered: Mapping[str, tuple[Response, State]], contents: Contents
+        self,
+        of: str,
+        record: RoundRecord,
+        answered: Mapping[str, tuple[Response, State]],
+        contents: Contents,
     ) -> tuple[list[str], SumResult]:
         """Make a secure sum over sites that have trained, or scored.
 
@@ -669,7 +680,10 @@ class Coordinator:
         candidates = {name: answer for name, answer in answered.items() if name not in liars}
 
         def ask_step(
-            kind: RequestKind, attempt: int, step_contents: Mapping[str, dict[str, Any]], vector_size: int
+            kind: RequestKind,
+            attempt: int,
+            step_contents: Mapping[str, dict[str, Any]],
+            vector_size: int,
         ) -> dict[str, tuple[Response, State]]:
             def message_for(name: str) -> bytes:
                 return pack(self._request(kind, numbers[name], attempt=attempt, of=of, sums=step_contents[name]))

@@ -353,7 +353,11 @@ def _update_of(recipe: Recipe, updates: UpdatesBySite, client: int, round: int) 
 
 
 def round_metrics(
-    recipe: Recipe, record: RoundRecord, roster: Sequence[Member], facts: Sequence[Facts], ranks: Sequence[int] = ()
+    recipe: Recipe,
+    record: RoundRecord,
+    roster: Sequence[Member],
+    facts: Sequence[Facts],
+    ranks: Sequence[int] = (),
 ) -> dict[str, float]:
     """Return the metrics of a round.
 

@@ -45,7 +45,12 @@ class AskStep(Protocol):
     """Asks sites for a step of a sum; see :meth:`.Coordinator._sum`."""
 
     def __call__(
-        self, kind: RequestKind, attempt: int, contents: Mapping[str, dict[str, Any]], vector_size: int, /
+        self,
+        kind: RequestKind,
+        attempt: int,
+        contents: Mapping[str, dict[str, Any]],
+        vector_size: int,
+        /,
     ) -> dict[str, tuple[Response, State]]:
         """Send each site its content of a step.
 
@@ -197,7 +202,10 @@ class SecureSum:
         return consistent_adverts(truthful | contradicting)
 
     def _collect_shares(
-        self, server: ServerRound, attempt: int, advert_list: list[dict[str, str]]
+        self,
+        server: ServerRound,
+        attempt: int,
+        advert_list: list[dict[str, str]],
     ) -> dict[str, dict[str, bytes]]:
         """Send sites the list of keys.
 
@@ -224,7 +232,12 @@ class SecureSum:
         return list(objections)
 
     def _ask_same(
-        self, kind: RequestKind, attempt: int, names: Iterable[str], content: dict[str, Any], vector_size: int = 0
+        self,
+        kind: RequestKind,
+        attempt: int,
+        names: Iterable[str],
+        content: dict[str, Any],
+        vector_size: int = 0,
     ) -> dict[str, tuple[Response, State]]:
         """Ask sites for a step with the same content."""
         return self._ask(kind, attempt, dict.fromkeys(names, content), vector_size)
@@ -337,7 +350,9 @@ class SecureSum:
         return state.survivors, server.total(revealed)
 
     def _read(
-        self, answers: Mapping[str, tuple[Response, State]], read: Callable[[str, dict[str, Any]], ContentT]
+        self,
+        answers: Mapping[str, tuple[Response, State]],
+        read: Callable[[str, dict[str, Any]], ContentT],
     ) -> dict[str, ContentT]:
         """Read what sites sent, in the order of their names; malformed contents are left out.
 

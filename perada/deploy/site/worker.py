@@ -199,7 +199,12 @@ class SiteWorker:
     # Training
 
     def _train(
-        self, client: Client, message: bytes, request: Request, message_digest: str, state: RunState
+        self,
+        client: Client,
+        message: bytes,
+        request: Request,
+        message_digest: str,
+        state: RunState,
     ) -> RunState:
         """Train a round, or fine-tune, and commit the client's state, what it has spent and the reply in one step."""
         tuning = request.kind == "tune"
@@ -343,7 +348,12 @@ class SiteWorker:
     # Scoring
 
     def _evaluate(
-        self, client: Client, message: bytes, request: Request, message_digest: str, state: RunState
+        self,
+        client: Client,
+        message: bytes,
+        request: Request,
+        message_digest: str,
+        state: RunState,
     ) -> RunState:
         """Score the models, once after each round, and keep the global one that the last round made."""
         last_round = state.scoring.round

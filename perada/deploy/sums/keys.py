@@ -277,7 +277,10 @@ def commitment(context: str, dealer: str, holder: str, purpose: str, share: byte
 
 
 def sum_statement(
-    context: str, senders: Sequence[str], vector_size: int, survivors: Sequence[str]
+    context: str,
+    senders: Sequence[str],
+    vector_size: int,
+    survivors: Sequence[str],
 ) -> dict[str, object]:
     """Return the statement about a sum that its sites sign.
 

@@ -171,7 +171,11 @@ class ServerRound:
         return total
 
     def _recover(
-        self, dealer: str, kind: str, revealed: Mapping[str, RevealedShares], is_secret: Callable[[bytes], bool]
+        self,
+        dealer: str,
+        kind: str,
+        revealed: Mapping[str, RevealedShares],
+        is_secret: Callable[[bytes], bool],
     ) -> bytes:
         """Recover a secret from the revealed shares that its dealer committed to.
 

@@ -77,7 +77,12 @@ class Contents:
         return state_size + math.prod(self.logits) + 1 + 2 * len(self.metric_names)
 
     def vector(
-        self, sent: State, weight: float, logits: Tensor | None, metrics: Mapping[str, float], num_sites: int
+        self,
+        sent: State,
+        weight: float,
+        logits: Tensor | None,
+        metrics: Mapping[str, float],
+        num_sites: int,
     ) -> Uint64Vector:
         """Encode what a site contributes.
 
