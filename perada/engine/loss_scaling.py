@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Half precision: one loss scale per client in float16, optimisers in which some clients skip a step, and its speed.
+"""Half precision: one loss scale per client in float16, and optimisers in which some clients can skip a step.
 
-Small gradients would be zero in float16. They are multiplied by a scale within the network, and divided by it as they
-leave it: the gradients of parameters are not scaled. A client whose gradient is not finite skips the step, and its
-scale shrinks; after a number of good steps in a row it grows (Micikevicius et al., ICLR 2018). Nothing here waits for
+Small gradients underflow to zero in float16, so the backward pass multiplies them by a scale where it enters the
+network, and divides them by it where they reach the parameters, whose gradients are therefore not scaled. A client
+whose gradients are not finite skips the step and its scale shrinks; after a number of good steps in a row it grows
+(Micikevicius et al., ICLR 2018). All decisions within a step are tensor operations, so that the host does not wait for
 the device.
 """
 
@@ -19,17 +20,17 @@ from perada.core.ranks import Ranks
 from perada.core.states import State, finite_rows, per_client
 
 LossScale = tuple[float, int]
-"""A scale, and how many steps in a row were good since it last changed."""
+"""A scale, and the number of good steps in a row since it last changed."""
 
 
 class LossScales:
     """The loss scales (C,) of C clients while they train.
 
     Args:
-        options: Torch's scaler, of which only the options are read.
-        clients: C.
-        start: Scale from which all clients start; ``None`` for torch's initial one.
-        device: Where the scales are.
+        options: A scaler of torch, which holds the options; it does not scale anything itself.
+        clients: Number C of clients.
+        start: Scale from which all clients start; ``None`` for torch's initial scale.
+        device: Device of the scales.
 
     Attributes:
         scale: Scale (C,) of each client.
@@ -50,43 +51,52 @@ class LossScales:
         self.stepped = torch.zeros(clients, dtype=torch.bool, device=device)
 
     def enter(self, states: State, rows: slice) -> State:
-        """Return the tensors to pass to the network in place of ``states`` (C, ...), which divide their gradients."""
+        """Return states whose gradients are divided by the loss scales on their way to the parameters.
+
+        Args:
+            states: States (C, ...) of the clients in ``rows``, of which those that are trained require gradients.
+            rows: Which clients run through the network.
+
+        Returns:
+            The tensors to pass to the network; their values are those of ``states``.
+        """
         inverse = 1 / self.scale[rows]
         scaled = dict(states)
         for key, value in states.items():
             if value.requires_grad:
-                # A hook of the leaf itself would stay for good, that of a view goes with the pass.
+                # A hook on the leaf itself would add up over the steps; one on a view is freed with the graph.
                 scaled[key] = _scaled(value.view_as(value), inverse)
         return scaled
 
     def leave(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return the network's logits (C, ...), whose gradients are multiplied in the backward pass."""
-        # A copy of the present scales, which may change before the backward pass.
+        """Return the network's logits (C, ...), whose gradients are multiplied by the loss scales."""
+        # A copy, since update() changes the scales in place, possibly before the backward pass.
         return _scaled(logits, self.scale[rows].clone())
 
     def update(self, gradients: Sequence[Tensor], rows: slice) -> Tensor:
         """Adjust the scales of the clients in ``rows``.
 
         Args:
-            gradients: Their gradients (C, ...), in single precision at least.
+            gradients: Gradients (C, ...) of these clients, one tensor per parameter, in float32 or float64.
             rows: Which clients take part in the step.
 
         Returns:
-            Whether (C,) all gradients of a client are finite, so that it takes the step.
+            A mask (C,) of the clients whose gradients are all finite, which take the step.
         """
         options = self.options
-        # Views, through which the scales and the numbers of steps are changed.
+        # These are views: the in-place operations below change the scales and counters of the clients in `rows`.
         scale = self.scale[rows]
         good_steps = self.good_steps[rows]
         finite = torch.ones_like(self.stepped[rows])
         if gradients:
             finite = torch.stack([finite_rows(gradient) for gradient in gradients]).all(0)
 
-        # One step more in a row, or none after a step that is skipped.
+        # A skipped step resets the count to 0.
         good_steps.add_(1).mul_(finite)
         grows = good_steps >= options.get_growth_interval()
         growth = torch.where(grows, options.get_growth_factor(), 1.0)
         factor = torch.where(finite, growth, options.get_backoff_factor())
+        # A scale that overflowed would be infinite for ever, since inf · 0.5 is inf.
         largest_scale = torch.finfo(scale.dtype).max
         scale.mul_(factor).clamp_(max=largest_scale)
         good_steps.masked_fill_(grows, 0)
@@ -97,11 +107,15 @@ class LossScales:
     def settle(self, sound: Tensor, ranks: Ranks) -> LossScale:
         """Choose the scale from which the clients of the next round start. A collective: all ranks must call this.
 
-        It is the smallest final scale of the clients on all ranks, of those that took a step if any did.
+        It is the smallest final scale of the clients on all ranks. A client that skipped every step counts only if all
+        others did too: its scale shrank in each step, and would be far too small for the others.
 
         Args:
-            sound: Whether (C,) a client's training stayed finite; others do not count.
-            ranks: The processes.
+            sound: Mask (C,) of the clients whose training stayed finite; the others do not count.
+            ranks: The processes that share the work.
+
+        Returns:
+            The scale of the next round; the initial one if no client counts.
         """
         scales = self.scale[sound].tolist()
         good_steps = self.good_steps[sound].tolist()
@@ -115,24 +129,38 @@ class LossScales:
                 all_scales.append((scale, num_good_steps))
                 if has_stepped:
                     scales_of_stepped.append((scale, num_good_steps))
-        return min(scales_of_stepped or all_scales, default=self.start)
+        candidates = scales_of_stepped or all_scales
+        # Of equal scales, the one with the fewest good steps, which grows last.
+        return min(candidates, default=self.start)
 
 
 class KeptScales:
-    """The scales from which clients and student start the next round, since a fresh start would cost skipped steps."""
+    """The loss scales from which clients and the student start the next round.
+
+    They are carried over because each round that began with torch's initial scale would first skip steps.
+
+    Args:
+        options: As those of :class:`LossScales`; ``None`` if losses are not scaled.
+    """
 
     def __init__(self, options: GradScaler | None) -> None:
         self.options = options
         self._scales: dict[str, LossScale] = {}
 
     def open(self, role: str, count: int, device: torch.device) -> LossScales | None:
-        """Return the scales of ``count`` states, of "clients" or the "student"; ``None`` if losses are not scaled."""
+        """Return the scales for a round's training; ``None`` if losses are not scaled.
+
+        Args:
+            role: Whose training: ``"clients"`` or ``"student"``.
+            count: Number of states that are trained together.
+            device: Device of the scales.
+        """
         if self.options is None:
             return None
         return LossScales(self.options, count, self._scales.get(role), device)
 
     def close(self, role: str, scales: LossScales | None, sound: Tensor, ranks: Ranks) -> None:
-        """Keep the result of :meth:`LossScales.settle` for the next round. A collective."""
+        """Keep the result of :meth:`LossScales.settle` for the next round. A collective unless ``scales`` is None."""
         if scales is not None:
             self._scales[role] = scales.settle(sound, ranks)
 
@@ -146,7 +174,7 @@ class KeptScales:
 
 
 def _scaled(value: Tensor, factors: Tensor) -> Tensor:
-    """Multiply the gradient of ``value`` (C, ...) by ``factors`` (C,) in the backward pass; return the value."""
+    """Register a hook that multiplies the gradient of ``value`` (C, ...) by ``factors`` (C,), and return ``value``."""
     if value.requires_grad:
         rows = per_client(factors, value)
         value.register_hook(lambda gradient: gradient * rows)
@@ -157,16 +185,22 @@ class MaskedOptimizer(torch.optim.Optimizer, ABC):
     """Base class of optimisers of stacked parameters (C, ...) in which only some clients take a step.
 
     The arithmetic is that of ``torch.optim``. A client that skips a step keeps its parameters, moments and step count.
+    Which clients do is only known on the device, so the rows are masked instead of indexed.
     """
 
     def step_rows(self, stepping: Tensor) -> None:
-        """Take a step for the clients in the mask ``stepping`` (C,); the gradients of the others are ignored."""
+        """Take a step for some clients.
+
+        Args:
+            stepping: Mask (C,) of the clients that take the step. The gradients of the others are ignored.
+        """
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is None:
                         continue
                     rows = per_client(stepping, parameter)
+                    # Not a product: a skipped gradient is infinite or NaN, and 0 times that is NaN.
                     gradient = parameter.grad.where(rows, 0)
                     self._step(parameter, gradient, rows.to(parameter), group)
 
@@ -175,10 +209,10 @@ class MaskedOptimizer(torch.optim.Optimizer, ABC):
         """Update a parameter in place.
 
         Args:
-            parameter: Parameter (C, ...).
-            gradient: Its gradient, 0 for clients that skip the step.
-            rows: 1 for the clients that take the step and 0 for the others, (C, 1, ...).
-            group: Options such as the learning rate.
+            parameter: Stacked parameter (C, ...).
+            gradient: Its gradient (C, ...), 0 for clients that skip the step.
+            rows: 1 for each client that takes the step and 0 for each other one, (C, 1, ...) in the parameter's dtype.
+            group: Options of the parameter, such as the learning rate.
         """
 
 
@@ -196,7 +230,7 @@ class MaskedSGD(MaskedOptimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             buffer = state["momentum_buffer"]
-            # The buffer of a client that skips is multiplied by 1.
+            # 1 for a client that skips the step, whose buffer stays as it is.
             decay = 1 - rows * (1 - group["momentum"])
             buffer.mul_(decay).add_(gradient)
             gradient = buffer * rows
@@ -248,6 +282,7 @@ class MaskedAdam(MaskedOptimizer):
 
 
 def product_seconds(dtype: torch.dtype) -> float:
-    """Return the seconds of a 1024×1024 matrix product, the fastest of five."""
+    """Return the seconds that a 1024×1024 matrix product takes on the CPU: the fastest of five."""
     matrix = torch.ones(1024, 1024, dtype=dtype)
+    # The minimum is the least disturbed by other processes, and by the library's set-up in the first call.
     return min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=5))

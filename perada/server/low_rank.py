@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server rules that average the products s·B·A that LoRA adds to the weights, instead of B and A separately.
 
-s·mean(B)·mean(A) is not the mean of the s·B·A. A :class:`FactorPair` (B, A) stands for its product, which is never
-formed here: a mean of products is a product of concatenated factors, and its norm and singular values are those of the
-triangular factors of their QR decompositions. Everything is computed in float64 on the CPU.
+s·mean(B)·mean(A) is not the mean of the products s·B·A. A :class:`FactorPair` (B, A) represents its product, which is
+as large as the layer's weight and is never formed here. A sum of products is one product of concatenated factors. The
+norm and the singular values of a product are those of a small matrix, made from the triangular factors of two QR
+decompositions. Everything is computed in float64 on the CPU.
 """
 
 import math
@@ -22,7 +23,7 @@ from perada.server.aggregate import Aggregation, ComposedRule, ServerRule, Updat
 
 
 class FactorPair(NamedTuple):
-    """A pair of LoRA factors, which represents their product (..., out, in).
+    """A pair of LoRA factors, which represents their product B·A (..., out, in).
 
     Attributes:
         up: B, of shape (..., out, r).
@@ -34,17 +35,19 @@ class FactorPair(NamedTuple):
 
 
 def client_pairs(up: Tensor, down: Tensor) -> list[FactorPair]:
-    """Split stacked factors into the pairs of C clients, in float64 on the CPU.
+    """Split the stacked factors of a layer into one pair for each of C clients, in float64 on the CPU.
 
     Args:
-        up: The clients' B as PEFT shapes it: (C, out, r), or (C, out, r/g, 1, 1) of a convolution with g groups.
-        down: The clients' A: (C, r, in), or (C, r, in/g, height, width).
+        up: B of each client in PEFT's layout: (C, out, r), or (C, out, r/g, 1, 1) for a convolution with g groups.
+        down: A of each client in PEFT's layout: (C, r, in), or (C, r, in/g, height, width).
 
     Returns:
-        A pair for each client. Its leading axis is that of the g groups, each of which is a product of rank r/g.
+        A pair for each client, whose leading axis is that of the g groups: B is (g, out/g, r/g) and A is (g, r/g, in),
+        where ``in`` counts the weights of a kernel.
     """
     ups = _as_matrices(up)  # (C, out, r/g)
-    downs = _as_matrices(down)  # (C, r, columns)
+    downs = _as_matrices(down)  # (C, r, in)
+    # A convolution with g groups has r/g columns in B but all r rows in A.
     groups = downs.shape[1] // ups.shape[2]
     pairs = []
     for client_up, client_down in zip(ups, downs, strict=True):
@@ -63,8 +66,8 @@ def weighted_sum(pairs: Sequence[FactorPair], weights: Sequence[float]) -> Facto
     """Compute the weighted sum of the pairs' products, as one pair.
 
     Args:
-        pairs: The summands, whose ranks may differ.
-        weights: Their weights, at least 0. Their square roots scale both factors.
+        pairs: Pairs whose products are summed; their ranks may differ.
+        weights: Weight of each pair, >= 0.
 
     Returns:
         A pair whose rank is the sum of all ranks.
@@ -78,6 +81,7 @@ def weighted_sum(pairs: Sequence[FactorPair], weights: Sequence[float]) -> Facto
     ups = []
     downs = []
     for pair, weight in zip(pairs, weights, strict=True):
+        # Half of the weight goes to each factor, so that neither becomes much smaller than the other.
         root = math.sqrt(weight)
         ups.append(root * pair.up)
         downs.append(root * pair.down)
@@ -93,20 +97,24 @@ def product_norm(pair: FactorPair) -> float:
 
 
 def difference(minuend: FactorPair, subtrahend: FactorPair) -> FactorPair:
-    """Compute the difference of two products, as one pair."""
+    """Compute the difference of two products, as one pair whose rank is the sum of theirs."""
     up = torch.cat([minuend.up, subtrahend.up], -1)
     down = torch.cat([minuend.down, -subtrahend.down], -2)
     return FactorPair(up, down)
 
 
 def mean_factors(pairs: Sequence[FactorPair], weights: Sequence[float]) -> FactorPair:
-    """Average B and A separately, for pairs of equal rank; their product is not the mean of the products."""
+    """Average B and A separately, for pairs of equal rank.
+
+    This is FedAvg of LoRA's factors. The product of the means is not the mean of the products: see :func:`residual`.
+    """
     up = _weighted_mean([pair.up for pair in pairs], weights)
     down = _weighted_mean([pair.down for pair in pairs], weights)
     return FactorPair(up, down)
 
 
 def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Compute the mean of tensors of equal shape with weights that sum to one."""
     terms = [weight * value for weight, value in zip(weights, values, strict=True)]
     return torch.stack(terms).sum(0)
 
@@ -114,7 +122,8 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
 def residual(pairs: Sequence[FactorPair], weights: Sequence[float]) -> FactorPair:
     """Compute mean(B·A) − mean(B)·mean(A), as one pair, with weights that sum to one.
 
-    It is the sum of w_m (B_m − mean(B)) (A_m − mean(A)): in this form no large numbers cancel.
+    It equals the covariance Σ w_m (B_m − mean(B)) (A_m − mean(A)), which is computed here because it does not subtract
+    large numbers that are nearly equal.
     """
     mean = mean_factors(pairs, weights)
     deviations = [FactorPair(pair.up - mean.up, pair.down - mean.down) for pair in pairs]
@@ -122,17 +131,17 @@ def residual(pairs: Sequence[FactorPair], weights: Sequence[float]) -> FactorPai
 
 
 def lora_residual(factors: Iterable[Factors], updates: Updates, weights: Tensor) -> float:
-    """Compute ‖mean(s·B·A) − s·mean(B)·mean(A)‖ / ‖mean(s·B·A)‖ of the clients' updates, over all layers together.
+    """Compute the relative error of averaging B and A separately: ‖mean(s·B·A) − s·mean(B)·mean(A)‖ / ‖mean(s·B·A)‖.
 
-    A collective: all ranks call it alike.
+    The norms are over all layers together. A collective: all ranks must call this.
 
     Args:
-        factors: Names of the layers' factors. Layers of which clients did not send both are left out.
-        updates: What the clients sent.
-        weights: Weights (C,) that sum to one.
+        factors: Names of each layer's factors. Layers of which clients do not send both are skipped.
+        updates: Tensors that the C clients sent.
+        weights: Weight (C,) of each client; they sum to one.
 
     Returns:
-        The ratio; 0 where all products are 0.
+        The ratio; 0 if all products are 0.
     """
     client_weights = weights.tolist()
     error = _RelativeError()
@@ -151,41 +160,50 @@ def lora_residual(factors: Iterable[Factors], updates: Updates, weights: Tensor)
 
 
 class _RelativeError:
-    """Accumulates ‖difference‖ / ‖reference‖ over layers; the ratio is 0 where the references are."""
+    """Accumulates ‖difference‖ / ‖reference‖ over layers, with the norms over all layers together."""
 
     def __init__(self) -> None:
         self._squared_error = 0.0
         self._squared_norm = 0.0
 
     def add(self, *, difference: FactorPair, reference: FactorPair, scale: float) -> None:
-        """Add a layer, both of whose products are multiplied by a scale."""
+        """Add a layer.
+
+        Args:
+            difference: The layer's deviation from the reference.
+            reference: What the deviation is relative to.
+            scale: The layer's s, which multiplies both products.
+        """
         self._squared_error += (scale * product_norm(difference)) ** 2
         self._squared_norm += (scale * product_norm(reference)) ** 2
 
     @property
     def value(self) -> float:
-        """The ratio over all layers that were added."""
+        """The ratio over all layers that were added; 0 if all references are 0."""
         if not self._squared_norm:
             return 0.0
         return math.sqrt(self._squared_error / self._squared_norm)
 
 
 def truncate(pair: FactorPair, rank: int, previous_down: Tensor) -> FactorPair:
-    """Compute the best approximation of a product by one of a lower rank, from its singular value decomposition U·S·Vᵀ.
+    """Compute the best approximation of a product by one of lower rank, from its singular value decomposition U·S·Vᵀ.
 
-    B is U·S and A is Vᵀ, cut off behind the largest ``rank`` singular values. These come in descending order, so that
-    the first q columns of B and rows of A are the best approximation of rank q. The sign is chosen such that the entry
-    of largest magnitude in each row of A is positive. If there are fewer singular values, the rest of both is zero.
+    B is U·S and A is Vᵀ, truncated to the largest ``rank`` singular values. These are in descending order, so the first
+    q columns of B and rows of A are in turn the best approximation of rank q. If there are fewer than ``rank`` singular
+    values, the remaining columns of B and rows of A are zero.
+
+    A decomposition leaves two things open, which are fixed here so that rounding errors do not decide what clients
+    train next. The sign of each row of A is chosen such that its entry of largest magnitude is positive. Rows of A
+    whose singular value is 0 (up to rounding) may be any that are orthogonal to the others; they continue the rows of
+    the previous round.
 
     Args:
-        pair: The product to approximate.
-        rank: Rank of the result.
-        previous_down: A (..., rank, in) of the previous round. Rows of A whose singular value is 0 up to rounding could
-            be any that are orthogonal to the others. They are taken from here and made orthogonal, or else rounding
-            errors would choose what is trained next.
+        pair: The product to approximate, (..., out, in).
+        rank: Rank r of the result.
+        previous_down: A (..., r, in) of the previous round.
 
     Returns:
-        The pair of rank ``rank``.
+        B (..., out, r) and A (..., r, in).
     """
     # B·A = Q_B·(R_B·R_Aᵀ)·Q_Aᵀ has the singular values of the small matrix R_B·R_Aᵀ.
     up_q, up_r = torch.linalg.qr(pair.up)
@@ -193,7 +211,8 @@ def truncate(pair: FactorPair, rank: int, previous_down: Tensor) -> FactorPair:
     u, singular_values, vt = torch.linalg.svd(up_r @ down_r.mT, full_matrices=False)
     num_values = min(rank, singular_values.shape[-1])
 
-    # Singular values below the rounding error of the decomposition count as 0. Their rows of A can be chosen freely.
+    # Singular values below the decomposition's rounding error count as 0, so their rows of A can be chosen freely. This
+    # is the usual threshold of a numerical rank, max(m, n) · ε · σ_max, with a bound ‖R_B‖·‖R_A‖ for σ_max.
     epsilon = torch.finfo(singular_values.dtype).eps
     relative_error = max(*up_q.shape, *down_q.shape) * epsilon
     magnitude = torch.linalg.matrix_norm(up_r) * torch.linalg.matrix_norm(down_r)
@@ -205,14 +224,15 @@ def truncate(pair: FactorPair, rank: int, previous_down: Tensor) -> FactorPair:
     up = up_q @ scaled_u.where(~free_columns, 0)
     down = vt[..., :num_values, :] @ down_q.mT
 
-    # QR orthogonalises the rows in their order: those that are not free come first and are orthogonal already.
+    # QR orthogonalises the rows one after another. Rows that are not free come first, since their singular values are
+    # the largest, and are orthogonal already: the free ones are made orthogonal to them.
     candidates = previous_down[..., :num_values, :].where(free_rows, down)
     orthogonal = torch.linalg.qr(candidates.mT).Q.mT
     down = orthogonal.where(free_rows, down)
 
-    # A column of B and the row of A that it is multiplied by change their signs together.
-    largest_places = down.abs().argmax(-1, keepdim=True)
-    signs = down.gather(-1, largest_places).sign()
+    # Negating a column of B and the corresponding row of A leaves the product as it is.
+    largest_entries = down.abs().argmax(-1, keepdim=True)
+    signs = down.gather(-1, largest_entries).sign()
     up = up * signs.mT
     down = down * signs
 
@@ -223,9 +243,18 @@ def truncate(pair: FactorPair, rank: int, previous_down: Tensor) -> FactorPair:
 
 
 def correct_up(pairs: Sequence[FactorPair], weights: Sequence[float], strength: float) -> FactorPair:
-    """Return B' and mean(A), where B' minimises ‖mean(B·A) − B'·mean(A)‖² + ``strength`` · ‖B' − mean(B)‖² (a ridge).
+    """Correct the mean of B by a ridge regression such that its product with mean(A) is close to the mean product.
 
-    With A for mean(A), B' = mean(B) + (mean(B·A) − mean(B)·A)·Aᵀ·(A·Aᵀ + strength)⁻¹.
+    B' minimises ‖mean(B·A) − B'·mean(A)‖² + λ·‖B' − mean(B)‖². With A for mean(A), the solution is
+    B' = mean(B) + (mean(B·A) − mean(B)·A)·Aᵀ·(A·Aᵀ + λ·I)⁻¹.
+
+    Args:
+        pairs: The clients' factors, of equal rank.
+        weights: Weight of each client; they sum to one.
+        strength: λ, > 0.
+
+    Returns:
+        B' and mean(A).
     """
     mean = mean_factors(pairs, weights)
     # mean(B·A) − mean(B)·mean(A), as a pair whose product is never formed.
@@ -234,16 +263,16 @@ def correct_up(pairs: Sequence[FactorPair], weights: Sequence[float], strength: 
     identity = torch.eye(rank, dtype=mean.down.dtype)
     gram = mean.down @ mean.down.mT + strength * identity
     right_side = error.up @ (error.down @ mean.down.mT)
-    # X·gram = right_side, solved as gram·Xᵀ = right_sideᵀ, since the Gram matrix is symmetric.
+    # X·gram = right_side is solved as gram·Xᵀ = right_sideᵀ; the Gram matrix is symmetric.
     correction = torch.linalg.solve(gram, right_side.mT).mT
     return FactorPair(mean.up + correction, mean.down)
 
 
 class _ProductRule(ComposedRule):
-    """A rule on the products of LoRA factors, both of which clients must send. The inner rule gets all other tensors.
+    """Base class of rules that merge the products of LoRA factors, both of which clients must send.
 
-    The metric ``updates/lora_error`` is ‖mean(s·B·A) − s·B'·A'‖ / ‖mean(s·B·A)‖ over all layers together, for the
-    result (B', A').
+    All other tensors are aggregated by the inner rule. The metric ``updates/lora_error`` is
+    ‖mean(s·B·A) − s·B'·A'‖ / ‖mean(s·B·A)‖ over all layers together, for the merged factors B' and A'.
     """
 
     needs_factors = True
@@ -271,8 +300,8 @@ class _ProductRule(ComposedRule):
             pairs = client_pairs(up, down)
             previous_up = aggregation.previous[layer.up]
             previous_down = aggregation.previous[layer.down]
-            # The global state as a stack of one client.
-            (previous_pair,) = client_pairs(previous_up.unsqueeze(0), previous_down.unsqueeze(0))
+            # The global state is split into groups like a stack of one client.
+            previous_pair = client_pairs(previous_up.unsqueeze(0), previous_down.unsqueeze(0))[0]
 
             merged = self._merge(pairs, weights, previous_pair.down)
             result[layer.up] = _in_layout_of(previous_up, merged.up, up)
@@ -282,11 +311,11 @@ class _ProductRule(ComposedRule):
             lost = difference(mean_product, merged)
             error.add(difference=lost, reference=mean_product, scale=layer.scale)
         aggregation.metrics["updates/lora_error"] = error.value
-        # In the order of the updates.
+        # In the order of the updates, as the other rules return them.
         return {name: result[name] for name in updates.names}
 
     def _aggregate_others(self, aggregation: Aggregation, layers: Iterable[Factors]) -> State:
-        """Aggregate the tensors that are not LoRA factors by the inner rule."""
+        """Aggregate all tensors but the factors of ``layers`` by the inner rule."""
         factor_names = set()
         for layer in layers:
             factor_names.add(layer.down)
@@ -299,19 +328,24 @@ class _ProductRule(ComposedRule):
 
     @abstractmethod
     def _merge(self, pairs: Sequence[FactorPair], weights: Sequence[float], previous_down: Tensor) -> FactorPair:
-        """Compute a layer's next pair.
+        """Compute the factors of a layer's next global state.
 
         Args:
-            pairs: Those of the clients.
-            weights: The clients' weights, which sum to one.
-            previous_down: A of the previous round.
+            pairs: The clients' factors, each with an axis of g groups in front.
+            weights: Weight of each client; they sum to one.
+            previous_down: A (g, r/g, in) of the previous round.
         """
 
 
 def _in_layout_of(previous: Tensor, value: Tensor, sent: Tensor) -> Tensor:
-    """Copy a factor into a tensor with the shape and strides of the previous state, where and as clients sent it.
+    """Copy a factor into a tensor with the shape and strides of the previous state.
 
-    The strides matter: the last bits of a convolution depend on the memory layout of its weight.
+    The strides matter because the last bits of a convolution depend on the memory layout of its weight.
+
+    Args:
+        previous: The factor in the previous global state.
+        value: Values of the new factor, of any shape with as many elements.
+        sent: The factor as clients sent it, which gives the dtype and device.
     """
     result = torch.empty_like(previous, dtype=sent.dtype, device=sent.device)
     result.copy_(value.reshape(result.shape))
@@ -322,11 +356,11 @@ class SVD(_ProductRule):
     """Average the products of LoRA's factors and cut the mean back to rank r by singular values (FlexLoRA).
 
     Bai et al., NeurIPS 2024 (arXiv 2402.11505), whose server forms and decomposes the full weight. Here the factors of
-    C clients are concatenated, and a matrix of at most C·r × C·r is decomposed. The result is the matrix of rank r that
-    is closest to the mean, and the mean itself if its rank is at most r. Of U·S·Vᵀ, B gets U·S and A gets Vᵀ, largest
-    singular values first: the rows of A have length 1, so that B is trained however small it is. Where the rank of the
-    mean is lower than r, as with clients of low ranks, the remaining rows of A are those of the previous round, made
-    orthogonal.
+    C clients are concatenated, and a matrix of at most C·r × C·r is decomposed. The result is the matrix of rank r
+    closest to the mean, which is the mean itself if its rank is at most r. Of U·S·Vᵀ, B gets U·S and A gets Vᵀ, largest
+    singular values first. The rows of A have length 1, so B receives gradients however small the product is. If the
+    mean has a lower rank than r, as with clients of low ranks, the remaining rows of A are those of the previous round,
+    made orthogonal to the others.
 
     Args:
         aggregate: Rule for all other tensors, such as the head. Default: the mean.

@@ -23,28 +23,44 @@ def check_enough(samples: int, clients: int, minimum: int) -> None:
 
 
 def apportion(total: int, shares: Array, rng: np.random.Generator) -> Array:
-    """Divide ``total`` samples by ``shares``, each rounded up or down at random without bias.
+    """Divide samples among M clients by their shares, each rounded up or down at random without bias.
 
-    Rounding the running sum, shifted by one random offset, keeps the sum exact (systematic sampling). For shares (M,)
-    that sum to at most 1, the integers (M,) are each within 1 of ``total * shares``.
+    Rounding the running sum, shifted by one random offset, keeps the sum exact (systematic sampling).
+
+    Args:
+        total: Number of samples.
+        shares: Share (M,) of each client; they sum to at most 1.
+        rng: Source of the offset.
+
+    Returns:
+        Number (M,) of samples of each client, within 1 of ``total * shares``.
 
     >>> apportion(10, np.array([0.25, 0.5, 0.25]), np.random.default_rng(0)).sum()
     np.int64(10)
     """
-    # Floating-point shares that sum to 1 may miss it in the last digits, and floor() would then lose a sample.
+    # In floating point, shares that should sum to 1 may be off in the last digits, and floor() would lose a sample.
     running_total = np.round(np.cumsum(shares) * total, 6)
     offset = rng.random()
     return np.diff(np.floor(running_total + offset), prepend=0).astype(np.int64)
 
 
 def split_evenly(total: int, num_parts: int, rng: np.random.Generator) -> Array:
-    """Divide ``total`` into parts (P,) that differ by at most one; which parts are larger is random.
+    """Divide samples into P parts whose sizes differ by at most one; which parts are larger is random.
+
+    Args:
+        total: Number of samples.
+        num_parts: P.
+        rng: Source of the draw.
+
+    Returns:
+        Sizes (P,) of the parts.
 
     >>> sorted(split_evenly(8, 3, np.random.default_rng(0)).tolist())
     [2, 3, 3]
     """
     has_extra = np.arange(num_parts) < total % num_parts
-    return rng.permutation(total // num_parts + has_extra).astype(np.int64)
+    sizes = total // num_parts + has_extra
+    return rng.permutation(sizes).astype(np.int64)
 
 
 def raise_to_minimum(
@@ -56,15 +72,15 @@ def raise_to_minimum(
 ) -> Array:
     """Move samples between clients so that each has at least ``minimum``.
 
-    A client in need receives samples of the classes that it prefers: first unassigned samples, then those of the client
-    that can give most of the class. The caller makes sure that there are enough samples.
+    A client with too few samples receives some of the classes that it prefers: first unassigned samples, then those of
+    the client that can give most of the class. The caller makes sure that there are enough samples.
 
     Args:
-        counts: Samples (M, K) of each client and class. Not modified.
-        minimum: Samples that each client has afterwards, at least.
-        preference: Preference (M, K) of each client for each class; the highest comes first.
-        spare: Unassigned samples (K,) of each class; None for none.
-        keep: Samples of each class that a client never gives away.
+        counts: Number (M, K) of samples of each of M clients and K classes. Not modified.
+        minimum: Smallest number of samples that a client may have afterwards.
+        preference: Preference (M, K) of each client for each class; classes are tried from the highest to the lowest.
+        spare: Number (K,) of unassigned samples of each class; None if all are assigned.
+        keep: Number of samples of each class that a client never gives away.
 
     Returns:
         The new counts (M, K).
@@ -88,8 +104,8 @@ def raise_to_minimum(
                 negative_offer, donor = heapq.heappop(offers_by_class[k])
                 available = min(counts[donor, k] - keep, totals[donor] - minimum)
                 transferred = 0
-                # What a client can give only ever falls. A client that gave samples since it made this offer may no
-                # longer be the largest donor: its lower offer goes back into the heap, and the next one is looked at.
+                # What a client can give only ever decreases. If it has given samples since it made this offer, it may
+                # no longer be the largest donor: its lower offer goes back into the heap, and the next one is tried.
                 if available == -negative_offer:
                     transferred = min(needed - received, available)
                 counts[donor, k] -= transferred
@@ -105,26 +121,36 @@ def raise_to_minimum(
 
 
 def _offers(counts: Array, minimum: int, keep: int) -> list[list[tuple[int, int]]]:
-    """Return a heap for each class with (-samples that a client can give, client), the largest offer first."""
+    """Return a heap of offers for each class, the largest offer first.
+
+    Args:
+        counts: Number (M, K) of samples of each client and class.
+        minimum: Smallest number of samples that a client may have afterwards.
+        keep: Number of samples of each class that a client never gives away.
+
+    Returns:
+        A heap of ``(-offer, client)`` for each class. Offers are negative because ``heapq`` pops the smallest entry.
+    """
     surplus = counts.sum(1) - minimum
     can_give = np.minimum(counts - keep, surplus[:, None])
     heaps = []
     for column in can_give.T.tolist():
+        offers = [(-offer, client) for client, offer in enumerate(column) if offer > 0]
         # A sorted list is a valid heap.
-        heaps.append(sorted((-offer, client) for client, offer in enumerate(column) if offer > 0))
+        heaps.append(sorted(offers))
     return heaps
 
 
 def assign_samples(classes: Array, counts: Array, rng: np.random.Generator) -> list[Array]:
-    """Draw each client's number of samples of each class at random.
+    """Draw at random which samples each client gets, given how many of each class it gets.
 
     Args:
-        classes: Class (N,) of each sample.
+        classes: Class (N,) of each sample, from 0 to K − 1.
         counts: Number (M, K) of samples of each client and class.
         rng: Source of the draws.
 
     Returns:
-        The samples of each client, ascending.
+        For each of the M clients the indices of its samples, ascending.
 
     >>> parts = assign_samples(np.array([0, 1, 0]), np.array([[2, 0], [0, 1]]), np.random.default_rng(0))
     >>> [rows.tolist() for rows in parts]
@@ -138,16 +164,23 @@ def assign_samples(classes: Array, counts: Array, rng: np.random.Generator) -> l
         drawn_owners.append(np.repeat(np.arange(len(counts)), class_counts))
     rows = np.concatenate(drawn_rows)
     owners = np.concatenate(drawn_owners)
+    # The last key of lexsort is the primary one: by client, and within a client by row.
     order = np.lexsort((rows, owners))
     client_ends = np.cumsum(counts.sum(1))
     return np.split(rows[order], client_ends[:-1])
 
 
 def rows_by_value(values: Array, column: Array) -> list[Array]:
-    """Return the rows of a column, ascending, that hold each of the ``values``, which must be sorted.
+    """Find the rows that hold each of some values.
 
-    Rows with another value are in none of the lists.
+    Args:
+        values: The values (V,), sorted and unique.
+        column: Value (N,) of each row.
+
+    Returns:
+        For each value the indices of its rows, ascending. Rows with another value are in none of the lists.
     """
+    # A value above all of `values` would be inserted behind the last one, an index that does not exist.
     value_index = np.minimum(np.searchsorted(values, column), len(values) - 1)
     matching_rows = np.flatnonzero(values[value_index] == column)
     value_index = value_index[matching_rows]
@@ -157,19 +190,20 @@ def rows_by_value(values: Array, column: Array) -> list[Array]:
 
 
 def split_by_group(groups: Array, counts: Sequence[int], rng: np.random.Generator, min_groups: int = 0) -> list[Array]:
-    """Draw disjoint parts of about ``counts`` rows without ever splitting a group.
+    """Draw disjoint parts of about ``counts`` rows without splitting a group.
 
-    Each part ends at the group where its size comes closest to what was requested, so groups of one row give the exact
+    Each part ends at the group where its size is closest to the requested one, so groups of one row give the exact
     counts.
 
     Args:
         groups: Group (N,) of each row.
         counts: Requested number of rows of each part.
         rng: Source of the draw.
-        min_groups: Groups in each part and in the remainder, at least; there must be so many.
+        min_groups: Smallest number of groups in each part and in the remainder. The caller makes sure that there are
+            enough groups.
 
     Returns:
-        The rows of each part, and those of the remainder, ascending.
+        For each part, and last for the remainder, the indices of its rows, ascending.
 
     >>> [rows.tolist() for rows in split_by_group(np.array([7, 7, 7, 8]), [2], np.random.default_rng(0), min_groups=1)]
     [[0, 1, 2], [3]]
@@ -178,15 +212,16 @@ def split_by_group(groups: Array, counts: Sequence[int], rng: np.random.Generato
     num_groups = len(names)
     order = rng.permutation(num_groups)
     group_sizes = np.bincount(group_index, minlength=num_groups)
-    # running_sizes[n] rows are in the first n groups of the drawn order.
+    # The first n groups of the drawn order have running_sizes[n] rows.
     running_sizes = np.concatenate([[0], group_sizes[order].cumsum()])
+    # The inverse of the permutation: the place of each group in the drawn order.
     rank_of_group = np.argsort(order)
     rank_of_row = rank_of_group[group_index]
     parts = []
     start = 0
     for i, requested in enumerate(np.cumsum(counts)):
         closest_end = int(np.abs(running_sizes - requested).argmin())
-        # Such that this part and those before it, and those behind it with the remainder, have enough groups.
+        # Leave enough groups for this part and those before it, and for those after it and the remainder.
         earliest_end = min_groups * (i + 1)
         latest_end = num_groups - min_groups * (len(counts) - i)
         end = min(max(closest_end, earliest_end), latest_end)
@@ -205,14 +240,14 @@ def stratified_sample(strata: Array, share: float, rng: np.random.Generator) -> 
         rng: Source of the draw.
 
     Returns:
-        The drawn rows, ascending.
+        Indices of the drawn rows, ascending.
 
     >>> len(stratified_sample(np.repeat([3, 5, 6], [20, 10, 1]), 0.5, np.random.default_rng(0)))
     15
     """
     _, stratum_index, sizes = np.unique(strata, return_inverse=True, return_counts=True)
     num_rows = len(stratum_index)
-    # The strata one after another, each in a random order.
+    # Rows ordered by stratum, and at random within each: a stable sort keeps the order of the permutation.
     order = rng.permutation(num_rows)
     order = order[np.argsort(stratum_index[order], kind="stable")]
     starts = np.cumsum(sizes) - sizes
@@ -225,7 +260,7 @@ def stratified_sample(strata: Array, share: float, rng: np.random.Generator) -> 
 
 
 Stratum = tuple[Hashable, ...]
-"""A client, a client's rows of one class, or all rows of a class."""
+"""``("client", client)``, ``("part", client, class)`` for a client's rows of one class, or ``("class", class)``."""
 
 
 def _strata_of_keys(
@@ -234,7 +269,7 @@ def _strata_of_keys(
     classes: Sequence[Iterable[Hashable]],
     protect_classes: bool,
 ) -> dict[str, set[Stratum]]:
-    """Return the strata of the rows of each key; see :func:`hashed_share` for the arguments."""
+    """Return the strata that each key's rows belong to; the arguments are those of :func:`hashed_share`."""
     strata_of: dict[str, set[Stratum]] = defaultdict(set)
     for key, client, classes_of_row in zip(keys, clients, classes, strict=True):
         strata_of[key].add(("client", client))
@@ -254,27 +289,27 @@ def hashed_share(
     preset: Mapping[str, bool] | None = None,
     protect_classes: bool = False,
 ) -> Array:
-    """Choose about a share of the rows by the hash of each row's key, so that added or removed rows move no others.
+    """Choose about a share of the rows by hashes, so that adding or removing rows does not change the choice of others.
 
     A row is chosen if the hash of its key and of the seed, as a number from 0 to 1, is below the share. Rows with the
-    same key stay together. Two exceptions, which concern clients with few rows:
+    same key stay together. There are two exceptions, which concern clients with few rows:
 
-    - Never all rows of a client are chosen, nor all its rows of a class if these have at least two keys: the key with
-      the highest hash stays.
-    - If no row of a client was chosen, or none of its rows of a class of which two are expected, the key with the
-      lowest hash is chosen.
+    - Never are all rows of a client chosen, nor all its rows of a class if these have at least two keys: the key with
+      the highest hash is left out.
+    - If no row of a client would be chosen, or none of its rows of a class of which two are expected, the key with the
+      lowest hash is.
 
     Args:
         keys: Key of each row.
         clients: Client of each row.
         classes: Classes of each row, possibly none.
         share: Share to choose, above 0 and below 1.
-        seed: Another seed gives another choice.
-        preset: Keys that are chosen (True) or not (False) regardless of their hash.
+        seed: Seed of the hashes.
+        preset: Keys that are chosen (True) or not (False) regardless of their hashes, unless an exception applies.
         protect_classes: Also never choose all rows of a class over all clients, even if they share one key.
 
     Returns:
-        The chosen rows, ascending.
+        Indices of the chosen rows, ascending.
 
     >>> hashed_share(["a", "b", "c", "d", "a"], [0] * 5, [[]] * 5, 0.4, seed=0).tolist()
     [2]
@@ -289,27 +324,31 @@ def hashed_share(
     for strata in strata_of.values():
         sizes.update(strata)
     # Strata that must have a chosen key, and have none yet.
-    unrepresented = {stratum for stratum, size in sizes.items() if stratum[0] == "client" or share * size >= 2}
-    # Keys of each stratum that may still be chosen, plus the one that must stay.
+    unrepresented: set[Stratum] = set()
+    for stratum, size in sizes.items():
+        if stratum[0] == "client" or share * size >= 2:
+            unrepresented.add(stratum)
+    # Number of keys of each stratum that are not chosen yet, of which the last one must be left out.
     remaining = sizes.copy()
     for stratum, size in sizes.items():
         # A client's part of a class with a single key may be chosen entirely.
         if stratum[0] == "part" and size == 1:
             remaining[stratum] = 2
-    chosen = set[str]()
+    chosen_keys: set[str] = set()
 
-    def choose(key: str) -> None:
-        """Choose a key unless this would leave one of its strata without any."""
+    def choose_if_possible(key: str) -> None:
+        """Choose a key unless one of its strata would have none left."""
         if all(remaining[stratum] > 1 for stratum in strata_of[key]):
             remaining.subtract(strata_of[key])
             unrepresented.difference_update(strata_of[key])
-            chosen.add(key)
+            chosen_keys.add(key)
 
-    # Preset keys come first here, and last below: they count before hashes do, and are changed only where they must.
+    # By ascending hash. Preset keys come first here, so that they are followed wherever possible, and last below, so
+    # that they are overruled only where no other key is left.
     for key in sorted(strata_of, key=lambda key: (key not in preset, hashes[key])):
         if preset.get(key, hashes[key] < share):
-            choose(key)
+            choose_if_possible(key)
     for key in sorted(strata_of, key=lambda key: (key in preset, hashes[key])):
         if unrepresented & strata_of[key]:
-            choose(key)
-    return np.flatnonzero([key in chosen for key in keys])
+            choose_if_possible(key)
+    return np.flatnonzero([key in chosen_keys for key in keys])
