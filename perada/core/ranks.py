@@ -17,7 +17,7 @@ class Ranks:
     Every method is a collective: all ranks must call it in the same order. Tensors may be on any device.
 
     Args:
-        together: Use the processes of torch's default group.
+        together: Use the processes of torch's default group; otherwise this process is on its own.
 
     Attributes:
         rank: Number of this process, from 0.
@@ -32,6 +32,7 @@ class Ranks:
         if together:
             self.rank = torch.distributed.get_rank()
             self.size = torch.distributed.get_world_size()
+            # NCCL transfers only tensors on a GPU; gloo takes those on the CPU.
             if torch.distributed.get_backend() == "nccl":
                 self._device = torch.device("cuda", torch.cuda.current_device())
 
@@ -44,13 +45,19 @@ class Ranks:
         self._apply(tensors, lambda buffer: torch.distributed.all_reduce(buffer, torch.distributed.ReduceOp.MAX))
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place, by rank 0's."""
+        """Replace each tensor, in place, by that of rank 0."""
         self._apply(tensors, lambda buffer: torch.distributed.broadcast(buffer, 0))
 
     def _apply(self, tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
-        """Apply a collective to all tensors of one dtype as one flat buffer, since each call has a latency."""
+        """Apply a collective in place.
+
+        Args:
+            tensors: Tensors of any dtypes, shapes and devices; the same ones in the same order on all ranks.
+            collective: Changes a buffer in place.
+        """
         if self.size == 1:
             return
+        # Each call has a latency, so all tensors of one dtype are sent as one flat buffer.
         tensors_of_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             tensors_of_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -74,12 +81,12 @@ class Ranks:
         return values
 
     def collect(self, value: T) -> list[T]:
-        """Return every rank's value on rank 0, and an empty list on the others."""
+        """Return every rank's value on rank 0, in rank order, and an empty list on the other ranks."""
         if self.size == 1:
             return [value]
         values: list[T] | None = None
         if self.rank == 0:
-            # Places for the values, which gather_object fills. Other ranks must pass None.
+            # gather_object fills this list. Ranks that receive nothing must pass None.
             values = [value] * self.size
         torch.distributed.gather_object(value, values)
         return values or []
@@ -89,10 +96,11 @@ class Ranks:
 
         Args:
             outgoing: Tensors to send, by the rank that receives them.
-            incoming: Tensors to fill in place, by the rank that sends them, in whose dtype and shape.
+            incoming: Tensors to fill in place, by the rank that sends them; their dtypes and shapes must be those sent.
         """
         operations = []
         for rank, tensor in outgoing.items():
+            # Point-to-point transfers require contiguous tensors.
             on_device = tensor.to(self._device).contiguous()
             operations.append(torch.distributed.P2POp(torch.distributed.isend, on_device, rank))
         buffers = {}
@@ -100,7 +108,7 @@ class Ranks:
             buffers[rank] = torch.empty_like(tensor, device=self._device)
             operations.append(torch.distributed.P2POp(torch.distributed.irecv, buffers[rank], rank))
         if operations:
-            # As one batch: two ranks that send to each other one by one could both wait for ever.
+            # As one batch: two ranks that each first send to the other would wait for ever.
             for transfer in torch.distributed.batch_isend_irecv(operations):
                 transfer.wait()
         for rank, buffer in buffers.items():

@@ -6,11 +6,13 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 SPREADS = ("_std", "_worst", "_p10", "_weighted", "_recent")
-"""Name suffixes of statistics over clients other than the mean."""
+"""Suffixes of the names of scores that are statistics over clients other than the mean."""
 
 
 def is_spread(name: str) -> bool:
-    """Return whether a score is a statistic over clients other than the mean; the metric f1_weighted is not.
+    """Return whether a score is a statistic over clients other than the mean.
+
+    The metric ``f1_weighted`` is not one: it is weighted over classes.
 
     >>> is_spread("personal/local_test_std"), is_spread("personal/local_test_f1_weighted")
     (True, False)
@@ -23,7 +25,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def cell_text(text: str) -> str:
-    r"""Return a text for a CSV cell, with a quote before anything that a spreadsheet would treat as a formula.
+    r"""Return a text for a CSV cell, with an apostrophe before anything that a spreadsheet would run as a formula.
 
     >>> cell_text("=1+1"), cell_text("cat")
     ("'=1+1", 'cat')
@@ -34,27 +36,30 @@ def cell_text(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Replace control characters, which a terminal would obey, and line breaks by question marks.
+    r"""Replace line breaks, and control characters that a terminal would obey, by question marks.
 
     >>> printable("a\x1b[2Jb")
     'a?[2Jb'
     """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    letters = []
+    for letter in text:
+        letters.append(letter if letter.isprintable() else "?")
+    return "".join(letters)
 
 
-# Letters of the Greek and Cyrillic alphabets that most fonts draw like Latin ones, and hyphens.
+# Cyrillic and Greek letters that most fonts draw like Latin ones, and Unicode's hyphens.
 _DRAWN_ALIKE = str.maketrans(
     "АВЕКМНОРСТХІЈЅаеорсухіјѕΑΒΕΖΗΙΚΜΝΟΡΤΥΧο\u2010\u2011", "ABEKMHOPCTXIJSaeopcyxijsABEZHIKMNOPTYXo--"
 )
-# Letters, by their Unicode category, that are not visible.
+# Letters according to their Unicode category, but drawn as blanks.
 _BLANK = "\u115f\u1160\u3164\uffa0\u2800"
 
 
 def visible_form(name: str) -> str:
     r"""Return a normal form of a name, equal for names that look alike.
 
-    It ignores Unicode normalisation, invisible characters, kinds of spaces, spaces at either end, and the difference
-    between Latin letters and those of other alphabets that look the same, but not case.
+    Differences in Unicode normalisation, invisible characters, kinds and numbers of spaces, and between Latin letters
+    and those of other alphabets that look the same are removed. Case is kept.
 
     >>> visible_form("cafe\u0301 ") == visible_form("caf\xe9\u200b")
     True
@@ -67,13 +72,18 @@ def visible_form(name: str) -> str:
         category = unicodedata.category(letter)
         if category.startswith("Z") or letter in "\t\n\v\f\r" or letter in _BLANK:
             letters.append(" ")
-        elif category not in ("Cc", "Cf") and not "\ufe00" <= letter <= "\ufe0f" and letter != "\u034f":
+        elif category not in ("Cc", "Cf") and not _is_invisible_mark(letter):
             letters.append(letter)
     return re.sub(" +", " ", "".join(letters)).strip()
 
 
+def _is_invisible_mark(letter: str) -> bool:
+    """Return whether a character has no shape of its own: a variation selector or the combining grapheme joiner."""
+    return "\ufe00" <= letter <= "\ufe0f" or letter == "\u034f"
+
+
 def look_alike(names: Iterable[str]) -> list[list[str]]:
-    r"""Group the names that look alike, in groups of two or more.
+    r"""Return the names that look alike, in groups of two or more.
 
     >>> look_alike(["cat", "dog", "cat\u200b"])
     [['cat', 'cat\u200b']]
@@ -85,9 +95,9 @@ def look_alike(names: Iterable[str]) -> list[list[str]]:
 
 
 def case_variants(names: Iterable[str]) -> list[list[str]]:
-    r"""Group the names that differ only in case and in what a reader cannot see.
+    r"""Return the names that differ in case but are otherwise alike to a reader, in groups of two or more.
 
-    Names of one letter are left out, since an alphabet has both cases of each as classes of their own.
+    Names of one letter are left out, since data sets of handwriting have "a" and "A" as classes.
 
     >>> case_variants(["Hospital", "clinic", "hospital", "HOSPITAL "])
     [['Hospital', 'hospital', 'HOSPITAL ']]
@@ -105,7 +115,7 @@ def case_variants(names: Iterable[str]) -> list[list[str]]:
 
 
 def abbreviated(names: Sequence[str], limit: int = 5) -> str:
-    """Join the first names, and add the number of the others.
+    """Join the first ``limit`` names by commas, and add the number of the others.
 
     >>> abbreviated(["a", "b", "c"], limit=1)
     'a and 2 more'
@@ -120,9 +130,14 @@ def abbreviated(names: Sequence[str], limit: int = 5) -> str:
 def near_names(word: str, names: Iterable[str], limit: int = 1) -> list[str]:
     """Find the names that a misspelt word may mean, nearest first.
 
-    A name is near if few letters were left out, added, changed or swapped: one in a short word, one in four letters of
-    a long one, at most three. Capitals, dashes and underscores do not count. The word itself is never proposed: callers
-    ask because it was rejected.
+    A name is near if few letters were left out, added, changed or swapped: one for every four letters, but at least one
+    and at most three. Case, dashes and underscores are ignored. The word itself is never returned, since callers look
+    for a replacement of a word that was rejected.
+
+    Args:
+        word: The misspelt word.
+        names: Names that exist.
+        limit: Largest number of names to return.
 
     >>> near_names("ditot", ["ditto", "fedavg"]), near_names("Fed-Avg", ["ditto", "fedavg"])
     (['ditto'], ['fedavg'])
@@ -130,35 +145,44 @@ def near_names(word: str, names: Iterable[str], limit: int = 1) -> list[str]:
     ([], [])
     """
     spelling = _without_style(word)
-    allowed = min(3, max(1, len(spelling) // 4))
+    max_distance = min(3, max(1, len(spelling) // 4))
     distances: dict[str, int] = {}
     for name in names:
         other = _without_style(name)
-        # The difference in length is a lower bound, and spares the table for most names of a long list.
-        if name == word or abs(len(other) - len(spelling)) > allowed:
+        # The difference in length is a lower bound of the distance, which is slow to compute for a long list.
+        if name == word or abs(len(other) - len(spelling)) > max_distance:
             continue
-        distance = _edits(spelling, other)
-        if distance <= allowed and distance < len(spelling):
+        distance = _edit_distance(spelling, other)
+        # A word of one letter is within distance 1 of every other one.
+        if distance <= max_distance and distance < len(spelling):
             distances[name] = distance
     return sorted(distances, key=distances.__getitem__)[:limit]
 
 
 def _without_style(name: str) -> str:
+    """Return a name in lower case, without dashes and underscores."""
     return name.lower().replace("-", "").replace("_", "")
 
 
-def _edits(first: str, second: str) -> int:
-    """Count the insertions, deletions, changes and swaps of neighbours between two words (optimal string alignment)."""
-    before: list[int] = []
-    above = list(range(len(second) + 1))
-    for row, letter in enumerate(first, 1):
-        current = [row]
-        for column, other in enumerate(second, 1):
-            cost = min(above[column] + 1, current[column - 1] + 1, above[column - 1] + (letter != other))
-            swapped = row > 1 and column > 1 and letter == second[column - 2] and first[row - 2] == other
-            if swapped:
-                cost = min(cost, before[column - 2] + 1)
-            current.append(cost)
-        before = above
-        above = current
-    return above[-1]
+def _edit_distance(first: str, second: str) -> int:
+    """Return the number of insertions, deletions, changes and swaps of neighbours that turn one word into another.
+
+    This is the optimal string alignment distance, by dynamic programming. Entry j of row i of its table is the distance
+    between the first i letters of ``first`` and the first j letters of ``second``; three rows are stored at a time.
+    """
+    row_before_last: list[int] = []
+    last_row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, 1):
+        row = [i]
+        for j, other in enumerate(second, 1):
+            deletion = last_row[j] + 1
+            insertion = row[j - 1] + 1
+            change = last_row[j - 1] + (letter != other)
+            distance = min(deletion, insertion, change)
+            is_swap = i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other
+            if is_swap:
+                distance = min(distance, row_before_last[j - 2] + 1)
+            row.append(distance)
+        row_before_last = last_row
+        last_row = row
+    return last_row[-1]
